@@ -1,0 +1,40 @@
+"""The command line: one table of commands, each imported only when it runs.
+
+``ktbridge --help`` must stay instant, so this module and ``_app`` import click and nothing heavier;
+a test holds that. A command's module exposes ``command`` (a click command) and imports what it
+needs inside the function body.
+"""
+
+from __future__ import annotations
+
+import click
+
+from ktbridge import __version__
+from ktbridge.cli._app import LazyGroup
+
+# name -> the line shown by --help, in the order of the loop
+COMMANDS = {
+    "demo": "Run the whole loop on a tiny MoE, on any CPU, in minutes.",
+    "doctor": "Show what this machine can do: CPU ISA, memory, GPU, packages.",
+    "train": "Fine-tune: experts on the CPU kernels, the rest by PEFT.",
+    "convert": "Turn a raw adapter into the layouts that engines serve.",
+    "validate": "Check adapter directories for what engines would swallow.",
+    "serve": "Serve a base model with its adapter over an OpenAI-compatible API.",
+    "verify": "Prove that a served adapter took effect.",
+    "eval": "Ask a bench's questions of each arm and score the answers.",
+    "report": "Tables and one HTML file from what eval stored.",
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_table=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="ktbridge")
+def main() -> None:
+    """Take a mixture-of-experts model from fine-tuning to a served, proven adapter.
+
+    train -> convert -> validate -> serve -> verify -> eval -> report: each command works alone, on
+    directories and HTTP endpoints that other tools may have made. Start with `ktbridge demo`.
+    """

@@ -1,0 +1,103 @@
+"""The two click classes every command shares: lazy loading, and errors as sentences."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from ktbridge.errors import KtbridgeError, ProblemsError
+
+
+class Command(click.Command):
+    """A click command that turns ``KtbridgeError`` into one sentence and an exit code.
+
+    ``--debug`` (or KTBRIDGE_DEBUG=1) lets the traceback through.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--debug"], is_flag=True, expose_value=False, help="Show tracebacks of failures."
+            )
+        )
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> click.Context:
+        own = args[: args.index("--")] if "--" in args else args
+        debug = "--debug" in own or os.environ.get("KTBRIDGE_DEBUG", "") not in ("", "0")
+        context = super().make_context(info_name, args, parent, **extra)
+        context.meta["ktbridge.debug"] = debug
+        return context
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if ctx.meta.get("ktbridge.debug"):
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except KtbridgeError as error:
+            render(error)
+            sys.exit(error.exit_code)
+        except BrokenPipeError:
+            # The reader of our output went away (`| head`); that is not a failure of ours.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        except OSError as error:
+            where = f" {error.filename!r}" if error.filename else ""
+            click.echo(f"error: {error.strerror or error}:{where}", err=True)
+            sys.exit(1)
+        except ModuleNotFoundError as error:
+            click.echo(
+                f"error: the Python package {error.name!r} is not installed.\n"
+                f"  next: pip install 'ktbridge[all]'",
+                err=True,
+            )
+            sys.exit(1)
+
+
+def render(error: KtbridgeError) -> None:
+    """Print an error the same way everywhere: problems first, then the sentence, then what next."""
+    if isinstance(error, ProblemsError):
+        from ktbridge.cli._ui import print_problems
+
+        print_problems(error.problems)
+    click.echo(f"error: {error}", err=True)
+    if error.next_step:
+        click.echo(f"  next: {error.next_step}", err=True)
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' one-line helps without importing them."""
+
+    def __init__(self, *args: Any, commands_table: dict[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._table = commands_table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._table:
+            return None
+        return importlib.import_module(f"ktbridge.cli.{cmd_name}").command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in self._table:
+            import difflib
+
+            near = difflib.get_close_matches(name, self._table, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else " See `ktbridge --help`."
+            ctx.fail(f"there is no command {name!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self._table.items()))

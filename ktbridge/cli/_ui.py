@@ -1,0 +1,79 @@
+"""What commands print with: one console, one progress bar, one table of problems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from ktbridge.errors import Problem
+
+# Results go to stdout, so that they can be piped; everything said on the way goes to stderr.
+console = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+def emit_json(value: Any) -> None:
+    """Print one JSON document on stdout and nothing else."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    """Print problems to stderr, each with where, found against expected, and the next step."""
+    for problem in problems:
+        style = STYLES[problem.severity]
+        stderr.print(
+            f"[{style}]{problem.severity}[/] {problem.code}  {escape(problem.where)}",
+            soft_wrap=True,
+        )
+        stderr.print(f"    found     {escape(problem.found)}", soft_wrap=True)
+        if problem.expected:
+            stderr.print(f"    expected  {escape(problem.expected)}", soft_wrap=True)
+        if problem.next_step:
+            stderr.print(f"    next      {escape(problem.next_step)}", soft_wrap=True)
+
+
+class Bar:
+    """``bar(done, total)`` is the ``on_progress`` that library functions take; ``describe`` sets the label."""
+
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label, total=None)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._progress.update(self._task, completed=done, total=total)
+
+    def describe(self, label: str) -> None:
+        self._progress.update(self._task, description=escape(label))
+
+
+@contextmanager
+def progress_bar(label: str, unit: str = "") -> Iterator[Bar]:
+    """A bar with elapsed time and ETA on stderr. Where stderr is not a terminal nothing is drawn."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        yield Bar(bar, label)

@@ -1,0 +1,73 @@
+"""What can go wrong, said once.
+
+Exception tree::
+
+    KtbridgeError            the work failed; exit code 1
+    ├── UsageError           the request itself makes no sense; exit code 2
+    └── ProblemsError        a check collected problems, then failed once; exit code 1
+
+Every message is one sentence that says what and where; ``next_step`` says what to do about it.
+Nothing below ``ktbridge.cli`` prints or exits: it raises one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "info"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding of a check.
+
+    ``code`` is stable ("KTB101"), ``where`` is a file, key or line, ``found`` and ``expected`` are
+    short phrases, ``next_step`` is an instruction or a command.
+    """
+
+    code: str
+    severity: Severity
+    where: str
+    found: str
+    expected: str = ""
+    next_step: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.found}"
+        if self.expected:
+            text += f" (expected {self.expected})"
+        return text
+
+
+class KtbridgeError(Exception):
+    """The work failed. ``str(error)`` is one sentence; ``next_step`` is what to do next."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, next_step: str = "") -> None:
+        super().__init__(message)
+        self.next_step = next_step
+
+
+class UsageError(KtbridgeError):
+    """The request makes no sense as given (unknown key, impossible combination)."""
+
+    exit_code = 2
+
+
+class ProblemsError(KtbridgeError):
+    """A check found problems. All of them are in ``problems``; none was acted upon."""
+
+    def __init__(self, message: str, problems: Iterable[Problem], next_step: str = "") -> None:
+        super().__init__(message, next_step)
+        self.problems: tuple[Problem, ...] = tuple(problems)
+
+
+def has_errors(problems: Iterable[Problem]) -> bool:
+    """Whether any problem is an error (warnings and infos don't fail a command)."""
+    return any(problem.severity == "error" for problem in problems)
