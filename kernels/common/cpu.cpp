@@ -1,0 +1,88 @@
+#include "common/cpu.h"
+
+#include <cpuid.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace ktbridge {
+namespace {
+
+constexpr Isa kAll[] = {Isa::scalar, Isa::avx2, Isa::avx512_bf16};
+
+struct Registers {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
+  Registers r;
+  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+  return r;
+}
+
+bool bit(unsigned value, int index) { return (value >> index) & 1u; }
+
+// The register state the operating system saves on a context switch (XCR0). A CPU flag without it
+// would still end in SIGILL.
+std::uint64_t saved_state() {
+  if (!bit(cpuid(1).ecx, 27)) return 0;  // OSXSAVE
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<std::uint64_t>(high) << 32) | low;
+}
+
+bool runs(Isa isa) {
+  const std::uint64_t state = saved_state();
+  const bool ymm = (state & 0x6) == 0x6;
+  const bool zmm = (state & 0xe6) == 0xe6;
+  const Registers one = cpuid(1), seven = cpuid(7), seven_one = cpuid(7, 1);
+  switch (isa) {
+    case Isa::scalar:
+      return true;
+    case Isa::avx2:  // Haswell, Zen and later: AVX2 + FMA
+      return ymm && bit(seven.ebx, 5) && bit(one.ecx, 12);
+    case Isa::avx512_bf16:  // Cooper Lake, Sapphire Rapids, Zen 4 and later: AVX-512 F, BW, VL, BF16
+      return zmm && bit(seven.ebx, 16) && bit(seven.ebx, 30) && bit(seven.ebx, 31) && bit(seven_one.eax, 5);
+  }
+  return false;
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512_bf16:
+      return "avx512_bf16";
+    default:
+      return "scalar";
+  }
+}
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> result;
+  for (Isa isa : kAll)
+    if (runs(isa)) result.push_back(isa);
+  return result;
+}
+
+Isa choose_isa(const std::string& wish) {
+  const std::vector<Isa> available = available_isas();
+  std::string name = wish;
+  const char* forced = std::getenv("KTBRIDGE_ISA");
+  if (name == "auto" && forced != nullptr && *forced != '\0') name = forced;
+  if (name == "auto") return available.back();
+  std::string names;
+  for (Isa isa : available) {
+    if (name == isa_name(isa)) return isa;
+    names += names.empty() ? isa_name(isa) : std::string(", ") + isa_name(isa);
+  }
+  for (Isa isa : kAll)
+    if (name == isa_name(isa))
+      throw std::invalid_argument("this CPU can't run the '" + name + "' kernels; it can run: " + names);
+  throw std::invalid_argument("there are no '" + name + "' kernels; this CPU can run: auto, " + names);
+}
+
+}  // namespace ktbridge
