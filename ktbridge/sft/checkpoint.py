@@ -1,0 +1,66 @@
+"""What training leaves behind: the trained parameters of a model as a raw adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ktbridge.adapter import Tensor, write_raw_adapter
+from ktbridge.sft.experts import LORA_NAMES
+from ktbridge.sft.inject import expert_layers
+from ktbridge.sft.tensors import from_torch
+
+
+def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The fused expert LoRA of a wrapped model: ``layers.{L}.experts.{gate,up,down}_lora_{a,b}``, bf16."""
+    tensors = {}
+    for index, layer in expert_layers(model).items():
+        for name, parameter in zip(LORA_NAMES, layer.lora_parameters(), strict=False):
+            key = f"layers.{index}.experts.{name}"
+            tensors[key] = from_torch(key, parameter.to(torch.bfloat16))
+    return tensors
+
+
+def nonexpert_tensors(model: nn.Module, adapter_name: str = "default") -> dict[str, Tensor]:
+    """The LoRA that PEFT trained, under PEFT's own keys (``….lora_A.weight``), bf16."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if f".lora_A.{adapter_name}." in name or f".lora_B.{adapter_name}." in name:
+            key = name.replace(f".{adapter_name}.", ".")
+            tensors[key] = from_torch(key, parameter.to(torch.bfloat16))
+    return tensors
+
+
+def save_raw_adapter(
+    model: nn.Module, directory: str | Path, base_model: str, *, overwrite: bool = False
+) -> None:
+    """Write the expert LoRA and the PEFT LoRA of a trained model as one raw adapter directory.
+
+    Published whole or not at all (see ``ktbridge.adapter.write_raw_adapter``).
+    """
+    layers = expert_layers(model)
+    first = next(iter(layers.values()))
+    write_raw_adapter(
+        directory,
+        expert=expert_tensors(model),
+        nonexpert=nonexpert_tensors(model),
+        config=_peft_config(model),
+        base_model=base_model,
+        rank=first.lora_rank,
+        alpha=first.lora_alpha,
+        overwrite=overwrite,
+    )
+
+
+def _peft_config(model: nn.Module) -> dict:
+    """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list."""
+    config = model.peft_config["default"].to_dict()  # type: ignore[union-attr, index]
+    config["inference_mode"] = True
+
+    def plain(value: object) -> object:
+        return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
+
+    return json.loads(json.dumps(config, default=plain))

@@ -1,0 +1,197 @@
+"""Put a transformers model's routed experts onto our kernels.
+
+transformers dispatches every fused-experts module through ``ALL_EXPERTS_FUNCTIONS``, after the model's own
+router has done its work. We register one more implementation, "ktbridge", and give each experts module a
+child ``kt`` that holds the kernels and the expert LoRA. Router conventions, shared experts and attention stay
+transformers' business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ktbridge.adapter import Adapter
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.sft.experts import LORA_NAMES, MoELoRAExperts
+from ktbridge.sft.tensors import to_torch
+
+IMPLEMENTATION = "ktbridge"
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def wrap_experts(
+    model: nn.Module,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    isa: str = "auto",
+    threads: int | None = None,
+) -> nn.Module:
+    """Run every experts module of a transformers model (or a PeftModel around one) on our kernels.
+
+    Works in place and returns the model. The experts' own weights are frozen and used where they are; LoRA
+    starts at B = 0, so the model's outputs are unchanged until something is trained or loaded.
+    ``lora_rank=0`` adds no LoRA. Weights must be bfloat16 on the CPU.
+
+    Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
+    module whose layout the kernels don't serve, and ``UsageError`` when the model is wrapped already.
+    """
+    found = list(_experts_modules(model))
+    if not found:
+        raise KtbridgeError(
+            f"{type(_base(model)).__name__} has no fused-experts module that transformers dispatches.",
+            "Check that the model is a mixture-of-experts model and that transformers is 5.x.",
+        )
+    problems = [problem for name, module in found for problem in _unserved(name, module)]
+    if problems:
+        raise ProblemsError("The kernels don't serve this model's experts.", problems)
+    if any(hasattr(module, "kt") for _, module in found):
+        raise UsageError("This model's experts are wrapped already.")
+    for _, module in found:
+        module.gate_up_proj.requires_grad_(False)
+        module.down_proj.requires_grad_(False)
+        gate_up, down = module.gate_up_proj.data, module.down_proj.data
+        inner = gate_up.shape[1] // 2
+        module.kt = MoELoRAExperts.from_tensors(
+            gate_up[:, :inner], gate_up[:, inner:], down, lora_rank, lora_alpha, isa, threads
+        )
+    _base(model).set_experts_implementation(IMPLEMENTATION)
+    return model
+
+
+def expert_layers(model: nn.Module) -> dict[int, MoELoRAExperts]:
+    """The wrapped layers of a model by decoder layer index, in rising order."""
+    layers = {}
+    for name, module in model.named_modules():
+        match = LAYER.search(name)
+        if isinstance(module, MoELoRAExperts) and match:
+            layers[int(match.group(1))] = module
+    return dict(sorted(layers.items()))
+
+
+def set_expert_lora(model: nn.Module, enabled: bool) -> None:
+    """Switch the expert LoRA of every wrapped layer on or off (off is the base exactly)."""
+    for layer in expert_layers(model).values():
+        layer.lora_enabled = enabled
+
+
+def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
+    """Copy an adapter's expert LoRA into a wrapped model; every tensor must have a place and a source.
+
+    Raises ``ProblemsError`` naming each layer or shape that doesn't fit.
+    """
+    layers, source = expert_layers(model), set(adapter.expert_layers())
+    where = str(adapter.path)
+    problems = [
+        Problem(
+            "KTL001",
+            "error",
+            f"{where}: layer {layer}",
+            "expert LoRA for a layer that has no routed experts in the model"
+            if layer in source
+            else "no expert LoRA for a layer that has routed experts in the model",
+            f"layers {list(layers)}",
+            "Use the base model that the adapter was trained on.",
+        )
+        for layer in sorted(source ^ set(layers))
+    ]
+    loaded: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index in sorted(source & set(layers)):
+        for name, parameter in zip(LORA_NAMES, layers[index].lora_parameters(), strict=True):
+            tensor = adapter.expert_tensor(index, name)
+            if tuple(tensor.shape) == tuple(parameter.shape):
+                loaded.append((parameter, to_torch(tensor)))
+            else:
+                problems.append(
+                    Problem(
+                        "KTL002",
+                        "error",
+                        f"{where}: layer {index} {name}",
+                        f"shape {list(tensor.shape)}",
+                        f"{list(parameter.shape)}",
+                        "Use the base model that the adapter was trained on.",
+                    )
+                )
+    if problems:
+        raise ProblemsError("The adapter's expert LoRA doesn't fit this model.", problems)
+    with torch.no_grad():
+        for parameter, value in loaded:
+            parameter.copy_(value)
+
+
+def _experts_forward(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The registered implementation: [T, H], [T, K], [T, K] -> [T, H] in the caller's dtype."""
+    layer = getattr(module, "kt", None)
+    if layer is None:
+        raise KtbridgeError(
+            "An experts module asked for the ktbridge kernels but was never wrapped.",
+            "Call ktbridge.sft.wrap_experts(model) instead of set_experts_implementation.",
+        )
+    if module.gate_up_proj.data_ptr() != layer.weights_address:
+        raise KtbridgeError(
+            "The experts' weights were moved or converted after wrap_experts.",
+            "Convert the model first, then wrap it.",
+        )
+    out = layer(
+        hidden_states.to(torch.bfloat16), top_k_index.to(torch.int64), top_k_weights.float()
+    )
+    return out.to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+
+
+def _base(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PeftModel, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # `use_experts_implementation` leaves these attributes on each instance of a decorated class.
+    for name, module in model.named_modules():
+        if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed"):
+            yield name, module
+
+
+def _unserved(name: str, module: nn.Module) -> Iterator[Problem]:
+    """Why the kernels can't compute this experts module, if they can't."""
+
+    def problem(found: str, expected: str) -> Problem:
+        where = f"{name} ({type(module).__name__})"
+        return Problem(
+            "KTL003", "error", where, found, expected, "See the README's supported models."
+        )
+
+    if not module.has_gate or module.has_bias or module.is_transposed or not module.is_concatenated:
+        traits = [
+            trait
+            for trait, present in (
+                ("no gate", not module.has_gate),
+                ("biases", module.has_bias),
+                ("transposed weights", module.is_transposed),
+                ("interleaved gate and up", not module.is_concatenated),
+            )
+            if present
+        ]
+        yield problem(", ".join(traits), "gated, bias-free experts with [E, 2I, H] weights")
+        return
+    activation = type(getattr(module, "act_fn", None)).__name__
+    if "silu" not in activation.lower():
+        yield problem(f"activation {activation}", "SiLU")
+    if type(module)._apply_gate.__name__ != "_default_apply_gate" or getattr(
+        module, "has_post_expert_norm", False
+    ):
+        yield problem("a gating or norm of its own", "silu(gate) * up")
+    if module.gate_up_proj.dtype != torch.bfloat16 or module.gate_up_proj.device.type != "cpu":
+        yield problem(
+            f"{module.gate_up_proj.dtype} on {module.gate_up_proj.device}", "torch.bfloat16 on cpu"
+        )

@@ -1,0 +1,234 @@
+"""The training recipe, top to bottom: check, load, attach LoRA, train, save.
+
+transformers loads the model, PEFT attaches the non-expert LoRA, trl's SFTTrainer trains (loss on the
+assistant's tokens only); ours are the experts on the CPU kernels with their LoRA, and the raw adapter.
+Everything runs on the CPU for now.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.utils import logging as transformers_logging
+from trl import SFTConfig, SFTTrainer
+
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.model import resolve_model
+from ktbridge.sft.checkpoint import save_raw_adapter
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.curve import plot_loss
+from ktbridge.sft.data import load_conversations
+from ktbridge.sft.inject import expert_layers, wrap_experts
+
+LOG_FILE = "trainer_log.jsonl"
+PLOT_FILE = "training_loss.png"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run did. ``seconds`` is the training loop alone; losses are means over ``logging_steps``."""
+
+    output_dir: str
+    steps: int
+    conversations: int
+    first_loss: float
+    last_loss: float
+    seconds: float
+    tokens_per_second: float
+    isa: str
+    expert_parameters: int
+    nonexpert_parameters: int
+    files: tuple[str, ...]
+
+
+def train(
+    config: TrainConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_log: Callable[[dict[str, Any]], None] | None = None,
+) -> TrainResult:
+    """Run one configuration and leave a raw adapter, a log and a loss plot in ``config.output_dir``.
+
+    ``on_progress(step, steps)`` is called after each optimizer step, ``on_log`` with each log record. The
+    directory appears whole when training has finished, or not at all. Raises ``KtbridgeError`` and its
+    children for anything a user can mend, and for a loss that is not finite.
+    """
+    output = Path(config.output_dir)
+    if output.exists() and not config.overwrite_output_dir:
+        raise UsageError(
+            f"{output} exists already.", "Give another output_dir or overwrite_output_dir=true."
+        )
+    conversations = load_conversations(config.dataset, config.max_samples)
+    base = resolve_model(config.model_name_or_path)
+    set_seed(config.seed)
+    tokenizer = _load_tokenizer(base)
+    model = _attach_lora(load_base(base, bf16=config.bf16), config)
+
+    # The Trainer insists on a directory of its own; ours must not exist before it is finished.
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = SFTTrainer(
+            model=model,
+            args=_trainer_arguments(config, scratch),
+            train_dataset=Dataset.from_list([{"messages": rows} for rows in conversations]),
+            processing_class=tokenizer,
+            callbacks=[_Watch(on_progress, on_log)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        started = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - started
+
+    log = [record for record in trainer.state.log_history if "loss" in record]
+    save_raw_adapter(model, output, str(base), overwrite=config.overwrite_output_dir)
+    (output / LOG_FILE).write_text("".join(json.dumps(record) + "\n" for record in log))
+    if config.plot_loss:
+        plot_loss(log, output / PLOT_FILE)
+    tokens = trainer.state.num_input_tokens_seen
+    return TrainResult(
+        output_dir=str(output),
+        steps=trainer.state.global_step,
+        conversations=len(conversations),
+        first_loss=log[0]["loss"] if log else math.nan,
+        last_loss=log[-1]["loss"] if log else math.nan,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        isa=next(iter(expert_layers(model).values())).isa,
+        expert_parameters=_count(model, ".kt."),
+        nonexpert_parameters=_count(model, ".lora_"),
+        files=tuple(sorted(path.name for path in output.iterdir())),
+    )
+
+
+def load_base(path: str | Path, *, bf16: bool = True) -> nn.Module:
+    """A causal language model on the CPU with its experts in bfloat16.
+
+    With ``bf16=False`` everything but the experts is float32, which trains better where the CPU has no
+    bfloat16 arithmetic.
+    """
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if not bf16:
+        for module in model.modules():
+            if hasattr(module, "is_concatenated"):
+                module.to(torch.bfloat16)
+    return model
+
+
+def _load_tokenizer(base: str | Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    if not tokenizer.chat_template:
+        raise KtbridgeError(
+            f"The tokenizer of {base} has no chat template, so conversations have no form to train on.",
+            "Add chat_template.jinja to the model directory (the instruct variant of the model has one).",
+        )
+    return tokenizer
+
+
+def _attach_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """PEFT on the non-experts first, then the experts onto the kernels."""
+    targets = "all-linear" if config.lora_target == ("all",) else list(config.lora_target)
+    if isinstance(targets, list):
+        names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        missing = [target for target in targets if target not in names]
+        if missing:
+            raise UsageError(
+                f"lora_target names no module of this model: {', '.join(missing)}.",
+                'Use "all", or names such as q_proj,k_proj,v_proj,o_proj.',
+            )
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    return wrap_experts(
+        get_peft_model(model, lora),
+        config.expert_rank,
+        config.expert_alpha,
+        threads=config.kt_config.kt_num_threads,
+    )
+
+
+def _trainer_arguments(config: TrainConfig, scratch: str) -> SFTConfig:
+    return SFTConfig(
+        output_dir=scratch,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        learning_rate=config.learning_rate,
+        num_train_epochs=config.num_train_epochs,
+        max_steps=config.max_steps,
+        lr_scheduler_type=config.lr_scheduler_type,
+        warmup_steps=config.warmup_ratio,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        logging_steps=config.logging_steps,
+        logging_first_step=True,
+        seed=config.seed,
+        report_to=config.report_to,
+        max_length=config.cutoff_len,
+        assistant_only_loss=True,
+        include_num_input_tokens_seen="non_padding",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,  # the weights are loaded in the dtype asked for; autocast would add a third
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+class _Watch(TrainerCallback):
+    """Hands steps and log records to the caller, and stops at a loss that is not a number."""
+
+    def __init__(self, progress: Any, log: Any) -> None:
+        self._progress, self._log = progress, log
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._progress:
+            self._progress(state.global_step, state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        loss = (logs or {}).get("loss")
+        if loss is not None and not math.isfinite(loss):
+            raise KtbridgeError(
+                f"The loss became {loss} at step {state.global_step}; nothing was saved.",
+                "Lower learning_rate, or set warmup_ratio.",
+            )
+        if self._log and loss is not None:
+            self._log({"step": state.global_step, "steps": state.max_steps, **logs})
+
+
+def _count(model: nn.Module, part: str) -> int:
+    return sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if part in name and parameter.requires_grad and not (part == ".lora_" and ".kt." in name)
+    )
+
+
+def quiet_libraries() -> None:
+    """Silence the libraries' own progress bars and advice: the caller shows ours."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
