@@ -49,7 +49,7 @@ def print_problems(problems: Iterable[Problem]) -> None:
 
 
 class Bar:
-    """``bar(done, total)`` is the ``on_progress`` that library functions take; ``describe`` sets the label."""
+    """``bar(done, total)`` is the ``on_progress`` that library functions take."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress

@@ -1,0 +1,56 @@
+# make demo    the whole loop on a tiny model, CPU only, in minutes
+# make test    the whole test suite
+# make check   lint, formatting, types
+# Each target sets up what it needs in .venv and reuses it. PYTHON=python3.12 picks an interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_DIR ?= ktbridge-demo
+
+NATIVE := CMakeLists.txt pyproject.toml $(shell find kernels -name '*.cpp' -o -name '*.h')
+PYTHON_FILES := ktbridge tests scripts
+CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
+
+.PHONY: demo test check format clean help
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo: $(VENV)/.demo
+	@$(BIN)/ktbridge demo --dir $(DEMO_DIR)
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix $(PYTHON_FILES)
+	$(BIN)/ruff format $(PYTHON_FILES)
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+clean:
+	rm -rf $(VENV) build dist $(DEMO_DIR)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "ktbridge needs Python 3.10 or newer; run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The kernels are compiled here, so these follow the C++ sources too.
+$(VENV)/.demo: $(BIN)/python $(NATIVE)
+	@echo "Installing ktbridge and what the demo needs into $(VENV) (a few minutes the first time) ..."
+	@$(PIP_INSTALL) -e '.[all]'
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/python $(NATIVE)
+	@echo "Installing ktbridge and its development tools into $(VENV) (a few minutes the first time) ..."
+	@$(PIP_INSTALL) -e '.[all,dev]'
+	@touch $@

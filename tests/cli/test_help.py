@@ -1,0 +1,98 @@
+"""The command line as a whole: instant, complete, and in sentences when something is wrong."""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+import ktbridge
+from ktbridge.cli import COMMANDS, main
+
+HEAVY = ("torch", "numpy", "rich", "yaml", "transformers", "safetensors", "fastapi", "openai")
+
+
+def run(*args, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "ktbridge", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+    )
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, json\n"
+        "from ktbridge.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout.splitlines()[-1]) == []
+
+
+def test_help_is_instant():
+    # The promise is 0.2 s; what a busy machine adds to every process is taken off by timing a bare
+    # interpreter beside it, and the better half of five runs counts.
+    def seconds(*argv):
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, *argv], capture_output=True, check=True)
+            times.append(time.perf_counter() - started)
+        return statistics.median_low(times)
+
+    assert seconds("-m", "ktbridge", "--help") - seconds("-c", "pass") < 0.2
+
+
+def test_help_lists_every_command_and_each_has_its_own_help():
+    listing = CliRunner().invoke(main, ["--help"]).output
+    for name, line in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(line)}$", listing, re.MULTILINE)
+        own = CliRunner().invoke(main, [name, "--help"])
+        assert own.exit_code == 0, own.output
+        assert f"Usage: main {name}" in own.output
+
+
+def test_version_agrees_with_the_changelog():
+    version = CliRunner().invoke(main, ["--version"]).output.split()[-1]
+    assert version == ktbridge.__version__
+    with open(
+        os.path.join(os.path.dirname(__file__), "../../CHANGELOG.md"), encoding="utf-8"
+    ) as file:
+        assert re.search(r"^## (\S+)", file.read(), re.MULTILINE).group(1) == version
+
+
+def test_an_unknown_command_suggests_the_near_one():
+    result = run("convrt")
+    assert result.returncode == 2
+    assert "Did you mean 'convert'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["train", "missing.yaml"], 2, "There is no configuration file 'missing.yaml'"),
+        (["convert", "missing-dir", "--expert-output-dir", "x"], 1, "missing-dir"),
+        (["validate", "missing-dir"], 1, "missing-dir"),
+        (["report", "missing-dir"], 1, "missing-dir"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_debug_shows_the_traceback(
+    tmp_path, monkeypatch, args, code, words
+):
+    monkeypatch.chdir(tmp_path)
+    result = run(*args)
+    assert result.returncode == code, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Traceback" in run(*args, "--debug").stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,162 @@
+"""A whole transformers model on our kernels: same answers, same gradients, nothing silent."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tinymoe import tiny_model
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ktbridge.adapter import read_adapter
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.sft import (
+    expert_layers,
+    load_expert_lora,
+    save_raw_adapter,
+    set_expert_lora,
+    wrap_experts,
+)
+
+IDS = torch.arange(40).reshape(2, 20) % 64
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.float()
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def randomised(model, scale=0.3):
+    """The wrapped model with an expert LoRA far from zero."""
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for layer in expert_layers(model).values():
+            for parameter in layer.parameters():
+                noise = torch.randn(parameter.shape, generator=random)
+                parameter.copy_((scale * noise / parameter.shape[-1] ** 0.5).bfloat16())
+    return model
+
+
+def merged_float32(model, wrapped):
+    """`model` in float32 with the wrapped model's expert LoRA added to its weights."""
+    model = model.float()
+    with torch.no_grad():
+        for index, layer in expert_layers(wrapped).items():
+            experts, scale = (
+                model.model.layers[index].mlp.experts,
+                layer.lora_alpha / layer.lora_rank,
+            )
+            inner = layer.intermediate_size
+            delta = {
+                name: scale * getattr(layer, f"{name}_lora_b") @ getattr(layer, f"{name}_lora_a")
+                for name in ("gate", "up", "down")
+            }
+            experts.gate_up_proj[:, :inner] += delta["gate"]
+            experts.gate_up_proj[:, inner:] += delta["up"]
+            experts.down_proj += delta["down"]
+    return model
+
+
+def test_a_fresh_wrap_changes_nothing_but_rounding():
+    exact = logits(tiny_model().float())
+    noise = distance(logits(tiny_model()), exact)
+    wrapped = wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8)
+    assert list(expert_layers(wrapped)) == [0, 1]
+    assert distance(logits(wrapped), exact) <= 1.5 * noise
+
+
+def test_logits_and_loss_gradients_equal_the_merged_model_in_float32():
+    wrapped = randomised(wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8))
+    exact = merged_float32(tiny_model(), wrapped)
+    base = logits(tiny_model().float())
+    effect = distance(logits(exact), base)
+    assert distance(logits(wrapped), logits(exact)) < 0.15 * effect
+    for model in (wrapped, exact):
+        model(IDS, labels=IDS).loss.backward()
+    # dL/dB through the merged weight: dW = dL/dW, dB = s · dW Aᵀ (chain rule on W + s B A).
+    layer, experts = expert_layers(wrapped)[1], exact.model.layers[1].mlp.experts
+    scale = layer.lora_alpha / layer.lora_rank
+    expected = scale * experts.down_proj.grad @ layer.down_lora_a.detach().transpose(1, 2)
+    assert distance(layer.down_lora_b.grad, expected) < 0.1
+    assert experts.gate_up_proj.grad is not None
+    assert wrapped.model.layers[1].mlp.experts.gate_up_proj.grad is None
+
+
+def test_the_lora_can_be_switched_off_and_on():
+    base = logits(wrap_experts(tiny_model(), lora_rank=0))
+    wrapped = randomised(wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8))
+    tuned = logits(wrapped)
+    set_expert_lora(wrapped, False)
+    assert torch.equal(logits(wrapped), base)
+    set_expert_lora(wrapped, True)
+    assert torch.equal(logits(wrapped), tuned)
+    assert not torch.equal(tuned, base)
+
+
+def peft_model(rank=4):
+    config = LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return wrap_experts(get_peft_model(tiny_model(), config), lora_rank=rank, lora_alpha=8)
+
+
+def test_a_saved_adapter_loads_back_bit_for_bit_and_only_where_it_fits(tmp_path):
+    model = randomised(peft_model())
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert sum(".kt." in name for name in trainable) == 12
+    assert all("lora_" in name for name in trainable)
+    save_raw_adapter(model, tmp_path / "raw", "some/base")
+    adapter = read_adapter(tmp_path / "raw")
+    assert adapter.layout == "raw"
+    assert len(adapter.nonexpert_keys()) == 2 * 2 * 4  # layers x A, B x q, k, v, o
+    fresh = wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8)
+    load_expert_lora(fresh, adapter)
+    for index, layer in expert_layers(fresh).items():
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter, getattr(expert_layers(model)[index], name))
+    with pytest.raises(ProblemsError, match="doesn't fit") as caught:
+        load_expert_lora(wrap_experts(tiny_model(num_hidden_layers=3), 4, 8), adapter)
+    assert "layer 2" in caught.value.problems[0].where
+    with pytest.raises(ProblemsError, match="doesn't fit"):
+        load_expert_lora(wrap_experts(tiny_model(), 8, 8), adapter)
+
+
+def test_models_the_kernels_dont_serve_are_refused_by_name():
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    with pytest.raises(KtbridgeError, match="LlamaForCausalLM has no fused-experts module"):
+        wrap_experts(llama)
+    gpt_oss = GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+    with pytest.raises(ProblemsError) as caught:
+        wrap_experts(gpt_oss)
+    assert "biases, transposed weights, interleaved gate and up" in caught.value.problems[0].found
+    with pytest.raises(ProblemsError) as caught:
+        wrap_experts(tiny_model().float())
+    assert "torch.float32" in caught.value.problems[0].found
+
+
+def test_a_model_that_was_moved_or_wrapped_twice_is_noticed():
+    model = wrap_experts(tiny_model())
+    with pytest.raises(UsageError, match="wrapped already"):
+        wrap_experts(model)
+    with pytest.raises(KtbridgeError, match="moved or converted"):
+        logits(model.float())
