@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 DEMO_DIR ?= ktbridge-demo
 
 NATIVE := CMakeLists.txt pyproject.toml $(shell find kernels -name '*.cpp' -o -name '*.h')
-PYTHON_FILES := ktbridge tests scripts
+PYTHON_FILES := ktbridge tests
 CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)

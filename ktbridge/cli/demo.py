@@ -1,0 +1,182 @@
+"""ktbridge demo: the whole loop on a tiny model, told step by step."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ktbridge.cli._app import Command
+
+if TYPE_CHECKING:
+    from ktbridge.demo.loop import Step
+
+STEPS = 7
+TASTE = ("早上好！", "今天有点累。", "What is the weather like?", "法国的首都是哪里？")
+
+
+@click.command(cls=Command)
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    default="ktbridge-demo",
+    show_default=True,
+    help="Where everything is written; run again to continue.",
+)
+@click.option("--dry-run", is_flag=True, help="Show the steps and stop.")
+def command(directory: Path, dry_run: bool) -> None:
+    """Run the whole loop on a tiny mixture-of-experts model, on any CPU, in minutes.
+
+    Makes a base model from a seed, teaches it a persona with LoRA on experts and attention, converts,
+    validates, serves, verifies and evaluates it. Running it again keeps what is finished.
+    """
+    from ktbridge.demo import loop
+
+    if dry_run:
+        _show_plan(loop)
+        return
+    loop.prepare(directory)
+    directory = directory.resolve()
+    started = time.monotonic()
+    _make_base(directory)
+    _train(directory)
+    _run(3, loop.CONVERT, directory)
+    _run(4, loop.VALIDATE, directory)
+    _headline(5, loop.SERVE)
+    with loop.served(loop.SERVE, directory) as url:
+        _say(f"ready at {url}, log in serve.log")
+        _taste(url)
+        _run(6, loop.verify_step(url), directory)
+        _run(7, loop.eval_step(url), directory)
+    _epilogue(directory, time.monotonic() - started)
+
+
+def _show_plan(loop) -> None:
+    _say("make a tiny base model, pre-trained from a seed")
+    url = "http://127.0.0.1:PORT"
+    steps = (loop.TRAIN, loop.CONVERT, loop.VALIDATE, loop.SERVE)
+    for step in (*steps, loop.verify_step(url), loop.eval_step(url)):
+        click.echo(f"$ {step.command}")
+
+
+def _make_base(directory: Path) -> None:
+    from ktbridge.cli._ui import console, progress_bar
+
+    _rule(1, "A base model")
+    _say(
+        "A Qwen3-MoE with its own tokenizer, pre-trained for a minute on text shipped with ktbridge."
+    )
+    with progress_bar("pre-training", unit="steps") as bar:
+        from ktbridge.demo.base import make_base
+
+        make_base(directory / "base", on_progress=bar)
+    recipe = json.loads((directory / "base/ktbridge_demo.json").read_text())
+    shards = sorted(path.name for path in (directory / "base").glob("*.safetensors"))
+    console.print(
+        f"{recipe['parameters'] / 1e6:.1f} million parameters, {recipe['layers']} MoE layers of "
+        f"{recipe['experts']} experts, top-{recipe['top_k']}; loss {recipe['first_loss']:.2f} -> "
+        f"{recipe['loss']:.2f} nats per token"
+    )
+    _wrote([f"base/{name}" for name in shards])
+
+
+def _train(directory: Path) -> None:
+    from ktbridge.demo import loop
+    from ktbridge.demo.persona import write_persona_data
+
+    (directory / "demo.yaml").write_text(loop.CONFIG)
+    rows = write_persona_data(directory / "neko.jsonl")
+    _headline(2, loop.TRAIN)
+    _say(f"{rows} conversations in the persona of a cat-girl (neko.jsonl).")
+    digest = loop.training_digest(directory)
+    if loop.trained_digest(directory) == digest:
+        _say("kept: the same configuration, data and base were trained before")
+    else:
+        loop.run(loop.TRAIN, directory)
+        loop.record_training(directory, digest)
+    _wrote(loop.TRAIN.writes)
+
+
+def _run(number: int, step: Step, directory: Path) -> None:
+    from ktbridge.demo import loop
+
+    _headline(number, step)
+    loop.run(step, directory)
+    _wrote(step.writes)
+
+
+def _taste(url: str) -> None:
+    """The same prompts to the three arms, side by side, before any scoring."""
+    from openai import OpenAI
+    from rich.table import Table
+
+    from ktbridge.cli._ui import console
+    from ktbridge.demo.loop import ARMS
+
+    client = OpenAI(base_url=f"{url.removesuffix('/v1')}/v1", api_key="none", max_retries=0)
+    table = Table("prompt", *ARMS, title="The three arms, asked the same", title_justify="left")
+    for prompt in TASTE:
+        answers = [
+            client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": prompt}],
+                max_tokens=48,
+                temperature=0,
+            )
+            .choices[0]
+            .message.content
+            for model in ARMS.values()
+        ]
+        table.add_row(prompt, *(answer or "" for answer in answers))
+    console.print(table)
+
+
+def _epilogue(directory: Path, seconds: float) -> None:
+    from ktbridge.cli._ui import console
+
+    results = json.loads((directory / "eval/results.json").read_text())
+    _rule(None, "Done")
+    console.print(results["verdict"]["sentence"], markup=False)
+    console.print(f"The whole loop took {seconds:.0f} s. Look at:")
+    for name in ("eval/report.html", "adapter/raw/training_loss.png"):
+        console.print(f"  {directory / name}", markup=False, soft_wrap=True)
+    console.print(
+        "\nTry next, with your own model:\n"
+        "  ktbridge doctor                               what this machine can do\n"
+        "  ktbridge train my.yaml --dry-run              demo.yaml is a complete example\n"
+        "  ktbridge validate MY_ADAPTER --base-model B   adapters made by other tools are welcome\n"
+        "  ktbridge convert MY_ADAPTER --merged-output-dir OUT     for SGLang-KT 0.7.2",
+        markup=False,
+    )
+
+
+def _headline(number: int, step: Step) -> None:
+    from ktbridge.cli._ui import console
+
+    _rule(number, step.title)
+    _say(step.why)
+    console.print(f"[bold]$[/] {step.command}", style="cyan", soft_wrap=True)
+
+
+def _rule(number: int | None, title: str) -> None:
+    from ktbridge.cli._ui import console
+
+    label = title if number is None else f"{number}/{STEPS}  {title}"
+    console.rule(f"[bold]{label}", align="left")
+
+
+def _say(text: str) -> None:
+    from ktbridge.cli._ui import console
+
+    console.print(text, style="dim", markup=False)
+
+
+def _wrote(names) -> None:
+    from ktbridge.cli._ui import console
+
+    for name in names:
+        console.print(f"[green]wrote[/] {name}")

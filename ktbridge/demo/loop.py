@@ -1,0 +1,202 @@
+"""The demo's plan: one directory, and the commands a user would type in it, in order.
+
+Nothing here prints: ``ktbridge.cli.demo`` tells the story. The commands are the real ones, run as
+separate processes, so what the demo shows is what a user gets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktbridge import __version__
+from ktbridge.errors import KtbridgeError, UsageError
+
+SERVED, ADAPTER = "tiny", "neko"
+ARMS = {"base": f"{SERVED}:base", "expert": SERVED, "full": f"{SERVED}:{ADAPTER}"}
+STATE = ".ktbridge-demo.json"
+
+CONFIG = """\
+# A LoRA fine-tune with LLaMA-Factory's field names. Paths are relative to this file.
+model_name_or_path: base
+dataset: neko.jsonl
+output_dir: adapter/raw
+overwrite_output_dir: true
+
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+lora_alpha: 16
+lora_target: all          # every linear module outside the experts; the experts have LoRA of their own
+cutoff_len: 160
+
+per_device_train_batch_size: 16
+learning_rate: 2.0e-3
+lr_scheduler_type: cosine
+warmup_ratio: 0.05
+max_steps: 100
+logging_steps: 2
+bf16: false               # non-expert weights in float32: faster and finer on most CPUs
+seed: 7
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the loop: what it is for, the command line, what it leaves in the directory."""
+
+    title: str
+    why: str
+    command: str
+    writes: tuple[str, ...] = ()
+
+    @property
+    def argv(self) -> list[str]:
+        """The command as this interpreter runs it; no argument of the demo's holds a space."""
+        return [sys.executable, "-m", *self.command.split()]
+
+
+TRAIN = Step(
+    "Train",
+    "Routed experts on our C++ kernels, attention by PEFT, the trainer of trl.",
+    "ktbridge train demo.yaml",
+    (
+        "adapter/raw/fused_expert_lora.safetensors",
+        "adapter/raw/adapter_model.safetensors",
+        "adapter/raw/adapter_config.json",
+        "adapter/raw/kt_adapter_manifest.json",
+        "adapter/raw/training_loss.png",
+    ),
+)
+CONVERT = Step(
+    "Convert",
+    "The two artifacts of training become the directories that engines load.",
+    "ktbridge convert adapter/raw --expert-output-dir adapter/expert"
+    " --nonexpert-output-dir adapter/nonexpert --merged-output-dir adapter/merged --overwrite",
+    ("adapter/expert/", "adapter/nonexpert/", "adapter/merged/"),
+)
+VALIDATE = Step(
+    "Validate",
+    "What an engine would swallow without a word is an error here.",
+    "ktbridge validate adapter/raw adapter/expert adapter/nonexpert adapter/merged --base-model base",
+)
+SERVE = Step(
+    "Serve",
+    "An OpenAI-compatible server in a process of its own, here on loopback.",
+    f"ktbridge serve --model base --expert-adapter adapter/expert"
+    f" --nonexpert-adapter {ADAPTER}=adapter/nonexpert --served-model-name {SERVED} --port 0",
+)
+
+
+def verify_step(url: str) -> Step:
+    return Step(
+        "Verify",
+        "Served logprobs against references computed without our kernels: did each half take effect?",
+        f"ktbridge verify --base-url {url} --model {SERVED}:{ADAPTER} --adapter adapter/raw"
+        " --base-model base",
+    )
+
+
+def eval_step(url: str) -> Step:
+    arms = " ".join(f"--arm {name}={model}@{url}" for name, model in ARMS.items())
+    return Step(
+        "Eval",
+        "The same questions to three arms; no prompt mentions the persona.",
+        f"ktbridge eval --bench nekobench {arms} --out eval",
+        ("eval/results.json", "eval/report.html"),
+    )
+
+
+def prepare(directory: Path) -> None:
+    """Make (or reopen) the demo directory.
+
+    Raises ``UsageError`` when it holds something that isn't a demo of ours: nothing there is touched.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file.", "Give another --dir.")
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / STATE).is_file():
+        raise UsageError(
+            f"{directory} is not empty and was not made by `ktbridge demo`.", "Give another --dir."
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / STATE).is_file():
+        _write_state(directory, {})
+
+
+def training_digest(directory: Path) -> str:
+    """What the adapter depends on: the configuration, the rows, the base's recipe and our version."""
+    digest = hashlib.sha256(__version__.encode())
+    for name in ("demo.yaml", "neko.jsonl", "base/ktbridge_demo.json"):
+        digest.update((directory / name).read_bytes())
+    return digest.hexdigest()
+
+
+def trained_digest(directory: Path) -> str | None:
+    """The digest the finished adapter was trained with, or None when there is no finished one."""
+    finished = (directory / "adapter/raw/kt_adapter_manifest.json").is_file()
+    return json.loads((directory / STATE).read_text()).get("trained") if finished else None
+
+
+def record_training(directory: Path, digest: str) -> None:
+    _write_state(directory, {"trained": digest})
+
+
+def _write_state(directory: Path, state: dict) -> None:
+    beside = directory / (STATE + ".new")
+    beside.write_text(json.dumps({"made_by": "ktbridge demo", **state}) + "\n")
+    os.replace(beside, directory / STATE)
+
+
+def run(step: Step, directory: Path) -> None:
+    """Run a command in the demo directory, its output going where ours goes.
+
+    Raises ``KtbridgeError`` when it fails; the command itself has said why.
+    """
+    code = subprocess.call(step.argv, cwd=directory)
+    if code != 0:
+        raise KtbridgeError(
+            f"`{step.command}` ended with exit code {code}.",
+            f"cd {directory} and run it again with --debug.",
+        )
+
+
+@contextmanager
+def served(step: Step, directory: Path) -> Iterator[str]:
+    """Start the server, yield its URL once it is ready, and end it.
+
+    Raises ``KtbridgeError`` with the log's last lines when it ends before it is ready.
+    """
+    log = directory / "serve.log"
+    with open(log, "w") as stderr:
+        server = subprocess.Popen(
+            step.argv, cwd=directory, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+    assert server.stdout is not None
+    try:
+        url = ""
+        for line in server.stdout:
+            if line.startswith("ready: "):
+                url = line.removeprefix("ready: ").strip()
+                break
+        if not url:
+            tail = " | ".join(log.read_text(errors="replace").splitlines()[-3:])
+            raise KtbridgeError(f"The server ended before it was ready: {tail}", f"See {log}.")
+        # Keep reading, or the server would block once the pipe is full.
+        threading.Thread(target=server.stdout.read, daemon=True).start()
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(15)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
