@@ -171,6 +171,15 @@ def _unserved(name: str, module: nn.Module) -> Iterator[Problem]:
             "KTL003", "error", where, found, expected, "See the README's supported models."
         )
 
+    if ".base_layer" in name:
+        yield Problem(
+            "KTL004",
+            "error",
+            name,
+            "PEFT's own LoRA on the fused experts",
+            "experts that PEFT left alone",
+            "Leave gate, gate_proj, up_proj and down_proj out of PEFT's targets.",
+        )
     if not module.has_gate or module.has_bias or module.is_transposed or not module.is_concatenated:
         traits = [
             trait

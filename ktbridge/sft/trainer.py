@@ -37,7 +37,7 @@ from ktbridge.sft.checkpoint import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import load_conversations
-from ktbridge.sft.inject import expert_layers, wrap_experts
+from ktbridge.sft.inject import LAYER, expert_layers, wrap_experts
 
 LOG_FILE = "trainer_log.jsonl"
 PLOT_FILE = "training_loss.png"
@@ -132,6 +132,21 @@ def load_base(path: str | Path, *, bf16: bool = True) -> nn.Module:
     return model
 
 
+def linear_names(model: nn.Module) -> list[str]:
+    """Names of the linear modules inside decoder layers: what non-expert LoRA can attach to.
+
+    PEFT's own "all-linear" is not used: for mixture-of-experts models it also claims the fused experts, whose
+    LoRA is ours.
+    """
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and LAYER.search(name)
+        }
+    )
+
+
 def _load_tokenizer(base: str | Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(base)
     if not tokenizer.chat_template:
@@ -144,15 +159,14 @@ def _load_tokenizer(base: str | Path) -> PreTrainedTokenizerBase:
 
 def _attach_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
     """PEFT on the non-experts first, then the experts onto the kernels."""
-    targets = "all-linear" if config.lora_target == ("all",) else list(config.lora_target)
-    if isinstance(targets, list):
-        names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-        missing = [target for target in targets if target not in names]
-        if missing:
-            raise UsageError(
-                f"lora_target names no module of this model: {', '.join(missing)}.",
-                'Use "all", or names such as q_proj,k_proj,v_proj,o_proj.',
-            )
+    available = linear_names(model)
+    targets = available if config.lora_target == ("all",) else list(config.lora_target)
+    missing = [target for target in targets if target not in available]
+    if missing:
+        raise UsageError(
+            f"lora_target names no linear module of this model: {', '.join(missing)}.",
+            f'Use "all", or some of {", ".join(available)}.',
+        )
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.alpha,
@@ -182,6 +196,7 @@ def _trainer_arguments(config: TrainConfig, scratch: str) -> SFTConfig:
         max_grad_norm=config.max_grad_norm,
         logging_steps=config.logging_steps,
         logging_first_step=True,
+        logging_nan_inf_filter=False,  # the filter would show a loss of 0 instead of nan
         seed=config.seed,
         report_to=config.report_to,
         max_length=config.cutoff_len,
@@ -227,8 +242,12 @@ def _count(model: nn.Module, part: str) -> int:
 
 def quiet_libraries() -> None:
     """Silence the libraries' own progress bars and advice: the caller shows ours."""
+    import warnings
+
     import datasets
 
+    # What transformers plans to rename is between it and PEFT; our user can't act on it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|trl)\.")
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

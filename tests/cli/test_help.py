@@ -86,13 +86,17 @@ def test_an_unknown_command_suggests_the_near_one():
         (["report", "missing-dir"], 1, "missing-dir"),
     ],
 )
-def test_bad_input_is_one_sentence_and_debug_shows_the_traceback(
-    tmp_path, monkeypatch, args, code, words
-):
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch, args, code, words):
     monkeypatch.chdir(tmp_path)
     result = run(*args)
     assert result.returncode == code, result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
-    assert "Traceback" in run(*args, "--debug").stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback():
+    for args in (["--debug"], []):
+        result = run("train", "missing.yaml", *args, KTBRIDGE_DEBUG="" if args else "1")
+        assert "Traceback" in result.stderr
+        assert "UsageError: There is no configuration file" in result.stderr

@@ -68,18 +68,22 @@ def test_a_fresh_wrap_changes_nothing_but_rounding():
 
 
 def test_logits_and_loss_gradients_equal_the_merged_model_in_float32():
-    wrapped = randomised(wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8))
+    # All but the experts in float32, so that no router decides a near tie differently.
+    model = tiny_model().float()
+    for layer in model.model.layers:
+        layer.mlp.experts.to(torch.bfloat16)
+    wrapped = randomised(wrap_experts(model, lora_rank=4, lora_alpha=8))
     exact = merged_float32(tiny_model(), wrapped)
     base = logits(tiny_model().float())
     effect = distance(logits(exact), base)
-    assert distance(logits(wrapped), logits(exact)) < 0.15 * effect
+    assert distance(logits(wrapped), logits(exact)) < 0.02 * effect
     for model in (wrapped, exact):
         model(IDS, labels=IDS).loss.backward()
     # dL/dB through the merged weight: dW = dL/dW, dB = s · dW Aᵀ (chain rule on W + s B A).
     layer, experts = expert_layers(wrapped)[1], exact.model.layers[1].mlp.experts
     scale = layer.lora_alpha / layer.lora_rank
     expected = scale * experts.down_proj.grad @ layer.down_lora_a.detach().transpose(1, 2)
-    assert distance(layer.down_lora_b.grad, expected) < 0.1
+    assert distance(layer.down_lora_b.grad, expected) < 0.02
     assert experts.gate_up_proj.grad is not None
     assert wrapped.model.layers[1].mlp.experts.gate_up_proj.grad is None
 
@@ -95,13 +99,16 @@ def test_the_lora_can_be_switched_off_and_on():
     assert not torch.equal(tuned, base)
 
 
-def peft_model(rank=4):
-    config = LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+def peft_model(*targets, rank=4):
+    config = LoraConfig(r=rank, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     return wrap_experts(get_peft_model(tiny_model(), config), lora_rank=rank, lora_alpha=8)
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
 def test_a_saved_adapter_loads_back_bit_for_bit_and_only_where_it_fits(tmp_path):
-    model = randomised(peft_model())
+    model = randomised(peft_model(*ATTENTION))
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert sum(".kt." in name for name in trainable) == 12
     assert all("lora_" in name for name in trainable)
@@ -152,6 +159,14 @@ def test_models_the_kernels_dont_serve_are_refused_by_name():
     with pytest.raises(ProblemsError) as caught:
         wrap_experts(tiny_model().float())
     assert "torch.float32" in caught.value.problems[0].found
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def test_experts_that_peft_claimed_are_not_trained_twice():
+    # For some families PEFT turns these names into LoRA on the fused experts' parameters.
+    with pytest.raises(ProblemsError) as caught:
+        peft_model("q_proj", "gate_proj", "up_proj", "down_proj")
+    assert {problem.code for problem in caught.value.problems} == {"KTL004"}
 
 
 def test_a_model_that_was_moved_or_wrapped_twice_is_noticed():

