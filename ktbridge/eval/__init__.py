@@ -1,0 +1,25 @@
+"""Did the adapter make the model better, at what, and how sure are we?
+
+``collect`` asks a bench's questions of each arm over HTTP and stores the answers; ``write_report``
+turns what is stored into results.json and report.html. The two never meet except through the
+run's directory, so scoring again costs nothing.
+"""
+
+from __future__ import annotations
+
+from ktbridge.eval.arms import Arm, parse_arms
+from ktbridge.eval.bench import Bench, Item, load_bench
+from ktbridge.eval.results import score_run, write_report
+from ktbridge.eval.run import Collected, collect
+
+__all__ = [
+    "Arm",
+    "Bench",
+    "Collected",
+    "Item",
+    "collect",
+    "load_bench",
+    "parse_arms",
+    "score_run",
+    "write_report",
+]

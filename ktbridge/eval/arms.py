@@ -1,0 +1,102 @@
+"""Arms: what is asked, and by what an answer can be told to be that arm's.
+
+An arm is written ``NAME=MODEL@URL``. MODEL may contain ':' and '/'; the URL follows the last '@'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from ktbridge.errors import UsageError
+
+# Arms are always shown and contrasted in this order; others follow as they were given.
+ORDER = ("base", "expert", "full")
+# Fields of a /v1/models entry that change without the model changing (SGLang stamps the hour).
+_VOLATILE = {"created", "permission"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing under evaluation: a name of ours, the model name to request, and where."""
+
+    name: str
+    model: str
+    url: str
+
+    @property
+    def served(self) -> str:
+        """The served model's name: what stands before the first ':' of the model."""
+        return self.model.partition(":")[0]
+
+    @property
+    def adapter(self) -> str:
+        """What stands after the first ':' ('' when the arm names no adapter)."""
+        return self.model.partition(":")[2]
+
+
+def parse_arm(text: str) -> Arm:
+    """Parse NAME=MODEL@URL; UsageError says what is wrong with it."""
+    name, equals, rest = text.partition("=")
+    model, at, url = rest.rpartition("@")
+    example = "write it as base=tiny:base@http://127.0.0.1:8000"
+    if not equals or not at or not model:
+        raise UsageError(f"the arm {text!r} is not of the form NAME=MODEL@URL.", example)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UsageError(f"the arm name {name!r} may hold letters, digits, '.', '_', '-'.", example)
+    parts = urlsplit(url)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise UsageError(f"the arm {name!r} has no usable URL: {url!r}.", example)
+    path = parts.path.rstrip("/")
+    path = path if path.endswith("/v1") else path + "/v1"
+    return Arm(name, model, urlunsplit((parts.scheme, parts.netloc, path, "", "")))
+
+
+def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
+    """Parse several arms, put them in order, and refuse two of the same name."""
+    arms = [parse_arm(text) for text in texts]
+    names = [arm.name for arm in arms]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"two arms are named {twice[0]!r}.", "give each arm its own name")
+    return tuple(sorted(arms, key=lambda arm: arm_rank(arm.name)))
+
+
+def arm_rank(name: str) -> int:
+    """Sort key: base, expert, full, then the rest (a stable sort keeps their order)."""
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def canonical(value: Any) -> str:
+    """JSON that is the same for equal values: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def sha256(value: Any) -> str:
+    """Hex SHA-256 of the canonical JSON of ``value``."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def arm_card(arm: Arm, server: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What is recorded of an arm, with its fingerprint.
+
+    ``server`` is the arm's /v1/models entry. Every field that a server tells there (its root path,
+    an adapter hash) is part of the fingerprint, except those that change by themselves. The URL
+    is part of it too: the same name elsewhere may be another model.
+    """
+    card: dict[str, Any] = {
+        "model": arm.model,
+        "url": arm.url,
+        "server": {key: server[key] for key in sorted(server) if key not in _VOLATILE},
+        "sampling": dict(sampling),
+    }
+    return {"name": arm.name, **card, "fingerprint": sha256(card)}

@@ -1,0 +1,151 @@
+"""The persona axis: by rule, from an editable persona.yaml, on every answer alike.
+
+The score of an answer lies in 0..1::
+
+    score = 0                                                   if a break pattern occurs
+          = w_address * [an address term occurs]
+            + w_tic * min(1, (sentences with a tic / sentences) / target_rate)     otherwise
+
+A sentence with more than ``max_tics_per_sentence`` tics does not count: spam is not a voice. Rate
+and spread are one number because it is sentences that are counted, not tics.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktbridge.errors import Problem
+from ktbridge.eval.text import sentences
+
+_KEYS = {
+    "name",
+    "address",
+    "tics",
+    "breaks",
+    "target_rate",
+    "max_tics_per_sentence",
+    "weights",
+}
+
+
+@dataclass(frozen=True)
+class Persona:
+    """Compiled rules. Patterns of all languages apply to every answer."""
+
+    name: str
+    address: re.Pattern[str]
+    tics: re.Pattern[str]
+    breaks: re.Pattern[str]
+    target_rate: float
+    max_tics_per_sentence: int
+    address_weight: float
+    tic_weight: float
+
+
+@dataclass(frozen=True)
+class PersonaScore:
+    """One answer on the persona axis: the score and what it was made of."""
+
+    score: float
+    address: bool
+    tic_rate: float
+    broke: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "score": round(self.score, 6),
+            "address": self.address,
+            "tic_rate": round(self.tic_rate, 6),
+            "broke": self.broke,
+        }
+
+
+def score_persona(text: str, persona: Persona) -> PersonaScore:
+    """Score one answer (the text the user would see, without thinking)."""
+    parts = sentences(text)
+    marked = sum(
+        1 for part in parts if 1 <= len(persona.tics.findall(part)) <= persona.max_tics_per_sentence
+    )
+    rate = marked / len(parts) if parts else 0.0
+    address = persona.address.search(text) is not None
+    broke = persona.breaks.search(text) is not None
+    score = persona.address_weight * address + persona.tic_weight * min(
+        1.0, rate / persona.target_rate
+    )
+    return PersonaScore(0.0 if broke else score, address, rate, broke)
+
+
+def parse_persona(data: Any, where: str, problems: list[Problem]) -> Persona | None:
+    """Compile persona.yaml's content; what is wrong with it goes to ``problems``, all of it."""
+    before = len(problems)
+
+    def complain(key: str, found: str, expected: str) -> None:
+        problems.append(
+            Problem("KTB814", "error", f"{where}: {key}", found, expected, f"edit {where}")
+        )
+
+    if not isinstance(data, Mapping):
+        complain("(file)", f"{type(data).__name__}", "a mapping of rules")
+        return None
+    for key in sorted(_KEYS - set(data)):
+        complain(key, "missing", "a value")
+    for key in sorted(set(data) - _KEYS, key=str):
+        complain(str(key), "unknown key", "one of " + ", ".join(sorted(_KEYS)))
+
+    patterns = {
+        key: _patterns(data.get(key), key, complain)
+        for key in ("address", "tics", "breaks")
+        if key in data
+    }
+    rate = data.get("target_rate")
+    if "target_rate" in data and not (isinstance(rate, (int, float)) and 0 < rate <= 1):
+        complain("target_rate", repr(rate), "a share above 0 and at most 1")
+    most = data.get("max_tics_per_sentence")
+    if "max_tics_per_sentence" in data and not (isinstance(most, int) and most >= 1):
+        complain("max_tics_per_sentence", repr(most), "a whole number of at least 1")
+    weights = data.get("weights")
+    if "weights" in data and not (
+        isinstance(weights, Mapping)
+        and set(weights) == {"address", "tic"}
+        and all(_is_number(value) and value >= 0 for value in weights.values())
+        and abs(sum(weights.values()) - 1) < 1e-9
+    ):
+        complain("weights", repr(weights), "{address: a, tic: t} with a + t = 1")
+    if len(problems) > before:
+        return None
+    return Persona(
+        str(data["name"]),
+        patterns["address"],
+        patterns["tics"],
+        patterns["breaks"],
+        float(data["target_rate"]),
+        int(data["max_tics_per_sentence"]),
+        float(data["weights"]["address"]),
+        float(data["weights"]["tic"]),
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _patterns(value: Any, key: str, complain: Any) -> re.Pattern[str]:
+    """One alternation out of {language: [regular expression, ...]}."""
+    never = re.compile(r"(?!)")
+    if not isinstance(value, Mapping) or not all(
+        isinstance(group, list) and all(isinstance(one, str) and one for one in group)
+        for group in value.values()
+    ):
+        complain(key, repr(value)[:80], "{language: [regular expression, ...]}")
+        return never
+    every = [one for group in value.values() for one in group]
+    for one in every:
+        try:
+            re.compile(one)
+        except re.error as error:
+            complain(key, f"{one!r}: {error}", "a regular expression")
+            return never
+    return re.compile("|".join(f"(?:{one})" for one in every)) if every else never

@@ -1,0 +1,261 @@
+"""Questions to the servers before the bench's: is every arm what it says it is? Fails closed.
+
+Engines are known to serve the base model, with HTTP 200, under any name they are asked for. So an
+invented adapter must be refused, /v1/models must list each arm, and the arms' answers to a few
+short probes must not all be the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.eval.arms import Arm, arm_card
+from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.client import Answer, Client
+
+PROBES = 8
+PROBE_TOKENS = 32
+
+
+@dataclass
+class Preflight:
+    """What preflight found out. ``identical`` has, for each pair of arms, the share of probes with
+    byte-identical answers; ``probes`` has the hash of each answer by arm fingerprint."""
+
+    cards: dict[str, dict[str, Any]]
+    identical: list[dict[str, Any]] = field(default_factory=list)
+    probes: dict[str, dict[str, str]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def build_request(arm: Arm, item: Item, bench: Bench) -> dict[str, Any]:
+    """The request for one item: the bench's sampling, the item's messages and token limit."""
+    return {
+        "model": arm.model,
+        "messages": [dict(message) for message in item.messages],
+        "max_tokens": item.max_tokens,
+        **bench.sampling,
+    }
+
+
+async def check_arms(
+    arms: Sequence[Arm],
+    clients: Mapping[str, Client],
+    bench: Bench,
+    known_probes: Mapping[str, Mapping[str, str]],
+) -> Preflight:
+    """Run every check and return what was found; ProblemsError when any of it is an error.
+
+    ``known_probes``: the probe hashes of earlier runs into the same directory, by fingerprint.
+    """
+    problems: list[Problem] = []
+    cards = await _read_cards(arms, clients, bench, problems)
+    await asyncio.gather(
+        *(
+            _check_invented(arm, clients[arm.url], problems)
+            for arm in arms
+            if ":" in arm.model and arm.name in cards
+        )
+    )
+    _stop_on_errors(problems)
+    result = Preflight(cards, problems=problems)
+    # Whatever part of the bench is asked, the probes are the same, so that runs can be compared.
+    answers = await _probe(arms, clients, bench, bench.select(limit=PROBES), problems)
+    _compare_arms(arms, answers, result)
+    for arm in arms:
+        fingerprint = cards[arm.name]["fingerprint"]
+        hashes = {
+            name: hashlib.sha256(f"{one.outcome}\n{one.text}".encode()).hexdigest()
+            for name, one in answers[arm.name].items()
+            if one.outcome != "http-error"
+        }
+        _compare_times(arm, known_probes.get(fingerprint, {}), hashes, problems)
+        result.probes[fingerprint] = hashes
+    _stop_on_errors(problems)
+    return result
+
+
+def _stop_on_errors(problems: Sequence[Problem]) -> None:
+    if has_errors(problems):
+        count = sum(one.severity == "error" for one in problems)
+        raise ProblemsError(f"preflight found {count} problem(s); no item was asked.", problems)
+
+
+async def _read_cards(
+    arms: Sequence[Arm], clients: Mapping[str, Client], bench: Bench, problems: list[Problem]
+) -> dict[str, dict[str, Any]]:
+    cards = {}
+    for url, client in clients.items():
+        try:
+            listed = {entry["id"]: entry for entry in await client.models()}
+        except KtbridgeError as error:
+            problems.append(
+                Problem("KTB801", "error", url, str(error), "a list of models", "start the server")
+            )
+            continue
+        for arm in arms:
+            if arm.url != url:
+                continue
+            # SGLang lists an adapter by its own name, without the `<served>:` of the request.
+            entry = listed.get(arm.model)
+            if entry is None and arm.served in listed:
+                entry = listed.get(arm.adapter)
+            if entry is None:
+                names = ", ".join(sorted(listed)) or "nothing"
+                problems.append(
+                    Problem(
+                        "KTB802",
+                        "error",
+                        f"arm {arm.name}",
+                        f"the server does not list {arm.model!r}",
+                        f"one of: {names}",
+                        "name a listed model in --arm, or serve the adapter under that name",
+                    )
+                )
+                continue
+            cards[arm.name] = arm_card(arm, entry, bench.sampling)
+    return cards
+
+
+async def _check_invented(arm: Arm, client: Client, problems: list[Problem]) -> None:
+    invented = f"{arm.served}:no-such-adapter-{secrets.token_hex(4)}"
+    answer = await client.chat(
+        {"model": invented, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 1}
+    )
+    if answer.outcome != "http-error":
+        problems.append(
+            Problem(
+                "KTB803",
+                "error",
+                f"arm {arm.name}",
+                f"the server answered for {invented!r}, an adapter that does not exist",
+                "a refusal",
+                "it would answer as the base model for a mistyped name too: serve with an engine "
+                "that checks adapter names",
+            )
+        )
+    elif answer.status not in (400, 404, 422):
+        problems.append(
+            Problem(
+                "KTB804",
+                "error",
+                f"arm {arm.name}",
+                f"asked for an invented adapter, the server gave: {answer.detail}",
+                "HTTP 400 or 404, which shows that it checks names",
+                "see the server's log; KTBRIDGE_API_KEY holds the key, where one is needed",
+            )
+        )
+
+
+async def _probe(
+    arms: Sequence[Arm],
+    clients: Mapping[str, Client],
+    bench: Bench,
+    items: Sequence[Item],
+    problems: list[Problem],
+) -> dict[str, dict[str, Answer]]:
+    answers: dict[str, dict[str, Answer]] = {arm.name: {} for arm in arms}
+    # One at a time: batching with other requests can change an answer on a real engine.
+    for item in items:
+        for arm in arms:
+            request = build_request(arm, item, bench)
+            request["max_tokens"] = min(PROBE_TOKENS, item.max_tokens)
+            answers[arm.name][item.id] = await clients[arm.url].chat(request)
+    for arm in arms:
+        given = list(answers[arm.name].values())
+        errors = [one.detail for one in given if one.outcome == "http-error"]
+        if errors:
+            problems.append(
+                Problem(
+                    "KTB805",
+                    "error" if len(errors) == len(given) else "warning",
+                    f"arm {arm.name}",
+                    f"{len(errors)} of {len(given)} probes failed: {errors[0]}",
+                    "an answer to each",
+                    "see the server's log, then run the same command again",
+                )
+            )
+        elif all(one.outcome == "empty" for one in given):
+            problems.append(
+                Problem(
+                    "KTB805",
+                    "error",
+                    f"arm {arm.name}",
+                    f"all of {len(given)} probes were answered with nothing",
+                    "some text",
+                    "try the model by hand: its chat template or its weights may be at fault",
+                )
+            )
+    return answers
+
+
+def _compare_arms(
+    arms: Sequence[Arm], answers: Mapping[str, Mapping[str, Answer]], result: Preflight
+) -> None:
+    for one, other in itertools.combinations(arms, 2):
+        pairs = [
+            (mine, theirs)
+            for key, mine in answers[one.name].items()
+            if (theirs := answers[other.name][key]).outcome != "http-error"
+            and mine.outcome != "http-error"
+        ]
+        if not pairs:
+            continue
+        same = sum((a.text, a.thinking) == (b.text, b.thinking) for a, b in pairs)
+        result.identical.append(
+            {"arms": [one.name, other.name], "n": len(pairs), "share": same / len(pairs)}
+        )
+        where = f"arms {one.name} and {other.name}"
+        if same == len(pairs):
+            result.problems.append(
+                Problem(
+                    "KTB806",
+                    "error",
+                    where,
+                    f"adapter not applied: all {same} probe answers are byte-identical",
+                    "answers that differ",
+                    "run `ktbridge verify`, and see whether the server loaded the adapter",
+                )
+            )
+        drift = [
+            (a.prompt_tokens, b.prompt_tokens)
+            for a, b in pairs
+            if None not in (a.prompt_tokens, b.prompt_tokens) and a.prompt_tokens != b.prompt_tokens
+        ]
+        if drift:
+            result.problems.append(
+                Problem(
+                    "KTB807",
+                    "error",
+                    where,
+                    f"the same messages make {drift[0][0]} and {drift[0][1]} prompt tokens",
+                    "one chat template for all arms",
+                    "serve all arms with the same tokenizer and chat template",
+                )
+            )
+
+
+def _compare_times(
+    arm: Arm, before: Mapping[str, str], now: Mapping[str, str], problems: list[Problem]
+) -> None:
+    """Has what answers under this fingerprint changed since answers were stored for it?"""
+    both = before.keys() & now.keys()
+    changed = sum(before[key] != now[key] for key in both)
+    if changed:
+        problems.append(
+            Problem(
+                "KTB808",
+                "error" if 2 * changed > len(both) else "warning",
+                f"arm {arm.name}",
+                f"{changed} of {len(both)} probe answers differ from those of the stored run",
+                "the same model as before behind the same name and URL",
+                "use another --out for a changed model; stored answers are the old one's",
+            )
+        )

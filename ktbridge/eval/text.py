@@ -1,0 +1,52 @@
+"""How we look at text: normal form, sentences, lengths, scripts. Shared by scorers and persona."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+CJK = r"\u3400-\u4dbf\u4e00-\u9fff"
+_CJK_CHAR = re.compile(f"[{CJK}]")
+_LATIN_WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
+# A Latin full stop ends a sentence only before a space or the end: "3.5" and "e.g.x" do not split.
+_SENTENCE_END = re.compile(r"[。！？!?…\n]+|\.+(?=\s|$)")
+_WORDISH = re.compile(r"[^\W_]")
+
+
+def normalise(text: str) -> str:
+    """NFKC, case-folded, white space collapsed: for comparing, never for showing."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a Chinese or English text, without closing marks; empty ones dropped."""
+    return [part.strip() for part in _SENTENCE_END.split(text) if _WORDISH.search(part)]
+
+
+def count_chars(text: str) -> int:
+    """Letters, ideographs and digits; punctuation, spaces and emoji are not counted."""
+    return len(_WORDISH.findall(text))
+
+
+def count_words(text: str) -> int:
+    """Latin words plus single ideographs, the usual count for mixed text."""
+    return len(_LATIN_WORD.findall(text)) + len(_CJK_CHAR.findall(text))
+
+
+def cjk_share(text: str) -> float | None:
+    """Ideographs over ideographs + Latin words, or None for a text that has neither."""
+    ideographs = len(_CJK_CHAR.findall(text))
+    words = len(_LATIN_WORD.findall(text))
+    return ideographs / (ideographs + words) if ideographs + words else None
+
+
+def contains(haystack: str, needle: str) -> bool:
+    """Whether ``needle`` occurs in ``haystack``, both normalised.
+
+    A needle that begins or ends with an ASCII letter or digit must stand alone there, so that
+    "cold" is not found in "scolded"; ideographs have no such boundary.
+    """
+    wanted = normalise(needle)
+    left = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", wanted) else ""
+    right = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", wanted) else ""
+    return re.search(left + re.escape(wanted) + right, normalise(haystack)) is not None

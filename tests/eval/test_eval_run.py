@@ -1,0 +1,384 @@
+"""Runs against a real HTTP server that behaves, and against servers that don't."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.eval import collect, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval.bench import FILES, parse_bench
+from ktbridge.eval.store import Store, read_answers
+
+BENCH = load_bench("nekobench")
+
+
+def run(server, out, **options):
+    """One invocation against ``server``; quick retries."""
+    arms = parse_arms(options.pop("arms", server.arms))
+    bench = options.pop("bench", BENCH)
+    return collect(bench, arms, out, backoff=0.001, **{"concurrency": 8, "limit": 16, **options})
+
+
+def prompt_of(request):
+    return request["messages"][-1]["content"]
+
+
+def is_item(request):
+    """Whether this asks an item, not a probe (short) or the invented adapter (shorter)."""
+    return request["max_tokens"] > 32
+
+
+def codes(caught):
+    return {problem.code for problem in caught.value.problems}
+
+
+# --- what is sent and what is reused
+
+
+def test_requests_say_what_the_bench_says(server, tmp_path):
+    run(server, tmp_path, slices=("CTRL",), limit=None)
+    letter = next(item for item in BENCH.items if item.sub == "letter")
+    (sent,) = [
+        request
+        for request in server.requests
+        if prompt_of(request) == letter.messages[0]["content"]
+        and request["model"] == "tiny"
+        and is_item(request)
+    ]
+    assert sent == {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": letter.messages[0]["content"]}],
+        "temperature": 0,
+        "top_p": 1,
+        "seed": 0,
+        "max_tokens": letter.max_tokens,
+    }
+
+
+def test_nothing_is_asked_twice(server, tmp_path):
+    first = run(server, tmp_path)
+    again = run(server, tmp_path)
+    assert (first.asked, first.stored) == (48, 0)
+    assert (again.asked, again.stored) == (0, 48)
+    assert sum(is_item(request) for request in server.requests) == 48
+    wider = run(server, tmp_path, limit=24)
+    assert (wider.asked, wider.stored) == (24, 48)
+
+
+def test_other_sampling_or_another_server_never_reuses_an_answer(server, tmp_path):
+    run(server, tmp_path)
+    files = dict(BENCH.files)
+    files["bench.yaml"] = files["bench.yaml"].replace(b"seed: 0", b"seed: 1")
+    assert run(server, tmp_path, bench=parse_bench(files)).stored == 0
+    server.listed = [{**entry, "root": "/other/weights"} for entry in server.listed]
+    assert run(server, tmp_path).stored == 0
+    server.listed = [{**entry, "created": 99} for entry in server.listed]
+    assert run(server, tmp_path).asked == 0, "a time stamp is not another model"
+
+
+def test_arms_may_come_one_by_one(server, tmp_path):
+    for arm in server.arms:
+        run(server, tmp_path / "apart", arms=[arm])
+    run(server, tmp_path / "together")
+    assert score_run(tmp_path / "apart") == score_run(tmp_path / "together")
+
+
+def test_scoring_again_needs_no_server(server, tmp_path):
+    run(server, tmp_path)
+    before = score_run(tmp_path)
+    persona = tmp_path / "bench" / "persona.yaml"
+    persona.write_text(persona.read_text("utf-8").replace("target_rate: 0.5", "target_rate: 1"))
+    after = score_run(tmp_path)
+    means = [one["tables"]["persona"]["overall"]["full"]["mean"] for one in (before, after)]
+    assert means[1] < means[0]
+
+
+# --- servers that misbehave
+
+
+def test_retry_after_is_honoured(server, tmp_path):
+    times = []
+    busy = BENCH.select(("SAF",))[3].messages[0]["content"]
+
+    def behave(request, nth):
+        if is_item(request) and prompt_of(request) == busy:
+            times.append(time.monotonic())
+            if nth == 1:
+                return 429, {"retry-after": "1"}, {"error": {"message": "slow down"}}
+        return None
+
+    server.behave = behave
+    done = run(server, tmp_path, arms=server.arms[:1], slices=("SAF",), concurrency=1)
+    assert done.outcomes == {"ok": 8}
+    assert len(times) == 2
+    assert times[1] - times[0] >= 0.99
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (500, {}, {"error": {"message": "boom"}}),
+        (503, {}, b"<html>Bad gateway</html>"),
+        (200, {}, b"<html><body>please log in</body></html>"),
+        (200, {"content-type": "application/json"}, b'{"choices": [{"mess'),
+        (200, {"content-type": "application/json"}, b"null"),
+        (200, {}, {"choices": None}),
+        (200, {"content-type": "application/json", "content-length": "999"}, b'{"choices"'),
+    ],
+    ids=["500", "503-html", "html", "half-json", "null", "null-choices", "cut-off"],
+)
+def test_a_fault_is_retried_then_named_and_never_scored_or_cached(server, tmp_path, fault):
+    sick = BENCH.select(("PES",))[1].messages[0]["content"]
+    shaky = BENCH.select(("PES",))[2].messages[0]["content"]
+
+    def behave(request, nth):
+        if is_item(request) and (
+            prompt_of(request) == sick or (prompt_of(request) == shaky and nth == 1)
+        ):
+            return fault
+        return None
+
+    server.behave = behave
+    arms = server.arms[:2]
+    done = run(server, tmp_path, arms=arms, slices=("PES",), limit=None)
+    assert done.outcomes == {"ok": 26, "http-error": 2}
+    asked = [request for request in server.requests if prompt_of(request) == sick]
+    assert len(asked) == 12, "six tries for each of two arms"
+    results = score_run(tmp_path)
+    (row,) = [row for row in results["items"] if row["messages"][0]["content"] == sick]
+    assert row["answers"]["base"]["outcome"] == "http-error"
+    assert row["answers"]["base"]["detail"]
+    assert "task" not in row["answers"]["base"]
+    assert results["valid"] == 13
+    assert {one["code"] for one in results["warnings"]} >= {"KTB820"}
+    server.behave = lambda request, nth: None
+    again = run(server, tmp_path, arms=arms, slices=("PES",), limit=None)
+    assert (again.asked, again.outcomes) == (2, {"ok": 28})
+    assert score_run(tmp_path)["valid"] == 14
+
+
+def test_a_hang_is_timed_out_and_named(server, tmp_path):
+    sick = BENCH.select(("PES",))[1].messages[0]["content"]
+
+    def behave(request, nth):
+        if is_item(request) and prompt_of(request) == sick:
+            time.sleep(0.8)
+
+    server.behave = behave
+    done = run(server, tmp_path, arms=server.arms[:1], slices=("PES",), limit=4, timeout=0.4)
+    assert done.outcomes == {"ok": 3, "http-error": 1}
+    assert sum(prompt_of(request) == sick and is_item(request) for request in server.requests) == 2
+    (record,) = [one for one in read_answers(tmp_path).values() if one["outcome"] != "ok"]
+    assert record["detail"] == "timed out"
+
+
+def test_a_server_that_dies_ends_the_run_and_the_next_one_goes_on(server, tmp_path):
+    def behave(request, nth):
+        if sum(map(is_item, server.requests)) > 20:
+            return 200, {"content-type": "application/json", "content-length": "999"}, b"{"
+        return None
+
+    server.behave = behave
+    with pytest.raises(KtbridgeError, match="stopped answering"):
+        run(server, tmp_path, concurrency=2)
+    stored = sum(one["outcome"] == "ok" for one in read_answers(tmp_path).values())
+    assert 18 <= stored <= 20
+    server.behave = lambda request, nth: None
+    assert run(server, tmp_path).stored == stored
+
+
+def test_a_refused_request_is_not_retried(server, tmp_path):
+    def behave(request, nth):
+        return (400, {}, {"error": {"message": "too long"}}) if is_item(request) else None
+
+    server.behave = behave
+    done = run(server, tmp_path, arms=server.arms[:1], limit=8)
+    assert done.outcomes == {"http-error": 8}
+    assert sum(is_item(request) for request in server.requests) == 8
+
+
+def test_empty_truncated_and_thinking_answers_are_named(server, tmp_path):
+    texts = [item.messages[0]["content"] for item in BENCH.select(("CF",))]
+    odd = {
+        texts[1]: server.completion(""),
+        texts[2]: server.completion(None),
+        texts[3]: server.completion("好的，", "length"),
+        texts[4]: server.completion("", "length", reasoning_content="用户想要……"),
+        texts[5]: server.completion("<think>喵主人</think>好的。"),
+    }
+
+    def behave(request, nth):
+        reply = odd.get(prompt_of(request)) if request["model"] == "tiny:neko" else None
+        return reply and (200, {}, reply)
+
+    server.behave = behave
+    run(server, tmp_path, slices=("CF",), limit=None)
+    results = score_run(tmp_path)
+    assert results["outcomes"]["base"] == {"ok": 10}
+    assert results["outcomes"]["full"] == {"ok": 6, "truncated": 1, "think-only": 1, "empty": 2}
+    assert results["valid"] == 6
+    assert results["tables"]["persona"]["CF"]["base"]["n"] == 6, "only items valid in every arm"
+    assert {one["code"] for one in results["warnings"]} == {"KTB820", "KTB821"}
+    answer = results["items"][5]["answers"]["full"]
+    assert (answer["text"], answer["thinking"], answer["persona"]) == ("好的。", "喵主人", 0.0)
+
+
+# --- preflight fails closed
+
+
+def test_a_server_that_takes_any_name_is_refused(server, tmp_path):
+    def behave(request, nth):
+        return 200, {}, server.completion(server.plain("tiny", prompt_of(request)))
+
+    server.behave = behave
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    assert codes(caught) == {"KTB803"}
+    assert [problem.where for problem in caught.value.problems] == ["arm base", "arm full"]
+    assert "no-such-adapter-" in caught.value.problems[0].found
+    assert len(server.requests) == 2, "nothing is asked after that"
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_server_that_fails_on_an_invented_name_proves_nothing(server, tmp_path):
+    def behave(request, nth):
+        return (401, {}, {"error": "key"}) if "no-such" in request["model"] else None
+
+    server.behave = behave
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    assert codes(caught) == {"KTB804"}
+
+
+def test_identical_arms_stop_the_run(server, tmp_path):
+    def behave(request, nth):
+        if "no-such" in request["model"]:
+            return None
+        model = "tiny" if request["model"] == "tiny:neko" else request["model"]
+        return 200, {}, server.completion(server.plain(model, prompt_of(request)))
+
+    server.behave = behave
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    (problem,) = [one for one in caught.value.problems if one.severity == "error"]
+    assert (problem.code, problem.where) == ("KTB806", "arms expert and full")
+    assert "adapter not applied" in problem.found
+    assert not any(is_item(request) for request in server.requests)
+
+
+def test_the_share_of_identical_probes_is_told(server, tmp_path):
+    told = []
+    done = run(server, tmp_path, on_preflight=told.append)
+    assert [pair["arms"] for pair in done.identical] == [
+        ["base", "expert"],
+        ["base", "full"],
+        ["expert", "full"],
+    ]
+    assert told[0].identical == done.identical
+    assert all(pair["n"] == 8 and 0 <= pair["share"] < 1 for pair in done.identical)
+
+
+def test_models_must_be_listed(server, tmp_path):
+    server.listed = [{"id": "tiny"}, {"id": "neko"}]  # as SGLang lists an adapter
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where) == ("KTB802", "arm base")
+    assert "neko, tiny" in problem.expected
+
+
+@pytest.mark.parametrize("listed", [None, "tiny", [{"name": "tiny"}], [3]])
+def test_a_list_of_models_that_is_none(server, tmp_path, listed):
+    server.listed = listed
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    assert codes(caught) == {"KTB801"}
+
+
+def test_no_server(server, tmp_path):
+    server.close()
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    assert codes(caught) == {"KTB801"}
+    assert "does not answer" in caught.value.problems[0].found
+
+
+def test_an_arm_that_says_nothing_is_refused(server, tmp_path):
+    def behave(request, nth):
+        return (200, {}, server.completion("")) if request["model"] == "tiny" else None
+
+    server.behave = behave
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    assert codes(caught) == {"KTB805"}
+
+
+def test_template_drift_is_refused(server, tmp_path):
+    def behave(request, nth):
+        if request["model"] != "tiny":
+            return None
+        body = server.completion(server.plain("tiny", prompt_of(request)))
+        body["usage"]["prompt_tokens"] += 4
+        return 200, {}, body
+
+    server.behave = behave
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    assert codes(caught) == {"KTB807"}
+
+
+def test_another_model_behind_the_same_name_is_noticed(server, tmp_path):
+    run(server, tmp_path)
+
+    def behave(request, nth):
+        if request["model"] != "tiny":
+            return None
+        return 200, {}, server.completion("别的回答。" + prompt_of(request))
+
+    server.behave = behave
+    with pytest.raises(ProblemsError) as caught:
+        run(server, tmp_path)
+    assert codes(caught) == {"KTB808"}
+
+
+# --- the store
+
+
+def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(server, tmp_path):
+    run(server, tmp_path)
+    path = tmp_path / "answers.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert len(read_answers(tmp_path)) == 47
+    assert run(server, tmp_path).asked == 1
+    assert sorted(path.read_bytes().split(b"\n")) == sorted(whole.split(b"\n"))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], lines[1][:30], *lines[2:]]))
+    with pytest.raises(KtbridgeError, match="damaged at line 2"):
+        score_run(tmp_path)
+
+
+def test_one_writer_at_a_time(server, tmp_path):
+    with Store(tmp_path), pytest.raises(KtbridgeError, match="another `ktbridge eval`"):
+        run(server, tmp_path)
+    assert run(server, tmp_path).asked == 48
+
+
+def test_a_directory_without_a_run(tmp_path):
+    with pytest.raises(KtbridgeError, match="no evaluation"):
+        write_report(tmp_path)
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(KtbridgeError, match="not a run's description"):
+        write_report(tmp_path)
+
+
+def test_run_card_and_snapshot_are_whole(server, tmp_path):
+    run(server, tmp_path)
+    card = json.loads((tmp_path / "run.json").read_text("utf-8"))
+    assert list(card["arms"]) == ["base", "expert", "full"]
+    assert len({arm["fingerprint"] for arm in card["arms"].values()}) == 3
+    for name in FILES:
+        assert (tmp_path / "bench" / name).read_bytes() == BENCH.files[name]
