@@ -1,0 +1,221 @@
+"""One adapter directory, opened: its layout, its numbers, and every tensor filed where it belongs.
+
+``ktbridge.adapter.scan`` makes these from a directory. Tensor data stays on disk until asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import Entry, Tensor, TensorFile
+
+Layout = Literal["raw", "expert", "nonexpert", "merged"]
+CONFIG_FILE = "adapter_config.json"
+MODEL_FILE = "adapter_model.safetensors"
+FUSED_FILE = "fused_expert_lora.safetensors"
+
+
+class Part(NamedTuple):
+    """One tensor of an adapter file."""
+
+    file: TensorFile
+    entry: Entry
+    key: Key
+
+    @property
+    def where(self) -> str:
+        return f"{self.file.path}: {self.entry.name}"
+
+
+class Slice(NamedTuple):
+    """The bytes of one expert's matrix: A [r, in] or B [out, r]."""
+
+    file: TensorFile
+    start: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ExpertStack:
+    """One (layer, projection, half) over all experts: a fused tensor, or one tensor an expert."""
+
+    def __init__(self) -> None:
+        self.fused: Part | None = None
+        self.parts: dict[int, Part] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of experts E (for per-expert tensors: the highest index plus one)."""
+        if self.fused is not None:
+            return self.fused.entry.shape[0] if self.fused.entry.shape else 0
+        return max(self.parts, default=-1) + 1
+
+    @property
+    def sources(self) -> list[Part]:
+        """The tensors behind the stack, in expert order."""
+        if self.fused is not None:
+            return [self.fused]
+        return [self.parts[expert] for expert in sorted(self.parts)]
+
+    def slices(self) -> Iterator[tuple[int, Slice]]:
+        """(expert, where its matrix lies) in expert order. The fused tensor must be 3-D."""
+        if self.fused is None:
+            for expert in sorted(self.parts):
+                file, entry, _ = self.parts[expert]
+                yield expert, Slice(file, entry.start, entry.end, entry.dtype, entry.shape)
+            return
+        file, entry, _ = self.fused
+        stride = entry.nbytes // max(self.count, 1)
+        for expert in range(self.count):
+            start = entry.start + expert * stride
+            yield expert, Slice(file, start, start + stride, entry.dtype, entry.shape[1:])
+
+
+class Adapter:
+    """One adapter directory. Tensors are views into the files' memory maps, made on demand.
+
+    Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None);
+    ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that
+    are neither; ``files``.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
+        self.path = path
+        self.config = config
+        self.manifest = manifest
+        self.layout: Layout = "raw"
+        self.files: list[TensorFile] = []
+        self.experts: dict[tuple[int, str, str], ExpertStack] = {}
+        self.nonexpert: dict[str, Part] = {}
+        self.leftovers: list[Part] = []
+
+    @property
+    def rank(self) -> int:
+        """The experts' LoRA rank: the manifest's, else the configuration's."""
+        value = self._lora("rank", self.config.get("r"))
+        if type(value) is not int or value <= 0:
+            raise KtbridgeError(f"{self.path / CONFIG_FILE} has no rank r", "set r as in training")
+        return value
+
+    @property
+    def alpha(self) -> float:
+        """The alpha the experts were trained with: the manifest's, else the configuration's."""
+        return _number(self._lora("alpha", self.config.get("lora_alpha")), self.path)
+
+    @property
+    def nonexpert_rank(self) -> int:
+        """The configuration's r, which PEFT applied to everything but the experts."""
+        value = self.config.get("r")
+        return value if type(value) is int and value > 0 else self.rank
+
+    @property
+    def nonexpert_alpha(self) -> float:
+        """The configuration's lora_alpha, which PEFT applied to everything but the experts."""
+        return _number(self.config.get("lora_alpha"), self.path)
+
+    @property
+    def nonexpert_scale(self) -> float:
+        """alpha/r of the non-expert LoRA, or alpha/sqrt(r) under rsLoRA."""
+        rank = self.nonexpert_rank
+        rslora = bool(self.config.get("use_rslora"))
+        return self.nonexpert_alpha / (math.sqrt(rank) if rslora else rank)
+
+    @property
+    def base_model(self) -> str | None:
+        """The base model's name or path, as the configuration or else the manifest gives it."""
+        name = self.config.get("base_model_name_or_path")
+        if not isinstance(name, str) or not name:
+            base = (self.manifest or {}).get("base")
+            name = base.get("model_name_or_path") if isinstance(base, dict) else None
+        return name if isinstance(name, str) and name else None
+
+    def expert_layers(self) -> tuple[int, ...]:
+        """Indices of the decoder layers that have expert LoRA, ascending."""
+        return tuple(sorted({layer for layer, _, _ in self.experts}))
+
+    def num_experts(self) -> int:
+        """The number of experts E a layer; 0 without expert LoRA."""
+        return max((stack.count for stack in self.experts.values()), default=0)
+
+    def expert_tensor(self, layer: int, name: str) -> Tensor:
+        """``name`` ("gate_lora_a", ...) of all experts of a layer, stacked.
+
+        Shapes: gate/up a [E,r,H], b [E,I,r]; down a [E,r,I], b [E,H,r]. A view where the data is
+        contiguous on disk, else a copy. KtbridgeError when the layer or an expert is missing.
+        """
+        if name not in FUSED_NAMES:
+            raise KtbridgeError(f"{name!r} is not one of {', '.join(FUSED_NAMES)}")
+        projection, _, half = name.split("_")
+        stack = self.experts.get((layer, projection, half.upper()))
+        if stack is None:
+            raise KtbridgeError(f"{self.path} has no {name} for layer {layer}")
+        if stack.fused is not None:
+            return stack.fused.file.tensor(stack.fused.entry.name)
+        pieces = [piece for _, piece in stack.slices()]
+        first = pieces[0]
+        if len(pieces) != stack.count or any(p[3:] != first[3:] for p in pieces):
+            raise KtbridgeError(
+                f"{self.path} has an incomplete or uneven {name} for layer {layer}",
+                f"run ktbridge validate {self.path}",
+            )
+        data: memoryview | bytes
+        if all(a.file is b.file and a.end == b.start for a, b in pairwise(pieces)):
+            data = first.file.view(first.start, pieces[-1].end)
+        else:
+            data = b"".join(piece.file.view(piece.start, piece.end) for piece in pieces)
+        return Tensor(
+            f"layers.{layer}.experts.{name}", first.dtype, (len(pieces), *first.shape), data
+        )
+
+    def nonexpert_keys(self) -> tuple[str, ...]:
+        """PEFT keys of the non-expert LoRA, sorted, each with ``base_model.model.``."""
+        return tuple(sorted(self.nonexpert))
+
+    def nonexpert_tensor(self, key: str) -> Tensor:
+        """The tensor of a key that ``nonexpert_keys`` lists: A [r, in] or B [out, r]."""
+        part = self.nonexpert.get(key)
+        if part is None:
+            raise KtbridgeError(f"{self.path} has no non-expert LoRA tensor {key!r}")
+        tensor = part.file.tensor(part.entry.name)
+        return Tensor(key, tensor.dtype, tensor.shape, tensor.data)
+
+    def nonexpert_modules(self) -> tuple[str, ...]:
+        """Own names of the adapted non-expert modules ("q_proj"), sorted."""
+        return tuple(sorted({part.key.leaf for part in self.nonexpert.values()}))
+
+    def expert_modules(self) -> tuple[str, ...]:
+        """Own names of the adapted expert projections ("gate_proj"), sorted."""
+        return tuple(sorted({f"{projection}_proj" for _, projection, _ in self.experts}))
+
+    def _lora(self, name: str, default: Any) -> Any:
+        lora = (self.manifest or {}).get("lora")
+        value = lora.get(name) if isinstance(lora, dict) else None
+        return default if value is None else value
+
+
+def _number(value: Any, path: Path) -> float:
+    if is_number(value):
+        return float(value)
+    raise KtbridgeError(
+        f"{path / CONFIG_FILE} has no usable lora_alpha", "set lora_alpha as in training"
+    )
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a JSON value is a finite, positive number."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and math.isfinite(value) and value > 0
+
+
+def expert_slots(layer: int) -> Iterator[tuple[int, str, str]]:
+    """The six (layer, projection, half) of one layer."""
+    for projection in PROJECTIONS:
+        for half in HALVES:
+            yield layer, projection, half

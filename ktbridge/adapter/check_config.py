@@ -1,0 +1,146 @@
+"""Checks of adapter_config.json and the manifest: what engines ignore, misread or need.
+
+``serving`` tells whether the directory is about to be served as it is; a raw adapter may still hold
+what conversion folds away (rsLoRA, a second alpha, a regular expression as target_modules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number
+from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import Problem
+
+# Fields that change what the adapter computes and that no engine reads.
+_UNREAD = (
+    ("rank_pattern", "KTB108"),
+    ("alpha_pattern", "KTB109"),
+    ("use_dora", "KTB110"),
+    ("lora_bias", "KTB111"),
+    ("modules_to_save", "KTB112"),
+    ("fan_in_fan_out", "KTB113"),
+    ("layer_replication", "KTB115"),
+    ("target_parameters", "KTB115"),
+    ("trainable_token_indices", "KTB115"),
+    ("alora_invocation_tokens", "KTB115"),
+    ("use_qalora", "KTB115"),
+    ("use_bdlora", "KTB115"),
+    ("arrow_config", "KTB115"),
+    ("monteclora_config", "KTB115"),
+    ("kasa_config", "KTB115"),
+)
+# Initialisations that subtract their start from the base weights.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Names under which training may target routed experts: their LoRA is in the expert half.
+_EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "experts"}
+
+
+def check_config(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+    """Every finding about one directory's configuration and manifest."""
+    where = str(adapter.path / CONFIG_FILE)
+    yield from _basics(adapter, where)
+    yield from _unread(adapter.config, where)
+    yield from _manifest_agrees(adapter, serving)
+    if adapter.base_model is None:
+        yield problem("KTB116", where, "names no base model")
+    if adapter.config.get("use_rslora") and (serving or adapter.nonexpert):
+        if serving:
+            yield problem("KTB107", where, "use_rslora is true", "use_rslora false")
+        else:
+            step = "nothing: ktbridge convert folds it where that is exact"
+            found = "use_rslora is true for the non-expert LoRA"
+            yield problem("KTB107", where, found, severity="info", next_step=step)
+    yield from _targets(adapter, where, serving)
+
+
+def _basics(adapter: Adapter, where: str) -> Iterator[Problem]:
+    config = adapter.config
+    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+        yield problem("KTB101", where, f"peft_type is {config['peft_type']!r}", "LORA")
+    rank = config.get("r")
+    if type(rank) is not int or rank <= 0:
+        yield problem("KTB102", where, f"r is {rank!r}", "a positive integer")
+    alpha = config.get("lora_alpha")
+    vouched = adapter.layout == "raw" and not adapter.nonexpert and _manifest_alpha(adapter)
+    if not is_number(alpha) and not (alpha is None and vouched):
+        yield problem("KTB103", where, f"lora_alpha is {alpha!r}", "a positive number")
+
+
+def _unread(config: dict[str, Any], where: str) -> Iterator[Problem]:
+    for name, code in _UNREAD:
+        if config.get(name):
+            yield problem(code, where, f"{name} is set")
+    bias = config.get("bias")
+    if bias not in (None, "none"):
+        yield problem("KTB111", where, f"bias is {bias!r}", "'none'")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        yield problem("KTB114", where, f"init_lora_weights is {start!r}")
+
+
+def _manifest_alpha(adapter: Adapter) -> float | None:
+    lora = (adapter.manifest or {}).get("lora")
+    value = lora.get("alpha") if isinstance(lora, dict) else None
+    return float(value) if is_number(value) else None
+
+
+def _manifest_agrees(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+    manifest = adapter.manifest
+    if manifest is None:
+        return
+    where = str(adapter.path / MANIFEST_FILE)
+    lora = manifest.get("lora")
+    if lora is not None and (
+        not isinstance(lora, dict)
+        or (lora.get("alpha") is not None and not is_number(lora["alpha"]))
+        or (lora.get("rank") is not None and not is_number(lora["rank"]))
+    ):
+        yield problem("KTB010", where, "its lora entry has no usable rank and alpha")
+        return
+    alpha, own = _manifest_alpha(adapter), adapter.config.get("lora_alpha")
+    if alpha is not None and is_number(own) and float(own) != alpha:
+        found = f"alpha is {alpha:g} here and {own:g} in {CONFIG_FILE}"
+        if serving:
+            yield problem("KTB104", where, found, "one alpha")
+        elif adapter.experts and adapter.nonexpert:
+            step = f"nothing: experts keep {alpha:g}, everything else keeps {own:g}"
+            yield problem("KTB104", where, found, severity="info", next_step=step)
+
+
+def _targets(adapter: Adapter, where: str, serving: bool) -> Iterator[Problem]:
+    targets = adapter.config.get("target_modules")
+    is_list = isinstance(targets, list) and all(isinstance(item, str) for item in targets)
+    if not is_list:
+        # The expert loader reads r and lora_alpha only.
+        if serving and adapter.nonexpert:
+            found = f"target_modules is {targets!r}"
+            yield problem("KTB106", where, found[:200], "a list of module names")
+        return
+    assert isinstance(targets, list)
+    modules = {part.key.module for part in adapter.nonexpert.values()}
+    modules |= {f"mlp.experts.0.{name}" for name in adapter.expert_modules()}
+    absent = [
+        target
+        for target in targets
+        if not any(_names(target, module) for module in modules)
+        and not (adapter.layout == "raw" and target.rpartition(".")[2] in _EXPERT_TARGETS)
+    ]
+    if absent:
+        found = f"targets {', '.join(sorted(absent)[:6])}, for which there are no tensors"
+        yield problem("KTB117", where, found)
+    if serving and adapter.layout != "expert":
+        stray = sorted(m for m in modules if not any(_names(target, m) for target in targets))
+        if stray:
+            found = f"does not target {stray[0]}" + _and_more(stray, "modules")
+            yield problem("KTB118", where, found, "every adapted module in target_modules")
+
+
+def _names(target: str, module: str) -> bool:
+    return module == target or module.endswith(f".{target}")
+
+
+def _and_more(items: list[str], noun: str) -> str:
+    return f" (and {len(items) - 1} more {noun})" if len(items) > 1 else ""

@@ -1,0 +1,141 @@
+"""The grammar of every tensor key an adapter may hold: one parser, one builder per layout.
+
+=============  ====================================================================  ==========
+kind           key                                                                   from
+=============  ====================================================================  ==========
+fused          layers.L.experts.{gate,up,down}_lora_{a,b}                            KT training
+expert         [prefix.]layers.L.mlp.experts.E.{gate,up,down}_proj.lora_{A,B}.weight serving
+lora           [base_model.model.]MODULE.lora_{A,B}.weight                           PEFT
+peft-fused     MODULE.experts[.base_layer].lora_{A,B}.weight                         PEFT >= 0.17
+lora-experts   MODULE.lora_experts.E.le_{gate,up,down}.weight                        another method
+dora           MODULE.lora_magnitude_vector[.weight]                                 PEFT DoRA
+lora-bias      MODULE.lora_{A,B}.bias                                                PEFT
+embedding      MODULE.lora_embedding_{A,B}                                           PEFT
+other          anything else: a whole weight, or not ours
+=============  ====================================================================  ==========
+
+``MODULE`` is the module's path in the base model. PEFT's ``base_model.model.`` and its adapter
+name ``default``, KT's ``orig_module`` wrapper, and Mixtral's w1/w3/w2 are spellings of the same
+thing and parse to the same :class:`Key`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "fused", "expert", "lora", "peft-fused", "lora-experts", "dora", "lora-bias", "embedding",
+    "other",
+]  # fmt: skip
+
+PEFT_PREFIX = "base_model.model."
+PROJECTIONS = ("gate", "up", "down")
+HALVES = ("A", "B")
+FUSED_NAMES = tuple(f"{projection}_lora_{half}" for projection in PROJECTIONS for half in "ab")
+
+# No leading zeros: "layers.01" and "layers.1" must not be two names of one layer.
+_NUMBER = "(0|[1-9][0-9]{0,5})"
+_FUSED = re.compile(rf"layers\.{_NUMBER}\.experts\.(gate|up|down)_lora_([ab])")
+_LORA = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
+_EXPERT_MODULE = re.compile(
+    rf"(?:[^\n]*\.)?layers\.{_NUMBER}\.(?:mlp|block_sparse_moe)\.experts\.{_NUMBER}"
+    r"\.(gate_proj|up_proj|down_proj|w1|w3|w2)"
+)
+_LAYER = re.compile(rf"(?:^|\.)layers\.{_NUMBER}\.")
+_LE = re.compile(r"\.lora_experts\.[0-9]+\.le_(?:gate|up|down)\.")
+_CANONICAL = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+_VISION = frozenset({"visual", "vision_tower", "vision_model", "vision_encoder"})
+_DRAFT = frozenset({"mtp", "mtp_layers", "nextn", "draft", "eagle"})
+
+
+class Key(NamedTuple):
+    """A parsed key. ``module`` lacks PEFT's prefix; ``layer``/``expert`` are -1 where not given."""
+
+    kind: Kind
+    module: str = ""
+    half: str = ""
+    layer: int = -1
+    expert: int = -1
+    projection: str = ""
+
+    @property
+    def leaf(self) -> str:
+        """The module's own name, as PEFT's target_modules lists it ("q_proj")."""
+        return self.module.rpartition(".")[2]
+
+    @property
+    def is_vision(self) -> bool:
+        """Whether the module belongs to a vision tower rather than to the text model."""
+        return not _VISION.isdisjoint(self.module.split("."))
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether the module belongs to a multi-token-prediction (draft) block."""
+        return not _DRAFT.isdisjoint(self.module.split("."))
+
+
+def parse_key(name: str) -> Key:
+    """Parse any tensor key; never fails: what isn't understood has kind "other"."""
+    match = _LORA.fullmatch(name)
+    if match:
+        module, half = match.groups()
+        if ".orig_module" in module:
+            module = module.replace(".orig_module", "")
+        expert = _EXPERT_MODULE.fullmatch(module)
+        if expert:
+            layer, number, projection = expert.groups()
+            return Key("expert", module, half, int(layer), int(number), _CANONICAL[projection])
+        kind: Kind = "lora"
+        if module.endswith((".experts", ".experts.base_layer")):
+            kind = "peft-fused"
+        elif "\n" in module or ".lora_" in module:
+            return Key("other")
+        return Key(kind, module, half, _layer_of(module))
+    match = _FUSED.fullmatch(name)
+    if match:
+        layer, projection, half = match.groups()
+        return Key("fused", "", half.upper(), int(layer), -1, projection)
+    return _parse_foreign(name)
+
+
+def _parse_foreign(name: str) -> Key:
+    stem = name[len(PEFT_PREFIX) :] if name.startswith(PEFT_PREFIX) else name
+    module = stem.partition(".lora_")[0]
+    layer = _layer_of(stem)
+    if _LE.search(stem):
+        return Key("lora-experts", module, "", layer)
+    if ".lora_magnitude_vector" in stem:
+        return Key("dora", module, "", layer)
+    if ".lora_embedding_" in stem:
+        return Key("embedding", module, "", layer)
+    if re.search(r"\.lora_[AB](?:\.default)?\.bias$", stem):
+        return Key("lora-bias", module, "", layer)
+    return Key("other", stem.removesuffix(".weight"), "", layer)
+
+
+def _layer_of(module: str) -> int:
+    match = _LAYER.search(module)
+    return int(match.group(1)) if match else -1
+
+
+def fused_key(layer: int, projection: str, half: str) -> str:
+    """``layers.3.experts.gate_lora_a``"""
+    return f"layers.{layer}.experts.{projection}_lora_{half.lower()}"
+
+
+def expert_key(layer: int, expert: int, projection: str, half: str) -> str:
+    """``model.layers.3.mlp.experts.7.gate_proj.lora_A.weight``, as SGLang-KT asks for it."""
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.lora_{half}.weight"
+
+
+def peft_key(module: str, half: str) -> str:
+    """``base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight``"""
+    return f"{PEFT_PREFIX}{module}.lora_{half}.weight"

@@ -1,0 +1,83 @@
+"""kt_adapter_manifest.json: written last, it says that a directory is complete and what is in it.
+
+KT's schema, version 1: ``status: "ready"``, ``base{model_name_or_path}``, ``lora{rank, alpha}`` and
+``artifacts{file: {size, sha256}}``, where the fused file's entry also lists its tensors. A serving
+directory's manifest adds ``layout`` and leaves ``expert_weight_format`` out, because SGLang-KT
+switches loaders by that field. ``lora`` is the witness of the alpha the experts were trained with:
+KT's own alpha is set apart from LoraConfig's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import TensorFile
+
+MANIFEST_FILE = "kt_adapter_manifest.json"
+_CHUNK = 1 << 22
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A small JSON object file; KtbridgeError in one sentence otherwise."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KtbridgeError(f"{path} can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise KtbridgeError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise KtbridgeError(f"{path} is not a JSON object")
+    return value
+
+
+def dump_json(value: Mapping[str, Any]) -> bytes:
+    """JSON as every adapter file is written: indented, keys sorted, a newline at the end."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def hash_file(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, in bounded memory."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fused_record(file: TensorFile) -> dict[str, Any]:
+    """What KT's manifest says of the fused file beside size and hash."""
+    tensors = {
+        name: {"shape": list(entry.shape), "dtype": entry.dtype}
+        for name, entry in sorted(file.entries.items())
+    }
+    return {"tensor_count": len(tensors), "tensors": tensors}
+
+
+def build_manifest(
+    *,
+    base_model: str,
+    rank: int,
+    alpha: float,
+    artifacts: Mapping[str, Mapping[str, Any]],
+    layout: str | None = None,
+    expert_weight_format: str | None = None,
+) -> dict[str, Any]:
+    """The manifest of a finished directory. ``artifacts`` maps a file name to its record."""
+    manifest: dict[str, Any] = {
+        "version": 1,
+        "status": "ready",
+        "base": {"model_name_or_path": base_model},
+        "lora": {"rank": rank, "alpha": float(alpha)},
+        "artifacts": {name: dict(record) for name, record in artifacts.items()},
+    }
+    if layout is not None:
+        manifest["layout"] = layout
+    if expert_weight_format is not None:
+        manifest["expert_weight_format"] = expert_weight_format
+    return manifest

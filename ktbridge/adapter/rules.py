@@ -1,0 +1,171 @@
+"""Every finding about an adapter, as a table: code, severity, what it means, what to do.
+
+Codes never change meaning. The hundreds tell the subject: 0 files, 1 configuration, 2 keys and
+inventory, 3 shapes and dtypes, 4 values, 5 several directories together, 6 the base model,
+7 conversion. A rule's severity is what it means for serving; where the same finding is harmless
+(an rsLoRA adapter that has yet to be converted), the check says so by passing its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ktbridge.errors import Problem, Severity
+
+
+class Rule(NamedTuple):
+    """One rule: ``meaning`` completes "It is reported when ..."; ``next_step`` is the remedy."""
+
+    code: str
+    severity: Severity
+    meaning: str
+    next_step: str
+
+
+_CONVERT = "run ktbridge convert on the raw adapter"
+_RESAVE = "save the adapter again from training"
+_RETRAIN = "train without it, or merge the adapter into the base weights"
+_RECONVERT = "convert the adapter again from the raw directory"
+
+RULES: tuple[Rule, ...] = (
+    Rule("KTB001", "error", "the path is not an adapter directory", "check the path"),
+    Rule("KTB002", "error", "adapter_config.json can't be read", _RESAVE),
+    Rule("KTB003", "error", "the directory has no LoRA tensors", _RESAVE),
+    Rule("KTB004", "error", "weights are pickled (adapter_model.bin), which loading would execute",
+         "save with safe_serialization=True"),
+    Rule("KTB005", "error", "a safetensors file is truncated or malformed", "copy or save it again"),
+    Rule("KTB006", "error", "the directory holds fully trained experts, not LoRA",
+         "serve it as a checkpoint; it can't be served as an adapter"),
+    Rule("KTB007", "error", "a serving directory has safetensors that engines would load as well",
+         "remove the file or move it elsewhere"),
+    Rule("KTB008", "error", "a shard of the adapter is missing", "copy the missing file"),
+    Rule("KTB009", "info", "a file can't be read by other users, who would see no adapter",
+         "chmod a+r the file"),
+    Rule("KTB010", "error", "the manifest is unreadable or doesn't say the adapter is ready",
+         _RESAVE),
+    Rule("KTB011", "error", "a file is missing or has another size than the manifest says", _RESAVE),
+    Rule("KTB012", "error", "a file's content is not what the manifest's hash says", _RESAVE),
+    Rule("KTB013", "error", "the fused file's tensors are not those in the manifest", _RESAVE),
+    Rule("KTB014", "error", "one tensor is given twice, under two keys or in two files", _RESAVE),
+    Rule("KTB101", "error", "peft_type is not LORA", _RETRAIN),
+    Rule("KTB102", "error", "r is missing or not a positive integer", "set r in adapter_config.json"),
+    Rule("KTB103", "error", "lora_alpha is missing or not a positive number: engines assume scale 1",
+         "set lora_alpha to the value used in training"),
+    Rule("KTB104", "error", "lora_alpha in the configuration and in the manifest disagree",
+         _RECONVERT),
+    Rule("KTB105", "error", "the manifest's rank is not the tensors' rank", _RESAVE),
+    Rule("KTB106", "error", "target_modules is not a list, which engines need", _CONVERT),
+    Rule("KTB107", "error", "use_rslora is set: engines serve alpha/r all the same", _CONVERT),
+    Rule("KTB108", "error", "rank_pattern gives modules different ranks", _RETRAIN),
+    Rule("KTB109", "error", "alpha_pattern gives modules different scales, which engines ignore",
+         _RETRAIN),
+    Rule("KTB110", "error", "the adapter uses DoRA, whose magnitudes engines ignore", _RETRAIN),
+    Rule("KTB111", "error", "the adapter has bias terms, which engines ignore", _RETRAIN),
+    Rule("KTB112", "error", "the adapter has whole modules beside LoRA, which engines ignore",
+         _RETRAIN),
+    Rule("KTB113", "error", "fan_in_fan_out is set, which engines ignore", _RETRAIN),
+    Rule("KTB114", "error", "init_lora_weights changed the base weights, which engines don't have",
+         "save with path_initial_model_for_weight_conversion, which turns it into plain LoRA"),
+    Rule("KTB115", "error", "the configuration asks for something engines ignore", _RETRAIN),
+    Rule("KTB116", "info", "the base model isn't named",
+         "pass --base-model-name-or-path to ktbridge convert"),
+    Rule("KTB117", "warning", "a targeted module has no tensors: it was not found in training",
+         "check target_modules against the base model and train again"),
+    Rule("KTB118", "error", "tensors belong to a module that target_modules doesn't list", _CONVERT),
+    Rule("KTB201", "error", "a tensor is not LoRA of a known kind: it would go nowhere",
+         "remove it, or report the key as a bug"),
+    Rule("KTB202", "error", "a LoRA A has no B or the reverse: engines skip the pair silently",
+         _RESAVE),
+    Rule("KTB203", "error", "an expert lacks tensors that other experts of the layer have", _RESAVE),
+    Rule("KTB204", "error", "layers have different numbers of experts", _RESAVE),
+    Rule("KTB205", "warning", "an expert key has a prefix that makes engines search every key",
+         _CONVERT),
+    Rule("KTB206", "error", "a vision-tower tensor would land in the text layer of its number",
+         "train the text model only"),
+    Rule("KTB207", "error", "a tensor belongs to a draft (MTP) layer, which engines don't adapt",
+         "exclude the MTP layers in training"),
+    Rule("KTB208", "error", "expert LoRA is in PEFT's fused layout, which KT engines don't read",
+         "convert it to the raw layout first"),
+    Rule("KTB209", "warning", "q_proj and v_proj are not both adapted: engines fail at start-up",
+         "train both, or serve with the embedded engine"),
+    Rule("KTB210", "warning", "up_proj is adapted without gate_proj: engines fail at start-up",
+         "train both, or serve with the embedded engine"),
+    Rule("KTB211", "error", "expert LoRA is of a kind that can't be served as LoRA",
+         "train with routed-expert LoRA (gate, up and down)"),
+    Rule("KTB212", "warning", "layers of one kind are not adapted alike: the rest stays at the base",
+         "check that training saved every layer"),
+    Rule("KTB213", "error", "an embedding or head is adapted, which engines ignore", _RETRAIN),
+    Rule("KTB214", "error", "an expert key is spelled as in training, which KT engines don't find",
+         _CONVERT),
+    Rule("KTB301", "error", "a tensor's rank is not the configuration's", _RESAVE),
+    Rule("KTB302", "error", "a tensor's shape doesn't fit the others'", _RESAVE),
+    Rule("KTB303", "error", "a tensor's dtype is not a float that engines load",
+         "save the adapter in bfloat16"),
+    Rule("KTB304", "info", "engines round a tensor to bfloat16", "train or save in bfloat16"),
+    Rule("KTB401", "error", "a tensor has NaN or infinite values",
+         "go back to the last good checkpoint; lower the learning rate"),
+    Rule("KTB402", "error", "every pair is zero: this adapter changes nothing",
+         "check that training updated it: after one step, B is no longer zero"),
+    Rule("KTB403", "warning", "a whole projection or layer is zero: it was never trained",
+         "check that training reached it"),
+    Rule("KTB404", "info", "some experts are zero: no token was routed to them in training",
+         "nothing to do if the data was small"),
+    Rule("KTB501", "warning", "directories of a set have different rank or alpha", _RECONVERT),
+    Rule("KTB502", "error", "directories of a set name different base models", _RECONVERT),
+    Rule("KTB503", "warning", "a half of the raw adapter is in none of the serving directories",
+         "add its directory to the command, or convert again"),
+    Rule("KTB504", "error", "a serving directory's tensors are not the raw adapter's", _RECONVERT),
+    Rule("KTB505", "error", "a serving directory scales its tensors otherwise than training did",
+         _RECONVERT),
+    Rule("KTB506", "error", "two directories of a set have the same layout",
+         "validate them in separate commands"),
+    Rule("KTB601", "warning", "the adapter names another base model", "check that it is the same"),
+    Rule("KTB602", "info", "the base model's family is unknown: only its sizes are checked",
+         "add a row to ktbridge/model/families.py"),
+    Rule("KTB603", "error", "expert layers are not the base model's MoE layers",
+         "check that adapter and base belong together"),
+    Rule("KTB604", "error", "the number of experts is not the base model's",
+         "check that adapter and base belong together"),
+    Rule("KTB605", "error", "a tensor's shape doesn't fit the base model",
+         "check that adapter and base belong together"),
+    Rule("KTB606", "error", "a tensor is for a layer that the base model doesn't have",
+         "check that adapter and base belong together"),
+    Rule("KTB607", "error", "a module is adapted in some layers only, though all of them have it",
+         "check that training saved every layer"),
+    Rule("KTB608", "warning", "a module is adapted that SGLang-KT can't apply in this family",
+         "serve with the embedded engine, or train without it"),
+    Rule("KTB609", "error", "the base model has no routed experts", "pass the model trained upon"),
+    Rule("KTB701", "error", "the output directory can't be written", "choose another directory"),
+    Rule("KTB702", "error", "one configuration can't hold two ranks",
+         "write the split layout: --expert-output-dir and --nonexpert-output-dir"),
+    Rule("KTB703", "error", "one configuration can't hold both scales without rounding",
+         "write the split layout: --expert-output-dir and --nonexpert-output-dir"),
+    Rule("KTB704", "error", "the adapter has nothing for a requested output", "leave that output out"),
+    Rule("KTB705", "error", "nothing names the base model", "pass --base-model-name-or-path"),
+    Rule("KTB706", "error", "output directories contain each other or the input",
+         "give every output a directory of its own"),
+    Rule("KTB707", "info", "--lora-alpha overrides what the adapter says", "check that it is meant"),
+)  # fmt: skip
+
+_BY_CODE = {rule.code: rule for rule in RULES}
+
+
+def problem(
+    code: str,
+    where: str,
+    found: str,
+    expected: str = "",
+    *,
+    next_step: str | None = None,
+    severity: Severity | None = None,
+) -> Problem:
+    """A finding of the rule ``code``; severity and next step are the rule's unless given."""
+    rule = _BY_CODE[code]
+    return Problem(
+        code=code,
+        severity=severity or rule.severity,
+        where=where,
+        found=found,
+        expected=expected,
+        next_step=rule.next_step if next_step is None else next_step,
+    )

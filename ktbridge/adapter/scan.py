@@ -1,0 +1,172 @@
+"""Opening an adapter directory: which files, which layout, which tensor belongs where.
+
+``scan_adapter`` never fails on content: what it can't use becomes a Problem, so that ``validate``
+can list everything at once. ``read_adapter`` is the same with errors raised. Only headers are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ktbridge.adapter.adapter import (
+    CONFIG_FILE,
+    FUSED_FILE,
+    MODEL_FILE,
+    Adapter,
+    ExpertStack,
+    Layout,
+    Part,
+)
+from ktbridge.adapter.keys import parse_key, peft_key
+from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.model import TensorFile, open_tensor_file
+
+_SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetensors")
+
+
+def read_adapter(path: str | os.PathLike[str]) -> Adapter:
+    """Open an adapter directory of any layout.
+
+    Raises KtbridgeError in one sentence when the directory can't be used at all: missing, without
+    configuration or weights, pickled, truncated. Whether its content makes sense is for
+    ``validate_adapter`` to say.
+    """
+    adapter, problems = scan_adapter(path)
+    errors = [finding for finding in problems if finding.severity == "error"]
+    if len(errors) == 1:
+        raise KtbridgeError(f"{errors[0].where} {errors[0].found}", errors[0].next_step)
+    if adapter is None or errors:
+        raise ProblemsError(f"{path} can't be read as an adapter", errors)
+    return adapter
+
+
+def scan_adapter(path: str | os.PathLike[str]) -> tuple[Adapter | None, list[Problem]]:
+    """Open an adapter and collect what is wrong with its files; no adapter if nothing is usable."""
+    path = Path(path).expanduser()
+    problems: list[Problem] = []
+    if not path.is_dir():
+        found = "is a file, not an adapter directory" if path.exists() else "does not exist"
+        return None, [problem("KTB001", str(path), found, "an adapter directory")]
+    config = _read_config(path, problems)
+    if config is None:
+        return None, problems
+    manifest = _read_manifest(path, problems)
+    adapter = Adapter(path, config, manifest)
+    names = _weight_files(path, problems)
+    for name in names:
+        try:
+            adapter.files.append(open_tensor_file(path / name))
+        except KtbridgeError as error:
+            text = str(error).removeprefix(f"{path / name} ")
+            problems.append(problem("KTB005", str(path / name), text))
+    if has_errors(problems):
+        return None, problems
+    for file in adapter.files:
+        _file_tensors(adapter, file, problems)
+    if not adapter.experts and not adapter.nonexpert and not adapter.leftovers:
+        problems.append(problem("KTB003", str(path), "has no LoRA tensors"))
+        return None, problems
+    adapter.layout = _layout_of(adapter)
+    return adapter, problems
+
+
+def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        problems.append(problem("KTB001", str(path), f"has no {CONFIG_FILE}", CONFIG_FILE))
+        return None
+    try:
+        return read_json_object(file)
+    except KtbridgeError as error:
+        text = str(error).removeprefix(f"{file} ")
+        problems.append(problem("KTB002", str(file), text, "a JSON object"))
+        return None
+
+
+def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    file = path / MANIFEST_FILE
+    if not file.exists():
+        return None
+    try:
+        manifest = read_json_object(file)
+    except KtbridgeError as error:
+        text = str(error).removeprefix(f"{file} ")
+        problems.append(problem("KTB010", str(file), text, "a JSON object"))
+        return None
+    version, status = manifest.get("version"), manifest.get("status")
+    if version != 1 or status != "ready":
+        found = f"says version {version!r}, status {status!r}"
+        problems.append(problem("KTB010", str(file), found, "version 1, status 'ready'"))
+    return manifest
+
+
+def _weight_files(path: Path, problems: list[Problem]) -> list[str]:
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    found: list[str] = []
+    for whole in (FUSED_FILE, MODEL_FILE):
+        shards = [name for name in names if _is_shard_of(name, whole)]
+        if whole in names:
+            found.append(whole)
+        elif shards:
+            found += shards
+            problems += _missing_shards(path, shards)
+    if not found and any(name.startswith("kt_full_experts") for name in names):
+        problems.append(problem("KTB006", str(path), "holds fully trained experts, not LoRA"))
+    elif not found and "adapter_model.bin" in names:
+        problems.append(problem("KTB004", str(path / "adapter_model.bin"), "is a pickle file"))
+    elif not found:
+        expected = f"{MODEL_FILE} or {FUSED_FILE}"
+        problems.append(problem("KTB003", str(path), "has no adapter weights", expected))
+    return found
+
+
+def _is_shard_of(name: str, whole: str) -> bool:
+    match = _SHARD.fullmatch(name)
+    return match is not None and f"{match.group(1)}.safetensors" == whole
+
+
+def _missing_shards(path: Path, shards: list[str]) -> Iterator[Problem]:
+    numbers = [match.groups() for name in shards if (match := _SHARD.fullmatch(name))]
+    present = {int(number) for _, number, _ in numbers}
+    total = max(int(count) for _, _, count in numbers)
+    missing = sorted(set(range(1, total + 1)) - present)[:5] if total <= 100_000 else [total]
+    if missing:
+        found = f"has no shard {', '.join(map(str, missing))} of {total}"
+        yield problem("KTB008", str(path), found)
+
+
+def _file_tensors(adapter: Adapter, file: TensorFile, problems: list[Problem]) -> None:
+    for entry in file.entries.values():
+        part = Part(file, entry, parse_key(entry.name))
+        key = part.key
+        other: Part | None = None
+        if key.kind in ("fused", "expert"):
+            slot = (key.layer, key.projection, key.half)
+            stack = adapter.experts.setdefault(slot, ExpertStack())
+            if key.kind == "fused":
+                other = stack.fused or next(iter(stack.parts.values()), None)
+                stack.fused = stack.fused or part
+            else:
+                other = stack.fused or stack.parts.get(key.expert)
+                stack.parts.setdefault(key.expert, part)
+        elif key.kind == "lora":
+            other = adapter.nonexpert.setdefault(peft_key(key.module, key.half), part)
+        else:
+            adapter.leftovers.append(part)
+        if other is not None and other is not part:
+            found = f"gives again what {other.where} gives"
+            problems.append(problem("KTB014", part.where, found, "each tensor once"))
+
+
+def _layout_of(adapter: Adapter) -> Layout:
+    if any(file.name.startswith("fused_expert_lora") for file in adapter.files):
+        return "raw"
+    if not adapter.experts:
+        return "nonexpert"
+    return "merged" if adapter.nonexpert else "expert"

@@ -1,0 +1,112 @@
+"""``ktbridge convert``: a raw adapter into the directories that engines serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ktbridge.cli._app import Command
+
+_NUMERIC = ("tensors", "bytes", "rank", "alpha")
+
+
+@click.command(cls=Command)
+@click.argument("raw_dir", type=click.Path())
+@click.option("--expert-output-dir", metavar="D", help="Write the expert LoRA here (split layout).")
+@click.option("--nonexpert-output-dir", metavar="D", help="Write everything else here (split).")
+@click.option("--merged-output-dir", metavar="D", help="Write one directory with both halves.")
+@click.option(
+    "--base-model-name-or-path",
+    metavar="B",
+    help="The base model to name in the configurations.  [default: what RAW_DIR names]",
+)
+@click.option(
+    "--lora-alpha",
+    type=float,
+    metavar="A",
+    help="The alpha the experts were trained with.  [default: the manifest's, else the config's]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace output directories that hold an adapter.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    raw_dir: str,
+    expert_output_dir: str | None,
+    nonexpert_output_dir: str | None,
+    merged_output_dir: str | None,
+    base_model_name_or_path: str | None,
+    lora_alpha: float | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Turn the adapter in RAW_DIR into serving directories, in one pass over it.
+
+    Tensor bytes stay as they are. Each output is complete or as it was before, whatever happens.
+    Name one output at least.
+    """
+    from ktbridge.adapter import execute_plan, plan_convert
+    from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
+
+    plan = plan_convert(
+        raw_dir,
+        expert_output_dir=expert_output_dir,
+        nonexpert_output_dir=nonexpert_output_dir,
+        merged_output_dir=merged_output_dir,
+        base_model=base_model_name_or_path,
+        lora_alpha=lora_alpha,
+        overwrite=overwrite,
+    )
+    if dry_run:
+        if as_json:
+            emit_json(plan.as_dict())
+        else:
+            print_problems(plan.findings)
+            _print_summary(plan.as_dict())
+            stderr.print("dry run: nothing was written")
+        return
+    with progress_bar("converting", "bytes") as on_progress:
+        report = execute_plan(plan, on_progress)
+    if as_json:
+        emit_json(report.as_dict())
+        return
+    print_problems(report.findings)
+    _print_summary(report.as_dict())
+    written = " ".join(str(output["path"]) for output in report.outputs)
+    stderr.print(
+        f"done in {report.seconds:.2f} s; next: ktbridge validate {raw_dir} {written}",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _print_summary(report: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ktbridge.cli._ui import console
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("", "tensors", "bytes", "rank", "alpha", "modules", "directory"):
+        table.add_column(title, justify="right" if title in _NUMERIC else "left", overflow="fold")
+    table.add_row(
+        f"in ({report['layout']})",
+        f"{report['tensors_in']:,}",
+        f"{report['bytes_in']:,}",
+        "",
+        "",
+        "",
+        escape(str(report["source"])),
+    )
+    for output in report["outputs"]:
+        table.add_row(
+            output["layout"],
+            f"{output['tensors']:,}",
+            f"{output['bytes']:,}",
+            str(output["rank"]),
+            f"{output['alpha']:g}",
+            " ".join(output["target_modules"]),
+            escape(output["path"]),
+        )
+    console.print(table)

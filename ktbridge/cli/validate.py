@@ -1,0 +1,95 @@
+"""``ktbridge validate``: would an engine serve what was trained?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ktbridge.cli._app import Command
+
+if TYPE_CHECKING:
+    from ktbridge.adapter import ValidationReport
+
+
+@click.command(cls=Command)
+@click.argument("dirs", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
+@click.option("--base-model", metavar="B", help="Check against this model; config.json is enough.")
+@click.option("--structure-only", is_flag=True, help="Check names and shapes, don't read values.")
+@click.option("--strict", is_flag=True, help="Fail on warnings as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    dirs: tuple[str, ...],
+    base_model: str | None,
+    structure_only: bool,
+    strict: bool,
+    as_json: bool,
+) -> None:
+    """Check adapter directories (raw, expert, non-expert, merged), singly or as one set.
+
+    Whatever would make an engine serve something other than what was trained, or nothing at all,
+    is an error, and the exit code is 1.
+    """
+    from ktbridge.adapter import validate_adapter
+    from ktbridge.cli._ui import emit_json, print_problems, progress_bar
+
+    with progress_bar("validating", "bytes") as on_progress:
+        report = validate_adapter(
+            dirs, base_model=base_model, structure_only=structure_only, on_progress=on_progress
+        )
+    if as_json:
+        emit_json(report.as_dict())
+    else:
+        _print_summary(report)
+        print_problems(report.problems)
+        _print_verdict(report)
+    warned = any(finding.severity == "warning" for finding in report.problems)
+    if not report.ok or (strict and warned):
+        ctx.exit(1)
+
+
+def _print_summary(report: ValidationReport) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ktbridge.cli._ui import console
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("layout", "rank", "alpha", "experts", "non-expert", "directory"):
+        table.add_column(title, justify="left" if title in ("layout", "directory") else "right",
+                         overflow="fold")  # fmt: skip
+    for adapter in report.adapters:
+        if adapter["layout"] is None:
+            table.add_row("unreadable", "", "", "", "", escape(adapter["path"]))
+            continue
+        experts = f"{adapter['expert_layers']} layers x {adapter['num_experts']}"
+        table.add_row(
+            adapter["layout"],
+            str(adapter["r"]),
+            str(adapter["lora_alpha"]),
+            experts if adapter["expert_layers"] else "none",
+            f"{adapter['nonexpert_tensors']:,} tensors" if adapter["nonexpert_tensors"] else "none",
+            escape(adapter["path"]),
+        )
+    console.print(table)
+
+
+def _print_verdict(report: ValidationReport) -> None:
+    from ktbridge.cli._ui import console
+
+    counts = {
+        severity: sum(finding.severity == severity for finding in report.problems)
+        for severity in ("error", "warning", "info")
+    }
+    told = ", ".join(
+        f"{count} {severity}{'s' if count > 1 and severity != 'info' else ''}"
+        for severity, count in counts.items()
+        if count
+    )
+    scope = "names and shapes" if report.structure_only else "names, shapes and values"
+    if report.ok:
+        console.print(f"[green]ok[/]: {scope} checked{'; ' + told if told else ''}")
+    else:
+        console.print(f"[bold red]not ok[/]: {told}")

@@ -1,0 +1,32 @@
+"""What a MoE model is on disk: its config, where its family keeps experts, its tensors (lazily).
+
+Needs nothing beyond the standard library::
+
+    from ktbridge.model import open_checkpoint, read_model_config, resolve_model
+
+    path = resolve_model("models/tiny")  # a directory, or an id in the local Hub cache
+    config = read_model_config(path)  # sizes, MoE layers, family
+    router = open_checkpoint(path).tensor("model.layers.0.mlp.gate.weight")  # a memory-mapped view
+"""
+
+from ktbridge.model.checkpoint import Checkpoint, expert_names, open_checkpoint, resolve_model
+from ktbridge.model.config import ModelConfig, read_model_config
+from ktbridge.model.families import FAMILIES, Family, family_of
+from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, TensorFileError, open_tensor_file
+
+__all__ = [
+    "FAMILIES",
+    "Checkpoint",
+    "Entry",
+    "Family",
+    "ModelConfig",
+    "Tensor",
+    "TensorFile",
+    "TensorFileError",
+    "expert_names",
+    "family_of",
+    "open_checkpoint",
+    "open_tensor_file",
+    "read_model_config",
+    "resolve_model",
+]

@@ -1,0 +1,181 @@
+"""Lazy access to a checkpoint's tensors: the index first, a shard's header when it is needed.
+
+Nothing is loaded: a tensor is a view into the memory map of its shard, so the weights have one
+copy, the checkpoint's own. Only safetensors are read; pickled weights are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model.config import ModelConfig, read_model_config
+from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, open_tensor_file
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class Checkpoint:
+    """The tensors of one model directory, by name.
+
+    Iterating gives the names; ``entry`` gives dtype and shape, ``tensor`` the bytes as well.
+    """
+
+    def __init__(self, path: Path, shard_of: dict[str, str]) -> None:
+        self.path = path
+        self._shard_of = shard_of
+        self._open: dict[str, TensorFile] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shard_of)
+
+    def __len__(self) -> int:
+        return len(self._shard_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shard_of
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """File names of the shards, sorted."""
+        return tuple(sorted(set(self._shard_of.values())))
+
+    def entry(self, name: str) -> Entry:
+        """Dtype, shape and place of a tensor; KtbridgeError if there is none by that name."""
+        entry = self._file(name).entries.get(name)
+        if entry is None:
+            raise KtbridgeError(
+                f"{self.path / self._shard_of[name]} lacks {name!r}, which the index puts there",
+                "download the checkpoint again",
+            )
+        return entry
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor ``name`` as a view into its shard's memory map."""
+        self.entry(name)
+        return self._file(name).tensor(name)
+
+    def check(self) -> None:
+        """Read every shard's header; KtbridgeError when one is truncated or lacks a tensor."""
+        for name in self:
+            self.entry(name)
+
+    def _file(self, name: str) -> TensorFile:
+        shard = self._shard_of.get(name)
+        if shard is None:
+            raise KtbridgeError(f"{self.path} has no tensor {name!r}")
+        if shard not in self._open:
+            self._open[shard] = open_tensor_file(self.path / shard)
+        return self._open[shard]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a model directory's ``model.safetensors`` or sharded ``model.safetensors.index.json``.
+
+    Raises KtbridgeError when there are no safetensors, the index is malformed or points outside of
+    the directory, or (for a single file) the file is truncated.
+    """
+    path = Path(path).expanduser()
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return Checkpoint(path, _read_index(index))
+    single = path / "model.safetensors"
+    if single.is_file():
+        file = open_tensor_file(single)
+        return Checkpoint(path, dict.fromkeys(file.entries, single.name))
+    pickled = sorted(p.name for p in path.glob("*.bin")) if path.is_dir() else []
+    if pickled:
+        raise KtbridgeError(
+            f"{path} holds pickled weights ({pickled[0]}), which are not read because loading "
+            "them can run code",
+            "save the model again with safe_serialization=True",
+        )
+    raise KtbridgeError(
+        f"{path} has neither model.safetensors nor model.safetensors.index.json",
+        "point at a complete model directory",
+    )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise KtbridgeError(
+            f"{index} is not a checkpoint index: {error}", "download the checkpoint again"
+        ) from error
+    if not isinstance(table, dict) or not table:
+        raise KtbridgeError(f"{index} lists no tensors", "download the checkpoint again")
+    for name, shard in table.items():
+        if (
+            not isinstance(shard, str)
+            or shard != os.path.basename(shard)
+            or not shard.endswith(".safetensors")
+        ):
+            raise KtbridgeError(
+                f"{index} puts {name!r} into {shard!r}, which is not a shard beside it",
+                "download the checkpoint again from a source you trust",
+            )
+    return table
+
+
+def resolve_model(path_or_id: str | os.PathLike[str]) -> Path:
+    """The directory of a base model: a path, or the id of a model in the local Hub cache.
+
+    Nothing is downloaded. Raises KtbridgeError, one sentence with the next step, when there is no
+    such directory, no config.json, or a weight file is missing or truncated.
+    """
+    text = os.fspath(path_or_id)
+    path = Path(text).expanduser()
+    if not path.exists():
+        cached = _from_hub_cache(text)
+        if cached is None:
+            step = "check the path"
+            if _HUB_ID.fullmatch(text):
+                step += f", or download it first: hf download {text}"
+            raise KtbridgeError(f"there is no model at {text!r}", step)
+        path = cached
+    if not path.is_dir():
+        raise KtbridgeError(f"{path} is a file, not a model directory", "point at its directory")
+    read_model_config(path)
+    open_checkpoint(path).check()
+    return path
+
+
+def _from_hub_cache(model_id: str) -> Path | None:
+    if not _HUB_ID.fullmatch(model_id):
+        return None
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    repository = cache / f"models--{model_id.replace('/', '--')}"
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / os.path.basename(revision)
+    return snapshot if snapshot.is_dir() else None
+
+
+def expert_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Checkpoint names of one layer's routed-expert weights, as its family stores them.
+
+    KtbridgeError for a family that isn't in the table. Per-expert names come expert by expert, each
+    gate, up, down; fused ones are gate_up_proj, down_proj.
+    """
+    family = config.family
+    if family is None:
+        raise KtbridgeError(
+            f"the model type {config.model_type!r} is not in the family table",
+            "add a row to ktbridge/model/families.py",
+        )
+    base = f"{config.prefix}layers.{layer}.{family.block}.experts"
+    if family.storage != "per-expert":
+        return f"{base}.gate_up_proj", f"{base}.down_proj"
+    return tuple(
+        f"{base}.{expert}.{name}.weight"
+        for expert in range(config.num_experts)
+        for name in family.names
+    )

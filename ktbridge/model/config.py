@@ -1,0 +1,158 @@
+"""What config.json says of a MoE model: sizes, which layers have experts, which attend how.
+
+Everything here can be known without a single weight, so an adapter can be checked against a base
+model of which only ``config.json`` is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model.families import Family, family_of
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of one MoE model.
+
+    ``prefix`` precedes ``layers.N`` in checkpoint keys. ``hidden_size`` is H, ``intermediate_size``
+    is one routed expert's I, ``num_experts`` is E.
+    ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry a layer
+    ("full_attention", "linear_attention", ...) where the config or the family says. ``text`` is the
+    text model's part of config.json as it is; ``auto_map`` tells whether loading would run code.
+    """
+
+    path: Path
+    model_type: str
+    family: Family | None
+    prefix: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    moe_layers: tuple[int, ...]
+    layer_types: tuple[str, ...] | None
+    auto_map: bool
+    text: dict[str, Any] = field(repr=False)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0 and bool(self.moe_layers)
+
+
+def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
+    """Read ``path`` (a directory with config.json, or that file itself).
+
+    Multimodal models nest the text model under ``text_config``. Raises KtbridgeError when the file
+    is missing, isn't JSON, or lacks the sizes of a decoder.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir() or file.suffix != ".json":
+        file = file / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise KtbridgeError(
+            f"{file.parent} has no config.json",
+            "point at a model directory as transformers saves it",
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise KtbridgeError(
+            f"{file} can't be read as JSON: {error}", "download or save the model again"
+        ) from error
+    if not isinstance(config, dict):
+        raise KtbridgeError(f"{file} is not a JSON object", "download or save the model again")
+    nested = config.get("text_config")
+    text: dict[str, Any] = nested if isinstance(nested, dict) else config
+    model_type = config.get("model_type") or text.get("model_type")
+    if not isinstance(model_type, str):
+        raise KtbridgeError(f"{file} has no model_type", "point at a transformers model directory")
+    family = family_of(model_type) or family_of(str(text.get("model_type")))
+    num_layers = _size(file, text, ("num_hidden_layers",))
+    size_name = family.expert_size if family else "moe_intermediate_size"
+    return ModelConfig(
+        path=file.parent,
+        model_type=model_type,
+        family=family,
+        # A multimodal family's text model saved on its own has the plain prefix.
+        prefix=family.prefix if family and text is not config else "model.",
+        num_layers=num_layers,
+        hidden_size=_size(file, text, ("hidden_size",)),
+        intermediate_size=_size(file, text, (size_name, "intermediate_size"), default=0),
+        num_experts=_size(file, text, _EXPERT_COUNTS, default=0),
+        experts_per_token=_size(file, text, _EXPERTS_PER_TOKEN, default=0),
+        moe_layers=_moe_layers(text, num_layers),
+        layer_types=_layer_types(text, num_layers),
+        auto_map=bool(config.get("auto_map")),
+        text=text,
+    )
+
+
+def _size(
+    file: Path, text: dict[str, Any], names: tuple[str, ...], default: int | None = None
+) -> int:
+    for name in names:
+        value = text.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 0:
+            raise KtbridgeError(f"{file}: {name} is {value!r}, not a size", "repair config.json")
+        return value
+    if default is None:
+        raise KtbridgeError(
+            f"{file} has no {names[0]}", "point at a decoder model, not another component"
+        )
+    return default
+
+
+def _moe_layers(text: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers with routed experts, by whichever of the families' conventions the config uses.
+
+    Qwen: not in ``mlp_only_layers`` and (i+1) divisible by ``decoder_sparse_step``. DeepSeek, GLM,
+    Kimi: from ``first_k_dense_replace`` on, every ``moe_layer_freq``-th. transformers 5 may say
+    ``mlp_layer_types`` outright. Otherwise every layer.
+    """
+    if not any(text.get(name) for name in _EXPERT_COUNTS):
+        return ()
+    types = text.get("mlp_layer_types")
+    if isinstance(types, list) and len(types) == num_layers:
+        return tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
+    dense = set(_integers(text.get("mlp_only_layers")))
+    step = _positive(text.get("decoder_sparse_step"), 1)
+    first = _positive(text.get("first_k_dense_replace"), 0)
+    every = _positive(text.get("moe_layer_freq"), 1)
+    return tuple(
+        layer
+        for layer in range(num_layers)
+        if layer not in dense and (layer + 1) % step == 0 and layer >= first and layer % every == 0
+    )
+
+
+def _layer_types(text: dict[str, Any], num_layers: int) -> tuple[str, ...] | None:
+    types = text.get("layer_types")
+    if isinstance(types, list) and len(types) == num_layers:
+        return tuple(str(kind) for kind in types)
+    interval = text.get("full_attention_interval")
+    if type(interval) is int and interval > 0:
+        return tuple(
+            "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
+            for layer in range(num_layers)
+        )
+    return None
+
+
+def _integers(value: Any) -> list[int]:
+    return [item for item in value if type(item) is int] if isinstance(value, list) else []
+
+
+def _positive(value: Any, default: int) -> int:
+    return value if type(value) is int and value > 0 else default

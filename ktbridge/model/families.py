@@ -1,0 +1,118 @@
+"""Where each MoE family keeps its experts: one row a family, read by everything else.
+
+A row says how to read the family's ``config.json`` and how its checkpoint names things. A new
+family is a new row. Router conventions are transformers' business and are not recorded here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ExpertStorage = Literal["per-expert", "fused", "fused-transposed", "fused-interleaved"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One MoE family.
+
+    ``model_types`` are config.json's ``model_type`` values, text-only and wrapper alike.
+    ``prefix`` precedes ``layers.N`` in checkpoint keys; ``block`` is the MoE module of a layer.
+    ``storage``: "per-expert" = ``experts.E.{names}.weight`` 2-D; "fused" = ``experts.gate_up_proj``
+    [E,2I,H] (gate rows first) and ``experts.down_proj`` [E,H,I]; "fused-transposed" = the same
+    with the last two axes swapped; "fused-interleaved" = transposed, gate and up columns taking
+    turns. ``names`` are gate, up and down of one expert. ``nonexpert_targets`` are the modules
+    (path suffixes) whose LoRA SGLang-KT can apply.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    prefix: str = "model."
+    block: str = "mlp"
+    storage: ExpertStorage = "per-expert"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    expert_size: str = "moe_intermediate_size"
+    nonexpert_targets: tuple[str, ...] = ()
+
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLA = (
+    "self_attn.q_proj",
+    "self_attn.q_a_proj",
+    "self_attn.q_b_proj",
+    "self_attn.kv_a_proj_with_mqa",
+    "self_attn.kv_b_proj",
+    "self_attn.o_proj",
+)
+_W = ("w1", "w3", "w2")
+
+
+def _gated(name: str) -> tuple[str, ...]:
+    return tuple(f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down"))
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("Qwen2-MoE", ("qwen2_moe",)),
+    Family("Qwen3-MoE", ("qwen3_moe",), nonexpert_targets=(*_ATTENTION, "mlp.gate")),
+    Family(
+        "Qwen3.5-MoE",
+        ("qwen3_5_moe", "qwen3_5_moe_text"),
+        prefix="model.language_model.",
+        storage="fused",
+        nonexpert_targets=(
+            *_ATTENTION,
+            *(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+            "linear_attn.out_proj",
+            "mlp.gate",
+            "mlp.shared_expert_gate",
+            *_gated("shared_expert"),
+        ),
+    ),
+    Family(
+        "Qwen3-VL-MoE",
+        ("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        prefix="model.language_model.",
+        storage="fused-transposed",
+        nonexpert_targets=_ATTENTION,
+    ),
+    Family(
+        "Mixtral",
+        ("mixtral",),
+        block="block_sparse_moe",
+        names=_W,
+        expert_size="intermediate_size",
+    ),
+    Family(
+        "DeepSeek",
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        nonexpert_targets=(*_MLA, "mlp.gate", *_gated("shared_experts")),
+    ),
+    Family(
+        "Kimi-K2.5",
+        ("kimi_k25",),
+        prefix="language_model.model.",
+        nonexpert_targets=(*_MLA, "mlp.gate", *_gated("shared_experts")),
+    ),
+    Family("GLM4-MoE", ("glm4_moe",), nonexpert_targets=_ATTENTION),
+    Family(
+        "MiniMax-M2",
+        ("minimax_m2",),
+        block="block_sparse_moe",
+        names=_W,
+        expert_size="intermediate_size",
+    ),
+    Family(
+        "gpt-oss",
+        ("gpt_oss",),
+        storage="fused-interleaved",
+        expert_size="intermediate_size",
+    ),
+)
+
+
+def family_of(model_type: str) -> Family | None:
+    """The family of a config.json's ``model_type``; None for one that isn't in the table."""
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    return None

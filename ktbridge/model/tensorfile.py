@@ -1,0 +1,272 @@
+"""safetensors files: a strict reader and a plain writer, shared by ``model`` and ``adapter``.
+
+A safetensors file is ``u64 header length | JSON header | data``. The reader trusts nothing: the
+header is at most 100 MB, every number is checked before it is used, the tensors must tile the data
+section exactly (no overlap, no hole, no tail), and a name may appear once. What passes is a table
+of absolute byte ranges; data is reached through one read-only memory map, so opening a file costs
+its header and nothing more.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from ktbridge.errors import KtbridgeError
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_TENSORS = 2_000_000
+MAX_DIMENSIONS = 32
+
+# Bits, because the format has sub-byte types; a tensor must still fill whole bytes.
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+
+
+class TensorFileError(KtbridgeError):
+    """A file is not the safetensors file it claims to be."""
+
+
+class Entry(NamedTuple):
+    """Where one tensor lives: ``start`` and ``end`` are absolute byte offsets in its file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor as bytes: row-major ``data`` of ``shape`` in safetensors' ``dtype`` ("BF16").
+
+    ``data`` may be a view into a memory map (read-only, valid as long as the tensor is held).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytes | bytearray
+
+    @property
+    def nbytes(self) -> int:
+        return memoryview(self.data).nbytes
+
+
+class TensorFile:
+    """One open safetensors file: ``entries`` by name, in file order, and their data on demand."""
+
+    def __init__(
+        self, path: Path, entries: dict[str, Entry], metadata: dict[str, str], size: int
+    ) -> None:
+        self.path = path
+        self.entries = entries
+        self.metadata = metadata
+        self.size = size
+        self._map: mmap.mmap | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def view(self, start: int, end: int) -> memoryview:
+        """The bytes ``start:end`` of the file, without a copy."""
+        if self._map is None:
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size != self.size:
+                    raise TensorFileError(
+                        f"{self.path} changed size while it was being read",
+                        "wait until nothing writes to it, then run again",
+                    )
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(self._map)[start:end]
+
+    def release(self) -> None:
+        """Let go of the pages that were read; views stay valid and are read again on use."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor called ``name``; KtbridgeError if the file has none."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise KtbridgeError(f"{self.path} has no tensor {name!r}")
+        return Tensor(name, entry.dtype, entry.shape, self.view(entry.start, entry.end))
+
+
+def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
+    """Read and check the header of a safetensors file.
+
+    Raises TensorFileError with one sentence for a file that is missing, truncated or malformed.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8:
+                _fail(path, f"is {size} bytes long, too short to be a safetensors file")
+            if length > MAX_HEADER_BYTES:
+                _fail(path, f"announces a header of {length} bytes (limit {MAX_HEADER_BYTES})")
+            if 8 + length > size:
+                _fail(path, f"is truncated: its header ends at byte {8 + length} of {size}")
+            raw = file.read(length)
+    except OSError as error:
+        raise TensorFileError(f"{path} can't be read: {error.strerror}") from error
+    header = _parse_header(path, raw)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        _fail(path, "has a __metadata__ that is not a table of strings")
+    if len(header) > MAX_TENSORS:
+        _fail(path, f"lists {len(header)} tensors (limit {MAX_TENSORS})")
+    entries = [_parse_entry(path, name, value, 8 + length) for name, value in header.items()]
+    # The end decides ties, so that empty tensors come before the tensor that starts where they do.
+    entries.sort(key=lambda entry: (entry.start, entry.end))
+    position = 8 + length
+    for entry in entries:
+        if entry.start != position:
+            kind = "overlaps the tensor before it" if entry.start < position else "follows a hole"
+            _fail(path, f"is malformed: {entry.name!r} {kind}")
+        position = entry.end
+    if position > size:
+        _fail(path, f"is truncated: its tensors end at byte {position}, the file at {size}")
+    if position < size:
+        _fail(path, f"has {size - position} bytes that belong to no tensor at its end")
+    return TensorFile(path, {entry.name: entry for entry in entries}, metadata, size)
+
+
+def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("a name appears twice")
+        return table
+
+    def no_constant(text: str) -> NoReturn:
+        raise ValueError(f"{text} is not JSON")
+
+    try:
+        if raw[:1] != b"{":
+            raise ValueError("it does not begin with '{'")
+        header = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        detail = str(error) if not isinstance(error, RecursionError) else "it is nested too deeply"
+        _fail(path, f"has a header that can't be parsed: {detail}", error)
+    return dict(header)
+
+
+def _parse_entry(path: Path, name: str, value: Any, base: int) -> Entry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        _fail(path, f"describes {name!r} by something other than dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        _fail(path, f"gives {name!r} the unknown dtype {dtype!r}")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        _fail(path, f"gives {name!r} a shape that is not a list of sizes")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _fail(path, f"gives {name!r} data_offsets that are not a range")
+    if max((*shape, *offsets), default=0) >= 1 << 63:
+        _fail(path, f"gives {name!r} a size beyond 64 bits")
+    # Python's integers don't overflow; what must be caught is a product no file could hold.
+    total = math.prod(shape) * bits
+    if total % 8 or total // 8 != offsets[1] - offsets[0]:
+        size = offsets[1] - offsets[0]
+        _fail(path, f"gives {name!r} {size} bytes for {dtype} of shape {list(shape)}")
+    return Entry(name, dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _fail(path: Path, what: str, cause: BaseException | None = None) -> NoReturn:
+    raise TensorFileError(f"{path} {what}", "copy or save the file again") from cause
+
+
+def build_header(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Length prefix and header of a file that holds ``(name, dtype, shape)`` one after another.
+
+    The header is padded with spaces to a multiple of eight bytes, so that data starts aligned.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, dtype, shape in tensors:
+        if name in table:
+            raise KtbridgeError(f"two tensors would be called {name!r}")
+        end = position + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise KtbridgeError(
+            f"{len(table)} tensors need a header of {len(text)} bytes, more than safetensors allows"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensor_file(
+    path: str | os.PathLike[str],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors to a new file and flush it to disk; the file's mode follows the umask.
+
+    Wider types come first so that every tensor is aligned. KtbridgeError when a tensor's data
+    isn't as long as its dtype and shape say.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS.get(tensor.dtype, 0))
+    for tensor in ordered:
+        bits = DTYPE_BITS.get(tensor.dtype)
+        if bits is None or math.prod(tensor.shape) * bits != 8 * tensor.nbytes:
+            raise KtbridgeError(
+                f"tensor {tensor.name!r} has {tensor.nbytes} bytes, "
+                f"not {tensor.dtype} of shape {list(tensor.shape)}"
+            )
+    with open(path, "xb") as file:
+        file.write(build_header([(t.name, t.dtype, t.shape) for t in ordered], metadata))
+        for tensor in ordered:
+            file.write(memoryview(tensor.data).cast("B"))
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,73 @@
+"""``ktbridge convert`` and ``ktbridge validate`` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def ktbridge(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        code = "from ktbridge.cli import main; main(prog_name='ktbridge')"
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, args)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+
+    return run
+
+
+def test_convert_then_validate(
+    make_raw: Make, tmp_path: Path, ktbridge: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    make_raw()
+    outputs = ("--expert-output-dir", "e", "--nonexpert-output-dir", "n")
+    dry = ktbridge("convert", "raw", *outputs, "--dry-run")
+    assert dry.returncode == 0
+    assert "nothing was written" in dry.stderr
+    assert sorted(os.listdir(tmp_path)) == ["raw"]
+    plan = json.loads(ktbridge("convert", "raw", *outputs, "--dry-run", "--json").stdout)
+    assert [copy["outputs"] for copy in plan["copies"]] == [["expert"], ["nonexpert"]]
+    done = ktbridge("convert", "raw", *outputs, "--base-model-name-or-path", "models/base")
+    assert (done.returncode, "next: ktbridge validate" in done.stderr) == (0, True)
+    assert "36" in done.stdout
+    again = ktbridge("convert", "raw", *outputs, "--json")
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "--overwrite" in again.stderr
+    assert "Traceback" not in again.stderr
+    over = ktbridge("convert", "raw", *outputs, "--overwrite", "--json")
+    assert json.loads(over.stdout)["tensors_in"] == 28
+    checked = ktbridge("validate", "raw", "e", "n", "--json")
+    assert (checked.returncode, json.loads(checked.stdout)["problems"]) == (0, [])
+
+
+def test_exit_codes(
+    make_raw: Make, tmp_path: Path, ktbridge: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    raw = make_raw()
+    assert ktbridge("convert", "raw").returncode == 2
+    assert ktbridge("validate").returncode == 2
+    assert ktbridge("validate", "raw", "--base-model", "nowhere").returncode == 1
+    path = raw / "fused_expert_lora.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    for command in (("validate", "raw"), ("convert", "raw", "--merged-output-dir", "m")):
+        result = ktbridge(*command)
+        assert result.returncode == 1
+        assert "truncated" in result.stderr
+        assert "Traceback" not in result.stderr
+    assert not (tmp_path / "m").exists()
+    make_raw("unfound", target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "nowhere"])
+    assert ktbridge("validate", "unfound").returncode == 0
+    assert ktbridge("validate", "unfound", "--strict").returncode == 1

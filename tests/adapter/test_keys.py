@@ -1,0 +1,101 @@
+"""One grammar for every key: builders and parser agree, spellings meet, junk is harmless."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktbridge.adapter.keys import expert_key, fused_key, parse_key, peft_key
+
+QUICK = settings(max_examples=150, deadline=None)
+projection = st.sampled_from(["gate", "up", "down"])
+half = st.sampled_from(["A", "B"])
+number = st.integers(0, 9999)
+segment = st.from_regex(r"[a-z][a-z0-9_]{0,11}", fullmatch=True).filter(
+    lambda text: not text.startswith("lora_") and text not in ("experts", "orig_module")
+)
+
+
+@QUICK
+@given(layer=number, expert=number, projection=projection, half=half)
+def test_built_expert_keys_parse_back(layer: int, expert: int, projection: str, half: str) -> None:
+    fused = parse_key(fused_key(layer, projection, half))
+    assert (fused.kind, fused.layer, fused.projection, fused.half) == (
+        "fused",
+        layer,
+        projection,
+        half,
+    )
+    for prefix in ("", "base_model.model."):
+        key = parse_key(prefix + expert_key(layer, expert, projection, half))
+        assert key.kind == "expert"
+        assert (key.layer, key.expert, key.projection, key.half) == (
+            layer,
+            expert,
+            projection,
+            half,
+        )
+
+
+@QUICK
+@given(path=st.lists(segment, min_size=1, max_size=5), half=half)
+def test_built_peft_keys_parse_back(path: list[str], half: str) -> None:
+    module = ".".join(path)
+    name = peft_key(module, half)
+    for spelling in (name, name.removeprefix("base_model.model."), name[:-6] + "default.weight"):
+        key = parse_key(spelling)
+        assert (key.kind, key.module, key.half, key.leaf) == ("lora", module, half, path[-1])
+
+
+@QUICK
+@given(st.text(max_size=80) | st.from_regex(r"(layers|experts|lora_[AB]|weight|\d|\.|\n)*"))
+def test_any_text_parses(name: str) -> None:
+    key = parse_key(name)
+    if key.kind in ("lora", "expert"):
+        assert key.half in "AB"
+        assert key.module in name.replace(".orig_module", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.language_model.layers.3.mlp.experts.0.up_proj.lora_A.weight", "expert"),
+        ("base_model.model.model.layers.3.block_sparse_moe.experts.0.w2.lora_B.weight", "expert"),
+        ("layers.01.experts.gate_lora_a", "other"),
+        ("layers.1.experts.gate_lora_c", "other"),
+        ("layers.1.experts.gate_lora_a.weight", "other"),
+        ("layers.\u0661.experts.gate_lora_a", "other"),
+        ("model.layers.0.mlp.experts.lora_A.weight", "peft-fused"),
+        ("model.layers.0.mlp.experts.base_layer.lora_B.weight", "peft-fused"),
+        ("model.layers.0.mlp.lora_experts.1.le_gate.weight", "lora-experts"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "dora"),
+        ("model.layers.0.self_attn.q_proj.lora_B.bias", "lora-bias"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding"),
+        ("base_model.model.lm_head.weight", "other"),
+    ],
+)
+def test_kinds(name: str, kind: str) -> None:
+    assert parse_key(name).kind == kind
+
+
+def test_spellings_of_one_projection_meet() -> None:
+    names = [
+        "model.layers.3.mlp.experts.7.down_proj.lora_A.weight",
+        "base_model.model.model.layers.3.mlp.experts.7.down_proj.lora_A.default.weight",
+        "model.layers.3.mlp.orig_module.experts.7.down_proj.lora_A.weight",
+        "model.language_model.layers.3.block_sparse_moe.experts.7.w2.lora_A.weight",
+    ]
+    assert {parse_key(name)._replace(module="") for name in names} == {
+        parse_key(names[0])._replace(module="")
+    }
+
+
+def test_vision_and_draft_modules_are_told_apart() -> None:
+    vision = parse_key("base_model.model.model.visual.layers.1.attn.q_proj.lora_A.weight")
+    assert vision.is_vision
+    draft = parse_key("base_model.model.mtp.layers.0.self_attn.q_proj.lora_A.weight")
+    assert draft.is_draft
+    text = parse_key("base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight")
+    assert not text.is_vision
+    assert not text.is_draft

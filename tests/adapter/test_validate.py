@@ -1,0 +1,388 @@
+"""Validation: each way to be wrong has its code, and what is right is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktbridge.adapter import Tensor, convert_adapter, read_adapter, validate_adapter
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.model import open_tensor_file
+from ktbridge.model.tensorfile import write_tensor_file
+
+Make = Callable[..., Path]
+Tensors = dict[str, Tensor]
+BASE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 3,
+}
+
+
+@pytest.fixture
+def serving(make_raw: Make, tmp_path: Path) -> Callable[..., dict[str, Path]]:
+    """``serving(...)`` makes raw, e, n and m; the arguments are ``make_raw``'s."""
+
+    def make(**kwargs: Any) -> dict[str, Path]:
+        paths = {name: tmp_path / name for name in ("e", "n", "m")}
+        raw = make_raw(**kwargs)
+        convert_adapter(
+            raw,
+            expert_output_dir=paths["e"],
+            nonexpert_output_dir=paths["n"],
+            merged_output_dir=paths["m"],
+        )
+        return {"raw": raw, **paths}
+
+    return make
+
+
+def codes(*dirs: Path, severity: str | None = "error", **kwargs: Any) -> set[str]:
+    problems = validate_adapter(dirs, **kwargs).problems
+    return {p.code for p in problems if severity in (None, p.severity)}
+
+
+def edit(directory: Path, change: Callable[[Tensors], None]) -> Path:
+    """Change a serving directory's tensors; its manifest, no longer true, goes."""
+    path = directory / "adapter_model.safetensors"
+    file = open_tensor_file(path)
+    tensors = {
+        name: Tensor(name, e.dtype, e.shape, bytes(file.tensor(name).data))
+        for name, e in file.entries.items()
+    }
+    change(tensors)
+    path.unlink()
+    write_tensor_file(path, tensors.values(), {"format": "pt"})
+    (directory / "kt_adapter_manifest.json").unlink(missing_ok=True)
+    return directory
+
+
+def edit_config(directory: Path, **changes: Any) -> Path:
+    path = directory / "adapter_config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+    (directory / "kt_adapter_manifest.json").unlink(missing_ok=True)
+    return directory
+
+
+def edit_manifest(directory: Path, **changes: Any) -> Path:
+    path = directory / "kt_adapter_manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return directory
+
+
+def rename(old: str, new: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if old in name]:
+            t = tensors.pop(name)
+            name = name.replace(old, new)
+            tensors[name] = Tensor(name, t.dtype, t.shape, t.data)
+
+    return change
+
+
+def drop(part: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    return change
+
+
+def fill(part: str, byte: bytes) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            t = tensors[name]
+            tensors[name] = Tensor(name, t.dtype, t.shape, (byte * t.nbytes)[: t.nbytes])
+
+    return change
+
+
+def retype(part: str, dtype: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            t = tensors[name]
+            tensors[name] = Tensor(name, dtype, t.shape, t.data)
+
+    return change
+
+
+def add(name: str, shape: tuple[int, ...] = (4, 16)) -> Callable[[Tensors], None]:
+    size = 2
+    for length in shape:
+        size *= length
+
+    def change(tensors: Tensors) -> None:
+        tensors[name] = Tensor(name, "BF16", shape, b"\x80\x3f" * (size // 2))
+
+    return change
+
+
+P = "base_model.model.model."
+TENSOR_FAULTS = [
+    # directory, change, error codes
+    ("e", drop("layers.1.mlp.experts.2.up_proj.lora_B"), {"KTB203"}),
+    ("e", drop("up_proj.lora_B"), {"KTB202"}),
+    ("e", drop("layers.1.mlp.experts.2."), {"KTB204"}),
+    ("e", drop("layers.1.mlp.experts.1."), {"KTB203"}),
+    ("e", drop("down_proj"), {"KTB203"}),
+    ("e", rename(".mlp.experts", ".block_sparse_moe.experts"), {"KTB214"}),
+    ("e", add("model.layers.0.mlp.experts.lora_A.weight"), {"KTB208"}),
+    ("e", add("model.layers.0.mlp.lora_experts.0.le_gate.weight"), {"KTB211"}),
+    ("e", rename("model.layers.1", "mtp.layers.1"), {"KTB207", "KTB214"}),
+    ("e", fill(".lora_A", b"\x00"), {"KTB402"}),
+    ("e", fill("0.gate_proj.lora_B", b"\xff"), {"KTB401"}),
+    ("n", drop("layers.1.self_attn.o_proj.lora_B"), {"KTB202"}),
+    ("n", rename("model.layers.1.", "model.visual.layers.1."), {"KTB206"}),
+    ("n", add("base_model.model.lm_head.weight"), {"KTB112"}),
+    ("n", add(P + "layers.0.self_attn.q_proj.lora_magnitude_vector"), {"KTB110"}),
+    ("n", add(P + "layers.0.self_attn.q_proj.lora_A.bias"), {"KTB111"}),
+    ("n", add(P + "embed_tokens.lora_embedding_A"), {"KTB213"}),
+    ("n", add(P + "layers.0.self_attn.q_proj.lora_C.weight"), {"KTB201"}),
+    ("n", add(P + "layers.0.self_attn.q_proj.lora_A.default.weight"), {"KTB014"}),
+    ("n", fill("lora_B", b"\x00"), {"KTB402"}),
+    ("n", fill("layers.1.self_attn.q_proj.lora_A", b"\x80\x7f"), {"KTB401"}),
+    ("n", retype("lora_A", "I16"), {"KTB303"}),
+    ("m", drop(".up_proj."), {"KTB203"}),
+]
+
+
+@pytest.mark.parametrize(("where", "change", "expected"), TENSOR_FAULTS)
+def test_tensor_faults(
+    serving: Callable[..., dict[str, Path]],
+    where: str,
+    change: Callable[[Tensors], None],
+    expected: set[str],
+) -> None:
+    assert codes(edit(serving()[where], change)) == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "expected"),
+    [
+        ("e", {"r": 8}, {"KTB301"}),
+        ("e", {"lora_alpha": "absent"}, {"KTB103"}),
+        ("e", {"use_rslora": True}, {"KTB107"}),
+        ("n", {"use_rslora": True}, {"KTB107"}),
+        ("n", {"target_modules": "all-linear"}, {"KTB106"}),
+        ("n", {"target_modules": "absent"}, {"KTB106"}),
+        ("n", {"target_modules": ["q_proj", "k_proj", "v_proj"]}, {"KTB118"}),
+        ("n", {"peft_type": "LOHA"}, {"KTB101"}),
+        ("m", {"alpha_pattern": {"q_proj": 1}}, {"KTB109"}),
+    ],
+)
+def test_configuration_faults(
+    serving: Callable[..., dict[str, Path]], where: str, change: dict[str, Any], expected: set[str]
+) -> None:
+    assert codes(edit_config(serving()[where], **change)) == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "expected"),
+    [
+        ("n", drop("v_proj"), "KTB209"),
+        ("n", drop("layers.1.self_attn.o_proj"), "KTB212"),
+        ("n", fill("o_proj.lora_B", b"\x00"), "KTB403"),
+        ("e", fill("gate_proj.lora_B", b"\x00"), "KTB403"),
+        ("e", rename("model.layers", "model.language_model.layers"), "KTB205"),
+        ("e", lambda tensors: None, None),
+    ],
+)
+def test_warnings(
+    serving: Callable[..., dict[str, Path]],
+    where: str,
+    change: Callable[[Tensors], None],
+    expected: str | None,
+) -> None:
+    path = edit(serving()[where], change)
+    found = codes(path, severity="warning") - {"KTB117"}
+    assert found == ({expected} if expected else set())
+
+
+def test_experts_nothing_was_routed_to_are_no_fault(
+    serving: Callable[..., dict[str, Path]], make_raw: Make, experts: Callable[..., Tensors]
+) -> None:
+    path = edit(serving()["e"], fill("experts.1.down_proj.lora_B", b"\x00"))
+    assert codes(path, severity=None) == {"KTB404"}
+    tensors = experts()
+    fill("gate_lora_b", b"\x00")(tensors)
+    assert codes(make_raw("half", expert=tensors), severity=None) == {"KTB403"}
+    fill("lora_b", b"\x00")(tensors)
+    assert codes(make_raw("none", expert=tensors)) == {"KTB402"}
+    assert codes(make_raw("none", expert=tensors, overwrite=True), structure_only=True) == set()
+
+
+def test_wide_floats_are_told_only_if_rounding_changes_them(
+    make_raw: Make, nonexperts: Callable[..., Tensors]
+) -> None:
+    exact, rounded = {}, {}
+    for name, t in nonexperts().items():
+        words = [bytes(t.data)[i : i + 2] for i in range(0, t.nbytes, 2)]
+        exact[name] = Tensor(name, "F32", t.shape, b"".join(b"\0\0" + word for word in words))
+        rounded[name] = Tensor(name, "F32", t.shape, b"".join(b"\1\0" + word for word in words))
+    assert codes(make_raw("exact", nonexpert=exact), severity=None) == set()
+    assert codes(make_raw("rounded", nonexpert=rounded), severity="info") == {"KTB304"}
+
+
+def test_files_and_manifest(
+    serving: Callable[..., dict[str, Path]], make_raw: Make, tmp_path: Path
+) -> None:
+    paths = serving()
+    weights = paths["n"] / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert codes(paths["n"]) == {"KTB012"}
+    assert codes(paths["n"], structure_only=True) == set()
+    weights.write_bytes(data[:-2])
+    assert codes(paths["n"]) == {"KTB005"}
+    shutil.copy(paths["e"] / "adapter_model.safetensors", paths["m"] / "extra.safetensors")
+    assert codes(paths["m"]) == {"KTB007"}
+    os.chmod(paths["e"] / "adapter_config.json", 0o600)
+    assert codes(paths["e"], severity=None) == {"KTB009"}
+    assert codes(edit_manifest(paths["e"], status="writing")) == {"KTB010"}
+    assert codes(edit_manifest(make_raw("a"), lora={"rank": 8, "alpha": 8})) == {"KTB105"}
+    assert codes(edit_manifest(make_raw("c"), lora={"rank": 4, "alpha": "x"})) == {"KTB010"}
+    assert codes(edit_manifest(make_raw("d"), artifacts={"gone": {"size": 1}})) == {"KTB011"}
+    assert codes(edit_manifest(make_raw("g"), artifacts={"../x": {"size": 1}})) == {"KTB010"}
+    raw = make_raw("f")
+    manifest = json.loads((raw / "kt_adapter_manifest.json").read_text())
+    manifest["artifacts"]["fused_expert_lora.safetensors"]["tensors"].popitem()
+    assert codes(edit_manifest(raw, **manifest)) == {"KTB013"}
+
+
+def test_what_is_no_adapter_at_all(make_raw: Make, tmp_path: Path) -> None:
+    assert codes(tmp_path / "nowhere") == {"KTB001"}
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert codes(empty) == {"KTB001"}
+    (empty / "adapter_config.json").write_text("[]")
+    assert codes(empty) == {"KTB002"}
+    (empty / "adapter_config.json").write_text("{}")
+    assert codes(empty) == {"KTB003"}
+    (empty / "adapter_model.bin").touch()
+    assert codes(empty) == {"KTB004"}
+    (empty / "kt_full_experts-00001.safetensors").touch()
+    assert codes(empty) == {"KTB006"}
+    for path in (empty, tmp_path / "nowhere"):
+        with pytest.raises(KtbridgeError) as caught:
+            read_adapter(path)
+        assert caught.value.next_step
+    with pytest.raises(UsageError):
+        validate_adapter([])
+
+
+@pytest.mark.parametrize(
+    ("base", "severity", "expected"),
+    [
+        ({}, None, set()),
+        ({"num_hidden_layers": 3}, "error", {"KTB603", "KTB607"}),
+        ({"num_hidden_layers": 1}, "error", {"KTB603", "KTB606"}),
+        ({"mlp_only_layers": [0]}, "error", {"KTB603"}),
+        ({"num_experts": 4}, "error", {"KTB604"}),
+        ({"num_experts": 0}, "error", {"KTB609"}),
+        ({"hidden_size": 32}, "error", {"KTB605"}),
+        ({"moe_intermediate_size": 4}, "error", {"KTB605"}),
+        ({"model_type": "newcomer"}, None, {"KTB602"}),
+        (
+            {"model_type": "qwen3_5_moe", "layer_types": ["linear_attention", "full_attention"]},
+            None,
+            set(),
+        ),
+    ],
+)
+def test_against_the_base_model(
+    serving: Callable[..., dict[str, Path]],
+    tmp_path: Path,
+    base: dict[str, Any],
+    severity: str | None,
+    expected: set[str],
+) -> None:
+    model = tmp_path / "models" / "base"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({**BASE, **base}))
+    paths = serving()
+    for name in ("raw", "m"):
+        assert codes(paths[name], severity=severity, base_model=model) == expected
+
+
+def test_another_base_model_is_a_warning(
+    serving: Callable[..., dict[str, Path]], tmp_path: Path
+) -> None:
+    model = tmp_path / "another"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(BASE))
+    assert codes(serving()["m"], severity=None, base_model=model) == {"KTB601"}
+
+
+def test_modules_that_the_engine_ignores_are_told(make_raw: Make, tmp_path: Path) -> None:
+    model = tmp_path / "base"
+    model.mkdir()
+    config = {**BASE, "model_type": "qwen3_vl_moe", "decoder_sparse_step": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    tensors: Tensors = {}
+    for layer in (0, 1):
+        add(f"{P}layers.{layer}.mlp.gate.lora_A.weight")(tensors)
+        add(f"{P}layers.{layer}.mlp.gate.lora_B.weight", (3, 4))(tensors)
+    raw = make_raw(nonexpert=tensors, target_modules=["gate"])
+    assert codes(raw, severity=None, base_model=model) == {"KTB608"}
+
+
+def swap_gate_and_up(tensors: Tensors) -> None:
+    rename("gate_proj", "tmp_proj")(tensors)
+    rename("up_proj", "gate_proj")(tensors)
+    rename("tmp_proj", "up_proj")(tensors)
+
+
+def test_sets(serving: Callable[..., dict[str, Path]], make_raw: Make, tmp_path: Path) -> None:
+    paths = serving()
+    everything = list(paths.values())
+    assert codes(*everything, severity=None) == set()
+    assert codes(paths["raw"], paths["e"], severity=None) == {"KTB503"}
+    copy = shutil.copytree(paths["e"], tmp_path / "copy")
+    assert codes(paths["e"], copy) == {"KTB506"}
+    edit(copy, swap_gate_and_up)
+    report = validate_adapter([paths["raw"], copy, paths["n"]])
+    assert [(p.code, "swapped" in p.found) for p in report.problems] == [("KTB504", True)]
+    shutil.rmtree(copy)
+    shutil.copytree(paths["n"], copy)
+    edit(copy, fill("layers.1.self_attn.q_proj.lora_B", b"\x3f"))
+    assert codes(paths["raw"], paths["e"], copy) == {"KTB504"}
+    assert codes(paths["raw"], paths["e"], copy, structure_only=True) == set()
+    edit(copy, drop("k_proj"))
+    assert codes(paths["raw"], paths["e"], copy, structure_only=True) == {"KTB504"}
+    edit_config(paths["e"], lora_alpha=4)
+    assert codes(paths["raw"], paths["e"], paths["n"]) == {"KTB505"}
+    assert codes(paths["e"], paths["n"], severity="warning") == {"KTB501"}
+    edit_config(paths["n"], base_model_name_or_path="models/another")
+    assert codes(paths["e"], paths["n"]) == {"KTB502"}
+
+
+def test_manifest_alpha_that_a_serving_directory_contradicts(
+    serving: Callable[..., dict[str, Path]], make_raw: Make
+) -> None:
+    path = edit_manifest(serving()["e"], lora={"rank": 4, "alpha": 16.0})
+    assert codes(path) == {"KTB104"}
+    assert codes(make_raw("two", alpha=16.0), severity=None) == {"KTB104"}
+    assert codes(make_raw("two", alpha=16.0, overwrite=True)) == set()
+
+
+def test_report_is_json(serving: Callable[..., dict[str, Path]]) -> None:
+    seen: list[int] = []
+    report = validate_adapter(
+        list(serving().values()), on_progress=lambda done, total: seen.append(total - done)
+    )
+    assert seen[-1] == 0
+    document = json.loads(json.dumps(report.as_dict()))
+    assert document["ok"] is True
+    assert [adapter["layout"] for adapter in document["adapters"]] == [
+        "raw", "expert", "nonexpert", "merged",
+    ]  # fmt: skip

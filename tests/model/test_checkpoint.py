@@ -1,0 +1,194 @@
+"""config.json of each family, lazy checkpoints, and what a user hears when a model isn't there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import (
+    FAMILIES,
+    expert_names,
+    open_checkpoint,
+    read_model_config,
+    resolve_model,
+)
+
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [2],
+}
+
+
+def model_dir(path: Path, config: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def sharded(path: Path, weight_map: dict[str, str]) -> Path:
+    model_dir(path, QWEN3)
+    save_file({"a": np.zeros(2, np.float32)}, path / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "family", "prefix", "moe_layers", "sizes"),
+    [
+        (QWEN3, "Qwen3-MoE", "model.", (0, 1, 3), (16, 8, 6)),
+        ({**QWEN3, "decoder_sparse_step": 2}, "Qwen3-MoE", "model.", (1, 3), (16, 8, 6)),
+        (
+            {"model_type": "qwen3_5_moe", "text_config": {**QWEN3, "mlp_only_layers": None}},
+            "Qwen3.5-MoE", "model.language_model.", (0, 1, 2, 3), (16, 8, 6),
+        ),
+        ({**QWEN3, "model_type": "qwen3_5_moe_text"}, "Qwen3.5-MoE", "model.", (0, 1, 3), (16, 8, 6)),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 5, "hidden_size": 8,
+             "intermediate_size": 99, "moe_intermediate_size": 4, "n_routed_experts": 7,
+             "first_k_dense_replace": 2},
+            "DeepSeek", "model.", (2, 3, 4), (8, 4, 7),
+        ),
+        (
+            {"model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 8,
+             "intermediate_size": 4, "num_local_experts": 3},
+            "Mixtral", "model.", (0, 1), (8, 4, 3),
+        ),
+        (
+            {"model_type": "newcomer", "num_hidden_layers": 2, "hidden_size": 8, "num_experts": 3,
+             "moe_intermediate_size": 4, "mlp_layer_types": ["dense", "sparse"]},
+            None, "model.", (1,), (8, 4, 3),
+        ),
+        (
+            {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8,
+             "intermediate_size": 4},
+            None, "model.", (), (8, 4, 0),
+        ),
+    ],
+)  # fmt: skip
+def test_config_of_each_family(
+    tmp_path: Path,
+    config: dict[str, Any],
+    family: str | None,
+    prefix: str,
+    moe_layers: tuple[int, ...],
+    sizes: tuple[int, int, int],
+) -> None:
+    read = read_model_config(model_dir(tmp_path / "m", config))
+    assert (read.family.name if read.family else None) == family
+    assert read.prefix == prefix
+    assert read.moe_layers == moe_layers
+    assert (read.hidden_size, read.intermediate_size, read.num_experts) == sizes
+
+
+def test_hybrid_layer_types_from_the_interval(tmp_path: Path) -> None:
+    text = {**QWEN3, "full_attention_interval": 2}
+    read = read_model_config(model_dir(tmp_path / "m", text))
+    assert read.layer_types == ("linear_attention", "full_attention") * 2
+
+
+def test_no_model_type_is_in_two_rows() -> None:
+    types = [name for family in FAMILIES for name in family.model_types]
+    assert len(types) == len(set(types))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "can't be read as JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "no model_type"),
+        ('{"model_type": "qwen3_moe"}', "no num_hidden_layers"),
+        ('{"model_type": "qwen3_moe", "num_hidden_layers": "4"}', "not a size"),
+    ],
+)
+def test_broken_config_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(KtbridgeError, match=says) as caught:
+        read_model_config(tmp_path)
+    assert caught.value.next_step
+
+
+def test_checkpoint_reads_single_and_sharded(tmp_path: Path) -> None:
+    array = np.arange(4, dtype=np.float32)
+    single = open_checkpoint(model_dir(tmp_path / "one", QWEN3, {"a": array}))
+    assert list(single) == ["a"]
+    assert bytes(single.tensor("a").data) == array.tobytes()
+    many = open_checkpoint(sharded(tmp_path / "many", {"a": "model-1.safetensors"}))
+    assert many.shards == ("model-1.safetensors",)
+    assert many.entry("a").shape == (2,)
+    with pytest.raises(KtbridgeError, match="no tensor 'b'"):
+        many.tensor("b")
+
+
+@pytest.mark.parametrize("shard", ["../evil.safetensors", "/etc/x.safetensors", "x.bin", 3])
+def test_index_may_not_point_elsewhere(tmp_path: Path, shard: Any) -> None:
+    path = sharded(tmp_path / "m", {"a": shard})
+    with pytest.raises(KtbridgeError, match="not a shard beside it"):
+        open_checkpoint(path)
+
+
+def test_resolve_model_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(KtbridgeError, match="no model at") as caught:
+        resolve_model("someone/something")
+    assert "hf download someone/something" in caught.value.next_step
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(KtbridgeError, match=r"no config\.json"):
+        resolve_model(tmp_path / "empty")
+    bare = model_dir(tmp_path / "bare", QWEN3)
+    with pytest.raises(KtbridgeError, match="neither"):
+        resolve_model(bare)
+    (bare / "pytorch_model.bin").touch()
+    with pytest.raises(KtbridgeError, match="pickled"):
+        resolve_model(bare)
+    with pytest.raises(KtbridgeError, match="can't be read"):
+        resolve_model(sharded(tmp_path / "gone", {"a": "model-2.safetensors"}))
+    with pytest.raises(KtbridgeError, match="lacks 'b'"):
+        resolve_model(sharded(tmp_path / "lack", {"b": "model-1.safetensors"}))
+    good = model_dir(tmp_path / "good", QWEN3, {"a": np.zeros(64, np.float32)})
+    assert resolve_model(good) == good
+    weights = good / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(KtbridgeError, match="truncated"):
+        resolve_model(good)
+
+
+def test_resolve_model_finds_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc\n")
+    (repository / "snapshots").mkdir()
+    model_dir(repository / "snapshots" / "abc", QWEN3, {"a": np.zeros(2, np.float32)})
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert resolve_model("org/name") == repository / "snapshots" / "abc"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_family_rows_name_what_transformers_saves(tmp_path: Path, model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        model_type, num_hidden_layers=2, hidden_size=16, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, intermediate_size=8, moe_intermediate_size=8,
+        num_experts=4, num_local_experts=4, num_experts_per_tok=2, vocab_size=32,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    checkpoint, read = open_checkpoint(tmp_path / "m"), read_model_config(tmp_path / "m")
+    names = [name for layer in read.moe_layers for name in expert_names(read, layer)]
+    assert sorted(names) == sorted(name for name in checkpoint if ".experts." in name)
+    gate, _, down = expert_names(read, 0)[:3]
+    assert checkpoint.entry(gate).shape == (read.intermediate_size, read.hidden_size)
+    assert checkpoint.entry(down).shape == (read.hidden_size, read.intermediate_size)
