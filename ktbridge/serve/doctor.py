@@ -1,0 +1,176 @@
+"""What this machine can do with ktbridge, and a remedy for each thing that is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ktbridge.serve.machine import Machine, read_machine
+
+State = Literal["ok", "missing", "problem"]
+GIB = 2**30
+
+# distribution -> what is lost without it, and what brings it
+PACKAGES = {
+    "torch": ("train, serve and verify", "pip install 'ktbridge[all]'"),
+    "transformers": ("train, serve and verify", "pip install 'ktbridge[all]'"),
+    "peft": ("train and serve", "pip install 'ktbridge[all]'"),
+    "trl": ("train", "pip install 'ktbridge[train]'"),
+    "fastapi": ("serve --engine local", "pip install 'ktbridge[serve]'"),
+    "uvicorn": ("serve --engine local", "pip install 'ktbridge[serve]'"),
+    "openai": ("eval", "pip install 'ktbridge[eval]'"),
+    "sglang-kt": ("the GPU engine", "pip install 'ktransformers[sglang]' on a GPU machine"),
+    "kt-kernel": ("the GPU engine", "pip install 'ktransformers[sglang]' on a GPU machine"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``problem`` means broken; ``missing`` means merely not there."""
+
+    topic: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    machine: Machine
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.state != "problem" for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "machine": self.machine.as_dict(),
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+
+def diagnose() -> Diagnosis:
+    """Look at everything once. Raises nothing: what fails is a check that says so."""
+    machine = read_machine()
+    checks = [
+        Check("CPU", "ok", machine.cpu or "unknown"),
+        _isa(machine),
+        _kernels(),
+        _cores(machine),
+        _memory(machine),
+        _numa(machine),
+        _gpu(),
+        *(_package(name) for name in PACKAGES),
+    ]
+    return Diagnosis(machine, tuple(checks))
+
+
+def _isa(machine: Machine) -> Check:
+    if not machine.isa:
+        return Check("ISA", "missing", "no AVX2", "the scalar kernels run everywhere, slowly")
+    return Check("ISA", "ok", " ".join(machine.isa))
+
+
+def _kernels() -> Check:
+    """Our extension: the paths this CPU can run, and the one that 'auto' takes."""
+    try:
+        kernels = importlib.import_module("ktbridge._kernels")
+    except ImportError as error:
+        return Check(
+            "kernels",
+            "problem",
+            f"ktbridge._kernels does not import: {error}",
+            "install ktbridge again: pip install --force-reinstall ktbridge",
+        )
+    available = ", ".join(kernels.isa_available())
+    try:
+        return Check("kernels", "ok", f"{kernels.isa_default()} (of {available})")
+    except ValueError as error:
+        forced = os.environ.get("KTBRIDGE_ISA")
+        return Check(
+            "kernels",
+            "problem",
+            f"KTBRIDGE_ISA={forced}: {error}",
+            f"unset KTBRIDGE_ISA, or set it to one of {available}",
+        )
+
+
+def _cores(machine: Machine) -> Check:
+    physical = machine.physical_cores
+    text = f"{physical or '?'} physical, {machine.logical_cpus} logical"
+    if machine.affinity < machine.logical_cpus:
+        text += f"; affinity allows {machine.affinity}"
+    if machine.cpu_quota is not None:
+        text += f"; cgroup allows {machine.cpu_quota:g}"
+    if machine.cpu_quota is not None and machine.cpu_quota < machine.affinity:
+        return Check(
+            "cores",
+            "ok",
+            text,
+            f"run with --threads {max(1, int(machine.cpu_quota))}: more threads than the quota stall",
+        )
+    return Check("cores", "ok", text)
+
+
+def _memory(machine: Machine) -> Check:
+    if machine.memory is None:
+        return Check("RAM", "missing", "unknown", "/proc/meminfo cannot be read")
+    text = f"{machine.memory / GIB:.1f} GiB"
+    if machine.memory_available is not None:
+        text += f", {machine.memory_available / GIB:.1f} GiB available"
+    if machine.memory_limit is not None and machine.memory_limit < machine.memory:
+        text += f"; cgroup allows {machine.memory_limit / GIB:.1f} GiB"
+    return Check("RAM", "ok", text)
+
+
+def _numa(machine: Machine) -> Check:
+    if not machine.numa:
+        return Check("NUMA", "ok", "one node (the kernel lists none)")
+    nodes = [
+        f"node {node.node}: CPUs {node.cpus or 'none'}"
+        + (f", {node.memory / GIB:.1f} GiB" if node.memory is not None else "")
+        for node in machine.numa
+    ]
+    return Check("NUMA", "ok", "; ".join(nodes))
+
+
+def _gpu() -> Check:
+    """GPUs as torch sees them; an import that fails says why."""
+    if _version("torch") is None:
+        return Check("GPU", "missing", "torch is not installed", PACKAGES["torch"][1])
+    try:
+        torch = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            built = torch.version.cuda
+            found = "torch is a CPU build" if built is None else f"none for torch's CUDA {built}"
+            return Check(
+                "GPU", "missing", found, "not needed by --engine local and by training on a CPU"
+            )
+        names = []
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            names.append(f"{properties.name} {properties.total_memory / GIB:.0f} GiB")
+        return Check("GPU", "ok", "; ".join(names))
+    except Exception as error:  # a broken torch fails in many ways; each is worth reading
+        said = f"{type(error).__name__}: {error}"
+        return Check("GPU", "problem", f"torch does not load: {said}", "reinstall torch")
+
+
+def _package(name: str) -> Check:
+    version = _version(name)
+    if version is not None:
+        return Check(name, "ok", version)
+    purpose, remedy = PACKAGES[name]
+    return Check(name, "missing", f"not installed; needed for {purpose}", remedy)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,7 @@
+"""The embedded engine: transformers on our kernels behind an OpenAI-compatible HTTP API.
+
+From the outside in: ``launch`` (process, socket, signals) -> ``app`` (routes) -> ``schema`` and
+``replies`` (requests, answers) -> ``worker`` (one generation at a time, off the event loop) ->
+``decode`` (the token loop) -> ``engine`` (model, adapters, arms). ``plan`` checks a launch before
+anything is loaded.
+"""

@@ -1,0 +1,76 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+TYPES = {
+    401: "authentication_error",
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``status`` is the HTTP status."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        fallback = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": TYPES.get(self.status, fallback),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def model_not_found(name: str, names: Sequence[str]) -> ApiError:
+    offered = ", ".join(repr(n) for n in names)
+    return ApiError(
+        404,
+        f"there is no model {name!r} here; this server offers {offered}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """One ApiError of what pydantic found: the first problem's field, every problem's words.
+
+    Of a field that may be this or that, pydantic reports every alternative; those that got less
+    far into the value than another are left out.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for error in errors:
+        text = error["msg"].removeprefix("Value error, ")
+        path = _path(error["loc"])
+        if error["type"] == "extra_forbidden":
+            text = "unknown field"
+        if error["type"] == "json_invalid":
+            path, text = (), f"the body is not JSON: {error.get('ctx', {}).get('error', text)}"
+        found.setdefault(path, []).append(text)
+    said = []
+    for path, texts in found.items():
+        if not any(len(p) > len(path) > 0 and p[: len(path)] == path for p in found):
+            prefix = f"{'.'.join(path)}: " if path else ""
+            said.append((path, prefix + " or ".join(dict.fromkeys(texts))))
+    return ApiError(400, "; ".join(text for _, text in said), param=".".join(said[0][0]) or None)
+
+
+def _path(location: Sequence[str | int]) -> tuple[str, ...]:
+    """Where a problem is, in the client's terms: without FastAPI's "body" and pydantic's branches."""
+    parts = [str(part) for part in location]
+    if parts[:1] == ["body"]:
+        parts = parts[1:]
+    return tuple(part for part in parts if part != "str" and "[" not in part)

@@ -1,0 +1,128 @@
+"""One server process: take the port, load, serve until a signal, leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.serve.local.plan import ServePlan
+
+GRACE_SECONDS = 5
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take ``port`` without listening yet, so that clients are refused until the model is ready.
+
+    Raises KtbridgeError when the port or the address cannot be had. Port 0 takes any free one.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise KtbridgeError(
+            f"the host {host!r} has no address here.", "bind to 127.0.0.1 with --host"
+        ) from error
+    listener = socket.socket(family, kind, proto)
+    try:
+        # Lets a restarted server have its port back while old connections fade; it does not let
+        # two servers share one.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _port_error(host, port, error) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL that clients on this machine use."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def serve(plan: ServePlan, on_ready: Callable[[str], None]) -> None:
+    """Serve ``plan`` until SIGINT or SIGTERM; ``on_ready(base_url)`` when requests are answered.
+
+    Raises KtbridgeError when the port is taken (before the model is loaded) or the model or an
+    adapter does not load.
+    """
+    listener = bind(plan.host, plan.port)
+    try:
+        from ktbridge.serve.local.app import create_app
+        from ktbridge.serve.local.engine import load_engine
+
+        engine = load_engine(plan)
+        app = create_app(engine, plan.arms, api_key=plan.api_key)
+        try:
+            listener.listen(128)
+        except OSError as error:
+            raise _port_error(plan.host, plan.port, error) from error
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            server_header=False,
+        )
+        asyncio.run(_serve(_Server(config, app.state.worker.close), listener, on_ready))
+    finally:
+        listener.close()
+
+
+async def _serve(server: _Server, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    url = url_of(listener)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        on_ready(url)
+    await serving
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, ending quietly: a signal is a request to stop, not a way to die."""
+
+    def __init__(self, config: uvicorn.Config, give_up: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._give_up = give_up
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        wanted = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        # Answers under way end now, with an error that says why, instead of holding the exit up.
+        self._give_up()
+
+
+def _port_error(host: str, port: int, error: OSError) -> KtbridgeError:
+    if error.errno == errno.EADDRINUSE:
+        return KtbridgeError(
+            f"port {port} on {host} is already in use.",
+            "choose another with --port, or --port 0 for any free one",
+        )
+    if error.errno == errno.EACCES:
+        return KtbridgeError(
+            f"port {port} on {host} needs privileges that this user lacks.",
+            "choose a port from 1024 up",
+        )
+    return KtbridgeError(
+        f"{host}:{port} cannot be listened on: {error.strerror or error}.", "check --host"
+    )

@@ -1,0 +1,107 @@
+"""Non-expert LoRA into a model, by PEFT, tensor by tensor: what goes nowhere is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import LoraConfig, LoraModel
+from peft.tuners.lora import LoraLayer
+
+from ktbridge.adapter import Adapter
+from ktbridge.adapter.keys import parse_key
+from ktbridge.errors import Problem, ProblemsError
+from ktbridge.sft.tensors import to_torch
+
+# What decides how tensors act; the rest of the config is about training.
+ACTING = (
+    "lora_alpha",
+    "r",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
+
+
+def load_nonexpert(model: Any, adapters: Mapping[str, Adapter]) -> list[LoraLayer]:
+    """Put the non-expert LoRA of each adapter on ``model``, in place, for inference.
+
+    ``adapters``: PEFT's name for it -> adapter. Returns the layers that now have LoRA, each with a
+    switch of its own. Raises ProblemsError.
+    """
+    tuner: LoraModel | None = None
+    for slot, adapter in adapters.items():
+        pairs = _pairs(model, adapter)
+        settings = {field: adapter.config[field] for field in ACTING if field in adapter.config}
+        # The modules come from the tensors' keys, not from target_modules, so that a pattern
+        # cannot reach more or fewer modules than were trained.
+        config = LoraConfig(target_modules=sorted(pairs), inference_mode=True, **settings)
+        if tuner is None:
+            tuner = LoraModel(model, config, slot)
+        else:
+            tuner.peft_config[slot] = config
+            tuner.inject_adapter(model, slot)
+        _copy(model, adapter, pairs, slot)
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _pairs(model: Any, adapter: Adapter) -> dict[str, dict[str, str]]:
+    """Module -> half ("A", "B") -> key, for keys that all have a linear module to go to."""
+    problems: list[Problem] = []
+    pairs: dict[str, dict[str, str]] = {}
+    modules = dict(model.named_modules())
+    for key in adapter.nonexpert_keys():
+        parsed = parse_key(key)
+        module = modules.get(parsed.module)
+        if parsed.kind != "lora":
+            problems.append(_problem(adapter, key, "not a LoRA tensor that PEFT can serve"))
+        elif not isinstance(module, torch.nn.Linear | LoraLayer):
+            found = "no such module" if module is None else "no linear layer"
+            problems.append(_problem(adapter, key, f"the base model has {found} there"))
+        else:
+            pairs.setdefault(parsed.module, {})[parsed.half] = key
+    for name, halves in pairs.items():
+        if missing := {"A", "B"} - set(halves):
+            problems.append(_problem(adapter, name, f"lora_{missing.pop()} is missing"))
+    if problems:
+        _fail(adapter, problems)
+    return pairs
+
+
+def _copy(model: Any, adapter: Adapter, pairs: dict[str, dict[str, str]], slot: str) -> None:
+    problems: list[Problem] = []
+    for name, halves in pairs.items():
+        layer = model.get_submodule(name)
+        for half, key in halves.items():
+            linear = getattr(layer, f"lora_{half}")[slot]
+            value = to_torch(adapter.nonexpert_tensor(key))
+            if value.shape != linear.weight.shape:
+                needed = list(linear.weight.shape)
+                found = f"shape {list(value.shape)}, the base model needs {needed}"
+                problems.append(_problem(adapter, key, found))
+                continue
+            with torch.no_grad():
+                linear.weight.copy_(value)
+            # As engines on GPUs do: the LoRA computes in the base's own dtype.
+            linear.to(model.dtype)
+    if problems:
+        _fail(adapter, problems)
+
+
+def _problem(adapter: Adapter, key: str, found: str) -> Problem:
+    return Problem(
+        code="KTS001",
+        severity="error",
+        where=f"{adapter.path}: {key}",
+        found=found,
+        next_step="check that --model is the base this adapter was trained on",
+    )
+
+
+def _fail(adapter: Adapter, problems: list[Problem]) -> None:
+    raise ProblemsError(
+        f"the non-expert LoRA in {adapter.path} does not match the base model.", problems
+    )

@@ -1,0 +1,169 @@
+"""What a local launch will do, and whether it can: decided before any weight is read."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ktbridge.adapter import Adapter, read_adapter, validate_adapter
+from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
+from ktbridge.model import open_checkpoint, resolve_model
+from ktbridge.serve.local.arms import Arm, check_adapter_name, check_served_name, list_arms
+
+LAYOUT_OPTION = {
+    "raw": "--adapter NAME=DIR",
+    "merged": "--merged-adapter NAME=DIR",
+    "expert": "--expert-adapter DIR",
+    "nonexpert": "--nonexpert-adapter NAME=DIR",
+}
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """A launch of the embedded engine. ``nonexpert`` holds (adapter name, directory)."""
+
+    model: Path
+    served_name: str
+    host: str
+    port: int
+    threads: int | None
+    expert: Path | None
+    nonexpert: tuple[tuple[str, Path], ...]
+    arms: tuple[Arm, ...]
+    api_key: str | None = field(default=None, repr=False)
+    problems: tuple[Problem, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "engine": "local",
+            "model": str(self.model),
+            "served_name": self.served_name,
+            "host": self.host,
+            "port": self.port,
+            "api_key": self.api_key is not None,
+            "threads": self.threads,
+            "expert_adapter": None if self.expert is None else str(self.expert),
+            "nonexpert_adapters": {name: str(path) for name, path in self.nonexpert},
+            "models": {arm.name: arm.description for arm in self.arms},
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+
+def plan_local(
+    model: str,
+    *,
+    served_name: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    threads: int | None = None,
+    expert_adapter: str | None = None,
+    nonexpert_adapters: Mapping[str, str] | None = None,
+    merged_adapters: Mapping[str, str] | None = None,
+    adapters: Mapping[str, str] | None = None,
+) -> ServePlan:
+    """Check a launch and lay it out; reads configs and headers only.
+
+    The mappings are adapter name -> directory: non-expert layout, merged layout, any. Raises
+    UsageError for a request that makes no sense, ProblemsError for adapters that do not fit, and
+    KtbridgeError for what cannot be read. ``problems`` of the plan are warnings.
+    """
+    base = Path(resolve_model(model))
+    open_checkpoint(base)  # headers only: a truncated file is said now, not after loading
+    served = served_name if served_name is not None else base.resolve().name
+    check_served_name(served)
+    if not api_key and not is_loopback(host):
+        raise UsageError(
+            f"{host} can be reached from other machines and no API key is set.",
+            "set KTBRIDGE_API_KEY (or --api-key), or bind to 127.0.0.1",
+        )
+    expert: list[tuple[str, Path]] = []
+    nonexpert: list[tuple[str, Path]] = []
+    whole: list[str] = []
+    seen: set[str] = set()
+    if expert_adapter is not None:
+        expert.append(("--expert-adapter", _open(expert_adapter, "expert").path))
+    for layout, group in (
+        ("nonexpert", nonexpert_adapters),
+        ("merged", merged_adapters),
+        (None, adapters),
+    ):
+        for name, directory in (group or {}).items():
+            check_adapter_name(name)
+            if name in seen:
+                raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
+            seen.add(name)
+            adapter = _open(directory, layout)
+            if adapter.expert_layers():
+                expert.append((name, adapter.path))
+            if adapter.nonexpert_keys():
+                nonexpert.append((name, adapter.path))
+            else:
+                whole.append(name)
+    if len(expert) > 1:
+        who = " and ".join(source for source, _ in expert)
+        raise UsageError(
+            f"{who} both bring an expert LoRA; one server holds one.",
+            "serve the second adapter from a second server",
+        )
+    return ServePlan(
+        model=base,
+        served_name=served,
+        host=host,
+        port=port,
+        threads=threads,
+        expert=expert[0][1] if expert else None,
+        nonexpert=tuple(nonexpert),
+        arms=list_arms(
+            served,
+            expert=bool(expert),
+            whole=whole,
+            nonexpert=[name for name, _ in nonexpert],
+        ),
+        api_key=api_key or None,
+        problems=_check_adapters(base, [path for _, path in (*expert, *nonexpert)]),
+    )
+
+
+def _open(directory: str, layout: str | None) -> Adapter:
+    """Open an adapter of ``layout`` (None: of any)."""
+    adapter = read_adapter(directory)
+    if layout is not None and adapter.layout != layout:
+        option = LAYOUT_OPTION[adapter.layout]
+        raise UsageError(
+            f"{directory} has the {adapter.layout} layout, not the {layout} one.",
+            f"pass it as {option}, or convert it with `ktbridge convert`",
+        )
+    return adapter
+
+
+def _check_adapters(base: Path, directories: Sequence[Path]) -> tuple[Problem, ...]:
+    """Whether headers and configurations fit the base; values are `ktbridge validate`'s business.
+
+    Returns what is worth saying; raises ProblemsError for what would serve something else than was
+    trained.
+    """
+    problems: dict[Problem, None] = {}
+    for directory in dict.fromkeys(directories):
+        report = validate_adapter([directory], base_model=base, structure_only=True)
+        problems.update(dict.fromkeys(report.problems))
+    if has_errors(problems):
+        raise ProblemsError(
+            f"the adapter cannot be served with {base}.",
+            problems,
+            "serve it with the base it was trained on, or look closer with `ktbridge validate`",
+        )
+    return tuple(problems)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address of ``host`` stays on this machine; an unknown host does not."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    return bool(addresses) and all(ipaddress.ip_address(a).is_loopback for a in addresses)

@@ -1,0 +1,187 @@
+"""Requests, checked. Whatever a client sends that this engine cannot honour is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+SEED_RANGE = 2**63
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Strict(BaseModel):
+    """Unknown fields are errors; null means not given, as in OpenAI's API."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def as_template_input(self) -> dict[str, str]:
+        """What chat templates read: plain text, and the older word for 'developer'."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content}
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class Request(Strict):
+    """What both endpoints take.
+
+    Penalties, biases and n are known so that their neutral values pass; other values would change
+    the answer in ways this engine cannot, and are refused.
+    """
+
+    model: str
+    temperature: Annotated[Finite, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[Finite, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE)] | None = None
+    stop: str | list[str] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    frequency_penalty: Finite = 0
+    presence_penalty: Finite = 0
+    logit_bias: dict[str, Finite] = Field(default_factory=dict)
+    user: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @field_validator("n")
+    @classmethod
+    def _one_answer(cls, n: int) -> int:
+        if n != 1:
+            raise ValueError("n must be 1: this engine gives one answer a request")
+        return n
+
+    @field_validator("frequency_penalty", "presence_penalty")
+    @classmethod
+    def _no_penalty(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError("penalties are not supported by this engine; leave them at 0")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _no_bias(cls, value: dict[str, float]) -> dict[str, float]:
+        if value:
+            raise ValueError("logit_bias is not supported by this engine")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _some_stops(cls, stop: str | list[str]) -> str | list[str]:
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise ValueError(f"stop takes at most {MAX_STOPS} strings, none of them empty")
+        return stop
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> Request:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+
+class ChatRequest(Request):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    response_format: TextFormat | None = None
+
+    @property
+    def limit(self) -> int | None:
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_variables_only(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(RENDERING_ARGUMENTS & set(value))
+        if taken:
+            raise ValueError(f"{taken[0]!r} belongs to the server, not to the chat template")
+        return value
+
+
+class CompletionRequest(Request):
+    prompt: str | list[Annotated[int, Field(ge=0)]]
+    max_tokens: Annotated[int, Field(ge=0)] = 16
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def _zero_needs_echo(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 makes sense with echo only")
+        return self
+
+
+# Keyword arguments of apply_chat_template that decide how the server renders and tokenises.
+RENDERING_ARGUMENTS = frozenset(
+    {
+        "conversation",
+        "chat_template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "tools",
+        "documents",
+        "messages",
+    }
+)

@@ -1,0 +1,123 @@
+"""From token ids to text that can be sent: whole characters only, and nothing past a stop string."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+UNFINISHED = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokens:
+    """A tokenizer seen token by token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._byte_of = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        self._special = frozenset(tokenizer.all_special_ids)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ``ids``; special tokens are left out unless ``special``."""
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+
+    def raw(self, token: int) -> bytes:
+        """The bytes one token stands for, half characters included."""
+        if token not in self._special:
+            piece = self.tokenizer.convert_ids_to_tokens(token) or ""
+            if self._byte_of is not None and all(c in self._byte_of for c in piece):
+                return bytes(self._byte_of[c] for c in piece)
+            if match := BYTE_TOKEN.fullmatch(piece):
+                return bytes.fromhex(match[1])
+        return self.decode([token], special=True).encode()
+
+
+class TextStream:
+    """Incremental detokenisation: ``feed`` tokens, receive the text that they completed.
+
+    The joined pieces equal the text decoded at once: each new token is decoded together with those
+    since the last emitted piece, because how a token reads may depend on the one before it.
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._ids: list[int] = []
+        self._emitted = 0  # ids whose text went out and that give context to the next
+
+    def feed(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._new_text()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self._ids = self._ids[self._emitted :]
+        self._emitted = len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end, without the half character that never got its other half."""
+        return self._new_text().rstrip(UNFINISHED)
+
+    def _new_text(self) -> str:
+        before = self._tokens.decode(self._ids[: self._emitted])
+        return self._tokens.decode(self._ids)[len(before) :]
+
+
+class StopScanner:
+    """Passes text on until a stop string appears; holds back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        if not self._stops or not text:
+            return text
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            out, self._held = self._held[: min(found)], ""
+            return out
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def flush(self) -> str:
+        """The held text, once it is clear that no stop string will complete it."""
+        out, self._held = self._held, ""
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    return '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+
+
+@lru_cache(maxsize=1)
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable stand-in of each byte in byte-level BPE vocabularies (GPT-2's table).
+
+    Printable Latin-1 bytes stand for themselves; the other 68 take code points from 256 up.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table

@@ -1,0 +1,166 @@
+"""What this machine has, read from the kernel's own files. Linux; standard library only.
+
+Every function takes the root of the file tree, so that other machines' files can be read in tests.
+A fact that cannot be read is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path("/")
+# The instructions that decide which kernel path runs, ours or an engine's.
+ISA_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+)
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One memory node: its CPUs as the kernel lists them ("0-15") and its bytes."""
+
+    node: int
+    cpus: str
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """CPU and memory. Sizes are bytes; ``usable_cpus`` are CPUs, a quota may make it fractional."""
+
+    cpu: str | None
+    isa: tuple[str, ...]
+    physical_cores: int | None
+    logical_cpus: int
+    affinity: int
+    cpu_quota: float | None
+    memory: int | None
+    memory_available: int | None
+    memory_limit: int | None
+    numa: tuple[NumaNode, ...]
+
+    @property
+    def usable_cpus(self) -> float:
+        """CPUs that this process can keep busy: its affinity, or less by cgroup quota."""
+        return min(self.affinity, self.cpu_quota or self.affinity)
+
+    @property
+    def usable_memory(self) -> int | None:
+        """Bytes that this process may fill: the cgroup's limit where it is below the RAM."""
+        sizes = [size for size in (self.memory, self.memory_limit) if size is not None]
+        return min(sizes) if sizes else None
+
+    def as_dict(self) -> dict[str, Any]:
+        derived = {"usable_cpus": self.usable_cpus, "usable_memory": self.usable_memory}
+        return asdict(self) | derived
+
+
+def read_machine(root: Path = ROOT) -> Machine:
+    """Read the facts below ``root`` (/proc, /sys)."""
+    cpuinfo = _text(root / "proc/cpuinfo") or ""
+    meminfo = _text(root / "proc/meminfo") or ""
+    groups = _cgroups(root)
+    return Machine(
+        cpu=_match(r"^model name\s*:\s*(.+)$", cpuinfo),
+        isa=_isa(cpuinfo),
+        physical_cores=_physical_cores(root),
+        logical_cpus=os.cpu_count() or 1,
+        affinity=len(os.sched_getaffinity(0)),
+        cpu_quota=min(filter(None, (_quota(group) for group in groups)), default=None),
+        memory=_kilobytes(meminfo, "MemTotal"),
+        memory_available=_kilobytes(meminfo, "MemAvailable"),
+        memory_limit=min(filter(None, (_limit(group) for group in groups)), default=None),
+        numa=_numa(root),
+    )
+
+
+def _isa(cpuinfo: str) -> tuple[str, ...]:
+    flags = set((_match(r"^flags\s*:\s*(.+)$", cpuinfo) or "").split())
+    return tuple(flag for flag in ISA_FLAGS if flag in flags)
+
+
+def _physical_cores(root: Path) -> int | None:
+    """Cores, not hyperthreads: distinct (package, core) pairs."""
+    pairs = set()
+    for topology in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
+        package, core = _text(topology / "physical_package_id"), _text(topology / "core_id")
+        if package is not None and core is not None:
+            pairs.add((package, core))
+    return len(pairs) or None
+
+
+def _cgroups(root: Path) -> list[Path]:
+    """This process's cgroup directories, innermost first: any of them may set a limit.
+
+    Version 2 has one tree; version 1 one a controller. In a container the tree is often mounted at
+    its own root, so the root directories are read too.
+    """
+    mount = root / "sys/fs/cgroup"
+    found = []
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in [""] if not controllers else controllers.split(","):
+            inner = Path(path.lstrip("/"))
+            found += [mount / controller / parent for parent in (inner, *inner.parents)]
+    return list(dict.fromkeys([*found, mount]))
+
+
+def _quota(group: Path) -> float | None:
+    """CPUs that a cgroup allows: cpu.max (v2) or cpu.cfs_quota_us (v1)."""
+    fields = (_text(group / "cpu.max") or "").split()
+    if len(fields) != 2:
+        fields = [
+            _text(group / "cpu.cfs_quota_us") or "",
+            _text(group / "cpu.cfs_period_us") or "",
+        ]
+    if fields[0].isdigit() and fields[1].isdigit() and int(fields[1]) > 0:
+        return int(fields[0]) / int(fields[1]) or None
+    return None
+
+
+def _limit(group: Path) -> int | None:
+    """Bytes that a cgroup allows: memory.max (v2) or memory.limit_in_bytes (v1)."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        text = _text(group / name)
+        # Version 1 spells "no limit" as a number near 2^63.
+        if text is not None and text.isdigit() and int(text) < 2**60:
+            return int(text)
+    return None
+
+
+def _numa(root: Path) -> tuple[NumaNode, ...]:
+    nodes = []
+    for directory in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        memory = _kilobytes(_text(directory / "meminfo") or "", r"Node \d+ MemTotal")
+        number = int(directory.name.removeprefix("node"))
+        nodes.append(NumaNode(number, _text(directory / "cpulist") or "", memory))
+    return tuple(sorted(nodes, key=lambda node: node.node))
+
+
+def _kilobytes(text: str, name: str) -> int | None:
+    value = _match(rf"^{name}:\s*(\d+) kB$", text)
+    return None if value is None else int(value) * 1024
+
+
+def _match(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text, re.MULTILINE)
+    return found[1].strip() if found else None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,122 @@
+"""What the server computes: logprobs of fixed tokens over its OpenAI-compatible API.
+
+Standard library only, so that a deploy pipeline can ask a server without more packages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from ktbridge.errors import KtbridgeError
+
+# Ordinary sentences beside random tokens: an adapter may show in one and hardly in the other.
+TEXTS = (
+    "The old bridge was closed for repairs, so we walked along the river until it grew dark.",
+    "请用一句话介绍一下你自己，然后告诉我今天适合做什么。",
+    "Question: how many legs does a spider have?\nAnswer: a spider has eight legs.",
+    "小明把书放进书包，锁好门，慢慢地走回了家。",
+)
+SEED = 20_260
+
+
+def fixed_prompts(
+    tokenizer: Any, vocab_size: int, *, random_prompts: int = 4, length: int = 32
+) -> list[list[int]]:
+    """The token sequences that are measured: the same ones for every server of one model.
+
+    ``random_prompts`` sequences of ``length`` ordinary token ids, and a few tokenised texts.
+    """
+    special = set(tokenizer.all_special_ids)
+    size = min(vocab_size, len(tokenizer))
+    ordinary = [token for token in range(size) if token not in special]
+    draw = random.Random(SEED)
+    prompts = [draw.choices(ordinary, k=length) for _ in range(random_prompts)]
+    prompts += [tokenizer.encode(text, add_special_tokens=False)[: 2 * length] for text in TEXTS]
+    return [prompt for prompt in prompts if len(prompt) > 1]
+
+
+class ServerProbe:
+    """Asks one OpenAI-compatible server. Every failure is a KtbridgeError: never an answer."""
+
+    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 120) -> None:
+        root = base_url.rstrip("/")
+        if not root.startswith(("http://", "https://")):
+            raise KtbridgeError(
+                f"{base_url!r} is not an address.", "give --base-url as http://HOST:PORT/v1"
+            )
+        self._root = root if root.endswith("/v1") else f"{root}/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout = timeout
+
+    def models(self) -> list[str]:
+        """The names that the server lists."""
+        listed = self._ask("/models")
+        try:
+            return [str(entry["id"]) for entry in listed["data"]]
+        except (KeyError, TypeError):
+            raise self._unusable("/models", "no list of models") from None
+
+    def prompt_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
+        """Natural logprobs of every token but the first of each prompt, in order."""
+        values: list[float] = []
+        for prompt in prompts:
+            request = {
+                "model": model,
+                "prompt": list(prompt),
+                "max_tokens": 0,
+                "echo": True,
+                "logprobs": 0,
+                "temperature": 0,
+            }
+            answer = self._ask("/completions", request)
+            try:
+                got = answer["choices"][0]["logprobs"]["token_logprobs"]
+            except (KeyError, IndexError, TypeError):
+                raise self._unusable("/completions", "no prompt logprobs") from None
+            if not isinstance(got, list) or len(got) != len(prompt):
+                raise self._unusable("/completions", f"not {len(prompt)} logprobs") from None
+            if not all(isinstance(v, float | int) and math.isfinite(v) for v in got[1:]):
+                raise self._unusable("/completions", "logprobs that are not numbers")
+            values += [float(value) for value in got[1:]]
+        return values
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._root + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise KtbridgeError(
+                    f"{self._root}{path} answered {error.code}: {_message(error)}",
+                    "check --base-url, --model and the server's log",
+                ) from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise KtbridgeError(
+                f"{self._root}{path} cannot be asked: {reason}.",
+                "check that the server runs and that --base-url is its address",
+            ) from error
+
+    def _unusable(self, path: str, what: str) -> KtbridgeError:
+        return KtbridgeError(
+            f"{self._root}{path} answered with {what}, so nothing can be verified.",
+            "use a server whose /v1/completions supports echo with logprobs",
+        )
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    text = error.read(10_000).decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return " ".join(text.split())[:200] or str(error.reason)

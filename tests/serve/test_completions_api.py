@@ -1,0 +1,87 @@
+"""The older completions endpoint: what verify and evaluation harnesses read logprobs from."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+PROMPT = "The cat sleeps on the warm stone. 你喜欢吃苹果吗？"
+
+
+def test_prompt_logprobs_by_echo(client):
+    whole = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=0, echo=True, logprobs=2
+    ).choices[0]
+    got = whole.logprobs
+    assert whole.text == PROMPT
+    assert got.token_logprobs[0] is None
+    assert got.top_logprobs[0] is None
+    assert len(got.tokens) == len(got.token_logprobs) == len(got.text_offset)
+    for value, top in zip(got.token_logprobs[1:], got.top_logprobs[1:], strict=True):
+        assert len(top) == 2
+        assert value <= max(top.values()) <= 0
+
+
+def test_token_ids_and_text_are_the_same_prompt(client, base):
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(base).encode(PROMPT)
+    options = {"max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 0}
+    by_text = client.completions.create(model="tiny", prompt=PROMPT, **options)
+    by_ids = client.completions.create(model="tiny", prompt=ids, **options)
+    assert by_text.choices == by_ids.choices
+    assert by_ids.usage.prompt_tokens == len(ids)
+    assert len(by_ids.choices[0].logprobs.tokens) == len(ids) + 4
+
+
+def test_scoring_what_was_generated_gives_the_same_logprobs(client):
+    """One pass over prompt + answer agrees with the token loop and its cache."""
+    options = {"model": "tiny:neko", "temperature": 0, "logprobs": 0}
+    made = client.completions.create(prompt=[40, 50, 60], max_tokens=12, **options).choices[0]
+    again = client.completions.create(
+        prompt=[40, 50, 60], max_tokens=12, echo=True, **options
+    ).choices[0]
+    assert again.logprobs.token_logprobs[3:] == made.logprobs.token_logprobs
+    scored = client.completions.create(
+        prompt=again.text, max_tokens=0, echo=True, **options
+    ).choices[0]
+    if len(scored.logprobs.tokens) == 15:  # the text tokenises to the tokens it came from
+        expected = pytest.approx(made.logprobs.token_logprobs, abs=0.15)
+        assert scored.logprobs.token_logprobs[3:] == expected
+
+
+def test_stream_equals_whole(client):
+    options = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "echo": True, "logprobs": 1}
+    whole = client.completions.create(max_tokens=20, **options).choices[0]
+    chunks = list(client.completions.create(max_tokens=20, stream=True, **options))
+    assert "".join(c.choices[0].text for c in chunks) == whole.text
+    parts = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    assert [t for p in parts for t in p.tokens] == whole.logprobs.tokens
+    assert [t for p in parts for t in p.text_offset] == whole.logprobs.text_offset
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": []}, "no tokens"),
+        ({"prompt": [0, 10**9]}, "vocabulary"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": "x", "max_tokens": 0}, "echo"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": [5] * 513, "echo": True, "max_tokens": 0}, "context"),
+    ],
+)
+def test_bad_requests(client, options, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.completions.create(model="tiny", **options)
+
+
+def test_a_prompt_may_fill_the_context_when_only_scored(client):
+    got = client.completions.create(
+        model="tiny", prompt=[5] * 512, echo=True, max_tokens=0, logprobs=0
+    )
+    assert len(got.choices[0].logprobs.token_logprobs) == 512

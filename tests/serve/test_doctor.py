@@ -1,0 +1,102 @@
+"""doctor: what it reads on this machine, and on machines written down here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ktbridge.serve.machine import read_machine
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_a_two_node_machine_in_a_container(tmp_path):
+    cores = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/{name}": f"{value}\n"
+        for cpu in range(8)
+        for name, value in (("core_id", cpu % 2), ("physical_package_id", cpu // 2 % 2))
+    }
+    nodes = {
+        f"sys/devices/system/node/node{n}/{name}": text
+        for n in range(2)
+        for name, text in (
+            ("cpulist", f"{4 * n}-{4 * n + 3}\n"),
+            ("meminfo", f"Node {n} MemTotal:       1000 kB\nNode {n} MemFree:  10 kB\n"),
+        )
+    }
+    machine = read_machine(
+        write(
+            tmp_path,
+            cores
+            | nodes
+            | {
+                "proc/cpuinfo": "processor : 0\nmodel name\t: A CPU @ 2 GHz\n"
+                "flags\t\t: fpu avx2 fma avx512f avx512_bf16 amx_tile amx_bf16 avx512bwx\n",
+                "proc/meminfo": "MemTotal:  2000 kB\nMemAvailable:  1500 kB\n",
+                "proc/self/cgroup": "0::/outer/inner\n",
+                "sys/fs/cgroup/outer/inner/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/outer/cpu.max": "150000 100000\n",
+                "sys/fs/cgroup/outer/inner/memory.max": "1024000\n",
+                "sys/fs/cgroup/outer/memory.max": "max\n",
+            },
+        )
+    )
+    assert machine.cpu == "A CPU @ 2 GHz"
+    assert machine.isa == ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
+    assert machine.physical_cores == 4
+    assert machine.cpu_quota == 1.5
+    assert machine.usable_cpus <= 1.5
+    assert (machine.memory, machine.memory_available) == (2_048_000, 1_536_000)
+    assert machine.usable_memory == 1_024_000
+    assert [(n.node, n.cpus, n.memory) for n in machine.numa] == [
+        (0, "0-3", 1_024_000),
+        (1, "4-7", 1_024_000),
+    ]
+
+
+def test_cgroup_version_1(tmp_path):
+    machine = read_machine(
+        write(
+            tmp_path,
+            {
+                "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "4096\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+        )
+    )
+    assert (machine.memory_limit, machine.cpu_quota) == (4096, 0.5)
+
+
+def test_nothing_readable_is_unknown_not_zero(tmp_path):
+    machine = read_machine(tmp_path)
+    assert (machine.cpu, machine.memory, machine.memory_limit, machine.cpu_quota) == (None,) * 4
+    assert (machine.isa, machine.numa, machine.physical_cores) == ((), (), None)
+
+
+def test_report(run_cli):
+    done = run_cli("doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    report = json.loads(done.stdout)
+    checks = {check["topic"]: check for check in report["checks"]}
+    assert checks["kernels"]["state"] == "ok"
+    assert "scalar" in checks["kernels"]["found"]
+    assert checks["torch"]["state"] == "ok"
+    # Whatever is not there comes with a remedy.
+    assert all(c["remedy"] for c in checks.values() if c["state"] != "ok")
+
+
+def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):
+    done = run_cli("doctor", KTBRIDGE_ISA="no-such-isa")
+    assert done.returncode == 1
+    assert "no-such-isa" in done.stdout

@@ -1,0 +1,118 @@
+"""The server as a process: refusals before loading, load under way, hang-ups, and its end."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from ktbridge.errors import KtbridgeError
+
+
+def health(server) -> dict:
+    with urllib.request.urlopen(f"{server.root}/health", timeout=10) as response:
+        return json.load(response)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_hanging_up_frees_the_server(server, client, begin_answer):
+    """Thirty long answers are asked for and abandoned; health answers meanwhile, and the next
+    request does not wait for them."""
+    with ExitStack() as stack:
+        for i in range(30):
+            stack.enter_context(begin_answer(server, stream=i % 2 == 0))
+        wait_for(lambda: health(server)["waiting"] > 10)
+    start = time.monotonic()
+    client.completions.create(model="tiny", prompt="x", max_tokens=1)
+    # The answers would have taken some twenty seconds.
+    assert time.monotonic() - start < 5
+    wait_for(lambda: health(server)["waiting"] == 0)
+
+
+def refused(run_cli, code: int, words: str, *args: str) -> None:
+    """One sentence and a next step on stderr, nothing on stdout, no traceback."""
+    result = run_cli("serve", *args)
+    assert result.returncode == code, result.stderr
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    assert words in result.stderr
+    assert "  next: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_port_in_use_is_said_before_loading(run_cli, server, base):
+    start = time.monotonic()
+    refused(run_cli, 1, "already in use", "--model", str(base), "--port", str(server.port))
+    assert time.monotonic() - start < 3
+
+
+def test_missing_model(run_cli, tmp_path):
+    refused(run_cli, 1, "nowhere", "--model", str(tmp_path / "nowhere"))
+
+
+def test_truncated_model(run_cli, base, tmp_path):
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(run_cli, 1, "model.safetensors", "--model", str(tmp_path))
+
+
+def test_model_without_a_weight(base, tmp_path):
+    """transformers would make the missing one up."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from ktbridge.serve.loading import load_model
+
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(KtbridgeError, match=r"lacks model\.norm\.weight"):
+        load_model(tmp_path, torch.bfloat16)
+
+
+def test_missing_adapter(run_cli, base, tmp_path):
+    lost = tmp_path / "nowhere"
+    refused(run_cli, 1, "nowhere", "--model", str(base), "--adapter", f"a={lost}")
+
+
+def test_adapter_of_another_base(run_cli, base, make_adapter):
+    narrow = make_adapter("narrow", hidden=32)
+    refused(run_cli, 1, "narrow", "--model", str(base), "--adapter", f"a={narrow}", "--port", "0")
+
+
+def test_two_expert_adapters(run_cli, base, adapter):
+    both = ("--adapter", f"a={adapter}", "--adapter", f"b={adapter}")
+    refused(run_cli, 2, "a and b both bring an expert LoRA", "--model", str(base), *both)
+
+
+def test_served_name_with_a_colon(run_cli, base):
+    refused(run_cli, 2, "'a:b'", "--model", str(base), "--served-model-name", "a:b")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_public_address_needs_a_key(run_cli, base, host):
+    refused(run_cli, 2, "no API key", "--model", str(base), "--host", host)
+
+
+def test_dry_run_says_the_plan_and_hides_the_key(run_cli, base, adapter):
+    args = ("--model", str(base), "--adapter", f"neko={adapter}", "--served-model-name", "tiny")
+    result = run_cli("serve", *args, "--dry-run", "--json", KTBRIDGE_API_KEY="hush-hush")
+    plan = json.loads(result.stdout)
+    assert list(plan["models"]) == ["tiny", "tiny:neko", "tiny:base"]
+    assert plan["api_key"] is True
+    assert "hush-hush" not in result.stdout + result.stderr

@@ -1,0 +1,123 @@
+"""Text leaves in whole characters, and never past a stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktbridge.errors import UsageError
+from ktbridge.serve.local.arms import check_adapter_name, check_served_name, list_arms
+from ktbridge.serve.local.guard import allowed
+from ktbridge.serve.local.text import StopScanner, TextStream, Tokens
+
+
+@pytest.fixture(scope="module")
+def tokens(base):
+    from transformers import AutoTokenizer
+
+    return Tokens(AutoTokenizer.from_pretrained(base))
+
+
+def test_pieces_join_to_the_whole(tokens):
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(st.integers(0, 260), max_size=24))
+    def check(ids):
+        stream = TextStream(tokens)
+        pieces = [stream.feed(token) for token in ids]
+        assert not any(piece.endswith("\ufffd") for piece in pieces)
+        assert "".join(pieces) + stream.flush() == tokens.decode(ids).rstrip("\ufffd")
+
+    check()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(alphabet="aé喵😺 ", min_size=1))
+def test_real_text_survives_byte_by_byte(text):
+    """One token a byte: the hardest case for whole characters."""
+
+    class Bytes:
+        all_special_ids = ()
+
+        def decode(self, ids, **_):
+            return bytes(ids).decode(errors="replace")
+
+    stream = TextStream(Tokens(Bytes()))
+    pieces = [stream.feed(byte) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_raw_bytes_spell_the_text(tokens):
+    text = "今天很好 ok 😺"
+    ids = tokens.tokenizer.encode(text)
+    assert b"".join(tokens.raw(token) for token in ids) == text.encode()
+    end = tokens.tokenizer.eos_token_id
+    assert tokens.raw(end) == b"<|im_end|>"
+
+
+@given(
+    st.lists(st.text(alphabet="ab", max_size=3), max_size=12),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_scanner_equals_searching_the_whole(pieces, stops):
+    scanner = StopScanner(stops)
+    out = ""
+    for piece in pieces:
+        out += scanner.feed(piece)
+        if scanner.stopped:
+            break
+    else:
+        out += scanner.flush()
+    # The earliest moment at which any stop string is complete decides.
+    text = ""
+    for piece in pieces:
+        text += piece
+        if any(stop in text for stop in stops):
+            text = text[: min(text.find(stop) for stop in stops if stop in text)]
+            assert scanner.stopped
+            break
+    assert out == text
+
+
+def test_arms_exist_only_where_adapters_make_them():
+    def names(**made):
+        return [arm.name for arm in list_arms("s", **made)]
+
+    assert names(expert=False) == ["s", "s:base"]
+    assert names(expert=True) == ["s", "s:base"]
+    assert names(expert=True, nonexpert=["a", "b"]) == ["s", "s:a", "s:b", "s:base"]
+    # Without an expert LoRA nothing may answer as "base + expert LoRA".
+    assert names(expert=False, nonexpert=["a"]) == ["s:a", "s:base"]
+    assert names(expert=True, whole=["a"]) == ["s", "s:a", "s:base"]
+
+
+@pytest.mark.parametrize("name", ["a:b", "", " x", "x\n"])
+def test_unusable_served_names(name):
+    with pytest.raises(UsageError):
+        check_served_name(name)
+
+
+@pytest.mark.parametrize("name", ["base", "", "a:b", "a b"])
+def test_unusable_adapter_names(name):
+    with pytest.raises(UsageError):
+        check_adapter_name(name)
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "key", "expected"),
+    [
+        ("/v1/models", None, None, True),
+        ("/v1/models", None, "k", False),
+        ("/v1/models", b"Bearer k", "k", True),
+        ("/v1/models", b"bearer k", "k", True),
+        ("/v1/models", b"Bearer kk", "k", False),
+        ("/v1/models", b"Bearer ", "k", False),
+        ("/v1/models", b"Basic k", "k", False),
+        ("/v1/models", "Bearer schlüssel".encode(), "schlüssel", True),
+        ("/health", None, "k", True),
+        ("/health/", None, "k", False),
+    ],
+)
+def test_who_may_pass(path, header, key, expected):
+    assert allowed(path, header, key) is expected

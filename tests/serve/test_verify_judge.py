@@ -1,0 +1,89 @@
+"""The judgement on its own, on numbers made for each case."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ktbridge.serve.verify import References, judge
+
+SIZE = 200
+
+
+def vectors(effect: float, noise: float, seed: int = 0) -> References:
+    draw = random.Random(seed)
+
+    def change(scale: float) -> list[float]:
+        return [draw.gauss(0, scale) for _ in range(SIZE)]
+
+    base = [-3 + x for x in change(1)]
+    expert_effect, other_effect = change(effect), change(effect)
+    expert = [b + e for b, e in zip(base, expert_effect, strict=True)]
+    nonexpert = [b + o for b, o in zip(base, other_effect, strict=True)]
+    full = [e + o for e, o in zip(expert, other_effect, strict=True)]
+    logprobs = {"base": base, "nonexpert": nonexpert, "full": full, "expert": expert}
+    return References(logprobs, dict.fromkeys(logprobs, noise))
+
+
+def served_as(references: References, expert: float, nonexpert: float, jitter: float) -> list:
+    """What a server computes that applies each half to the given degree."""
+    draw = random.Random(1)
+    r = references.logprobs
+    return [
+        b + expert * (e - b) + nonexpert * (n - b) + draw.gauss(0, jitter)
+        for b, e, n in zip(r["base"], r["expert"], r["nonexpert"], strict=True)
+    ]
+
+
+def read(references: References, vector: list) -> dict[str, str]:
+    result = judge("m", {"m": ("full", vector)}, references)
+    assert result.ok == ({h.verdict for h in result.halves} == {"applied"})
+    return {half.half: half.verdict for half in result.halves}
+
+
+@pytest.mark.parametrize("expert", [0, 1])
+@pytest.mark.parametrize("nonexpert", [0, 1])
+def test_each_half_is_told_from_the_other(expert, nonexpert):
+    references = vectors(effect=0.2, noise=0.01)
+    words = ("not applied", "applied")
+    got = read(references, served_as(references, expert, nonexpert, jitter=0.012))
+    assert got == {"expert": words[expert], "nonexpert": words[nonexpert]}
+
+
+@pytest.mark.parametrize("degree", [0.5, 2.0, -1.0])
+def test_wrong_scale_is_not_applied(degree):
+    references = vectors(effect=0.2, noise=0.01)
+    result = judge("m", {"m": ("full", served_as(references, degree, 1, jitter=0.01))}, references)
+    expert, nonexpert = result.halves
+    assert expert.verdict != "applied"
+    assert expert.share == pytest.approx(degree, abs=0.1)
+    assert nonexpert.share is not None
+    assert not result.ok
+
+
+def test_effect_below_the_noise_cannot_be_told():
+    references = vectors(effect=0.02, noise=0.01)
+    assert set(read(references, served_as(references, 1, 1, jitter=0.001)).values()) == {
+        "can't tell"
+    }
+
+
+def test_no_effect_cannot_be_told():
+    references = vectors(effect=0.0, noise=0.0)
+    assert set(read(references, list(references.logprobs["full"])).values()) == {"can't tell"}
+
+
+def test_unrelated_numbers_prove_nothing():
+    references = vectors(effect=0.2, noise=0.01)
+    stranger = list(vectors(effect=0.2, noise=0.01, seed=9).logprobs["full"])
+    assert "applied" not in read(references, stranger).values()
+
+
+def test_an_arm_that_is_not_what_its_name_says_fails_the_whole():
+    references = vectors(effect=0.2, noise=0.01)
+    full = list(references.logprobs["full"])
+    result = judge("S:a", {"S:base": ("base", full), "S:a": ("full", full)}, references)
+    assert [half.verdict for half in result.halves] == ["applied", "applied"]
+    assert [arm.as_expected for arm in result.arms] == [False, True]
+    assert not result.ok

@@ -1,0 +1,169 @@
+"""`ktbridge verify` against real servers: right, zero, half, wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+
+import openai
+import pytest
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.serve.proof import arms_to_ask, verify
+
+KEY = "a key of its own"
+
+
+@pytest.fixture(scope="module")
+def servers(launch, base, make_adapter):
+    """Three servers started side by side: each was given only part of what `right` holds."""
+    given = {
+        "expert": make_adapter("expert-half", nonexpert=False),
+        "nonexpert": make_adapter("nonexpert-half", expert=False),
+        "zero": make_adapter("zero", strength=0.0),
+    }
+    args = ("--model", str(base), "--served-model-name", "tiny", "--adapter")
+    starting = {
+        name: launch.begin(*args, f"neko={path}", KTBRIDGE_API_KEY=KEY)
+        for name, path in given.items()
+    }
+    servers = {name: launch.finish(process) for name, process in starting.items()}
+    yield servers
+    for server in servers.values():
+        server.stop()
+
+
+def verdicts(result) -> dict[str, str]:
+    return {half.half: half.verdict for half in result.halves}
+
+
+def test_right_adapter_is_applied(run_cli, server, base, adapter):
+    args = ("--model", "tiny:neko", "--adapter", str(adapter), "--base-model", str(base))
+    done = run_cli("verify", "--base-url", server.url, *args, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [half["verdict"] for half in result["halves"]] == ["applied", "applied"]
+    nearest = {arm["model"]: arm["nearest"] for arm in result["arms"]}
+    assert nearest == {"tiny:base": "base", "tiny": "expert", "tiny:neko": "full"}
+    for arm in result["arms"]:
+        assert arm["distances"][arm["nearest"]] < 2 * max(result["noise"].values())
+    for half in result["halves"]:
+        assert half["share"] == pytest.approx(1, abs=0.05)
+
+
+def test_zero_adapter_is_never_applied(run_cli, servers, base, make_adapter):
+    """The control: served and verified with B = 0, nothing may be called applied."""
+    zero = make_adapter("zero", strength=0.0)
+    args = ("--model", "tiny:neko", "--adapter", str(zero), "--base-model", str(base))
+    url = servers["zero"].url
+    done = run_cli("verify", "--base-url", url, *args, KTBRIDGE_API_KEY=KEY)
+    assert done.returncode == 1
+    assert done.stdout.count("can't tell") == 2
+    assert "changes nothing" in done.stdout
+
+
+def test_a_server_of_zero_has_not_the_right_adapter(servers, base, adapter):
+    result = verify(servers["zero"].url, "tiny:neko", str(adapter), str(base), api_key=KEY)
+    assert verdicts(result) == {"expert": "not applied", "nonexpert": "not applied"}
+    assert not result.ok
+
+
+def test_expert_only_adapter(servers, base, adapter, make_adapter):
+    url, half = servers["expert"].url, make_adapter("expert-half", nonexpert=False)
+    result = verify(url, "tiny", str(half), str(base), api_key=KEY)
+    assert verdicts(result) == {"expert": "applied"}
+    assert result.ok
+    # The same server, judged by the adapter that has both halves.
+    result = verify(url, "tiny:neko", str(adapter), str(base), api_key=KEY)
+    assert verdicts(result) == {"expert": "applied", "nonexpert": "not applied"}
+    assert not result.ok
+
+
+def test_server_without_the_expert_half(servers, base, adapter):
+    result = verify(servers["nonexpert"].url, "tiny:neko", str(adapter), str(base), api_key=KEY)
+    assert verdicts(result) == {"expert": "not applied", "nonexpert": "applied"}
+    assert [arm.model for arm in result.arms] == ["tiny:base", "tiny:neko"]
+    assert not result.ok
+
+
+def test_wrong_base_proves_nothing(server, adapter, other_base):
+    result = verify(server.url, "tiny:neko", str(adapter), str(other_base))
+    assert "applied" not in verdicts(result).values()
+    assert not result.ok
+
+
+def test_doubled_alpha_is_not_called_applied(server, base, adapter, tmp_path):
+    """The server's effect is half of what this adapter asks for."""
+    doubled = tmp_path / "doubled"
+    doubled.mkdir()
+    for file in adapter.iterdir():
+        (doubled / file.name).write_bytes(file.read_bytes())
+    for name, change in (
+        ("adapter_config.json", {"lora_alpha": 16}),
+        ("kt_adapter_manifest.json", {"lora": {"rank": 4, "alpha": 16}}),
+    ):
+        content = json.loads((doubled / name).read_text()) | change
+        (doubled / name).write_text(json.dumps(content))
+    result = verify(server.url, "tiny:neko", str(doubled), str(base))
+    assert "applied" not in verdicts(result).values()
+
+
+def test_adapter_that_goes_nowhere_is_an_error(server, base, make_adapter):
+    with pytest.raises(KtbridgeError, match="does not match the base"):
+        verify(server.url, "tiny:neko", str(make_adapter("narrow", hidden=32)), str(base))
+
+
+def test_unavailable_is_never_a_pass(run_cli, server, servers, base, adapter):
+    rest = ("--adapter", str(adapter), "--base-model", str(base))
+    cases = {
+        "cannot be asked": ("--base-url", "http://127.0.0.1:9", "--model", "tiny:neko"),
+        "does not list 'tiny:nya'": ("--base-url", server.url, "--model", "tiny:nya"),
+        "API key is missing": ("--base-url", servers["zero"].url, "--model", "tiny"),
+    }
+    for words, args in cases.items():
+        done = run_cli("verify", *args, *rest)
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+def test_key_is_asked_for_over_http(servers):
+    with servers["zero"].client("wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    with servers["zero"].client(KEY) as client:
+        assert [model.id for model in client.models.list()] == ["tiny", "tiny:neko", "tiny:base"]
+
+
+def test_which_arms_are_asked():
+    listed = ["S", "S:a", "S:base"]
+    assert arms_to_ask("S:a", listed) == {"S:base": "base", "S": "expert", "S:a": "full"}
+    assert arms_to_ask("S", listed) == {"S": "full"}
+    assert arms_to_ask("S:a", ["S:a", "E"], "E") == {"E": "expert", "S:a": "full"}
+    # SGLang's way of listing.
+    assert arms_to_ask("S:a", ["S", "a"]) == {"S": "expert", "S:a": "full"}
+    with pytest.raises(KtbridgeError, match="does not list"):
+        arms_to_ask("S:b", listed)
+
+
+def test_signals_end_servers_cleanly(servers, begin_answer):
+    """SIGTERM and Ctrl-C with an answer under way: exit code 0, the port free again.
+
+    The last test here, because it ends servers that the others share.
+    """
+    for name, number in (("zero", signal.SIGTERM), ("expert", signal.SIGINT)):
+        server = servers[name]
+        with begin_answer(server, stream=True, Authorization=f"Bearer {KEY}") as connection:
+            assert connection.recv(64).startswith(b"HTTP/1.1 200")
+            start = time.monotonic()
+            assert server.stop(number) == 0
+            assert time.monotonic() - start < 5
+            rest = b""
+            while piece := connection.recv(65536):
+                rest += piece
+            assert b"shutting down" in rest or b"[DONE]" in rest
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", server.port))
