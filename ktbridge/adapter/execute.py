@@ -20,9 +20,10 @@ from typing import Any
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE
 from ktbridge.adapter.convert import ConvertPlan, Copy, Output, PathLike, describe, plan_convert
 from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json
-from ktbridge.adapter.publish import Staging
+from ktbridge.adapter.publish import stage_adapter
 from ktbridge.adapter.values import scaled_exactly
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.publish import Staging
 
 OnProgress = Callable[[int, int], None]
 _COPY_BYTES = 1 << 25  # a call; also how often progress is told
@@ -196,7 +197,7 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None) -> None:
     with ExitStack() as stack:
         sinks: list[_Sink] = []
         for output in plan.outputs:
-            staging = stack.enter_context(Staging(output.path, overwrite=plan.overwrite))
+            staging = stack.enter_context(stage_adapter(output.path, overwrite=plan.overwrite))
             sinks.append(_Sink(staging, output))
             stack.callback(sinks[-1].close)
         done = 0

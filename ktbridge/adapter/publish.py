@@ -1,33 +1,25 @@
-"""Directories that appear whole or not at all.
-
-Everything is written into a hidden directory beside the target, flushed, and renamed into place;
-an existing target is exchanged for the new one in a single step where the kernel can
-(``renameat2``), so a kill at any moment leaves the old directory or the new one. What a killed run
-left behind is recognised by its lock, which died with it, and is removed by the next run.
-Modes follow the umask: nothing here comes from ``tempfile``, whose files are private.
-"""
+"""Which directories an adapter may be written to."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
 import os
 import re
-import secrets
-import shutil
 from pathlib import Path
-from types import TracebackType
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.publish import Staging
 
+# An adapter, the model card that the Hub adds, and what `ktbridge train` leaves beside it.
 _OURS = re.compile(
     r"adapter_config\.json|kt_adapter_manifest\.json|README\.md"
     r"|(?:adapter_model|fused_expert_lora)(?:-\d+-of-\d+)?\.safetensors"
     r"|adapter_model\.safetensors\.index\.json"
+    r"|trainer_log\.jsonl|training_loss\.png"
 )
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+
+
+def stage_adapter(target: str | os.PathLike[str], *, overwrite: bool = False) -> Staging:
+    """Start writing an adapter directory; an existing one is replaced only with ``overwrite``."""
+    return Staging(target, lambda path: why_not_writable(path, overwrite))
 
 
 def why_not_writable(target: Path, overwrite: bool) -> tuple[str, str] | None:
@@ -54,120 +46,3 @@ def why_not_writable(target: Path, overwrite: bool) -> tuple[str, str] | None:
     if not overwrite:
         return "exists", "pass --overwrite to replace it, or choose another output directory"
     return None
-
-
-class Staging:
-    """A directory being made: write into ``path``, then ``commit()``; without it, nothing stays.
-
-    ``target`` may be a symlink to a directory: the directory it points to is replaced.
-    """
-
-    def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self.target = Path(os.path.realpath(os.path.expanduser(target)))
-        self._overwrite = overwrite
-        self._refuse_if_occupied()
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(self.target)
-        self.path = self.target.parent / f".{self.target.name}.partial-{secrets.token_hex(4)}"
-        os.mkdir(self.path)
-        self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def __enter__(self) -> Staging:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.discard()
-
-    def write_bytes(self, name: str, data: bytes) -> None:
-        """Write and flush one small file."""
-        with open(self.path / name, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def commit(self) -> None:
-        """Put the directory in place. The target is checked again: it may have appeared since."""
-        self._refuse_if_occupied()
-        fsync_directory(self.path)
-        if self.target.exists() and os.listdir(self.target):
-            old = _exchange(self.path, self.target)
-            fsync_directory(self.target.parent)
-            shutil.rmtree(old)
-        else:
-            os.rename(self.path, self.target)
-            fsync_directory(self.target.parent)
-        self._release()
-
-    def discard(self) -> None:
-        """Remove what was written unless it was committed. Safe to call twice."""
-        if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _refuse_if_occupied(self) -> None:
-        reason = why_not_writable(self.target, self._overwrite)
-        if reason:
-            raise KtbridgeError(f"{self.target} {reason[0]}", reason[1])
-
-
-def fsync_directory(path: Path) -> None:
-    """Make renames inside ``path`` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(new: Path, target: Path) -> Path:
-    """Swap two directories; return where the old one is now."""
-    if _renameat2_exchange(new, target):
-        return new
-    # A file system without exchange: there is an instant in which the target is absent.
-    old = new.with_name(new.name.replace(".partial-", ".replaced-"))
-    os.rename(target, old)
-    os.rename(new, target)
-    return old
-
-
-def _renameat2_exchange(first: Path, second: Path) -> bool:
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
-        return False
-    raise OSError(code, os.strerror(code), str(second))
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove half-made directories of runs that were killed (their lock is free)."""
-    for path in target.parent.glob(f".{_glob_literal(target.name)}.partial-*"):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(descriptor)
-
-
-def _glob_literal(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

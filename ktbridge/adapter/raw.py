@@ -18,7 +18,7 @@ from ktbridge.adapter.manifest import (
     fused_record,
     hash_file,
 )
-from ktbridge.adapter.publish import Staging
+from ktbridge.adapter.publish import stage_adapter
 from ktbridge.errors import UsageError
 from ktbridge.model import Tensor, open_tensor_file
 from ktbridge.model.tensorfile import write_tensor_file
@@ -37,6 +37,7 @@ def write_raw_adapter(
     alpha: float,
     expert_weight_format: str = "bf16",
     overwrite: bool = False,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a raw adapter directory; it appears whole or not at all.
 
@@ -45,6 +46,7 @@ def write_raw_adapter(
     tensor. Either may be empty, not both; without experts there is no fused file. ``config`` is
     PEFT's LoraConfig as a dictionary; its sets are sorted and base_model_name_or_path is filled in.
     ``rank`` and ``alpha`` are the experts'. ``overwrite`` replaces an existing adapter directory.
+    ``extra_files`` (a log, a plot) appear with the rest and are no part of the adapter.
 
     Raises UsageError for keys of another kind and KtbridgeError when the directory is occupied.
     """
@@ -63,7 +65,7 @@ def write_raw_adapter(
     settings = {key: _plain(value) for key, value in config.items()}
     settings["base_model_name_or_path"] = base_model
     settings["peft_type"] = "LORA"
-    with Staging(directory, overwrite=overwrite) as staging:
+    with stage_adapter(directory, overwrite=overwrite) as staging:
         staging.write_bytes(CONFIG_FILE, dump_json(settings))
         write_tensor_file(staging.path / MODEL_FILE, _named(nonexpert), {"format": "pt"})
         files = [CONFIG_FILE, MODEL_FILE]
@@ -83,6 +85,8 @@ def write_raw_adapter(
             artifacts=artifacts,
             expert_weight_format=expert_weight_format,
         )
+        for name, data in (extra_files or {}).items():
+            staging.write_bytes(name, data)
         staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
         staging.commit()
 

@@ -71,15 +71,16 @@ def _make_base(directory: Path) -> None:
         "A Qwen3-MoE with its own tokenizer, pre-trained for a minute on text shipped with ktbridge."
     )
     with progress_bar("pre-training", unit="steps") as bar:
-        from ktbridge.demo.base import make_base
+        from ktbridge.demo.base import make_base, read_record
 
         make_base(directory / "base", on_progress=bar)
-    recipe = json.loads((directory / "base/ktbridge_demo.json").read_text())
+    record = read_record(directory / "base")
+    recipe = record["recipe"]
     shards = sorted(path.name for path in (directory / "base").glob("*.safetensors"))
     console.print(
-        f"{recipe['parameters'] / 1e6:.1f} million parameters, {recipe['layers']} MoE layers of "
-        f"{recipe['experts']} experts, top-{recipe['top_k']}; loss {recipe['first_loss']:.2f} -> "
-        f"{recipe['loss']:.2f} nats per token"
+        f"{record['parameters'] / 1e6:.1f} million parameters, {recipe['layers']} MoE layers of "
+        f"{recipe['experts']} experts, top-{recipe['top_k']}; pre-trained in {record['seconds']:.0f} s, "
+        f"loss {record['first_loss']:.2f} -> {record['loss']:.2f} nats per token"
     )
     _wrote([f"base/{name}" for name in shards])
 
@@ -140,7 +141,7 @@ def _epilogue(directory: Path, seconds: float) -> None:
 
     results = json.loads((directory / "eval/results.json").read_text())
     _rule(None, "Done")
-    console.print(results["verdict"]["sentence"], markup=False)
+    console.print(results["verdict"]["headline"], style="bold", markup=False)
     console.print(f"The whole loop took {seconds:.0f} s. Look at:")
     for name in ("eval/report.html", "adapter/raw/training_loss.png"):
         console.print(f"  {directory / name}", markup=False, soft_wrap=True)

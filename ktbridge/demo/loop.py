@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from ktbridge import __version__
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.publish import write_text
 
 SERVED, ADAPTER = "tiny", "neko"
 ARMS = {"base": f"{SERVED}:base", "expert": SERVED, "full": f"{SERVED}:{ADAPTER}"}
@@ -150,10 +150,8 @@ def record_training(directory: Path, digest: str) -> None:
     _write_state(directory, {"trained": digest})
 
 
-def _write_state(directory: Path, state: dict) -> None:
-    beside = directory / (STATE + ".new")
-    beside.write_text(json.dumps({"made_by": "ktbridge demo", **state}) + "\n")
-    os.replace(beside, directory / STATE)
+def _write_state(directory: Path, state: dict[str, str]) -> None:
+    write_text(directory / STATE, json.dumps({"made_by": "ktbridge demo", **state}) + "\n")
 
 
 def run(step: Step, directory: Path) -> None:

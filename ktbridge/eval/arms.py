@@ -90,13 +90,14 @@ def arm_card(arm: Arm, server: Mapping[str, Any], sampling: Mapping[str, Any]) -
     """What is recorded of an arm, with its fingerprint.
 
     ``server`` is the arm's /v1/models entry. Every field that a server tells there (its root path,
-    an adapter hash) is part of the fingerprint, except those that change by themselves. The URL
-    is part of it too: the same name elsewhere may be another model.
+    an adapter hash) is part of the fingerprint, except those that change by themselves. So is the
+    URL, because the same name elsewhere may be another model; a server that lists a fingerprint of
+    its own (the embedded engine) is believed, and may move to another port.
     """
     card: dict[str, Any] = {
         "model": arm.model,
-        "url": arm.url,
         "server": {key: server[key] for key in sorted(server) if key not in _VOLATILE},
         "sampling": dict(sampling),
     }
-    return {"name": arm.name, **card, "fingerprint": sha256(card)}
+    identity = card if "fingerprint" in server else {**card, "url": arm.url}
+    return {"name": arm.name, "url": arm.url, **card, "fingerprint": sha256(identity)}

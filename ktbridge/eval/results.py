@@ -16,7 +16,6 @@ from typing import Any, get_args
 import ktbridge
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
-from ktbridge.eval.atomic import write_text
 from ktbridge.eval.bench import Axis, Bench, Item, read_snapshot
 from ktbridge.eval.client import OUTCOMES
 from ktbridge.eval.persona import score_persona
@@ -34,6 +33,7 @@ from ktbridge.eval.stats import (
 )
 from ktbridge.eval.store import read_answers, request_key
 from ktbridge.eval.verdict import judge_contrast, summarise, warnings_of
+from ktbridge.publish import write_text
 
 SCHEMA = "ktbridge.eval/1"
 OVERALL = "overall"

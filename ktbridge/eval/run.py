@@ -13,11 +13,11 @@ from typing import Any
 import ktbridge
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.eval.arms import Arm, arm_rank
-from ktbridge.eval.atomic import write_text
 from ktbridge.eval.bench import FILES, Bench, Item
 from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.preflight import Preflight, build_request, check_arms
 from ktbridge.eval.store import Store, request_key
+from ktbridge.publish import write_text
 
 RUN = "run.json"
 BENCH = "bench"

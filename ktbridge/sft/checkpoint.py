@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,11 +37,16 @@ def nonexpert_tensors(model: nn.Module, adapter_name: str = "default") -> dict[s
 
 
 def save_raw_adapter(
-    model: nn.Module, directory: str | Path, base_model: str, *, overwrite: bool = False
+    model: nn.Module,
+    directory: str | Path,
+    base_model: str,
+    *,
+    overwrite: bool = False,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the expert LoRA and the PEFT LoRA of a trained model as one raw adapter directory.
 
-    Published whole or not at all (see ``ktbridge.adapter.write_raw_adapter``).
+    Published whole or not at all, ``extra_files`` with it (see ``ktbridge.adapter.write_raw_adapter``).
     """
     layers = expert_layers(model)
     first = next(iter(layers.values()))
@@ -52,12 +59,13 @@ def save_raw_adapter(
         rank=first.lora_rank,
         alpha=first.lora_alpha,
         overwrite=overwrite,
+        extra_files=extra_files,
     )
 
 
-def _peft_config(model: nn.Module) -> dict:
+def _peft_config(model: Any) -> dict[str, Any]:
     """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list."""
-    config = model.peft_config["default"].to_dict()  # type: ignore[union-attr, index]
+    config = model.peft_config["default"].to_dict()
     config["inference_mode"] = True
 
     def plain(value: object) -> object:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
-def plot_loss(log: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Draw ``loss`` over ``step`` from a trainer's log records, with a smoothed line, as a PNG.
+def plot_loss(log: Sequence[Mapping[str, Any]]) -> bytes:
+    """A PNG of ``loss`` over ``step`` from a trainer's log records, with a smoothed line.
 
     The smoothed line is an exponential moving average with weight 0.6 on the past, started at the first
     value.
@@ -31,4 +31,6 @@ def plot_loss(log: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()

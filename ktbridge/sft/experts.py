@@ -213,13 +213,15 @@ def _addresses(lora: Any) -> tuple[int, ...]:
 
 def _make_layer(
     gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, isa: str, threads: int | None
-) -> Any:
+) -> _kernels.Layer:
     try:
         return _kernels.Layer(
             gate.shape[2],
             gate.shape[1],
-            *([expert.data_ptr() for expert in weight] for weight in (gate, up, down)),
-            tuple(weight.stride(1) for weight in (gate, up, down)),
+            [expert.data_ptr() for expert in gate],
+            [expert.data_ptr() for expert in up],
+            [expert.data_ptr() for expert in down],
+            (gate.stride(1), up.stride(1), down.stride(1)),
             isa,
             threads or 0,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,7 +125,7 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
 
 
 def _experts_forward(
-    module: nn.Module,
+    module: Any,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -150,19 +151,19 @@ def _experts_forward(
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
 
 
-def _base(model: nn.Module) -> nn.Module:
+def _base(model: Any) -> Any:
     """The transformers model inside a PeftModel, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     # `use_experts_implementation` leaves these attributes on each instance of a decorated class.
     for name, module in model.named_modules():
         if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed"):
             yield name, module
 
 
-def _unserved(name: str, module: nn.Module) -> Iterator[Problem]:
+def _unserved(name: str, module: Any) -> Iterator[Problem]:
     """Why the kernels can't compute this experts module, if they can't."""
 
     def problem(found: str, expected: str) -> Problem:

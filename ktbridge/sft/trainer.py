@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
@@ -97,10 +98,16 @@ def train(
         seconds = time.perf_counter() - started
 
     log = [record for record in trainer.state.log_history if "loss" in record]
-    save_raw_adapter(model, output, str(base), overwrite=config.overwrite_output_dir)
-    (output / LOG_FILE).write_text("".join(json.dumps(record) + "\n" for record in log))
+    beside = {LOG_FILE: "".join(json.dumps(record) + "\n" for record in log).encode()}
     if config.plot_loss:
-        plot_loss(log, output / PLOT_FILE)
+        beside[PLOT_FILE] = plot_loss(log)
+    save_raw_adapter(
+        model,
+        output,
+        str(base),
+        overwrite=config.overwrite_output_dir,
+        extra_files=beside,
+    )
     tokens = trainer.state.num_input_tokens_seen
     return TrainResult(
         output_dir=str(output),
@@ -117,7 +124,7 @@ def train(
     )
 
 
-def load_base(path: str | Path, *, bf16: bool = True) -> nn.Module:
+def load_base(path: str | Path, *, bf16: bool = True) -> PreTrainedModel:
     """A causal language model on the CPU with its experts in bfloat16.
 
     With ``bf16=False`` everything but the experts is float32, which trains better where the CPU has no
@@ -157,7 +164,7 @@ def _load_tokenizer(base: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _attach_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
+def _attach_lora(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
     """PEFT on the non-experts first, then the experts onto the kernels."""
     available = linear_names(model)
     targets = available if config.lora_target == ("all",) else list(config.lora_target)
@@ -169,17 +176,19 @@ def _attach_lora(model: nn.Module, config: TrainConfig) -> nn.Module:
         )
     lora = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation doesn't
         lora_dropout=config.lora_dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    return wrap_experts(
-        get_peft_model(model, lora),
+    tuned = get_peft_model(model, lora)
+    wrap_experts(
+        tuned,
         config.expert_rank,
         config.expert_alpha,
         threads=config.kt_config.kt_num_threads,
     )
+    return tuned
 
 
 def _trainer_arguments(config: TrainConfig, scratch: str) -> SFTConfig:

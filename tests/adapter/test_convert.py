@@ -414,7 +414,7 @@ def test_an_input_cut_after_planning_leaves_nothing(make_raw: Make, tmp_path: Pa
 def test_replacing_works_without_an_exchange(
     make_raw: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktbridge.adapter import publish
+    from ktbridge import publish
 
     monkeypatch.setattr(publish, "_renameat2_exchange", lambda first, second: False)
     raw = make_raw()
@@ -428,7 +428,8 @@ def test_replacing_works_without_an_exchange(
 # kill left at the target: the old output, the new one, or nothing.
 KILLER = """
 import json, os, shutil, signal, sys
-from ktbridge.adapter import convert_adapter, publish
+from ktbridge import publish
+from ktbridge.adapter import convert_adapter
 
 raw, target, overwrite = sys.argv[1], sys.argv[2], sys.argv[3] == "1"
 watched = [(os, "mkdir"), (os, "write"), (os, "sendfile"), (os, "fsync"), (os, "rename"), (os, "unlink"),

@@ -85,7 +85,10 @@ def test_a_failed_run_leaves_nothing_behind(run_dir):
     before = sorted(run_dir.iterdir())
     for overrides, words in (
         (["learning_rate=1e30", "max_grad_norm=0"], "The loss became"),
-        (["lora_target=q_proj,qq_proj"], "lora_target names no linear module of this model: qq_proj"),
+        (
+            ["lora_target=q_proj,qq_proj"],
+            "lora_target names no linear module of this model: qq_proj",
+        ),
         (["model_name_or_path=no/such-model"], "no/such-model"),
     ):
         failed = train(run_dir, *overrides)

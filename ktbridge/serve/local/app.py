@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ class ClientGone(Exception):
 def create_app(
     engine: Engine,
     arms: tuple[Arm, ...],
+    fingerprints: Mapping[str, str],
     *,
     api_key: str | None = None,
     body_limit: int = BODY_LIMIT,
@@ -82,6 +83,7 @@ def create_app(
             "created": started,
             "owned_by": "ktbridge",
             "description": arm.description,
+            "fingerprint": fingerprints[arm.name],
             "max_model_len": engine.context_length,
         }
 

@@ -60,9 +60,10 @@ def serve(plan: ServePlan, on_ready: Callable[[str], None]) -> None:
     try:
         from ktbridge.serve.local.app import create_app
         from ktbridge.serve.local.engine import load_engine
+        from ktbridge.serve.local.fingerprint import fingerprints
 
         engine = load_engine(plan)
-        app = create_app(engine, plan.arms, api_key=plan.api_key)
+        app = create_app(engine, plan.arms, fingerprints(plan), api_key=plan.api_key)
         try:
             listener.listen(128)
         except OSError as error:
