@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -86,9 +87,16 @@ class Staging:
             os.fsync(file.fileno())
 
     def flush(self) -> None:
-        """Make durable what others wrote into ``path``."""
+        """Make durable what libraries wrote into ``path``, with modes that follow the umask.
+
+        safetensors' own files are 0600: another Unix user would find "no model there".
+        """
+        mode = (
+            stat.S_IMODE(os.stat(self.path).st_mode) & 0o666
+        )  # a directory made under the same umask
         for path in self.path.iterdir():
             with open(path, "rb") as file:
+                os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
 
     def commit(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,9 +23,16 @@ from rich.progress import (
 
 from ktbridge.errors import Problem
 
+
+def _width(stream: TextIO) -> int | None:
+    """Piped output has no width of its own, and rich's 80 columns would fold paths in tables."""
+    columns = os.environ.get("COLUMNS", "")
+    return None if stream.isatty() or columns.isdigit() else 110
+
+
 # Results go to stdout, so that they can be piped; everything said on the way goes to stderr.
-console = Console(highlight=False)
-stderr = Console(stderr=True, highlight=False)
+console = Console(highlight=False, width=_width(sys.stdout))
+stderr = Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 

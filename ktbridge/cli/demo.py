@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ def command(directory: Path, dry_run: bool) -> None:
         return
     loop.prepare(directory)
     directory = directory.resolve()
+    os.environ["TQDM_DISABLE"] = "1"  # the libraries' own bars would run through ours
     started = time.monotonic()
     _make_base(directory)
     _train(directory)
@@ -48,7 +50,7 @@ def command(directory: Path, dry_run: bool) -> None:
     _run(4, loop.VALIDATE, directory)
     _headline(5, loop.SERVE)
     with loop.served(loop.SERVE, directory) as url:
-        _say(f"ready at {url}, log in serve.log")
+        _say(f"ready at {url}; its log is serve.log")
         _taste(url)
         _run(6, loop.verify_step(url), directory)
         _run(7, loop.eval_step(url), directory)
@@ -82,7 +84,8 @@ def _make_base(directory: Path) -> None:
         f"{recipe['experts']} experts, top-{recipe['top_k']}; pre-trained in {record['seconds']:.0f} s, "
         f"loss {record['first_loss']:.2f} -> {record['loss']:.2f} nats per token"
     )
-    _wrote([f"base/{name}" for name in shards])
+    for name in shards:
+        console.print(f"  base/{name}", markup=False)
 
 
 def _train(directory: Path) -> None:
@@ -92,14 +95,13 @@ def _train(directory: Path) -> None:
     (directory / "demo.yaml").write_text(loop.CONFIG)
     rows = write_persona_data(directory / "neko.jsonl")
     _headline(2, loop.TRAIN)
-    _say(f"{rows} conversations in the persona of a cat-girl (neko.jsonl).")
+    _say(f"demo.yaml and neko.jsonl: {rows} conversations in the persona of a cat-girl.")
     digest = loop.training_digest(directory)
     if loop.trained_digest(directory) == digest:
         _say("kept: the same configuration, data and base were trained before")
     else:
         loop.run(loop.TRAIN, directory)
         loop.record_training(directory, digest)
-    _wrote(loop.TRAIN.writes)
 
 
 def _run(number: int, step: Step, directory: Path) -> None:
@@ -107,7 +109,6 @@ def _run(number: int, step: Step, directory: Path) -> None:
 
     _headline(number, step)
     loop.run(step, directory)
-    _wrote(step.writes)
 
 
 def _taste(url: str) -> None:
@@ -119,7 +120,9 @@ def _taste(url: str) -> None:
     from ktbridge.demo.loop import ARMS
 
     client = OpenAI(base_url=f"{url.removesuffix('/v1')}/v1", api_key="none", max_retries=0)
-    table = Table("prompt", *ARMS, title="The three arms, asked the same", title_justify="left")
+    table = Table(title="The three arms, asked the same", title_justify="left")
+    for heading in ("prompt", *ARMS):
+        table.add_column(heading, overflow="fold")
     for prompt in TASTE:
         answers = [
             client.chat.completions.create(
@@ -174,10 +177,3 @@ def _say(text: str) -> None:
     from ktbridge.cli._ui import console
 
     console.print(text, style="dim", markup=False)
-
-
-def _wrote(names) -> None:
-    from ktbridge.cli._ui import console
-
-    for name in names:
-        console.print(f"[green]wrote[/] {name}")

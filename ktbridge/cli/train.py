@@ -71,7 +71,13 @@ def _train_with_progress(trainer: Any, config: Any) -> Any:
         def on_log(record: dict[str, Any]) -> None:
             line = f"step {record['step']:>5}/{record['steps']}  loss {record['loss']:.4f}"
             bar.describe(line)
-            if not stderr.is_terminal:
+            # Without a bar, about twenty lines tell the same.
+            if not stderr.is_terminal and _stage(record) != _stage(record, -config.logging_steps):
                 stderr.print(line)
 
         return trainer.train(config, on_progress=bar, on_log=on_log)
+
+
+def _stage(record: dict[str, Any], shift: int = 0) -> int:
+    """Which twentieth of the run a step (or the logged one before it) is in."""
+    return 20 * (record["step"] + shift) // max(record["steps"], 1)

@@ -1,0 +1,92 @@
+"""The whole loop as the demo runs it, on a smaller base and fewer steps: real processes, real HTTP."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from ktbridge.demo import loop
+from ktbridge.demo.base import Recipe, build_base
+from ktbridge.demo.persona import write_persona_data
+from ktbridge.errors import KtbridgeError, UsageError
+
+SMALL = Recipe(
+    conversations=1500,
+    vocab_size=640,
+    hidden_size=64,
+    heads=2,
+    moe_intermediate_size=32,
+    steps=10,
+    batch=16,
+    warmup=2,
+    shard_size="200KB",
+)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("loop") / "demo"
+    loop.prepare(directory)
+    build_base(directory / "base", SMALL)
+    write_persona_data(directory / "neko.jsonl")
+    config = yaml.safe_load(loop.CONFIG) | {"max_steps": 12, "learning_rate": 1e-2}
+    (directory / "demo.yaml").write_text(yaml.safe_dump(config))
+    loop.run(loop.TRAIN, directory)
+    return directory
+
+
+def test_every_arrow_of_the_loop_holds(demo):
+    loop.run(loop.CONVERT, demo)
+    loop.run(loop.VALIDATE, demo)
+    with loop.served(loop.SERVE, demo) as url:
+        loop.run(loop.verify_step(url), demo)  # fails unless both halves are applied
+        step = loop.eval_step(url)
+        limited = loop.Step(step.title, step.why, f"{step.command} --limit 6")
+        loop.run(limited, demo)
+    results = json.loads((demo / "eval/results.json").read_text())
+    assert [card["name"] for card in results["arms"]] == ["base", "expert", "full"]
+    assert results["asked"] == 6
+    assert len({card["server"]["fingerprint"] for card in results["arms"]}) == 3
+    assert (demo / "eval/report.html").read_text().startswith("<!doctype html>")
+
+    # Another launch, another port, the same arms: nothing is asked twice.
+    with loop.served(loop.SERVE, demo) as url:
+        again = loop.Step("", "", f"{loop.eval_step(url).command} --limit 6")
+        said = subprocess.run(again.argv, cwd=demo, capture_output=True, text=True, check=True)
+    assert "asked 0 questions" in said.stderr
+
+
+def test_training_is_kept_until_something_it_depends_on_changes(demo):
+    digest = loop.training_digest(demo)
+    assert loop.trained_digest(demo) is None
+    loop.record_training(demo, digest)
+    assert loop.trained_digest(demo) == digest
+    with open(demo / "neko.jsonl", "a") as rows:
+        rows.write("\n")
+    assert loop.training_digest(demo) != digest
+
+
+def test_a_directory_that_is_not_a_demo_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    done = subprocess.run(
+        [sys.executable, "-m", "ktbridge", "demo", "--dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "is not empty and was not made by `ktbridge demo`" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(UsageError, match="is a file"):
+        loop.prepare(tmp_path / "thesis.tex")
+
+
+def test_a_command_or_a_server_that_fails_ends_the_demo_with_its_reason(tmp_path):
+    with pytest.raises(KtbridgeError, match=r"`ktbridge train demo\.yaml` ended with exit code 2"):
+        loop.run(loop.TRAIN, tmp_path)
+    with (
+        pytest.raises(KtbridgeError, match=r"The server ended before it was ready: .*base"),
+        loop.served(loop.SERVE, tmp_path),
+    ):
+        pass
