@@ -66,9 +66,9 @@ def render(error: KtbridgeError) -> None:
         from ktbridge.cli._ui import print_problems
 
         print_problems(error.problems)
-    click.echo(f"error: {error}", err=True)
+    click.echo(f"error: {str(error).rstrip('.')}", err=True)
     if error.next_step:
-        click.echo(f"  next: {error.next_step}", err=True)
+        click.echo(f"  next: {error.next_step.rstrip('.')}", err=True)
 
 
 class LazyGroup(click.Group):

@@ -189,5 +189,5 @@ def _ready_url(server: subprocess.Popen[bytes], log: Path) -> str:
                 return line.removeprefix("ready: ").strip()
         if ended:
             tail = " | ".join(lines[-3:])
-            raise KtbridgeError(f"The server ended before it was ready: {tail}", f"See {log}.")
+            raise KtbridgeError(f"the server ended before it was ready: {tail}", f"See {log}.")
         time.sleep(0.1)

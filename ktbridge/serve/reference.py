@@ -19,8 +19,8 @@ import torch
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import Problem, ProblemsError
-from ktbridge.serve.loading import load_model
 from ktbridge.serve.verify import References, mean_distance
+from ktbridge.sft.loading import load_model
 from ktbridge.sft.tensors import to_torch
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

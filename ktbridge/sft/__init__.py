@@ -1,13 +1,33 @@
 """The thin training core: expert layers on the kernels, their injection, and the recipe around trl.
 
-``MoELoRAExperts`` and ``wrap_experts`` are the faces that others build on. ``ktbridge.sft.trainer`` is
-imported on its own, because it needs trl.
+``MoELoRAExperts`` and ``wrap_experts`` are the faces that others build on. Names are imported when they are
+first used, so that reading a configuration needs no torch; ``ktbridge.sft.trainer`` is imported on its
+own, because it needs trl.
 """
 
-from ktbridge.sft.checkpoint import save_raw_adapter
-from ktbridge.sft.experts import MoELoRAExperts
-from ktbridge.sft.inject import expert_layers, load_expert_lora, set_expert_lora, wrap_experts
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktbridge.sft.checkpoint import save_raw_adapter
+    from ktbridge.sft.experts import MoELoRAExperts
+    from ktbridge.sft.inject import (
+        expert_layers,
+        load_expert_lora,
+        set_expert_lora,
+        wrap_experts,
+    )
+
+_HOMES = {
+    "MoELoRAExperts": "experts",
+    "expert_layers": "inject",
+    "load_expert_lora": "inject",
+    "save_raw_adapter": "checkpoint",
+    "set_expert_lora": "inject",
+    "wrap_experts": "inject",
+}
 __all__ = [
     "MoELoRAExperts",
     "expert_layers",
@@ -16,3 +36,9 @@ __all__ = [
     "set_expert_lora",
     "wrap_experts",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -144,7 +144,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     path = Path(path)
     if not path.is_file():
         raise UsageError(
-            f"There is no configuration file {str(path)!r}.",
+            f"there is no configuration file {str(path)!r}.",
             "`ktbridge demo` writes a complete example (demo.yaml).",
         )
     try:
@@ -183,7 +183,7 @@ def parse_config(values: Mapping[str, Any], where: str = "config") -> TrainConfi
         problems.append(_problem(where, "do_train", "false", "true"))
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        raise ProblemsError(f"The configuration has {count}; nothing was started.", problems)
+        raise ProblemsError(f"the configuration has {count}; nothing was started.", problems)
     return TrainConfig(**main, kt_config=KtConfig(**kt))
 
 
@@ -238,7 +238,7 @@ def _resolved(config: TrainConfig, root: Path) -> TrainConfig:
     missing = [name for name in config.dataset if not (root / name).is_file()]
     if missing:
         raise KtbridgeError(
-            f"There is no dataset file {str(root / missing[0])!r}.",
+            f"there is no dataset file {str(root / missing[0])!r}.",
             "Give `dataset` as a path to JSON or JSONL, relative to the configuration file.",
         )
     return replace(

@@ -226,7 +226,7 @@ def _make_layer(
             threads or 0,
         )
     except ValueError as error:
-        raise UsageError(f"The expert kernels can't start: {error}.") from error
+        raise UsageError(f"the expert kernels can't start: {error}.") from error
 
 
 def _checked_shapes(

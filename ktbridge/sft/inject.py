@@ -41,7 +41,7 @@ def wrap_experts(
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
     module whose layout the kernels don't serve, and ``UsageError`` when the model is wrapped already.
     """
-    found = list(_experts_modules(model))
+    found = list(experts_modules(model))
     if not found:
         raise KtbridgeError(
             f"{type(_base(model)).__name__} has no fused-experts module that transformers dispatches.",
@@ -49,9 +49,9 @@ def wrap_experts(
         )
     problems = [problem for name, module in found for problem in _unserved(name, module)]
     if problems:
-        raise ProblemsError("The kernels don't serve this model's experts.", problems)
+        raise ProblemsError("the kernels don't serve this model's experts.", problems)
     if any(hasattr(module, "kt") for _, module in found):
-        raise UsageError("This model's experts are wrapped already.")
+        raise UsageError("this model's experts are wrapped already.")
     for _, module in found:
         module.gate_up_proj.requires_grad_(False)
         module.down_proj.requires_grad_(False)
@@ -118,7 +118,7 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
                     )
                 )
     if problems:
-        raise ProblemsError("The adapter's expert LoRA doesn't fit this model.", problems)
+        raise ProblemsError("the adapter's expert LoRA doesn't fit this model.", problems)
     with torch.no_grad():
         for parameter, value in loaded:
             parameter.copy_(value)
@@ -134,12 +134,12 @@ def _experts_forward(
     layer = getattr(module, "kt", None)
     if layer is None:
         raise KtbridgeError(
-            "An experts module asked for the ktbridge kernels but was never wrapped.",
+            "an experts module asked for the ktbridge kernels but was never wrapped.",
             "Call ktbridge.sft.wrap_experts(model) instead of set_experts_implementation.",
         )
     if module.gate_up_proj.data_ptr() != layer.weights_address:
         raise KtbridgeError(
-            "The experts' weights were moved or converted after wrap_experts.",
+            "the experts' weights were moved or converted after wrap_experts.",
             "Convert the model first, then wrap it.",
         )
     out = layer(
@@ -156,7 +156,8 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of each fused-experts module that transformers dispatches, wrapped or not."""
     # `use_experts_implementation` leaves these attributes on each instance of a decorated class.
     for name, module in model.named_modules():
         if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed"):

@@ -21,8 +21,6 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -38,7 +36,8 @@ from ktbridge.sft.checkpoint import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import load_conversations
-from ktbridge.sft.inject import LAYER, expert_layers, wrap_experts
+from ktbridge.sft.inject import LAYER, expert_layers, experts_modules, wrap_experts
+from ktbridge.sft.loading import load_model, load_tokenizer
 
 LOG_FILE = "trainer_log.jsonl"
 PLOT_FILE = "training_loss.png"
@@ -124,18 +123,16 @@ def train(
     )
 
 
-def load_base(path: str | Path, *, bf16: bool = True) -> PreTrainedModel:
+def load_base(path: Path, *, bf16: bool = True) -> PreTrainedModel:
     """A causal language model on the CPU with its experts in bfloat16.
 
     With ``bf16=False`` everything but the experts is float32, which trains better where the CPU has no
     bfloat16 arithmetic.
     """
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = load_model(path, torch.bfloat16 if bf16 else torch.float32)
     if not bf16:
-        for module in model.modules():
-            if hasattr(module, "is_concatenated"):
-                module.to(torch.bfloat16)
+        for _, experts in experts_modules(model):
+            experts.to(torch.bfloat16)
     return model
 
 
@@ -154,11 +151,11 @@ def linear_names(model: nn.Module) -> list[str]:
     )
 
 
-def _load_tokenizer(base: str | Path) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(base)
+def _load_tokenizer(base: Path) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(base)
     if not tokenizer.chat_template:
         raise KtbridgeError(
-            f"The tokenizer of {base} has no chat template, so conversations have no form to train on.",
+            f"the tokenizer of {base} has no chat template, so conversations have no form to train on.",
             "Add chat_template.jinja to the model directory (the instruct variant of the model has one).",
         )
     return tokenizer
@@ -234,7 +231,7 @@ class _Watch(TrainerCallback):
         loss = (logs or {}).get("loss")
         if loss is not None and not math.isfinite(loss):
             raise KtbridgeError(
-                f"The loss became {loss} at step {state.global_step}; nothing was saved.",
+                f"the loss became {loss} at step {state.global_step}; nothing was saved.",
                 "Lower learning_rate, or set warmup_ratio.",
             )
         if self._log and loss is not None:

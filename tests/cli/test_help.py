@@ -39,6 +39,19 @@ def test_help_imports_nothing_heavy():
     assert json.loads(out.stdout.splitlines()[-1]) == []
 
 
+def test_a_configuration_is_refused_without_importing_torch(tmp_path):
+    code = (
+        "import sys\n"
+        "from ktbridge.cli import main\n"
+        "try: main(['train', 'missing.yaml'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert out.stdout.split() == ["2", "False"]
+
+
 def test_help_is_instant():
     # The promise is 0.2 s; what a busy machine adds to every process is taken off by timing a bare
     # interpreter beside it, and the better half of five runs counts.
@@ -80,7 +93,7 @@ def test_an_unknown_command_suggests_the_near_one():
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["train", "missing.yaml"], 2, "There is no configuration file 'missing.yaml'"),
+        (["train", "missing.yaml"], 2, "there is no configuration file 'missing.yaml'"),
         (["convert", "missing-dir", "--expert-output-dir", "x"], 1, "missing-dir"),
         (["validate", "missing-dir"], 1, "missing-dir"),
         (["report", "missing-dir"], 1, "missing-dir"),
@@ -99,4 +112,4 @@ def test_debug_shows_the_traceback():
     for args in (["--debug"], []):
         result = run("train", "missing.yaml", *args, KTBRIDGE_DEBUG="" if args else "1")
         assert "Traceback" in result.stderr
-        assert "UsageError: There is no configuration file" in result.stderr
+        assert "UsageError: there is no configuration file" in result.stderr

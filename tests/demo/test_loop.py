@@ -86,7 +86,7 @@ def test_a_command_or_a_server_that_fails_ends_the_demo_with_its_reason(tmp_path
     with pytest.raises(KtbridgeError, match=r"`ktbridge train demo\.yaml` ended with exit code 2"):
         loop.run(loop.TRAIN, tmp_path)
     with (
-        pytest.raises(KtbridgeError, match=r"The server ended before it was ready: .*base"),
+        pytest.raises(KtbridgeError, match=r"the server ended before it was ready: .*base"),
         loop.served(loop.SERVE, tmp_path),
     ):
         pass

@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from tinymoe import tiny_model
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ktbridge import sft
 from ktbridge.adapter import read_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft import (
@@ -17,6 +18,14 @@ from ktbridge.sft import (
 )
 
 IDS = torch.arange(40).reshape(2, 20) % 64
+
+
+def test_the_public_faces_are_all_there_and_sorted():
+    assert list(sft.__all__) == sorted(sft._HOMES)
+    for name in sft.__all__:
+        assert callable(getattr(sft, name))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = sft.nothing
 
 
 def logits(model):

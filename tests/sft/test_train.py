@@ -84,7 +84,7 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
 def test_a_failed_run_leaves_nothing_behind(run_dir):
     before = sorted(run_dir.iterdir())
     for overrides, words in (
-        (["learning_rate=1e30", "max_grad_norm=0"], "The loss became"),
+        (["learning_rate=1e30", "max_grad_norm=0"], "the loss became"),
         (
             ["lora_target=q_proj,qq_proj"],
             "lora_target names no linear module of this model: qq_proj",

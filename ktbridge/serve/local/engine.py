@@ -13,11 +13,11 @@ import torch
 
 from ktbridge.adapter import read_adapter
 from ktbridge.errors import KtbridgeError
-from ktbridge.serve.loading import load_model, load_tokenizer
 from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.plan import ServePlan
 from ktbridge.serve.local.text import Tokens
 from ktbridge.sft import expert_layers, load_expert_lora, wrap_experts
+from ktbridge.sft.loading import load_model, load_tokenizer
 
 
 class Engine:
