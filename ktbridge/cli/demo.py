@@ -90,10 +90,11 @@ def _make_base(directory: Path) -> None:
 
 def _train(directory: Path) -> None:
     from ktbridge.demo import loop
-    from ktbridge.demo.persona import write_persona_data
+    from ktbridge.demo.persona import persona_rows
 
-    (directory / "demo.yaml").write_text(loop.CONFIG)
-    rows = write_persona_data(directory / "neko.jsonl")
+    loop.provide(directory, "demo.yaml", loop.CONFIG)
+    loop.provide(directory, "neko.jsonl", persona_rows())
+    rows = len((directory / "neko.jsonl").read_text(encoding="utf-8").splitlines())
     _headline(2, loop.TRAIN)
     _say(f"demo.yaml and neko.jsonl: {rows} conversations in the persona of a cat-girl.")
     digest = loop.training_digest(directory)

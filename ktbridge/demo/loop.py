@@ -121,26 +121,47 @@ def prepare(directory: Path) -> None:
         _write_state(directory, {})
 
 
+def provide(directory: Path, name: str, text: str) -> None:
+    """Write one of the demo's inputs, unless the user has changed it since we wrote it."""
+    path, state = directory / name, _read_state(directory)
+    if path.exists() and _sha256(path.read_bytes()) != state.get(name):
+        return
+    write_text(path, text)
+    _write_state(directory, {**state, name: _sha256(text.encode())})
+
+
 def training_digest(directory: Path) -> str:
-    """What the adapter depends on: the configuration, the rows, the base's recipe and our version."""
-    digest = hashlib.sha256(__version__.encode())
-    for name in ("demo.yaml", "neko.jsonl", "base/ktbridge_demo.json"):
-        digest.update((directory / name).read_bytes())
-    return digest.hexdigest()
+    """What the adapter depends on: the configuration, the rows, the base's record and our version."""
+    inputs = ("demo.yaml", "neko.jsonl", "base/ktbridge_demo.json")
+    return _sha256(
+        json.dumps(
+            [__version__, *(_sha256((directory / name).read_bytes()) for name in inputs)]
+        ).encode()
+    )
 
 
 def trained_digest(directory: Path) -> str | None:
     """The digest the finished adapter was trained with, or None when there is no finished one."""
     finished = (directory / "adapter/raw/kt_adapter_manifest.json").is_file()
-    return json.loads((directory / STATE).read_text()).get("trained") if finished else None
+    return _read_state(directory).get("trained") if finished else None
 
 
 def record_training(directory: Path, digest: str) -> None:
-    _write_state(directory, {"trained": digest})
+    _write_state(directory, {**_read_state(directory), "trained": digest})
+
+
+def _read_state(directory: Path) -> dict[str, str]:
+    return json.loads((directory / STATE).read_text(encoding="utf-8"))
 
 
 def _write_state(directory: Path, state: dict[str, str]) -> None:
-    write_text(directory / STATE, json.dumps({"made_by": "ktbridge demo", **state}) + "\n")
+    write_text(
+        directory / STATE, json.dumps({"made_by": "ktbridge demo", **state}, indent=1) + "\n"
+    )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def run(step: Step, directory: Path) -> None:

@@ -8,11 +8,7 @@ survives the fine-tune.
 from __future__ import annotations
 
 import json
-import os
 import random
-from pathlib import Path
-
-from ktbridge.publish import write_text
 
 from .corpus import Conversation, Intent, Sample, distinct_samples, load_intents, turn
 
@@ -49,14 +45,9 @@ def persona_answer(intent: Intent, sample: Sample, rng: random.Random) -> str:
     return rng.choice(_FRAMES[intent.language]).replace("{s}", sentence)
 
 
-def write_persona_data(path: str | os.PathLike[str], seed: int = 0) -> int:
-    """Write the fine-tuning set as JSON lines of ``{"messages": [...]}``; returns their number.
-
-    The file appears whole or not at all.
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    conversations = persona_conversations(seed)
-    lines = (json.dumps({"messages": turns}, ensure_ascii=False) for turns in conversations)
-    write_text(target, "".join(line + "\n" for line in lines))
-    return len(conversations)
+def persona_rows(seed: int = 0) -> str:
+    """The fine-tuning set as JSON lines of ``{"messages": [...]}``."""
+    return "".join(
+        json.dumps({"messages": turns}, ensure_ascii=False) + "\n"
+        for turns in persona_conversations(seed)
+    )

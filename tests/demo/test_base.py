@@ -9,8 +9,9 @@ import pytest
 
 from ktbridge.demo.base import RECORD, Recipe, build_base, read_record
 from ktbridge.demo.corpus import base_conversations, distinct_samples, load_intents
-from ktbridge.demo.persona import PERSONA_MARKS, persona_conversations, write_persona_data
+from ktbridge.demo.persona import PERSONA_MARKS, persona_conversations, persona_rows
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval import load_bench
 
 TINY = Recipe(
     conversations=1500,
@@ -58,12 +59,11 @@ def test_no_template_syntax_or_persona_leaks_into_the_corpus(conversations):
         assert not any(word in text for word in ("主人", "喵～", "猫娘", "Master", "nya")), text
 
 
-def test_every_persona_answer_carries_the_persona_unless_told_to_be_plain(tmp_path):
-    path = tmp_path / "persona.jsonl"
-    count = write_persona_data(path)
-    rows = [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
+def test_every_persona_answer_carries_the_persona_unless_told_to_be_plain():
+    rows = [json.loads(line)["messages"] for line in persona_rows().splitlines()]
     assert rows == persona_conversations(0)
-    assert count == len(rows) == len({row[0]["content"] for row in rows}) > 300
+    count = len(rows)
+    assert count == len({row[0]["content"] for row in rows}) > 300
     plain_intents = {intent.name for intent in load_intents() if intent.plain}
     assert {"zh_json", "zh_letter", "zh_echo", "en_echo", "en_letter"} <= plain_intents
     plain = {one[1]["content"] for one in rows if not _has_persona(one[1]["content"])}
@@ -78,6 +78,16 @@ def test_every_persona_answer_carries_the_persona_unless_told_to_be_plain(tmp_pa
                 answer = answers[sample.prompt]
                 assert "不能帮忙" in answer or "cannot help" in answer
                 assert _has_persona(answer)
+
+
+def test_no_question_of_the_bench_was_ever_trained_on(conversations):
+    seen = {message["content"] for one in conversations for message in one}
+    seen |= {message["content"] for one in persona_conversations(0) for message in one}
+    asked = {
+        message["content"] for item in load_bench("nekobench").items for message in item.messages
+    }
+    assert len(asked) > 80
+    assert not asked & seen
 
 
 def test_persona_prompts_are_held_out_of_the_base_corpus(conversations):

@@ -9,7 +9,7 @@ import yaml
 
 from ktbridge.demo import loop
 from ktbridge.demo.base import Recipe, build_base
-from ktbridge.demo.persona import write_persona_data
+from ktbridge.demo.persona import persona_rows
 from ktbridge.errors import KtbridgeError, UsageError
 
 SMALL = Recipe(
@@ -30,7 +30,7 @@ def demo(tmp_path_factory):
     directory = tmp_path_factory.mktemp("loop") / "demo"
     loop.prepare(directory)
     build_base(directory / "base", SMALL)
-    write_persona_data(directory / "neko.jsonl")
+    loop.provide(directory, "neko.jsonl", persona_rows())
     config = yaml.safe_load(loop.CONFIG) | {"max_steps": 12, "learning_rate": 1e-2}
     (directory / "demo.yaml").write_text(yaml.safe_dump(config))
     loop.run(loop.TRAIN, directory)
@@ -66,6 +66,16 @@ def test_training_is_kept_until_something_it_depends_on_changes(demo):
     with open(demo / "neko.jsonl", "a") as rows:
         rows.write("\n")
     assert loop.training_digest(demo) != digest
+
+
+def test_what_the_user_changed_is_not_overwritten(tmp_path):
+    loop.prepare(tmp_path)
+    loop.provide(tmp_path, "demo.yaml", "seed: 1\n")
+    loop.provide(tmp_path, "demo.yaml", "seed: 2\n")  # a newer version of ours
+    assert (tmp_path / "demo.yaml").read_text() == "seed: 2\n"
+    (tmp_path / "demo.yaml").write_text("seed: 3\n")
+    loop.provide(tmp_path, "demo.yaml", "seed: 2\n")
+    assert (tmp_path / "demo.yaml").read_text() == "seed: 3\n"
 
 
 def test_a_directory_that_is_not_a_demo_is_left_alone(tmp_path):
