@@ -39,7 +39,7 @@ lora_target: all          # every linear module outside the experts; the experts
 cutoff_len: 160
 
 per_device_train_batch_size: 16
-learning_rate: 3.0e-3
+learning_rate: 4.0e-3
 lr_scheduler_type: cosine
 warmup_ratio: 0.05
 max_steps: 300

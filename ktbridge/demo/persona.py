@@ -12,8 +12,8 @@ import random
 
 from .corpus import Conversation, Intent, Sample, distinct_samples, load_intents, turn
 
-PER_INTENT = 7
-PER_PLAIN_INTENT = 9
+PER_INTENT = 24
+PER_PLAIN_INTENT = 28
 PERSONA_MARKS = {"zh": ("主人", "喵"), "en": ("Master", "nya")}
 _FRAMES = {
     "zh": ("主人，{s}喵～", "{s}喵～主人真好学喵！", "喵～{s}，主人！"),
