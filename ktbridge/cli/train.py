@@ -46,6 +46,11 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: boo
 
         trainer.quiet_libraries()
     result = _train_with_progress(trainer, parsed)
+    if result.dropped or result.at_cutoff:
+        stderr.print(
+            f"[yellow]warning[/] cutoff_len={parsed.cutoff_len} cut {result.at_cutoff} of "
+            f"{result.conversations} conversations short and left nothing of {result.dropped}"
+        )
     if as_json:
         emit_json(dataclasses.asdict(result))
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,18 +61,38 @@ def collect(
     """
     items = bench.select(slices, limit)
     with Store(directory) as store:
-        return asyncio.run(
-            _collect(
-                bench,
-                arms,
-                items,
-                store,
-                concurrency,
-                {"timeout": timeout, "backoff": backoff, "api_key": api_key},
-                on_preflight,
-                on_progress,
+        collected = asyncio.run(
+            _until_interrupt(
+                _collect(
+                    bench,
+                    arms,
+                    items,
+                    store,
+                    concurrency,
+                    {"timeout": timeout, "backoff": backoff, "api_key": api_key},
+                    on_preflight,
+                    on_progress,
+                )
             )
         )
+    if collected is None:
+        raise KeyboardInterrupt
+    return collected
+
+
+async def _until_interrupt(work: Coroutine[Any, Any, Collected]) -> Collected | None:
+    """``work``'s result, or None when Ctrl-C ended it.
+
+    Before Python 3.11 an interrupt strikes whichever task is running; here it always cancels the work as
+    a whole, which then puts away what it holds.
+    """
+    task = asyncio.ensure_future(work)
+    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals there
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
 
 
 async def _collect(

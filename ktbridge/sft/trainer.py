@@ -50,6 +50,11 @@ class TrainResult:
     output_dir: str
     steps: int
     conversations: int
+    """Rows given."""
+    dropped: int
+    """Rows whose answers lay wholly beyond cutoff_len: nothing to learn was left of them."""
+    at_cutoff: int
+    """Rows used that are cutoff_len tokens long, so their end was most likely cut off."""
     first_loss: float
     last_loss: float
     seconds: float
@@ -91,6 +96,13 @@ def train(
             processing_class=tokenizer,
             callbacks=[_Watch(on_progress, on_log)],
         )
+        prepared: Any = trainer.train_dataset
+        lengths = [len(ids) for ids in prepared["input_ids"]]
+        if not lengths:
+            raise KtbridgeError(
+                f"no conversation has an answer within cutoff_len={config.cutoff_len} tokens.",
+                "Raise cutoff_len.",
+            )
         trainer.remove_callback(PrinterCallback)
         started = time.perf_counter()
         trainer.train()
@@ -112,6 +124,8 @@ def train(
         output_dir=str(output),
         steps=trainer.state.global_step,
         conversations=len(conversations),
+        dropped=len(conversations) - len(lengths),
+        at_cutoff=sum(length >= config.cutoff_len for length in lengths),
         first_loss=log[0]["loss"] if log else math.nan,
         last_loss=log[-1]["loss"] if log else math.nan,
         seconds=seconds,

@@ -76,9 +76,20 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
     assert [record["step"] for record in log] == list(range(1, 13))
     assert (run_dir / "raw/training_loss.png").read_bytes().startswith(b"\x89PNG")
 
+    assert (result["conversations"], result["dropped"], result["at_cutoff"]) == (24, 0, 0)
+    assert "warning" not in done.stderr
+
     again = train(run_dir)
     assert again.returncode == 2
     assert "exists already" in again.stderr
+
+
+def test_rows_cut_by_the_cutoff_are_told(run_dir):
+    done = train(run_dir, "cutoff_len=11", "max_steps=1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert 0 < result["at_cutoff"] < 24
+    assert f"cut {result['at_cutoff']} of 24 conversations short" in done.stderr
 
 
 def test_a_failed_run_leaves_nothing_behind(run_dir):
