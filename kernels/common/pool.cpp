@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <exception>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -15,6 +16,7 @@ namespace {
 // Phases of one layer follow each other within microseconds, so a waiting thread first spins; between
 // layers the cores belong to torch, so it soon sleeps.
 constexpr int kSpins = 2000;
+constexpr int kMostThreads = 4096;
 
 template <class Ready>
 bool spin(Ready ready) {
@@ -28,16 +30,34 @@ bool spin(Ready ready) {
 }  // namespace
 
 Pool::Pool(int threads) : owner_(getpid()) {
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  try {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  } catch (const std::exception&) {
+    const std::size_t started = workers_.size() + 1;
+    stop();  // the workers there are must end before the members they wait on do
+    throw std::invalid_argument("only " + std::to_string(started) + " of " + std::to_string(threads) +
+                                " threads could be started");
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
   }
   wake_.notify_all();
   for (std::thread& worker : workers_) worker.join();
+}
+
+void Pool::attempt(int index, int thread) {
+  try {
+    (*task_)(index, thread);
+  } catch (...) {  // out of memory, in practice; the other tasks still run, then the caller hears of it
+    std::lock_guard lock(mutex_);
+    if (!failure_) failure_ = std::current_exception();
+  }
 }
 
 void Pool::run(int count, const std::function<void(int, int)>& task) {
@@ -51,6 +71,7 @@ void Pool::run(int count, const std::function<void(int, int)>& task) {
   }
   {
     std::lock_guard lock(mutex_);
+    failure_ = nullptr;
     task_ = &task;
     count_ = count;
     next_.store(0, std::memory_order_relaxed);
@@ -60,13 +81,15 @@ void Pool::run(int count, const std::function<void(int, int)>& task) {
   wake_.notify_all();
   drain(0);
   const auto all_done = [this] { return busy_.load(std::memory_order_acquire) == 0; };
-  if (spin(all_done)) return;
-  std::unique_lock lock(mutex_);
-  done_.wait(lock, all_done);
+  if (!spin(all_done)) {
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, all_done);
+  }
+  if (failure_) std::rethrow_exception(failure_);
 }
 
 void Pool::drain(int thread) {
-  for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) (*task_)(i, thread);
+  for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) attempt(i, thread);
 }
 
 void Pool::work(int thread) {
@@ -100,14 +123,16 @@ Pool& Pool::shared(int threads) {
 }
 
 int choose_threads(int wish) {
+  if (wish < 0 || wish > kMostThreads)
+    throw std::invalid_argument("threads must be 0 (automatic) or at most " + std::to_string(kMostThreads) +
+                                ", not " + std::to_string(wish));
   if (wish > 0) return wish;
-  if (wish < 0) throw std::invalid_argument("threads must be 0 (automatic) or positive");
   if (const char* text = std::getenv("KTBRIDGE_THREADS"); text != nullptr && *text != '\0') {
     char* end = nullptr;
     const long value = std::strtol(text, &end, 10);
-    if (*end != '\0' || value < 1 || value > 4096)
-      throw std::invalid_argument(std::string("KTBRIDGE_THREADS must be a positive number, not '") + text +
-                                  "'");
+    if (*end != '\0' || value < 1 || value > kMostThreads)
+      throw std::invalid_argument(std::string("KTBRIDGE_THREADS must be a number from 1 to 4096, not '") +
+                                  text + "'");
     return static_cast<int>(value);
   }
   cpu_set_t set;

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -25,8 +26,8 @@ class Pool {
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   // Calls task(index, thread) for every index in [0, count) and returns when all are done.
-  // `thread` is in [0, threads()). Tasks must not throw. Throws std::runtime_error in a forked child,
-  // where the workers don't exist.
+  // `thread` is in [0, threads()). What a task throws is thrown here after all have ended. Throws
+  // std::runtime_error in a forked child, where the workers don't exist.
   void run(int count, const std::function<void(int index, int thread)>& task);
 
   // Held by a caller over a sequence of runs that share per-thread workspaces.
@@ -38,6 +39,8 @@ class Pool {
  private:
   void work(int thread);
   void drain(int thread);
+  void attempt(int index, int thread);
+  void stop();
 
   std::vector<std::thread> workers_;
   std::mutex guard_;
@@ -49,6 +52,7 @@ class Pool {
   std::atomic<unsigned> generation_{0};
   std::atomic<int> busy_{0};
   std::atomic<bool> stop_{false};
+  std::exception_ptr failure_;
   pid_t owner_;
 };
 

@@ -29,8 +29,10 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: boo
     parsed = load_config(config, overrides)
     if dry_run:
         from ktbridge.model import resolve_model
+        from ktbridge.sft.config import check_output_dir
         from ktbridge.sft.data import load_conversations
 
+        check_output_dir(parsed)
         rows = load_conversations(parsed.dataset, parsed.max_samples)
         resolve_model(parsed.model_name_or_path)
         report = {**dataclasses.asdict(parsed), "conversations": len(rows)}
@@ -54,10 +56,14 @@ def command(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: boo
     if as_json:
         emit_json(dataclasses.asdict(result))
         return
+    losses = (
+        ""
+        if result.last_loss is None
+        else f"; loss {result.first_loss:.3f} -> {result.last_loss:.3f}"
+    )
     console.print(
         f"{result.steps} steps on {result.conversations} conversations in {result.seconds:.0f} s "
-        f"({result.tokens_per_second:,.0f} tokens/s); loss {result.first_loss:.3f} -> "
-        f"{result.last_loss:.3f}"
+        f"({result.tokens_per_second:,.0f} tokens/s){losses}"
     )
     console.print(
         f"trained {result.expert_parameters:,} expert LoRA parameters on the {result.isa} kernels and "

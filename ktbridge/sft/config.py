@@ -6,13 +6,16 @@ Every key means something or is refused by name, and all that is wrong is said a
 from __future__ import annotations
 
 import difflib
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ktbridge.adapter.publish import why_not_writable
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 
 
@@ -43,21 +46,39 @@ def _flag(value: Any) -> bool:
 def _number(value: Any) -> float:
     # YAML 1.1 reads 1e-4 (no dot) as text; LLaMA-Factory's own examples write it so.
     try:
-        number = float(value) if not isinstance(value, bool) else None
-    except (TypeError, ValueError):
-        number = None
-    if number is None or number != number or number < 0:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise ValueError("a number that is not negative")
     return number
 
 
-def _whole(least: int) -> Callable[[Any], int]:
+def _positive(value: Any) -> float:
+    if not (number := _number(value)):
+        raise ValueError("a number above 0")
+    return number
+
+
+def _share(value: Any) -> float:
+    if not (number := _number(value)) < 1:
+        raise ValueError("a number from 0 to below 1")
+    return number
+
+
+def _whole(least: int, most: int = 2**31 - 1) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
         return value
 
     return parse
+
+
+def _steps(value: Any) -> int:
+    if value != -1:
+        return _whole(1)(value)
+    return -1
 
 
 def _one_of(*choices: str) -> Callable[[Any], str]:
@@ -69,11 +90,14 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
+SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial")
+
+
 @dataclass(frozen=True)
 class KtConfig:
     """The ``kt_config`` block: how the experts run."""
 
-    kt_num_threads: int = _option(_whole(0), 0)
+    kt_num_threads: int = _option(_whole(0, 4096), 0)
     """Kernel threads; 0 takes KTBRIDGE_THREADS, else the CPUs this process may use."""
     kt_lora_rank: int | None = _option(_whole(1), None)
     """Rank of the expert LoRA; default: lora_rank."""
@@ -95,7 +119,7 @@ class TrainConfig:
     lora_rank: int = _option(_whole(1), 8)
     lora_alpha: float | None = _option(_number, None)
     """Default: twice the rank."""
-    lora_dropout: float = _option(_number, 0.0)
+    lora_dropout: float = _option(_share, 0.0)
     """Dropout of the non-expert LoRA; the expert LoRA has none."""
     lora_target: tuple[str, ...] = _option(_texts, ("all",))
     """Module names for the non-expert LoRA, or "all": every linear module outside the experts."""
@@ -104,10 +128,11 @@ class TrainConfig:
     per_device_train_batch_size: int = _option(_whole(1), 1)
     gradient_accumulation_steps: int = _option(_whole(1), 1)
     learning_rate: float = _option(_number, 1e-4)
-    num_train_epochs: float = _option(_number, 3.0)
-    max_steps: int = _option(_whole(-1), -1)
-    lr_scheduler_type: str = _option(_text, "cosine")
-    warmup_ratio: float = _option(_number, 0.0)
+    num_train_epochs: float = _option(_positive, 3.0)
+    max_steps: int = _option(_steps, -1)
+    """Optimizer steps; -1: as many as num_train_epochs need."""
+    lr_scheduler_type: str = _option(_one_of(*SCHEDULERS), "cosine")
+    warmup_ratio: float = _option(_share, 0.0)
     weight_decay: float = _option(_number, 0.0)
     max_grad_norm: float = _option(_number, 1.0)
     logging_steps: int = _option(_whole(1), 10)
@@ -116,7 +141,8 @@ class TrainConfig:
     bf16: bool = _option(_flag, True)
     """Non-expert weights in bfloat16 (true) or float32 (false); experts are always bfloat16."""
     seed: int = _option(_whole(0), 42)
-    report_to: str = _option(_text, "none")
+    report_to: str = _option(_one_of("none", "tensorboard", "wandb"), "none")
+    """tensorboard and wandb must be installed."""
     use_kt: bool = _option(_flag, True)
     kt_config: KtConfig = field(default_factory=KtConfig)
 
@@ -163,7 +189,9 @@ def parse_config(values: Mapping[str, Any], where: str = "config") -> TrainConfi
     """Check plain values against ``TrainConfig``; see ``load_config`` for what it raises."""
     problems: list[Problem] = []
     own = {key: value for key, value in values.items() if key != "kt_config"}
-    block = values.get("kt_config") or {}
+    block = values.get("kt_config", {})
+    if block is None:  # `kt_config:` with nothing under it
+        block = {}
     if not isinstance(block, Mapping):
         problems.append(_problem(where, "kt_config", f"{block!r}", "a block of keys"))
         block = {}
@@ -219,7 +247,10 @@ def _override(values: dict[str, Any], text: str) -> None:
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise UsageError(f"{text!r} is not an override.", "Write key=value, as in lora_rank=16.")
-    parsed = yaml.safe_load(value)
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{text!r}: the value is not valid YAML.") from error
     block, dot, inner = key.partition(".")
     if dot:
         nested = values.setdefault(block, {})
@@ -232,18 +263,33 @@ def _override(values: dict[str, Any], text: str) -> None:
 
 def _resolved(config: TrainConfig, root: Path) -> TrainConfig:
     """Paths in a configuration are relative to the file, so that it runs from any directory."""
-    from dataclasses import replace
 
-    model = root / config.model_name_or_path
-    missing = [name for name in config.dataset if not (root / name).is_file()]
+    def resolve(name: str) -> Path:
+        return root / Path(name).expanduser()
+
+    model = resolve(config.model_name_or_path)
+    missing = [name for name in config.dataset if not resolve(name).is_file()]
     if missing:
         raise KtbridgeError(
-            f"there is no dataset file {str(root / missing[0])!r}.",
+            f"there is no dataset file {str(resolve(missing[0]))!r}.",
             "Give `dataset` as a path to JSON or JSONL, relative to the configuration file.",
         )
     return replace(
         config,
         model_name_or_path=str(model) if model.exists() else config.model_name_or_path,
-        dataset=tuple(str(root / name) for name in config.dataset),
-        output_dir=str(root / config.output_dir),
+        dataset=tuple(str(resolve(name)) for name in config.dataset),
+        output_dir=str(resolve(config.output_dir)),
     )
+
+
+def check_output_dir(config: TrainConfig) -> None:
+    """Refuse an output directory that could not be written, before any work is done for it."""
+    output = Path(config.output_dir)
+    reason = why_not_writable(output, config.overwrite_output_dir)
+    if reason:
+        raise UsageError(
+            f"{output} {reason[0]}.", "Give another output_dir, or overwrite_output_dir=true."
+        )
+    parent = next(path for path in output.absolute().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"nothing can be written to {parent}.", "Give another output_dir.")

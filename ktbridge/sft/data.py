@@ -11,6 +11,8 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
+MESSAGES_KEYS = ("messages", "id")
+ALPACA_KEYS = ("instruction", "input", "output", "system", "history", "id")
 SHOWN = 20
 
 
@@ -19,7 +21,8 @@ def load_conversations(
 ) -> list[list[Message]]:
     """All conversations of the files, in order, at most ``max_samples`` of them.
 
-    A row is ``{"messages": [{"role", "content"}, …]}`` or alpaca's ``{"instruction", "input", "output"}``.
+    A row is ``{"messages": [{"role", "content"}, …]}`` or alpaca's ``{"instruction", "input", "output"}``
+    with optional ``system`` and ``history``.
     Raises ``ProblemsError`` naming each row that can't be used (a row is never just dropped), and
     ``KtbridgeError`` for a file that is not JSON or holds no row.
     """
@@ -62,7 +65,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                 )
             yield from ((f"{path}: row {index}", row) for index, row in enumerate(rows, 1))
             return
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             where = f"{path}: line {number}"
             if line.strip():
                 yield where, json.loads(line)
@@ -76,19 +79,42 @@ def _conversation(row: Any) -> list[Message]:
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} instead of an object")
     if "messages" in row:
+        _only(row, MESSAGES_KEYS)
         messages = row["messages"]
     elif "instruction" in row and "output" in row:
-        parts = (row["instruction"], row.get("input"))
-        prompt = "\n".join(part for part in parts if isinstance(part, str) and part)
-        messages = [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": row["output"]},
-        ]
+        _only(row, ALPACA_KEYS)
+        messages = _alpaca(row)
     else:
         raise ValueError(f"keys {', '.join(sorted(map(str, row))) or '(none)'}")
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list with something in it")
     return [_message(message) for message in _ending_in_answer(messages)]
+
+
+def _only(row: dict[str, Any], known: tuple[str, ...]) -> None:
+    """A field that would mean something (tools, images, a second answer) is refused, not dropped."""
+    unknown = sorted(set(row) - set(known))
+    if unknown:
+        raise ValueError(f"unknown fields {', '.join(unknown)}")
+
+
+def _alpaca(row: dict[str, Any]) -> list[Any]:
+    """LLaMA-Factory's reading: system, then history's pairs, then instruction and input."""
+    parts = [row["instruction"], row.get("input") or ""]
+    history = row.get("history") or []
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError("instruction or input that is not text")
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise ValueError("history that is not a list of [question, answer]")
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for question, answer in history:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    messages.append({"role": "user", "content": "\n".join(filter(None, parts))})
+    messages.append({"role": "assistant", "content": row["output"]})
+    return messages
 
 
 def _ending_in_answer(messages: list[Any]) -> list[Any]:
@@ -104,4 +130,10 @@ def _message(message: Any) -> Message:
     content = message.get("content")
     if not isinstance(content, str) or not content:
         raise ValueError(f"an empty {message['role']} message")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"half a character (a lone surrogate) in a {message['role']} message"
+        ) from error
     return {"role": message["role"], "content": content}

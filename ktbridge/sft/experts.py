@@ -126,8 +126,17 @@ class MoELoRAExperts(nn.Module):
         """
         _check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
         lora = self.lora_parameters() if self.lora_enabled else ()
+        for name, parameter in zip(LORA_NAMES, lora, strict=False):
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+                raise UsageError(
+                    f"{name} must be float32 on the CPU, not {_describe(parameter)}.",
+                    "Convert or move the model before its experts are wrapped.",
+                )
         scale = self.lora_alpha / self.lora_rank if lora else 0.0
-        return _Experts.apply(self._layer, scale, hidden, topk_ids, topk_weights, *lora)
+        # The kernels hold addresses only, so the weights go along to outlive this module in autograd.
+        return _Experts.apply(
+            self._layer, self._weights, scale, hidden, topk_ids, topk_weights, *lora
+        )
 
     def extra_repr(self) -> str:
         return (
@@ -144,6 +153,7 @@ class _Experts(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: Any,
+        weights: tuple[torch.Tensor, ...],
         scale: float,
         hidden: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -168,7 +178,7 @@ class _Experts(torch.autograd.Function):
             keep,
         )
         if keep:
-            ctx.layer, ctx.scale, ctx.saved = layer, scale, saved
+            ctx.layer, ctx.weights, ctx.scale, ctx.saved = layer, weights, scale, saved
             ctx.save_for_backward(hidden, topk_weights, *lora)
         return out
 
@@ -190,7 +200,7 @@ class _Experts(torch.autograd.Function):
             d_weights.data_ptr(),
             _addresses(d_lora),
         )
-        return None, None, d_hidden, None, d_weights, *d_lora
+        return None, None, None, d_hidden, None, d_weights, *d_lora
 
 
 def lora_shapes(

@@ -33,7 +33,7 @@ from trl import SFTConfig, SFTTrainer
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import resolve_model
 from ktbridge.sft.checkpoint import save_raw_adapter
-from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import load_conversations
 from ktbridge.sft.inject import LAYER, expert_layers, experts_modules, wrap_experts
@@ -55,8 +55,8 @@ class TrainResult:
     """Rows whose answers lay wholly beyond cutoff_len: nothing to learn was left of them."""
     at_cutoff: int
     """Rows used that are cutoff_len tokens long, so their end was most likely cut off."""
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     seconds: float
     tokens_per_second: float
     isa: str
@@ -77,10 +77,7 @@ def train(
     children for anything a user can mend, and for a loss that is not finite.
     """
     output = Path(config.output_dir)
-    if output.exists() and not config.overwrite_output_dir:
-        raise UsageError(
-            f"{output} exists already.", "Give another output_dir or overwrite_output_dir=true."
-        )
+    check_output_dir(config)
     conversations = load_conversations(config.dataset, config.max_samples)
     base = resolve_model(config.model_name_or_path)
     set_seed(config.seed)
@@ -108,6 +105,7 @@ def train(
         trainer.train()
         seconds = time.perf_counter() - started
 
+    _refuse_nan(model)
     log = [record for record in trainer.state.log_history if "loss" in record]
     beside = {LOG_FILE: "".join(json.dumps(record) + "\n" for record in log).encode()}
     if config.plot_loss:
@@ -126,8 +124,8 @@ def train(
         conversations=len(conversations),
         dropped=len(conversations) - len(lengths),
         at_cutoff=sum(length >= config.cutoff_len for length in lengths),
-        first_loss=log[0]["loss"] if log else math.nan,
-        last_loss=log[-1]["loss"] if log else math.nan,
+        first_loss=log[0]["loss"] if log else None,
+        last_loss=log[-1]["loss"] if log else None,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         isa=next(iter(expert_layers(model).values())).isa,
@@ -135,6 +133,16 @@ def train(
         nonexpert_parameters=_count(model, ".lora_"),
         files=tuple(sorted(path.name for path in output.iterdir())),
     )
+
+
+def _refuse_nan(model: nn.Module) -> None:
+    """A divergence after the last logged loss would otherwise be saved."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+            raise KtbridgeError(
+                f"training diverged: {name} holds NaN or infinity; nothing was saved.",
+                "Lower learning_rate, or set warmup_ratio.",
+            )
 
 
 def load_base(path: Path, *, bf16: bool = True) -> PreTrainedModel:
@@ -238,6 +246,8 @@ class _Watch(TrainerCallback):
         self._progress, self._log = progress, log
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # the last loss is told whatever logging_steps is
         if self._progress:
             self._progress(state.global_step, state.max_steps)
 

@@ -1,5 +1,7 @@
 """Training configurations: LLaMA-Factory's field names, read strictly, all problems at once."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,8 +53,12 @@ def test_overrides_and_paths_relative_to_the_file(tmp_path):
     assert config.lora_target == ("q_proj", "o_proj")
     assert config.output_dir == str(tmp_path / "out")
     assert config.dataset == (str(tmp_path / "rows.jsonl"),)
+    home = load_config(tmp_path / "run.yaml", ["output_dir=~/somewhere"])
+    assert home.output_dir == str(Path("~/somewhere").expanduser())
     with pytest.raises(UsageError, match="is not an override"):
         load_config(tmp_path / "run.yaml", ["learning_rate"])
+    with pytest.raises(UsageError, match="not valid YAML"):
+        load_config(tmp_path / "run.yaml", ["lora_rank=["])
     with pytest.raises(KtbridgeError, match="no dataset file"):
         load_config(tmp_path / "run.yaml", ["dataset=other.jsonl"])
 
@@ -80,17 +86,26 @@ def test_rows_that_cant_be_used_are_named_and_none_is_dropped(tmp_path):
         '{"messages": [{"role": "user", "content": "a"}]}\n'
         '{"text": "x"}\n'
         '{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+        '{"instruction": "say", "input": 5, "output": "that"}\n'
+        '{"instruction": "say", "output": "that", "images": ["a.png"]}\n'
+        '{"instruction": "say", "output": "\\ud800"}\n'
     )
-    with pytest.raises(ProblemsError, match="3 of 5 rows") as caught:
+    with pytest.raises(ProblemsError, match="6 of 8 rows") as caught:
         load_conversations([rows])
     assert [problem.where for problem in caught.value.problems] == [
-        f"{rows}: line {number}" for number in (3, 4, 5)
+        f"{rows}: line {number}" for number in (3, 4, 5, 6, 7, 8)
     ]
     rows.write_text("\n".join(rows.read_text().splitlines()[:2]))
     assert load_conversations([rows])[1] == [
         {"role": "user", "content": "say\nthis"},
         {"role": "assistant", "content": "that"},
     ]
+    rows.write_text(
+        '{"instruction": "a\u2028b", "output": "c", "system": "s", "history": [["q", "r"]]}\n'
+    )
+    assert [(m["role"], m["content"]) for m in load_conversations([rows])[0]] == [
+        ("system", "s"), ("user", "q"), ("assistant", "r"), ("user", "a\u2028b"), ("assistant", "c")
+    ]  # fmt: skip
     rows.write_text('{"messages": \n')
     with pytest.raises(KtbridgeError, match="line 1 is not valid JSON"):
         load_conversations([rows])

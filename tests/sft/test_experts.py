@@ -207,6 +207,38 @@ def test_wrong_inputs_are_refused_in_a_sentence():
         MoELoRAExperts.from_tensors(*(w.transpose(1, 2) for w in layer._weights))
 
 
+def test_masters_in_another_dtype_are_refused_before_the_kernels_see_them():
+    layer, _ = make_layer(SHAPES[0])
+    inputs = make_inputs(SHAPES[0])
+    with pytest.raises(UsageError, match="gate_lora_a must be float32 on the CPU"):
+        layer.to(torch.bfloat16)(*inputs)
+    assert torch.isfinite(layer.to(torch.float32)(*inputs).float()).all()
+
+
+def test_the_weights_outlive_the_layer_until_backward_is_done():
+    shape = SHAPES[0]
+    hidden, ids, routing = make_inputs(shape)
+
+    def gradient(junk):
+        x = hidden.clone().requires_grad_()
+        layer, _ = make_layer(shape)
+        out = layer(x, ids, routing)
+        expected = [w.data_ptr() for w in layer._weights]
+        del layer
+        taken = [torch.full((8 * 64 * 64,), float("nan")).bfloat16() for _ in range(junk)]
+        assert not {t.data_ptr() for t in taken} & set(expected)
+        out.sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(0), gradient(20))
+
+
+@pytest.mark.parametrize("threads", [-1, 5000])
+def test_an_impossible_number_of_threads_is_refused(threads):
+    with pytest.raises(UsageError, match="threads"):
+        make_layer(SHAPES[0], threads=threads)
+
+
 def test_an_isa_can_be_forced_and_a_missing_one_is_refused():
     code = "from ktbridge import _kernels; print(_kernels.isa_default())"
 

@@ -81,7 +81,7 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
 
     again = train(run_dir)
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "raw exists" in again.stderr
 
 
 def test_rows_cut_by_the_cutoff_are_told(run_dir):
