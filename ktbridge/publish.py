@@ -104,12 +104,14 @@ class Staging:
         self._refuse_if_occupied()
         fsync_directory(self.path)
         if self.target.exists() and os.listdir(self.target):
-            old = _exchange(self.path, self.target)
-            fsync_directory(self.target.parent)
-            shutil.rmtree(old)
+            old: Path | None = _exchange(self.path, self.target)
         else:
+            old = None
             os.rename(self.path, self.target)
-            fsync_directory(self.target.parent)
+        fsync_directory(self.target.parent)
+        if old is not None:
+            # The new one is in place; what can't be removed now is the next run's to sweep up.
+            shutil.rmtree(old, ignore_errors=True)
         self._release()
 
     def discard(self) -> None:

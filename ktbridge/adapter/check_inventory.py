@@ -85,12 +85,13 @@ def _files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
         if file is not None and record.get("tensors") is not None:
             actual = fused_record(file)["tensors"]
             if record["tensors"] != actual:
-                found = f"lists {len(record['tensors'])} tensors, the file has {len(actual)}"
-                if (
-                    isinstance(record["tensors"], dict)
-                    and record["tensors"].keys() == actual.keys()
-                ):
+                listed = record["tensors"]
+                if not isinstance(listed, dict):
+                    found = "lists its tensors in an unknown form"
+                elif listed.keys() == actual.keys():
                     found = "lists other shapes or dtypes than the file has"
+                else:
+                    found = f"lists {len(listed)} tensors, the file has {len(actual)}"
                 yield problem("KTB013", f"{where}: {name}", found)
 
 

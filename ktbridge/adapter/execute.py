@@ -98,18 +98,18 @@ def convert_adapter(
 def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> ConvertReport:
     """Do what ``plan_convert`` planned."""
     started = time.perf_counter()
+    finished: list[str] = []
     try:
-        _write(plan, on_progress)
+        _write(plan, on_progress, finished)
     except OSError as error:
+        left = f"only {', '.join(finished)} is in place" if finished else "nothing was written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             need = sum(describe(output)["bytes"] for output in plan.outputs)
             raise KtbridgeError(
-                f"the disk is full: {need / 1e9:.2f} GB are needed in all, nothing was written",
+                f"the disk is full: {need / 1e9:.2f} GB are needed in all, {left}",
                 "free space, or choose output directories on another disk",
             ) from error
-        raise KtbridgeError(
-            f"writing failed: {error}", "nothing was replaced; try again"
-        ) from error
+        raise KtbridgeError(f"writing failed, {left}: {error}", "try again") from error
     return ConvertReport(
         source=str(plan.source.path),
         layout=plan.source.layout,
@@ -193,7 +193,8 @@ class _Shrunk(Exception):
     """The input became shorter than its header says."""
 
 
-def _write(plan: ConvertPlan, on_progress: OnProgress | None) -> None:
+def _write(plan: ConvertPlan, on_progress: OnProgress | None, finished: list[str]) -> None:
+    """Write all outputs; the paths of those in place are appended to ``finished``."""
     with ExitStack() as stack:
         sinks: list[_Sink] = []
         for output in plan.outputs:
@@ -221,6 +222,7 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None) -> None:
             sink.finish()
         for sink in sinks:
             sink.staging.commit()
+            finished.append(str(sink.output.path))
 
 
 def _step(copy: Copy) -> int:

@@ -26,7 +26,15 @@ _CHUNK = 1 << 22
 def read_json_object(path: Path) -> dict[str, Any]:
     """A small JSON object file; KtbridgeError in one sentence otherwise."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(
+            path.read_text(encoding="utf-8"),
+            parse_constant=str,
+            parse_int=_bounded,
+            parse_float=_finite,
+        )
+        json.dumps(
+            value, ensure_ascii=False
+        ).encode()  # half a character could not be shown or written
     except OSError as error:
         raise KtbridgeError(f"{path} can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -34,6 +42,18 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise KtbridgeError(f"{path} is not a JSON object")
     return value
+
+
+def _bounded(digits: str) -> int | str:
+    """Integers that every JSON reader has; others stay text, which no rule takes for a number."""
+    small = len(digits) <= 20 and -(2**63) <= int(digits) < 2**64
+    return int(digits) if small else digits[:20]
+
+
+def _finite(digits: str) -> float | str:
+    """Floats that neither overflow nor are so small that their reciprocal does; others stay text."""
+    value = float(digits)
+    return value if value == 0 or 1e-300 < abs(value) < 1e300 else digits[:20]
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ktbridge.publish import Staging
 
-# An adapter, the model card that the Hub adds, and what `ktbridge train` leaves beside it.
+# An adapter, and what `ktbridge train` leaves beside it. A README may be a user's own work.
 _OURS = re.compile(
-    r"adapter_config\.json|kt_adapter_manifest\.json|README\.md"
+    r"adapter_config\.json|kt_adapter_manifest\.json"
     r"|(?:adapter_model|fused_expert_lora)(?:-\d+-of-\d+)?\.safetensors"
     r"|adapter_model\.safetensors\.index\.json"
     r"|trainer_log\.jsonl|training_loss\.png"

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import resolve_model
 from ktbridge.publish import Staging
 
 from .corpus import base_conversations, corpus_files
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 RECORD = "ktbridge_demo.json"
+_OURS = re.compile(
+    rf"{re.escape(RECORD)}|chat_template\.jinja|(config|generation_config|tokenizer|tokenizer_config)\.json"
+    r"|special_tokens_map\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
 OnProgress = Callable[[int, int], None]
 
 
@@ -86,7 +93,7 @@ def build_base(
     """:func:`make_base` for any recipe."""
     target = Path(directory)
     digest = recipe.digest()
-    if read_record(target).get("hash") == digest:
+    if read_record(target).get("hash") == digest and _is_whole(target):
         return
     with Staging(target, _not_a_demo_base) as staging:
         _build_into(staging.path, recipe, digest, on_progress)
@@ -94,10 +101,25 @@ def build_base(
         staging.commit()
 
 
+def _is_whole(target: Path) -> bool:
+    """Whether the finished base is still what was written, not cut off or half deleted."""
+    try:
+        resolve_model(target)
+    except KtbridgeError:
+        return False
+    return True
+
+
 def _not_a_demo_base(target: Path) -> tuple[str, str] | None:
-    if (target / RECORD).is_file() or (target.is_dir() and not any(target.iterdir())):
-        return None
-    return "exists and is not a demo base model", "Choose another directory, or move it away."
+    names = {path.name for path in target.iterdir()} if target.is_dir() else {target.name}
+    if foreign := sorted(name for name in names if not _OURS.fullmatch(name)):
+        return (
+            f"holds {foreign[0]!r}, which is not a demo base's",
+            "Choose another directory, or move it away.",
+        )
+    if names and RECORD not in names:
+        return "exists and is not a demo base model", "Choose another directory, or move it away."
+    return None
 
 
 def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:

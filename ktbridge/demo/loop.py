@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktbridge import __version__
-from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.adapter import validate_adapter
+from ktbridge.errors import KtbridgeError, UsageError, has_errors
 from ktbridge.publish import write_text
 
 SERVED, ADAPTER = "tiny", "neko"
@@ -142,8 +143,13 @@ def training_digest(directory: Path) -> str:
 
 def trained_digest(directory: Path) -> str | None:
     """The digest the finished adapter was trained with, or None when there is no finished one."""
-    finished = (directory / "adapter/raw/kt_adapter_manifest.json").is_file()
-    return _read_state(directory).get("trained") if finished else None
+    try:
+        whole = not has_errors(
+            validate_adapter([directory / "adapter/raw"], structure_only=True).problems
+        )
+    except KtbridgeError:
+        whole = False
+    return _read_state(directory).get("trained") if whole else None
 
 
 def record_training(directory: Path, digest: str) -> None:
@@ -151,7 +157,12 @@ def record_training(directory: Path, digest: str) -> None:
 
 
 def _read_state(directory: Path) -> dict[str, str]:
-    return json.loads((directory / STATE).read_text(encoding="utf-8"))
+    """What we recorded; nothing, where the file was damaged: then everything is made again."""
+    try:
+        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 def _write_state(directory: Path, state: dict[str, str]) -> None:

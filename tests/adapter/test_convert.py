@@ -504,3 +504,26 @@ def test_a_kill_at_any_moment_leaves_old_or_new(
     assert seen[-1] == "new"
     assert set(seen) == {before, "new"}
     assert os.listdir(place) == ["m"]  # what killed runs left was swept up by later ones
+
+
+def test_a_failure_between_two_outputs_says_which_one_is_in_place(
+    make_raw: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktbridge.publish import Staging
+
+    commit, calls = Staging.commit, 0
+
+    def failing(self: Staging) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(28, "No space left on device")
+        commit(self)
+
+    monkeypatch.setattr(Staging, "commit", failing)
+    first, second = tmp_path / "e", tmp_path / "n"
+    with pytest.raises(KtbridgeError, match=rf"the disk is full: .* only {first} is in place"):
+        convert_adapter(make_raw(), expert_output_dir=first, nonexpert_output_dir=second)
+    assert config_of(first)["r"] == 4
+    assert not second.exists()
+    assert no_leftovers(tmp_path)

@@ -386,3 +386,35 @@ def test_report_is_json(serving: Callable[..., dict[str, Path]]) -> None:
     assert [adapter["layout"] for adapter in document["adapters"]] == [
         "raw", "expert", "nonexpert", "merged",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("adapter_config.json", '"lora_alpha": 8', '"lora_alpha": ' + "9" * 400),
+        ("adapter_config.json", '"lora_alpha": 8', '"lora_alpha": NaN'),
+        ("adapter_config.json", '"lora_alpha": 8', '"lora_alpha": 5e-324'),
+        ("adapter_config.json", '"r": 4', '"r": ' + "9" * 400),
+        ("adapter_config.json", '"peft_type": "LORA"', '"peft_type": "\\ud800"'),
+        ("kt_adapter_manifest.json", '"alpha": 8', '"alpha": 1e-320'),
+        ("kt_adapter_manifest.json", '"alpha": 8', '"alpha": -Infinity'),
+    ],
+)
+def test_numbers_and_text_that_break_arithmetic_are_reported(
+    make_raw: Make, file: str, old: str, new: str
+) -> None:
+    path = make_raw() / file
+    text = path.read_text()
+    assert old in text, text
+    path.write_text(text.replace(old, new))
+    report = validate_adapter([path.parent])
+    assert not report.ok
+    json.dumps(report.as_dict(), allow_nan=False, ensure_ascii=False).encode()
+
+
+def test_a_manifest_that_lists_no_table_of_tensors_is_reported(make_raw: Make) -> None:
+    path = make_raw() / "kt_adapter_manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["artifacts"]["fused_expert_lora.safetensors"]["tensors"] = 0
+    path.write_text(json.dumps(manifest))
+    assert "KTB013" in {problem.code for problem in validate_adapter([path.parent]).problems}

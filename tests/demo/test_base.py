@@ -174,3 +174,18 @@ def test_an_interrupted_build_leaves_nothing(tmp_path):
 
 def _has_persona(text: str) -> bool:
     return any(mark in text for marks in PERSONA_MARKS.values() for mark in marks)
+
+
+def test_a_damaged_base_is_made_again_and_a_users_file_is_never_deleted(tmp_path):
+    target = tmp_path / "base"
+    build_base(target, TINY)
+    shard = sorted(target.glob("*.safetensors"))[0]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:100])
+    build_base(target, TINY)
+    assert shard.read_bytes() == whole
+    (target / "my-notes.txt").write_text("keep")
+    shard.write_bytes(whole[:100])
+    with pytest.raises(KtbridgeError, match=r"holds 'my-notes\.txt'"):
+        build_base(target, TINY)
+    assert (target / "my-notes.txt").read_text() == "keep"

@@ -63,9 +63,17 @@ def test_training_is_kept_until_something_it_depends_on_changes(demo):
     assert loop.trained_digest(demo) is None
     loop.record_training(demo, digest)
     assert loop.trained_digest(demo) == digest
+    weights = demo / "adapter/raw/fused_expert_lora.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    assert loop.trained_digest(demo) is None  # cut off: to be trained again
+    weights.write_bytes(whole)
+    assert loop.trained_digest(demo) == digest
     with open(demo / "neko.jsonl", "a") as rows:
         rows.write("\n")
     assert loop.training_digest(demo) != digest
+    (demo / loop.STATE).write_text("")
+    assert loop.trained_digest(demo) is None
 
 
 def test_what_the_user_changed_is_not_overwritten(tmp_path):
