@@ -511,6 +511,7 @@ def test_a_failure_between_two_outputs_says_which_one_is_in_place(
 ) -> None:
     from ktbridge.publish import Staging
 
+    raw = make_raw()
     commit, calls = Staging.commit, 0
 
     def failing(self: Staging) -> None:
@@ -523,7 +524,7 @@ def test_a_failure_between_two_outputs_says_which_one_is_in_place(
     monkeypatch.setattr(Staging, "commit", failing)
     first, second = tmp_path / "e", tmp_path / "n"
     with pytest.raises(KtbridgeError, match=rf"the disk is full: .* only {first} is in place"):
-        convert_adapter(make_raw(), expert_output_dir=first, nonexpert_output_dir=second)
+        convert_adapter(raw, expert_output_dir=first, nonexpert_output_dir=second)
     assert config_of(first)["r"] == 4
     assert not second.exists()
     assert no_leftovers(tmp_path)
