@@ -139,5 +139,7 @@ def command(
             stderr.print("Ctrl-C ends the server.")
         console.file.flush()
 
-    stderr.print(f"loading {plan.model} ...", markup=False, soft_wrap=True)
-    serve(plan, on_ready)
+    def on_loading() -> None:
+        stderr.print(f"loading {plan.model} ...", markup=False, soft_wrap=True)
+
+    serve(plan, on_ready, on_loading)

@@ -5,10 +5,13 @@ Standard library only, so that a deploy pipeline can ask a server without more p
 
 from __future__ import annotations
 
+import http.client
+import ipaddress
 import json
 import math
 import random
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
@@ -52,9 +55,18 @@ class ServerProbe:
             )
         self._root = root if root.endswith("/v1") else f"{root}/v1"
         self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        key = (api_key or "").strip()
+        if not key.isprintable():  # said here: the library's own message would show the key
+            raise KtbridgeError(
+                "the API key holds a line break or another control character.",
+                "set KTBRIDGE_API_KEY to the key alone",
+            )
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._timeout = timeout
+        # A proxy would look for this machine's servers on its own machine.
+        handlers = [urllib.request.ProxyHandler({})] if _is_loopback(root) else []
+        self._opener = urllib.request.build_opener(*handlers)
 
     def models(self) -> list[str]:
         """The names that the server lists."""
@@ -90,9 +102,9 @@ class ServerProbe:
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._root + path, data, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+            request = urllib.request.Request(self._root + path, data, self._headers)
+            with self._opener.open(request, timeout=self._timeout) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:
@@ -100,10 +112,10 @@ class ServerProbe:
                     f"{self._root}{path} answered {error.code}: {_message(error)}",
                     "check --base-url, --model and the server's log",
                 ) from error
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = " ".join(str(getattr(error, "reason", error)).split())[:200]
             raise KtbridgeError(
-                f"{self._root}{path} cannot be asked: {reason}.",
+                f"{self._root}{path} cannot be asked: {reason or type(error).__name__}.",
                 "check that the server runs and that --base-url is its address",
             ) from error
 
@@ -114,8 +126,20 @@ class ServerProbe:
         )
 
 
+def _is_loopback(url: str) -> bool:
+    """Whether ``url`` names this machine by a loopback address; names are not looked up."""
+    try:
+        host = urllib.parse.urlsplit(url).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _message(error: urllib.error.HTTPError) -> str:
-    text = error.read(10_000).decode(errors="replace")
+    try:
+        text = error.read(10_000).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):

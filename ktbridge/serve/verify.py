@@ -2,8 +2,8 @@
 
 A served arm gives one logprob for each fixed token. It is held against references: ``base``,
 ``expert`` (expert LoRA only), ``nonexpert`` (the other half only), ``full``. A half of the adapter
-counts as applied when the served numbers lie clearly nearer the reference that has this half than the
-one that lacks it, on a separation that stands clear of the noise floor.
+counts as applied when the served numbers are those of the reference that has this half, up to noise,
+and not of the one that lacks it, on a separation that stands clear of the noise floor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ CONTENT = {
 }
 HALVES = ("expert", "nonexpert")
 CLEAR_OF_NOISE = 3.0  # a separation below this many noise floors tells nothing
-NEAR = 0.5  # applied: nearer by at least this part of the separation, and within it
+NEAR = 0.5  # nearest: nearer by at least this part of the separation, and within it
+WITHIN = 0.15  # the same as a reference: within this part of the separation, or noise
+SHARE = 0.15  # how far the share may lie from 1 (applied) or 0 (not applied)
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,20 @@ def _read_arm(
     }
     nearest = min(distances, key=lambda reference: distances[reference])
     # References nearer to each other than the noise cannot be told apart: no blame for that.
-    as_expected = distances[expected] <= distances[nearest] + max(references.noise.values())
+    is_nearest = distances[expected] <= distances[nearest] + max(references.noise.values())
+    separation, neighbour = min(
+        (mean_distance(references.logprobs[expected], logprobs), reference)
+        for reference, logprobs in references.logprobs.items()
+        if reference != expected
+    )
+    noise = max(references.noise[expected], references.noise[neighbour])
+    as_expected = is_nearest and distances[expected] <= _bound(separation, noise)
     return ArmReading(name, expected, distances, nearest, as_expected)
+
+
+def _bound(separation: float, noise: float) -> float:
+    """How far from a reference served logprobs may lie and still be that reference's."""
+    return max(CLEAR_OF_NOISE * noise, WITHIN * separation)
 
 
 def _read_half(
@@ -148,16 +162,33 @@ def _read_half(
         share = sum(m * e for m, e in zip(moved, effect, strict=True)) / power
 
     verdict: Verdict = "can't tell"
-    if separation == 0:
+    if separation == 0 or share is None:
         reason = "this half changes nothing: its B is zero"
     elif separation < CLEAR_OF_NOISE * noise:
         reason = "its effect on these prompts drowns in the noise floor"
     elif far - near >= NEAR * separation and near <= NEAR * separation:
-        verdict, reason = "applied", f"served logprobs are the {have} reference's, not {lack}'s"
+        if near <= _bound(separation, noise) and abs(share - 1) <= SHARE:
+            verdict, reason = "applied", f"served logprobs are the {have} reference's, not {lack}'s"
+        else:
+            reason = _not_quite(have, share, 1)
     elif near - far >= NEAR * separation and far <= NEAR * separation:
-        verdict, reason = "not applied", f"served logprobs are the {lack} reference's, not {have}'s"
+        if abs(share) <= SHARE:
+            verdict = "not applied"
+            reason = f"served logprobs are the {lack} reference's, not {have}'s"
+        else:
+            reason = _not_quite(lack, share, 0)
     elif min(near, far) > NEAR * separation:
-        reason = "served logprobs are far from every reference: another base, scale or template?"
+        reason = (
+            "served logprobs are far from every reference: another base, scale or template? "
+            f"(share {share:.2f})"
+        )
     else:
-        reason = "served logprobs lie between the references"
+        reason = f"served logprobs lie between the references (share {share:.2f})"
     return HalfReading(half, verdict, reason, share, near, far, separation, noise)
+
+
+def _not_quite(reference: str, share: float, right: int) -> str:
+    return (
+        f"served logprobs are near the {reference} reference's and not the same: "
+        f"another scale? (share {share:.2f}, not {right})"
+    )

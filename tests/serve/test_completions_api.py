@@ -17,6 +17,8 @@ def test_prompt_logprobs_by_echo(client):
     assert got.token_logprobs[0] is None
     assert got.top_logprobs[0] is None
     assert len(got.tokens) == len(got.token_logprobs) == len(got.text_offset)
+    for token, offset in zip(got.tokens, got.text_offset, strict=True):
+        assert token.startswith("bytes:") or whole.text.startswith(token, offset)
     for value, top in zip(got.token_logprobs[1:], got.top_logprobs[1:], strict=True):
         assert len(top) == 2
         assert value <= max(top.values()) <= 0
@@ -85,3 +87,12 @@ def test_a_prompt_may_fill_the_context_when_only_scored(client):
         model="tiny", prompt=[5] * 512, echo=True, max_tokens=0, logprobs=0
     )
     assert len(got.choices[0].logprobs.token_logprobs) == 512
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6])
+def test_a_tiny_temperature_is_greedy(client, temperature):
+    def text(value: float) -> str:
+        options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": value}
+        return client.completions.create(**options).choices[0].text
+
+    assert text(temperature) == text(0)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
+import uvicorn
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.serve.local.fingerprint import fingerprints
+from ktbridge.serve.local.launch import _Server
+from ktbridge.serve.local.plan import plan_local
 
 
 def health(server) -> dict:
@@ -55,6 +61,8 @@ def test_port_in_use_is_said_before_loading(run_cli, server, base):
     start = time.monotonic()
     refused(run_cli, 1, "already in use", "--model", str(base), "--port", str(server.port))
     assert time.monotonic() - start < 3
+    taken = run_cli("serve", "--model", str(base), "--port", str(server.port))
+    assert "loading" not in taken.stderr
 
 
 def test_missing_model(run_cli, tmp_path):
@@ -107,6 +115,37 @@ def test_served_name_with_a_colon(run_cli, base):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_public_address_needs_a_key(run_cli, base, host):
     refused(run_cli, 2, "no API key", "--model", str(base), "--host", host)
+
+
+@pytest.mark.parametrize("key", [" hush", "hush\n", "  ", "hush\nhush"])
+def test_a_key_that_no_client_could_send(base, key):
+    with pytest.raises(UsageError, match="API key") as caught:
+        plan_local(str(base), api_key=key)
+    assert "hush" not in str(caught.value)
+
+
+def test_fingerprint_sees_every_small_file(base, tmp_path):
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "a directory").mkdir()
+    seen = {fingerprints(plan_local(str(tmp_path), served_name="s"))["s"]}
+    for name in ("tokenizer.model", "merges.txt", "vocab.txt"):
+        (tmp_path / name).write_text(name)
+        seen.add(fingerprints(plan_local(str(tmp_path), served_name="s"))["s"])
+    assert len(seen) == 4
+
+
+def test_a_signal_leaves_the_queue_to_the_event_loop():
+    async def scenario() -> None:
+        closed = asyncio.Event()
+        server = _Server(uvicorn.Config(app=lambda: None), closed.set)
+        with server.capture_signals():
+            server.handle_exit(signal.SIGTERM, None)
+            assert not closed.is_set()
+            await asyncio.wait_for(closed.wait(), 5)
+        assert server.should_exit
+
+    asyncio.run(scenario())
 
 
 def test_dry_run_says_the_plan_and_hides_the_key(run_cli, base, adapter):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ktbridge.errors import UsageError
 from ktbridge.serve.local.arms import check_adapter_name, check_served_name, list_arms
 from ktbridge.serve.local.guard import allowed
-from ktbridge.serve.local.text import StopScanner, TextStream, Tokens
+from ktbridge.serve.local.text import StopScanner, TextOffsets, TextStream, Tokens
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,23 @@ def test_raw_bytes_spell_the_text(tokens):
     assert b"".join(tokens.raw(token) for token in ids) == text.encode()
     end = tokens.tokenizer.eos_token_id
     assert tokens.raw(end) == b"<|im_end|>"
+
+
+def test_offsets_are_places_in_the_text(tokens):
+    text = "今😺a"
+    ids = [tokens.tokenizer.convert_tokens_to_ids(c) for c in byte_level(text)]
+    offsets = TextOffsets(tokens, start=5)
+    assert [offsets.feed(token) for token in ids] == [5, 5, 5, 6, 6, 6, 6, 7]
+    # Bytes that never become a character are counted as the text counts them.
+    offsets, half = TextOffsets(tokens), ids[0]
+    assert [offsets.feed(half) for _ in range(100)][-1] > 0
+
+
+def byte_level(text: str) -> list[str]:
+    from ktbridge.serve.local.text import _byte_level_alphabet
+
+    of = {byte: c for c, byte in _byte_level_alphabet().items()}
+    return [of[byte] for byte in text.encode()]
 
 
 @given(

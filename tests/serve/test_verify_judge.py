@@ -51,7 +51,7 @@ def test_each_half_is_told_from_the_other(expert, nonexpert):
     assert got == {"expert": words[expert], "nonexpert": words[nonexpert]}
 
 
-@pytest.mark.parametrize("degree", [0.5, 2.0, -1.0])
+@pytest.mark.parametrize("degree", [0.5, 0.75, 0.8, 1.25, 1.41, 2.0, -1.0])
 def test_wrong_scale_is_not_applied(degree):
     references = vectors(effect=0.2, noise=0.01)
     result = judge("m", {"m": ("full", served_as(references, degree, 1, jitter=0.01))}, references)
@@ -60,6 +60,22 @@ def test_wrong_scale_is_not_applied(degree):
     assert expert.share == pytest.approx(degree, abs=0.1)
     assert nonexpert.share is not None
     assert not result.ok
+    assert not result.arms[0].as_expected
+
+
+@pytest.mark.parametrize("degree", [0.75, 0.8, 1.25, 1.41])
+def test_wrong_scale_of_everything_is_not_applied(degree):
+    references = vectors(effect=0.2, noise=0.01)
+    vector = served_as(references, degree, degree, jitter=0.01)
+    assert "applied" not in read(references, vector).values()
+    result = judge("m", {"m": ("full", vector)}, references)
+    assert all(f"share {half.share:.2f}" in half.reason for half in result.halves)
+
+
+def test_scale_is_judged_by_the_share_where_noise_is_large():
+    references = vectors(effect=0.2, noise=0.05)
+    assert set(read(references, served_as(references, 1, 1, jitter=0.05)).values()) == {"applied"}
+    assert "applied" not in read(references, served_as(references, 1.3, 1.3, jitter=0.01)).values()
 
 
 def test_effect_below_the_noise_cannot_be_told():

@@ -131,16 +131,18 @@ def create_app(
             top_logprobs=body.logprobs,
             prompt_logprobs=body.echo and body.logprobs is not None,
         )
+        echo = ""
+        if body.echo:
+            given = body.prompt
+            echo = given if isinstance(given, str) else engine.tokens.decode(given, special=True)
         reply = CompletionReply(
             arm.name,
             engine.tokens,
             logprobs=body.logprobs is not None,
             tops=bool(body.logprobs),
+            echo=echo,
+            echoed=len(prompt) if sampling.prompt_logprobs else 0,
         )
-        echo = ""
-        if body.echo:
-            given = body.prompt
-            echo = given if isinstance(given, str) else engine.tokens.decode(given, special=True)
         job = start(arm, prompt, sampling)
         if body.stream:
             opening = [reply.piece(echo, ())] if echo else []

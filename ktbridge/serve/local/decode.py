@@ -16,6 +16,7 @@ from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.text import StopScanner, TextStream, Tokens
 
 FinishReason = Literal["stop", "length"]
+GREEDY_BELOW = 1e-5  # dividing logits by less than this can overflow, and is greedy anyway
 
 
 class Model(Protocol):
@@ -147,9 +148,9 @@ class Picker:
 
     def pick(self, row: torch.Tensor) -> int:
         """``row``: logits [V] of any float dtype."""
-        if self.temperature == 0:
+        if self.temperature < GREEDY_BELOW:
             return int(row.argmax())
-        # Subtracting the maximum first keeps a tiny temperature from making inf - inf.
+        # Subtracting the maximum first keeps a small temperature from making inf - inf.
         scaled = row.float()
         probabilities = ((scaled - scaled.max()) / self.temperature).softmax(-1)
         if self.top_p < 1:

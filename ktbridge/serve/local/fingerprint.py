@@ -14,13 +14,15 @@ from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.plan import ServePlan
 
 _CHUNK = 1 << 20
+_SMALL = 64 << 20
 
 
 def fingerprints(plan: ServePlan) -> dict[str, str]:
     """Hex SHA-256 by served name, over the base and the halves of the adapter that take part.
 
-    Adapters are hashed byte by byte. A base may be hundreds of gigabytes: there every small file is
-    hashed, and of each weight file its size, its header and the first and last MiB of its data.
+    Adapters are hashed byte by byte. A base may be hundreds of gigabytes: there every small file
+    (configurations, the tokenizer in any format) is hashed, and of each weight file its size, its
+    header and the first and last MiB of its data.
     """
     base = _digest(_base_parts(plan.model))
     files: dict[Path, str] = {}
@@ -52,10 +54,13 @@ def fingerprints(plan: ServePlan) -> dict[str, str]:
 
 def _base_parts(model: Path) -> Iterable[bytes]:
     for path in sorted(model.iterdir()):
-        if path.suffix in (".json", ".jinja"):
-            yield path.name.encode()
-            yield from _chunks(path)
-        elif path.suffix == ".safetensors":
+        if path.name.startswith(".") or not path.is_file():
+            continue
+        if path.suffix != ".safetensors":
+            if path.stat().st_size <= _SMALL:
+                yield path.name.encode()
+                yield from _chunks(path)
+        else:
             with open(path, "rb") as file:
                 header = int.from_bytes(file.read(8), "little")
                 size = path.stat().st_size

@@ -50,14 +50,21 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-def serve(plan: ServePlan, on_ready: Callable[[str], None]) -> None:
+def serve(
+    plan: ServePlan,
+    on_ready: Callable[[str], None],
+    on_loading: Callable[[], None] = lambda: None,
+) -> None:
     """Serve ``plan`` until SIGINT or SIGTERM; ``on_ready(base_url)`` when requests are answered.
+
+    ``on_loading`` is called once the port is had.
 
     Raises KtbridgeError when the port is taken (before the model is loaded) or the model or an
     adapter does not load.
     """
     listener = bind(plan.host, plan.port)
     try:
+        on_loading()
         from ktbridge.serve.local.app import create_app
         from ktbridge.serve.local.engine import load_engine
         from ktbridge.serve.local.fingerprint import fingerprints
@@ -96,9 +103,11 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, give_up: Callable[[], None]) -> None:
         super().__init__(config)
         self._give_up = give_up
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        self._loop = asyncio.get_running_loop()
         wanted = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in wanted}
         try:
@@ -110,7 +119,9 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         # Answers under way end now, with an error that says why, instead of holding the exit up.
-        self._give_up()
+        # Not from here: the signal may have interrupted a holder of the queue's lock.
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._give_up)
 
 
 def _port_error(host: str, port: int, error: OSError) -> KtbridgeError:

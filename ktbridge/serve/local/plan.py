@@ -76,6 +76,11 @@ def plan_local(
     open_checkpoint(base)  # headers only: a truncated file is said now, not after loading
     served = served_name if served_name is not None else base.resolve().name
     check_served_name(served)
+    if api_key and (api_key != api_key.strip() or not api_key.isprintable()):
+        raise UsageError(
+            "the API key has spaces around it or a control character in it; no client could send it.",
+            "set KTBRIDGE_API_KEY (or --api-key) to the key alone",
+        )
     if not api_key and not is_loopback(host):
         raise UsageError(
             f"{host} can be reached from other machines and no API key is set.",

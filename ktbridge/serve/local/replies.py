@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ktbridge.serve.local.decode import Finish, TokenLogprob
-from ktbridge.serve.local.text import Tokens
+from ktbridge.serve.local.text import TextOffsets, Tokens
 
 
 def token_text(tokens: Tokens, token: int) -> str:
@@ -93,15 +93,30 @@ class ChatReply:
 
 
 class CompletionReply:
-    """Builds one answer of the older completions endpoint."""
+    """Builds one answer of the older completions endpoint.
 
-    def __init__(self, model: str, tokens: Tokens, *, logprobs: bool, tops: bool) -> None:
+    ``echo`` is the prompt's text where the answer begins with it, ``echoed`` how many of its tokens
+    come first among the entries.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokens: Tokens,
+        *,
+        logprobs: bool,
+        tops: bool,
+        echo: str = "",
+        echoed: int = 0,
+    ) -> None:
         self._head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time())}
         self._model = model
         self._tokens = tokens
         self._wants_logprobs = logprobs
         self._wants_tops = tops
-        self._offset = 0
+        self._echoed = echoed
+        self._prompt_offsets = TextOffsets(tokens, special=True)
+        self._offsets = TextOffsets(tokens, start=len(echo))
 
     def whole(
         self, text: str, entries: Sequence[TokenLogprob], finish: Finish, prompt_tokens: int
@@ -139,9 +154,10 @@ class CompletionReply:
             return None
         texts = [token_text(self._tokens, entry.token) for entry in entries]
         offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        for entry in entries:
+            source = self._prompt_offsets if self._echoed > 0 else self._offsets
+            offsets.append(source.feed(entry.token))
+            self._echoed -= 1
         tops = [
             {token_text(self._tokens, token): value for token, value in entry.top}
             if entry.logprob is not None

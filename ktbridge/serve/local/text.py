@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 UNFINISHED = "\ufffd"
+MOST_WAITING = 32  # tokens in a row without text: no character is that long
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -44,8 +45,9 @@ class TextStream:
     since the last emitted piece, because how a token reads may depend on the one before it.
     """
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, *, special: bool = False) -> None:
         self._tokens = tokens
+        self._special = special
         self._ids: list[int] = []
         self._emitted = 0  # ids whose text went out and that give context to the next
 
@@ -54,17 +56,47 @@ class TextStream:
         text = self._new_text()
         if not text or text.endswith(UNFINISHED):
             return ""
-        self._ids = self._ids[self._emitted :]
-        self._emitted = len(self._ids)
+        self._advance()
+        return text
+
+    def give_up(self) -> str:
+        """What is left, half characters as replacement characters; later tokens follow it."""
+        text = self._new_text()
+        self._advance()
         return text
 
     def flush(self) -> str:
         """What is left at the end, without the half character that never got its other half."""
         return self._new_text().rstrip(UNFINISHED)
 
+    def _advance(self) -> None:
+        self._ids = self._ids[self._emitted :]
+        self._emitted = len(self._ids)
+
     def _new_text(self) -> str:
-        before = self._tokens.decode(self._ids[: self._emitted])
-        return self._tokens.decode(self._ids)[len(before) :]
+        before = self._tokens.decode(self._ids[: self._emitted], special=self._special)
+        return self._tokens.decode(self._ids, special=self._special)[len(before) :]
+
+
+class TextOffsets:
+    """Where each token begins: the length of the text that the tokens before it completed.
+
+    Tokens that share a character therefore share its offset.
+    """
+
+    def __init__(self, tokens: Tokens, *, special: bool = False, start: int = 0) -> None:
+        self._stream = TextStream(tokens, special=special)
+        self._length = start
+        self._waiting = 0
+
+    def feed(self, token: int) -> int:
+        offset = self._length
+        text = self._stream.feed(token)
+        self._waiting = 0 if text else self._waiting + 1
+        if self._waiting > MOST_WAITING:
+            text, self._waiting = self._stream.give_up(), 0
+        self._length += len(text)
+        return offset
 
 
 class StopScanner:
