@@ -77,12 +77,18 @@ def command(
     """
     from ktbridge.cli._ui import emit_json, print_problems, stderr
     from ktbridge.cli.report import print_results
+    from ktbridge.errors import UsageError
     from ktbridge.eval import collect, load_bench, parse_arms, write_report
     from ktbridge.eval.preflight import Preflight
 
     parsed = parse_arms(arms)
     loaded = load_bench(bench)
     chosen = tuple(name.strip() for name in slices.split(",") if name.strip()) if slices else ()
+    if slices is not None and not chosen:
+        raise UsageError(
+            f"--slices {slices!r} names no slice.",
+            "choose from " + ", ".join(one.name for one in loaded.slices),
+        )
 
     def say_preflight(found: Preflight) -> None:
         print_problems(found.problems)

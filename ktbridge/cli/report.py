@@ -80,8 +80,8 @@ def print_results(results: Mapping[str, Any], directory: Path) -> None:
         console.print(
             f"{escape(name)}: "
             + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-            + f"; calls the user by the term in {parts['address_rate']:.0%} of answers, "
-            f"a tic in {parts['tic_rate']:.0%} of sentences"
+            + f"; calls the user by the term in {_share(parts['address_rate'])} of answers, "
+            f"a tic in {_share(parts['tic_rate'])} of sentences"
         )
     for pair in results["identical"]:
         if pair["share"] is not None:
@@ -93,3 +93,7 @@ def print_results(results: Mapping[str, Any], directory: Path) -> None:
     print_problems(Problem(**one) for one in results["warnings"])
     stderr.print(f"wrote {directory / 'results.json'}", soft_wrap=True, markup=False)
     stderr.print(f"wrote {directory / 'report.html'}", soft_wrap=True, markup=False)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"

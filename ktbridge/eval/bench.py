@@ -154,8 +154,11 @@ def parse_bench(files: Mapping[str, bytes]) -> Bench:
 
 def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> Any:
     try:
-        return yaml.safe_load(files[name].decode("utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        value = yaml.safe_load(files[name].decode("utf-8"))
+        # Half a character ("\ud83d") can be written in YAML, but neither sent nor stored.
+        json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
+        return value
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())
         problems.append(Problem("KTB810", "error", name, found, "YAML in UTF-8", f"edit {name}"))
         return {}
@@ -184,6 +187,8 @@ def _check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
         complain("sampling", repr(sampling), "a mapping of request fields")
     elif _OURS & set(sampling):
         complain("sampling", ", ".join(sorted(_OURS & set(sampling))), "fields that we don't set")
+    elif not _is_json(sampling):
+        complain("sampling", repr(sampling)[:80], "values that JSON can hold")
     slices = {}
     table = head.get("slices", {})
     if not isinstance(table, Mapping) or not table:
@@ -213,6 +218,12 @@ def _check_items(
         except (ValueError, RecursionError) as error:
             problems.append(
                 Problem("KTB812", "error", where, f"not JSON: {error}", "one JSON object a line")
+            )
+            continue
+        if not _is_json(row):
+            fault = "NaN, an infinity or half a character"
+            problems.append(
+                Problem("KTB813", "error", where, fault, "finite numbers and whole characters")
             )
             continue
         found = list(_item_faults(row, slices))
@@ -303,6 +314,15 @@ def _check_faults(check: Any, gold: Any) -> list[tuple[str, str]]:
     if scorer.gold is not None and not scorer.gold(gold):
         faults.append((f"gold = {gold!r}", f"a gold that {name} takes"))
     return faults
+
+
+def _is_json(value: Any) -> bool:
+    """Whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def _positive(value: Any) -> bool:

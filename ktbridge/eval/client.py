@@ -28,6 +28,8 @@ _RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
 _LONGEST_WAIT = 300.0  # seconds of Retry-After that we accept before giving up
 _TIMEOUTS = 2
+# Some servers leave the reason out (null) of a whole answer; any other reason is a failure.
+_FINISHED = {"stop", "length", None}
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 
@@ -96,6 +98,7 @@ class Client:
             entries = _read_json(raw.text)["data"]
             if not all(isinstance(one["id"], str) for one in entries):
                 raise BadReplyError("an entry without an id")
+            _refuse_surrogates(entries)
         except openai.APIStatusError as error:
             raise KtbridgeError(f"{self.url}/models answered {_status(error)}.") from None
         except openai.APIConnectionError as error:
@@ -162,6 +165,10 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
         raise BadReplyError(f"no message in it ({type(error).__name__})") from None
     if not isinstance(content, str) or not isinstance(thinking, str):
         raise BadReplyError("the content is not text")
+    _refuse_surrogates([content, thinking])
+    if not (finish is None or isinstance(finish, str)) or finish not in _FINISHED:
+        # An aborted or filtered answer says nothing of the arm: the next run asks again.
+        return Answer("http-error", detail=f"finish_reason {finish!r}", status=200)
     inline = "\n".join(part.strip() for part in _THINK.findall(content))
     text = _THINK.sub("", content)
     # Some templates open <think> in the prompt, so that only its end is in the answer.
@@ -188,6 +195,14 @@ def _read_json(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
     return value
+
+
+def _refuse_surrogates(value: Any) -> None:
+    """BadReplyError where a text holds half a character, which no file can store."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise BadReplyError("a lone surrogate, half of a character, in its text") from None
 
 
 def _status(error: openai.APIStatusError) -> str:

@@ -5,16 +5,37 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_DIGITS = re.compile(r"(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|(?<![\d.])-?\d+(?:\.\d+)?")
+_DIGITS = re.compile(
+    r"(?:(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|(?<![\d.])-?\d+(?:\.\d+)?)"
+    # A scale behind the digits (3万, 2 hundred), but not that of a unit (5千克, 3千米).
+    r"(?P<scale>\s*(?:[万亿]+|百(?!分)|千万|千(?![克米瓦卡]))|\s+(?:hundred|thousand|million)\b)?",
+    re.IGNORECASE,
+)
+_SCALES = {"百": 1e2, "千": 1e3, "万": 1e4, "千万": 1e7, "亿": 1e8, "万亿": 1e12}
+_SCALES |= {"hundred": 1e2, "thousand": 1e3, "million": 1e6}
 _DIVISIONS = {"十": 10, "百": 100, "千": 1000}
+_MYRIADS = {"亿": 10**8, "万": 10**4}
 _NUMERALS = {c: i for i, c in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
-_CHINESE = re.compile("[" + "".join(_NUMERALS) + "".join(_DIVISIONS) + "]+")
+_NUMERAL = "[" + "".join((*_NUMERALS, *_DIVISIONS, *_MYRIADS)) + "]"
+_CHINESE = re.compile(f"{_NUMERAL}+(?:点{_NUMERAL}+)?(?:分之{_NUMERAL}+)?")
 _ENGLISH_NAMES = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
-    sixteen seventeen eighteen nineteen twenty
+    sixteen seventeen eighteen nineteen
 """
-_ENGLISH = {word: value for value, word in enumerate(_ENGLISH_NAMES.split())}
-_ENGLISH_WORD = re.compile(r"\b(" + "|".join(_ENGLISH) + r")\b", re.IGNORECASE)
+_UNITS = {word: value for value, word in enumerate(_ENGLISH_NAMES.split())}
+_TENS_NAMES = "twenty thirty forty fifty sixty seventy eighty ninety"
+_TENS = {word: 10 * value for value, word in enumerate(_TENS_NAMES.split(), 2)}
+_POWERS = {"thousand": 1000, "million": 10**6}
+_WORD = "(?:" + "|".join((*_UNITS, *_TENS, "hundred", *_POWERS)) + r")\b"
+# Continuations that are known to belong to a number, although we don't add them up.
+_REST = r"(?:billion|point|half|halves|dozen|thirds?|quarters?)\b"
+_ENGLISH = re.compile(
+    rf"\b{_WORD}(?:(?:-|[ \t]+)(?:{_WORD}|{_REST})"
+    rf"|(?<=hundred)\s+and\s+{_WORD}|(?<=thousand)\s+and\s+{_WORD}"
+    r"|(?<=million)\s+and\s+" + _WORD + r"|\s+and\s+a\s+(?:half|quarter)\b)*"
+    r"(?P<ordinal>-(?:first|second|third|\w+th)s?\b)?",
+    re.IGNORECASE,
+)
 # What stands directly before the number that is meant: "= 8", "the answer is 8", "一共有8个".
 # Weaker words (有, is, are) are left out: they introduce the question's numbers just as often.
 _SAYS_SO = re.compile(
@@ -25,17 +46,65 @@ _SAYS_SO = re.compile(
 
 
 def chinese_number(text: str) -> int | None:
-    """The value of a Chinese numeral below ten thousand (十二 is 12, 三百零五 is 305)."""
-    total, digit = 0, None
+    """The value of a Chinese numeral (十二 is 12, 三百零五 is 305, 三万五 is 35000), or None."""
+    for name, size in _MYRIADS.items():
+        if name in text:
+            head, _, tail = text.rpartition(name)
+            high = chinese_number(head) if head else None
+            if not high:
+                return None
+            if len(tail) == 1 and _NUMERALS.get(tail):
+                return high * size + _NUMERALS[tail] * size // 10
+            low = chinese_number(tail) if tail else 0
+            return None if low is None or low >= size else high * size + low
+    if not set(text) & set(_DIVISIONS):
+        # Digit by digit, as years are (二〇二四); without a zero 三四 may mean "three or four".
+        if len(text) > 1 and not set(text) & {"零", "〇"}:
+            return None
+        return int("".join(str(_NUMERALS[char]) for char in text))
+    total, digit, last = 0, None, 10**4
     for char in text:
         if char in _DIVISIONS:
-            total += (1 if digit is None else digit) * _DIVISIONS[char]
-            digit = None
+            size = _DIVISIONS[char]
+            if size >= last or (digit is None and size > 10) or (digit == 0 and size > 10):
+                return None
+            total += (digit or 1) * size
+            digit, last = None, size
         elif digit is None or digit == 0:
             digit = _NUMERALS[char]
         else:
             return None
+    if digit and last >= 100 and text[-2] in _DIVISIONS:  # 三百五 is 350
+        return total + digit * last // 10
     return total + (digit or 0)
+
+
+def english_number(text: str) -> int | None:
+    """The value of an English numeral below a billion ("twenty-four", "two hundred and five")."""
+    total = part = 0
+    room = 10**9  # what is added next must be smaller
+    for word in re.findall(r"[a-z]+", text.lower()):
+        if word == "and":
+            continue
+        if word == "hundred":
+            if part >= 100:
+                return None
+            part = (part or 1) * 100
+        elif word in _POWERS:
+            if _POWERS[word] >= room:
+                return None
+            room = _POWERS[word]
+            total, part = total + (part or 1) * room, 0
+        else:
+            value = _TENS.get(word, _UNITS.get(word))
+            if value is None:
+                return None
+            if part % 100 and not (part % 10 == 0 and part % 100 >= 20 and 0 < value < 10):
+                return None
+            if value == 0 and (part or total):
+                return None
+            part += value
+    return total + part
 
 
 def find_answer_number(text: str) -> float | None:
@@ -53,15 +122,55 @@ def find_answer_number(text: str) -> float | None:
 
 
 def _digits(text: str) -> list[tuple[float, int]]:
-    return [(float(m.group().replace(",", "")), m.start()) for m in _DIGITS.finditer(text)]
+    found: list[tuple[float, int]] = []
+    scaled_end = -1
+    for match in _DIGITS.finditer(text):
+        scale = match["scale"] or ""
+        digits = match.group()[: len(match.group()) - len(scale)]
+        size = _SCALES.get(scale.strip().lower(), 1.0 if not scale else None)
+        if size is None:
+            continue
+        value = float(digits.replace(",", "")) * size
+        if match.start() == scaled_end and value >= 0:  # 3万5千
+            found[-1] = (found[-1][0] + value, found[-1][1])
+        else:
+            found.append((value, match.start()))
+        scaled_end = match.end() if scale else -1
+    return found
 
 
 def _chinese(text: str) -> list[tuple[float, int]]:
     # 一 is as often part of a word (一共, 一起, 一下, 一样) as a number; those are not values.
-    bare = re.sub("一(?=[共起下样些定直点])", "〓", text)
-    found = ((chinese_number(m.group()), m.start()) for m in _CHINESE.finditer(bare))
-    return [(float(value), start) for value, start in found if value is not None]
+    bare = re.sub(f"一(?=[共起下样些定直]|点(?!{_NUMERAL}))|万一|十分(?!之)", _blank, text)
+    found = ((_chinese_value(m.group()), m.start()) for m in _CHINESE.finditer(bare))
+    return [(value, start) for value, start in found if value is not None]
+
+
+def _blank(match: re.Match[str]) -> str:
+    return "〓" * len(match.group())
+
+
+def _chinese_value(text: str) -> float | None:
+    """The value of a numeral that may be a decimal (三点五) or a fraction (三分之一)."""
+    below, fraction, above = text.partition("分之")
+    if fraction:
+        if below == "百":  # a percentage is read like "20 %"
+            return _chinese_value(above)
+        bottom, top = _chinese_value(below), _chinese_value(above)
+        return top / bottom if top is not None and bottom else None
+    whole, point, decimals = text.partition("点")
+    value = chinese_number(whole)
+    if value is None or not point:
+        return None if value is None else float(value)
+    if not set(decimals) <= set(_NUMERALS):
+        return None
+    return float(f"{value}." + "".join(str(_NUMERALS[char]) for char in decimals))
 
 
 def _english(text: str) -> list[tuple[float, int]]:
-    return [(float(_ENGLISH[m[1].lower()]), m.start()) for m in _ENGLISH_WORD.finditer(text)]
+    found = []
+    for match in _ENGLISH.finditer(text):
+        value = None if match["ordinal"] else english_number(match.group())
+        if value is not None:
+            found.append((float(value), match.start()))
+    return found

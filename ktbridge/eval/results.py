@@ -65,7 +65,15 @@ def score_run(directory: Path) -> dict[str, Any]:
             f"{str(directory)!r} holds no answers to {bench.name} {bench.version} yet.",
             "run the same `ktbridge eval` command again; it goes on where it stopped",
         )
-    names = [arm.name for arm in arms]
+    # An arm that was never asked (a mistyped one) must not empty the comparison of the others.
+    left_out = [
+        arm.name
+        for arm in arms
+        if all(row["answers"][arm.name]["outcome"] == NOT_RUN for row in rows)
+    ]
+    names = [arm.name for arm in arms if arm.name not in left_out]
+    for row in rows:
+        row["answers"] = {name: row["answers"][name] for name in names}
     valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
     tables, contrasts = _compare(bench, names, valid)
     results: dict[str, Any] = {
@@ -73,6 +81,7 @@ def score_run(directory: Path) -> dict[str, Any]:
         "ktbridge": ktbridge.__version__,
         "bench": _bench_card(bench),
         "arms": [cards[name] for name in names],
+        "left_out": left_out,
         "asked": len(rows),
         "valid": len(valid),
         "outcomes": {name: _count_outcomes(rows, name) for name in names},
@@ -226,10 +235,15 @@ def _numbers(interval: Interval) -> dict[str, Any]:
     }
 
 
-def _persona_parts(valid: Sequence[Mapping[str, Any]], arm: str) -> dict[str, float]:
-    """Over the items valid in every arm: how often addressed, marked and out of character."""
+def _persona_parts(valid: Sequence[Mapping[str, Any]], arm: str) -> dict[str, float | None]:
+    """Over the items valid in every arm: how often addressed, marked and out of character.
+
+    None where there is no such item.
+    """
     parts = [row["answers"][arm]["persona_parts"] for row in valid]
-    count = max(1, len(parts))
+    count = len(parts)
+    if not count:
+        return dict.fromkeys(("address_rate", "tic_rate", "break_rate"))
     return {
         "address_rate": round(sum(one["address"] for one in parts) / count, 6),
         "tic_rate": round(sum(one["tic_rate"] for one in parts) / count, 6),

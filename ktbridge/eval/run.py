@@ -22,6 +22,8 @@ from ktbridge.publish import write_text
 
 RUN = "run.json"
 BENCH = "bench"
+_CARD = {"name": str, "model": str, "url": str, "server": dict, "sampling": dict}
+_CARD["fingerprint"] = str
 _SILENT = 6  # requests in a row that got no reply at all: the server is gone
 OnProgress = Callable[[int, int], None]
 
@@ -173,13 +175,29 @@ def read_run(directory: Path) -> dict[str, Any]:
     path = directory / RUN
     try:
         run = json.loads(path.read_text("utf-8"))
-        return {"arms": dict(run["arms"]), "probes": dict(run["probes"])}
+        arms, probes = dict(run["arms"]), dict(run["probes"])
+        json.dumps(run, ensure_ascii=False, allow_nan=False).encode()
     except FileNotFoundError:
         return {"arms": {}, "probes": {}}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise KtbridgeError(
             f"{str(path)!r} is not a run's description.", "use another --out directory"
         ) from None
+    sound = all(
+        isinstance(card, dict)
+        and all(isinstance(card.get(key), kind) for key, kind in _CARD.items())
+        and card["name"] == name
+        for name, card in arms.items()
+    ) and all(
+        isinstance(hashes, dict) and all(isinstance(one, str) for one in hashes.values())
+        for hashes in probes.values()
+    )
+    if not sound:
+        raise KtbridgeError(
+            f"{str(path)!r} is damaged.",
+            "delete it and run the same `ktbridge eval` command again; the answers are kept",
+        )
+    return {"arms": arms, "probes": probes}
 
 
 def _write_run(directory: Path, run: dict[str, Any], bench: Bench, preflight: Preflight) -> None:

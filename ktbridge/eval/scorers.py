@@ -8,6 +8,7 @@ the middle of a run. All of them look at the answer that a user would see, witho
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,14 +57,25 @@ def numeric(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
     return _mark(close, f"read {value:g}, gold {gold}")
 
 
+# What may follow a letter that opens an answer and is meant as the choice: "A spider" is none.
+_AFTER_LETTER = (
+    r"(?=[*\s]*(?:\Z|[.,:;!?)\]}、。，：；！？）】」～~…\u3400-\u9fff])|[* \t]*[\r\n]|\s*[-–—]\s)"
+)
+# "A" as an article: a lower-case word follows that does not speak about the letter.
+_ARTICLE = (
+    r"A\s+(?!(?:or|and|nor|but|not|is|was|are|seems|looks|would|could|can|may|must|because|since|"
+    r"as|for|if|with|by|in|at|to|on)\b)[a-z]"
+)
+
+
 def choice(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
     """The option letter that the answer settles on equals gold; an unreadable answer is 0."""
     letters = re.escape(str(check["options"]))
     # In order of trust: "the answer is B", a letter that opens the answer, one that stands alone.
     for pattern in (
-        rf"(?i:answer|答案|选)(?:\s*(?i:is)|\s*[是为选])?\s*[:：]?\s*[(（*]*([{letters}])(?![A-Za-z])",
-        rf"\A\s*[(（*]*([{letters}])(?![A-Za-z'’])",
-        rf"(?<![A-Za-z])([{letters}])(?![A-Za-z'’])",
+        rf"(?i:\banswer|答案|选)(?:\s*(?i:is)|\s*[是为选])?\s*[:：]?\s*[(（*]*([{letters}])(?![A-Za-z])",
+        rf"\A\s*[(（\[【*]*([{letters}]){_AFTER_LETTER}",
+        rf"(?<![A-Za-z])(?!{_ARTICLE})([{letters}])(?![A-Za-z'’])",
     ):
         found = set(re.findall(pattern, text))
         if len(found) == 1:
@@ -128,7 +140,18 @@ def json_object(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
         value = json.loads(fenced.group(1) if fenced else text)
     except (ValueError, RecursionError) as error:
         return 0.0, f"not JSON: {type(error).__name__}"
-    return _mark(value == check["equals"], "compared with the value asked for")
+    return _mark(_same(value, check["equals"]), "compared with the value asked for")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal as JSON: true is not 1, as it is in Python."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def language(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
@@ -188,7 +211,14 @@ def _count(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    try:
+        return (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and math.isfinite(float(value))
+        )
+    except OverflowError:
+        return False
 
 
 def _pattern(value: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import sha256
+from ktbridge.eval.client import OUTCOMES
 
 ANSWERS = "answers.jsonl"
 FAILED = "http-error"
@@ -42,7 +43,11 @@ def read_answers(directory: Path) -> dict[str, dict[str, Any]]:
         try:
             record = json.loads(line)
             key, outcome = record["key"], record["outcome"]
-        except (ValueError, KeyError, TypeError):
+            texts = [record[name] for name in ("key", "text", "thinking", "detail")]
+            if outcome not in OUTCOMES or not all(isinstance(one, str) for one in texts):
+                raise TypeError
+            "".join(texts).encode()  # half a character could not be reported
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise KtbridgeError(
                 f"{str(path)!r} is damaged at line {number}.",
                 "delete that line (its question is asked again) or use another --out",

@@ -133,7 +133,17 @@ def _slices(results: Mapping[str, Any], first: str, last: str) -> list[str]:
 
 def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
     """What a reader must know before believing the numbers."""
-    problems = []
+    problems = [
+        Problem(
+            "KTB823",
+            "warning",
+            f"arm {name}",
+            "no answer of it is stored; it is left out of the comparison",
+            "answers from every arm of the run",
+            "run the same eval again with this arm, or delete it from run.json",
+        )
+        for name in results["left_out"]
+    ]
     asked = results["asked"]
     ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
     for name, counts in results["outcomes"].items():
