@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key
+from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key, fused_key
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Entry, Tensor, TensorFile
 
@@ -170,9 +170,7 @@ class Adapter:
             data = first.file.view(first.start, pieces[-1].end)
         else:
             data = b"".join(piece.file.view(piece.start, piece.end) for piece in pieces)
-        return Tensor(
-            f"layers.{layer}.experts.{name}", first.dtype, (len(pieces), *first.shape), data
-        )
+        return Tensor(fused_key(layer, name), first.dtype, (len(pieces), *first.shape), data)
 
     def nonexpert_keys(self) -> tuple[str, ...]:
         """PEFT keys of the non-expert LoRA, sorted, each with ``base_model.model.``."""

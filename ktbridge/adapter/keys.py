@@ -126,9 +126,9 @@ def _layer_of(module: str) -> int:
     return int(match.group(1)) if match else -1
 
 
-def fused_key(layer: int, projection: str, half: str) -> str:
-    """``layers.3.experts.gate_lora_a``"""
-    return f"layers.{layer}.experts.{projection}_lora_{half.lower()}"
+def fused_key(layer: int, name: str) -> str:
+    """``layers.3.experts.gate_lora_a``, for the name ``gate_lora_a``"""
+    return f"layers.{layer}.experts.{name}"
 
 
 def expert_key(layer: int, expert: int, projection: str, half: str) -> str:

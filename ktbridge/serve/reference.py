@@ -7,7 +7,6 @@ take no part.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.serve.verify import References, mean_distance
+from ktbridge.sft.inject import LAYER, experts_modules
 from ktbridge.sft.loading import load_model
 from ktbridge.sft.tensors import to_torch
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 
@@ -108,15 +107,16 @@ def _states(model: Any, adapter: Adapter) -> Iterator[str]:
 def expert_deltas(model: Any, adapter: Adapter) -> list[Delta]:
     """Where the expert LoRA goes: gate_up_proj [E, 2I, H] (gate rows first), down_proj [E, H, I]."""
     modules: dict[int, Any] = {}
-    for name, module in model.named_modules():
-        match = LAYER.search(name)
-        if match and hasattr(module, "gate_up_proj") and hasattr(module, "is_transposed"):
+    for name, module in experts_modules(model):
+        if match := LAYER.search(name):
             modules[int(match.group(1))] = module
     deltas: list[Delta] = []
     with _collecting(adapter, "expert") as problems:
         for layer in adapter.expert_layers():
             module = modules.get(layer)
-            if module is None or module.is_transposed or not module.is_concatenated:
+            if module is None or not (
+                module.has_gate and module.is_concatenated and not module.is_transposed
+            ):
                 found = "no experts" if module is None else "experts in another layout"
                 problems.append(_problem(adapter, f"layer {layer}", f"the base has {found} there"))
                 continue

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ktbridge.adapter import Tensor, write_raw_adapter
+from ktbridge.adapter.keys import fused_key
 from ktbridge.sft.experts import LORA_NAMES
 from ktbridge.sft.inject import expert_layers
 from ktbridge.sft.tensors import from_torch
@@ -21,7 +22,7 @@ def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for index, layer in expert_layers(model).items():
         for name, parameter in zip(LORA_NAMES, layer.lora_parameters(), strict=False):
-            key = f"layers.{index}.experts.{name}"
+            key = fused_key(index, name)
             tensors[key] = from_torch(key, parameter.to(torch.bfloat16))
     return tensors
 

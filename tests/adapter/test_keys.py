@@ -20,7 +20,7 @@ segment = st.from_regex(r"[a-z][a-z0-9_]{0,11}", fullmatch=True).filter(
 @QUICK
 @given(layer=number, expert=number, projection=projection, half=half)
 def test_built_expert_keys_parse_back(layer: int, expert: int, projection: str, half: str) -> None:
-    fused = parse_key(fused_key(layer, projection, half))
+    fused = parse_key(fused_key(layer, f"{projection}_lora_{half.lower()}"))
     assert (fused.kind, fused.layer, fused.projection, fused.half) == (
         "fused",
         layer,
