@@ -7,7 +7,9 @@
 #include <array>
 #include <limits>
 
+#include "common/ceilings.h"
 #include "common/cpu.h"
+#include "common/recycler.h"
 #include "moe/layer.h"
 
 namespace py = pybind11;
@@ -16,42 +18,82 @@ namespace ktbridge {
 namespace {
 
 using Address = std::uintptr_t;
-using LoraAddresses = std::array<Address, 6>;  // gate a, b; up a, b; down a, b
+using LoraAddresses = std::array<Address, 6>;  // gate a, b; up a, b; down a, b; 0: none
 
 template <class T>
 Lora<T> lora_at(const LoraAddresses& at, int rank, float scale) {
-  const auto pair = [&](int i) {
-    return Pair<T>{reinterpret_cast<T*>(at[i]), reinterpret_cast<T*>(at[i + 1])};
-  };
-  return {pair(0), pair(2), pair(4), rank, scale};
+  Lora<T> lora;
+  for (int projection = 0; projection < kProjections; ++projection) {
+    lora.a[projection] = reinterpret_cast<T*>(at[2 * projection]);
+    lora.b[projection] = reinterpret_cast<T*>(at[2 * projection + 1]);
+  }
+  lora.rank = rank;
+  lora.scale = scale;
+  return lora;
 }
+
+Storage storage_named(const std::string& name) {
+  const std::pair<const char*, Storage> all[] = {
+      {"bf16", Storage::bf16}, {"fp8", Storage::fp8}, {"int8", Storage::int8}, {"int4", Storage::int4}};
+  for (const auto& [known, storage] : all)
+    if (name == known) return storage;
+  throw std::invalid_argument("there is no storage format '" + name + "'");
+}
+
+int log2_of(int group) {
+  if (group < 1 || (group & (group - 1)) != 0)
+    throw std::invalid_argument("a scale group of " + std::to_string(group) + " is no power of two");
+  return __builtin_ctz(group);
+}
+
+// One projection of all experts, alike but for the addresses.
+struct Weights {
+  std::vector<Address> data, scale;  // of row 0; `scale` is empty for bf16
+  std::ptrdiff_t stride = 0;         // bytes
+  std::ptrdiff_t scale_stride = 0;   // scales
+};
 
 // One layer's frozen experts and the machine that runs them.
 class Layer {
  public:
-  // Per expert, the address of row 0 of gate, up [I, H] and down [H, I]; strides in elements.
-  Layer(int hidden, int intermediate, const std::vector<Address>& gate, const std::vector<Address>& up,
-        const std::vector<Address>& down, std::array<std::ptrdiff_t, 3> strides, const std::string& isa,
-        int threads)
-      : isa_(choose_isa(isa)), machine_{gemm_for(isa_), &Pool::shared(choose_threads(threads))} {
-    if (hidden < 1 || intermediate < 1 || gate.empty() || gate.size() != up.size() ||
-        gate.size() != down.size())
+  Layer(int hidden, int intermediate, const std::string& storage, const std::array<Weights, 3>& weights,
+        bool scale_is_bf16, int row_group, int column_group, const std::string& isa, int threads)
+      : isa_(choose_isa(isa)), machine_{&kernels_for(isa_), &Pool::shared(choose_threads(threads))} {
+    const std::size_t count = weights[kGate].data.size();
+    if (hidden < 1 || intermediate < 1 || count == 0 || weights[kUp].data.size() != count ||
+        weights[kDown].data.size() != count)
       throw std::invalid_argument("every expert needs a gate, an up and a down matrix of at least 1 x 1");
     experts_.hidden = hidden;
     experts_.intermediate = intermediate;
-    for (std::size_t e = 0; e < gate.size(); ++e) {
-      const auto matrix = [&](Address at, int which, int rows, int columns) {
-        return Matrix{reinterpret_cast<const void*>(at), strides[which], rows, columns, Storage::bf16};
-      };
-      experts_.gate.push_back(matrix(gate[e], 0, intermediate, hidden));
-      experts_.up.push_back(matrix(up[e], 1, intermediate, hidden));
-      experts_.down.push_back(matrix(down[e], 2, hidden, intermediate));
+    Matrix matrix;
+    matrix.storage = storage_named(storage);
+    matrix.scale_is_bf16 = scale_is_bf16;
+    matrix.row_shift = log2_of(row_group);
+    matrix.column_shift = log2_of(column_group);
+    const bool scaled = matrix.storage != Storage::bf16;
+    if (scaled && column_group < kSteps)
+      throw std::invalid_argument("scales for groups of fewer than 32 columns are not supported");
+    for (int projection = 0; projection < kProjections; ++projection) {
+      const Weights& from = weights[projection];
+      if (scaled && from.scale.size() != count)
+        throw std::invalid_argument("every quantised matrix needs its scales");
+      matrix.rows = projection == kDown ? hidden : intermediate;
+      matrix.columns = projection == kDown ? intermediate : hidden;
+      matrix.stride = from.stride;
+      matrix.scale_stride = from.scale_stride;
+      for (std::size_t e = 0; e < count; ++e) {
+        matrix.data = reinterpret_cast<const void*>(from.data[e]);
+        matrix.scale = scaled ? reinterpret_cast<const void*>(from.scale[e]) : nullptr;
+        experts_.weight[projection].push_back(matrix);
+      }
     }
+    if (machine_.pool->nodes() > 1)
+      for (const Matrix& gate : experts_.weight[kGate])
+        experts_.node.push_back(machine_.pool->node_index(node_of_page(gate.data)));
   }
 
-  std::unique_ptr<Saved> run_forward(const LoraAddresses& lora, int rank, float scale, int tokens,
-                                     int top_k, Address hidden, Address ids, Address weights, Address out,
-                                     bool keep) const {
+  std::unique_ptr<Saved> run_forward(const LoraAddresses& lora, int rank, float scale, int tokens, int top_k,
+                                     Address hidden, Address ids, Address weights, Address out, Keep keep) const {
     if (static_cast<std::int64_t>(tokens) * top_k > std::numeric_limits<int>::max() / 2)
       throw std::invalid_argument("too many tokens in one call: " + std::to_string(tokens));
     py::gil_scoped_release release;
@@ -98,11 +140,36 @@ PYBIND11_MODULE(_kernels, m) {
   m.def(
       "threads_default", [] { return choose_threads(0); },
       "Threads that threads=0 means (KTBRIDGE_THREADS decides, if set).");
-  py::class_<Saved>(m, "Saved", "What forward keeps for backward.")
-      .def_property_readonly("bytes", &Saved::bytes);
+  m.def(
+      "measure_peak",
+      [](const std::string& isa, int threads, double seconds) {
+        const Kernels& kernels = kernels_for(choose_isa(isa));
+        py::gil_scoped_release release;
+        return measure_peak(kernels, Pool::shared(choose_threads(threads)), seconds);
+      },
+      py::arg("isa"), py::arg("threads"), py::arg("seconds"), "FLOP/s of products out of registers.");
+  m.def(
+      "measure_bandwidth",
+      [](int threads, std::size_t bytes, double seconds) {
+        py::gil_scoped_release release;
+        return measure_bandwidth(Pool::shared(choose_threads(threads)), bytes, seconds);
+      },
+      py::arg("threads"), py::arg("bytes"), py::arg("seconds"), "bytes/s of reading a buffer of that size.");
+  m.def("release_memory", &release_memory, "Gives activation memory kept for the next pass back to the system.");
+  py::enum_<Keep>(m, "Keep", "What forward keeps for backward.")
+      .value("nothing", Keep::nothing)
+      .value("recompute", Keep::recompute)
+      .value("retain", Keep::retain);
+  py::class_<Saved>(m, "Saved", "What forward kept for backward.").def_property_readonly("bytes", &Saved::bytes);
+  py::class_<Weights>(m, "Weights", "One projection of all experts.")
+      .def(py::init<std::vector<Address>, std::vector<Address>, std::ptrdiff_t, std::ptrdiff_t>(), py::arg("data"),
+           py::arg("scale"), py::arg("stride"), py::arg("scale_stride"));
   py::class_<Layer>(m, "Layer")
-      .def(py::init<int, int, const std::vector<Address>&, const std::vector<Address>&,
-                    const std::vector<Address>&, std::array<std::ptrdiff_t, 3>, const std::string&, int>())
+      .def(py::init<int, int, const std::string&, const std::array<Weights, 3>&, bool, int, int, const std::string&,
+                    int>(),
+           py::arg("hidden"), py::arg("intermediate"), py::arg("storage"), py::arg("weights"),
+           py::arg("scale_is_bf16"), py::arg("row_group"), py::arg("column_group"), py::arg("isa"),
+           py::arg("threads"))
       .def("forward", &Layer::run_forward)
       .def("backward", &Layer::run_backward)
       .def_property_readonly("isa", &Layer::isa)

@@ -8,14 +8,14 @@ namespace ktbridge {
 
 using bf16 = std::uint16_t;
 
-inline float to_float(bf16 value) {
+[[gnu::always_inline]] inline float to_float(bf16 value) {
   const std::uint32_t bits = static_cast<std::uint32_t>(value) << 16;
   float result;
   std::memcpy(&result, &bits, sizeof result);
   return result;
 }
 
-inline bf16 to_bf16(float value) {
+[[gnu::always_inline]] inline bf16 to_bf16(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   // Rounding could carry a NaN's mantissa into infinity; keep it a quiet NaN instead.

@@ -1,6 +1,8 @@
 #include "common/cpu.h"
 
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -9,7 +11,7 @@
 namespace ktbridge {
 namespace {
 
-constexpr Isa kAll[] = {Isa::scalar, Isa::avx2, Isa::avx512_bf16};
+constexpr Isa kAll[] = {Isa::scalar, Isa::avx2, Isa::avx512_bf16, Isa::amx_bf16};
 
 struct Registers {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -32,6 +34,14 @@ std::uint64_t saved_state() {
   return (static_cast<std::uint64_t>(high) << 32) | low;
 }
 
+// Linux hands out AMX's 8 KB of tile state only to processes that ask (arch_prctl, since 5.16); the
+// answer holds for all threads started later.
+bool may_use_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+
 bool runs(Isa isa) {
   const std::uint64_t state = saved_state();
   const bool ymm = (state & 0x6) == 0x6;
@@ -42,8 +52,12 @@ bool runs(Isa isa) {
       return true;
     case Isa::avx2:  // Haswell, Zen and later: AVX2 + FMA
       return ymm && bit(seven.ebx, 5) && bit(one.ecx, 12);
-    case Isa::avx512_bf16:  // Cooper Lake, Sapphire Rapids, Zen 4 and later: AVX-512 F, BW, VL, BF16
-      return zmm && bit(seven.ebx, 16) && bit(seven.ebx, 30) && bit(seven.ebx, 31) && bit(seven_one.eax, 5);
+    case Isa::avx512_bf16:  // Cooper Lake, Sapphire Rapids, Zen 4 and later: AVX-512 F, DQ, BW, VL, BF16
+      return zmm && bit(seven.ebx, 16) && bit(seven.ebx, 17) && bit(seven.ebx, 30) && bit(seven.ebx, 31) &&
+             bit(seven_one.eax, 5);
+    case Isa::amx_bf16:  // Sapphire Rapids and later: AMX tiles with BF16, beside AVX-512 BF16
+      return runs(Isa::avx512_bf16) && (state & 0x60000) == 0x60000 && bit(seven.edx, 22) &&
+             bit(seven.edx, 24) && may_use_tiles();
   }
   return false;
 }
@@ -56,6 +70,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::avx512_bf16:
       return "avx512_bf16";
+    case Isa::amx_bf16:
+      return "amx_bf16";
     default:
       return "scalar";
   }

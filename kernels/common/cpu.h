@@ -7,7 +7,7 @@
 namespace ktbridge {
 
 // In rising order of preference: the last available one is the default.
-enum class Isa { scalar, avx2, avx512_bf16 };
+enum class Isa { scalar, avx2, avx512_bf16, amx_bf16 };
 
 const char* isa_name(Isa isa);
 

@@ -1,63 +1,87 @@
-// A persistent pool of worker threads that shares out numbered tasks.
+// A persistent pool of worker threads, each pinned to its CPU.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
-#include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-#include <sys/types.h>
+#include "common/topology.h"
 
 namespace ktbridge {
 
-// One `run` at a time; the calling thread works too, so a pool of n has n - 1 workers. Tasks are
-// handed out in order from one counter. A result must therefore not depend on which thread ran a
-// task: every output element has exactly one task that writes it.
+// The thread that calls `run` is thread 0 of the pool and is never pinned: it is the user's. Where it sits
+// on a worker's CPU, that worker takes thread 0's place meanwhile. One `run` at a time, and none from
+// within a body. Workers wait for the next run spinning, for some tens of microseconds; then they sleep,
+// for the cores are torch's between our layers.
 class Pool {
  public:
-  explicit Pool(int threads);
+  // Thread i belongs on places[i]. Throws std::invalid_argument if there is no place or the system
+  // refuses that many threads.
+  explicit Pool(std::vector<Cpu> places);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return static_cast<int>(places_.size()); }
 
-  // Calls task(index, thread) for every index in [0, count) and returns when all are done.
-  // `thread` is in [0, threads()). What a task throws is thrown here after all have ended. Throws
-  // std::runtime_error in a forked child, where the workers don't exist.
-  void run(int count, const std::function<void(int index, int thread)>& task);
+  // NUMA node of a thread's place, as the kernel numbers it.
+  int node(int thread) const { return places_[thread].node; }
+  // How many distinct nodes the threads live on, and the number in [0, nodes()), by rising kernel number,
+  // that a node has among them; -1 if no thread lives there.
+  int nodes() const { return static_cast<int>(nodes_.size()); }
+  int node_index(int kernel_node) const;
+
+  // Calls body(thread) once on every thread in [0, threads()) and returns when all have ended. What the
+  // first of them to throw throws is thrown here. Throws std::runtime_error in a forked child, where the
+  // workers don't exist.
+  void run(const std::function<void(int thread)>& body);
+
+  // Shares out the indices in [0, count), in rising order, among the threads: task(index, thread). A
+  // result must not depend on which thread ran a task. Throws as `run` does; then some tasks may be
+  // missing.
+  void each(int count, const std::function<void(int index, int thread)>& task);
 
   // Held by a caller over a sequence of runs that share per-thread workspaces.
   std::mutex& guard() { return guard_; }
 
-  // The process-wide pool of that size, created on first use. It outlives its users.
+  // The process-wide pool of that size, or of the usable CPUs if they are fewer (a pool whose threads
+  // wait for each other's CPU is slower than a smaller one). Created on first use, never destroyed.
   static Pool& shared(int threads);
 
  private:
+  // A word that threads wait on; alone on its cache line, for they poll it.
+  struct alignas(64) Signal {
+    std::atomic<std::uint32_t> value{0}, sleepers{0};
+    template <class Ready>
+    void wait(Ready ready);  // returns once ready(value)
+    void wake();             // after a change of value
+  };
+
   void work(int thread);
-  void drain(int thread);
-  void attempt(int index, int thread);
+  void attempt(int thread);
   void stop();
+  void make_way();
+  void refuse_forked() const;
 
+  const std::vector<Cpu> places_;
+  std::vector<int> nodes_;
   std::vector<std::thread> workers_;
-  std::mutex guard_;
-  std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  const std::function<void(int, int)>* task_ = nullptr;
-  int count_ = 0;
-  std::atomic<int> next_{0};
-  std::atomic<unsigned> generation_{0};
-  std::atomic<int> busy_{0};
-  std::atomic<bool> stop_{false};
+  const pid_t owner_;
+  std::mutex guard_, failure_mutex_;
   std::exception_ptr failure_;
-  pid_t owner_;
+  // Plain: written before `turn_` changes and read after, or the other way about with `busy_`.
+  const std::function<void(int)>* body_ = nullptr;
+  bool stop_ = false;
+  int caller_cpu_ = -1;  // where the last run was called
+  int moved_ = 0;        // the worker that gave the caller its CPU; 0 for none
+  Signal turn_;          // counts the runs
+  Signal busy_;          // workers that have not ended the current run
 };
-
-// Threads to use for a wish: a positive wish as it is; 0 takes KTBRIDGE_THREADS if set, else the
-// number of CPUs this process may run on. Throws std::invalid_argument for nonsense.
-int choose_threads(int wish);
 
 }  // namespace ktbridge

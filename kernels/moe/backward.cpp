@@ -1,214 +1,299 @@
 // Gradients of moe/layer.h's forward. With dy = d_out[token] (not yet weighted) and w the slot's weight:
 //
 //   dh~ = dy Wd + s (dy Bd) Ad             d w = <dh~, h>          dh = w dh~
-//   dg  = dh * u * silu'(g)                du  = dh * silu(g)
+//   dg  = dh u silu'(g)                    du  = dh silu(g)
 //   dX  = dg Wg + s (dg Bg) Ag + du Wu + s (du Bu) Au,  summed over the token's slots
 //   dB  = d^T t                            dA  = (s d B)^T input,   t = s (input A^T)
 //
 // The weighted quantities enter dB and dA of down through the thin factors: (w t) and (w s dy Bd).
-#include <cmath>
+#include <mutex>
 
-#include "moe/steps.h"
+#include "moe/gate_up.h"
+#include "moe/pass.h"
+#include "moe/schedule.h"
 
 namespace ktbridge {
 namespace {
 
-// Everything between the phases of one backward pass; rows are slots.
-struct Gradients {
-  Buffer<bf16> x, dy;                    // gathered inputs and output gradients [S, outer]
-  Buffer<bf16> h, dg, du;                // [S, inner]
-  Buffer<bf16> t_dgate, t_dup, t_ddown;  // s * (d B) [S, lora_width]; t_ddown not weighted
-  Buffer<float> dweight;                 // partial <dh~, h> of each panel of I: [panels, S]
-};
+// Panels are 64 columns: 128 bytes of each row, which memory delivers as fast as whole rows.
+constexpr int kStrips = 4, kPanelTiles = 2;
 
-void inner_panel(const Machine& machine, const Experts& experts, const Lora<const float>& lora,
-                 const Saved& saved, Gradients& grads, Task task) {
-  const auto [expert, panel] = task;
-  const Routing& routing = saved.routing;
-  const int hidden = experts.hidden, rank = lora.rank, column = panel * kPanel;
-  bf16* down = thread_panel(kMain, hidden);
-  load_columns(experts.down[expert], column, down);
-  bf16* down_a = nullptr;
-  if (rank > 0) {
-    down_a = thread_panel(kLora, rank);
-    load_columns(lora_matrix(lora.down.a, expert, rank, experts.intermediate), column, down_a);
-  }
-  float* dweight = grads.dweight.data() + static_cast<std::size_t>(panel) * routing.slots();
-  for_blocks(routing, expert, [&](int slot, int rows) {
-    float dh[kBlockSize] = {};
-    machine.gemm(rows, pairs_of(hidden), grads.dy.data() + slot * saved.outer, saved.outer, down, dh,
-                 kPanel);
-    if (rank > 0)
-      machine.gemm(rows, pairs_of(rank), grads.t_ddown.data() + slot * saved.lora_width, saved.lora_width,
-                   down_a, dh, kPanel);
-    for (int m = 0; m < rows; ++m) {
-      const std::size_t at = (slot + m) * saved.inner + column;
-      const float weight = routing.weight[slot + m];
-      float dot = 0.f;
-      for (int n = 0; n < kPanel; ++n) {
-        const float g = to_float(saved.gate.data()[at + n]), u = to_float(saved.up.data()[at + n]);
-        const float sigmoid = 1.f / (1.f + std::exp(-g)), silu = g * sigmoid;
-        const float d = dh[m * kPanel + n];
-        dot += d * silu * u;
-        grads.h.data()[at + n] = to_bf16(silu * u);
-        grads.dg.data()[at + n] = to_bf16(weight * d * u * (sigmoid + silu * (1.f - sigmoid)));
-        grads.du.data()[at + n] = to_bf16(weight * d * silu);
-      }
-      dweight[slot + m] = dot;
-    }
-  });
-}
+class Backward {
+ public:
+  Backward(const Machine& machine, const Experts& experts, const LoraWeights& lora, const Saved& saved,
+           const Saved& inner, const bf16* hidden, const bf16* d_out, const LoraGradients& d_lora)
+      : kernels_(*machine.kernels),
+        experts_(experts),
+        lora_(lora),
+        sizes_(experts, lora.rank),
+        saved_(saved),
+        inner_(inner),
+        routing_(saved.routing),
+        hidden_(hidden),
+        d_out_(d_out),
+        d_lora_(d_lora),
+        d_stride_(tile_elements(2 * sizes_.inner_tiles + 2 * sizes_.rank_tiles)),
+        dx_stride_(sizes_.hidden_tiles * kSteps),
+        d_(routing_.first_strip.back() * d_stride_),
+        dx_(routing_.slots() * dx_stride_),
+        d_weight_(static_cast<std::ptrdiff_t>(sizes_.inner_tiles) * routing_.slots()),
+        thin_(tile_elements(kProjections * static_cast<std::ptrdiff_t>(routing_.first_double.back()) * sizes_.rank_strips)) {}
 
-// One panel of H of d_hidden, over all experts in rising order (as in forward's down_panel).
-void hidden_panel(const Machine& machine, const Experts& experts, const Lora<const float>& lora,
-                  const Saved& saved, const Gradients& grads, bf16* d_hidden, int panel) {
-  thread_local Buffer<float> sums;
-  const Routing& routing = saved.routing;
-  const int hidden = experts.hidden, inner = experts.intermediate, rank = lora.rank;
-  const int column = panel * kPanel;
-  const std::size_t size = static_cast<std::size_t>(routing.tokens) * kPanel;
-  float* total = sums.reserve(size);
-  std::fill_n(total, size, 0.f);
-  bf16* gate = thread_panel(kMain, inner);
-  bf16* up = thread_panel(kSecond, inner);
-  bf16* gate_a = rank > 0 ? thread_panel(kLora, rank) : nullptr;
-  bf16* up_a = rank > 0 ? thread_panel(kLoraSecond, rank) : nullptr;
-  for (int expert = 0; expert < experts.count(); ++expert) {
-    if (routing.rows(expert) == 0) continue;
-    load_columns(experts.gate[expert], column, gate);
-    load_columns(experts.up[expert], column, up);
-    if (rank > 0) {
-      load_columns(lora_matrix(lora.gate.a, expert, rank, hidden), column, gate_a);
-      load_columns(lora_matrix(lora.up.a, expert, rank, hidden), column, up_a);
-    }
-    for_blocks(routing, expert, [&](int slot, int rows) {
-      float dx[kBlockSize] = {};
-      const std::size_t at = slot * saved.inner;
-      machine.gemm(rows, pairs_of(inner), grads.dg.data() + at, saved.inner, gate, dx, kPanel);
-      machine.gemm(rows, pairs_of(inner), grads.du.data() + at, saved.inner, up, dx, kPanel);
-      if (rank > 0) {
-        const std::size_t thin = slot * saved.lora_width;
-        machine.gemm(rows, pairs_of(rank), grads.t_dgate.data() + thin, saved.lora_width, gate_a, dx,
-                     kPanel);
-        machine.gemm(rows, pairs_of(rank), grads.t_dup.data() + thin, saved.lora_width, up_a, dx, kPanel);
-      }
-      for (int m = 0; m < rows; ++m) {
-        float* target = total + static_cast<std::size_t>(routing.token[slot + m]) * kPanel;
-        for (int n = 0; n < kPanel; ++n) target[n] += dx[m * kPanel + n];
+  // One expert's panels of I: dh~, from it dg, du, partial d w, and the LoRA gradients of these columns.
+  void inner(Unit unit) {
+    const int expert = unit.expert, tiles = sizes_.hidden_tiles + sizes_.rank_tiles;
+    const std::ptrdiff_t stride = tile_elements(tiles);
+    const Strips b = pack_factor_b(kDown, sizes_.hidden, expert);
+    for_token_blocks(routing_, expert, tiles, [&](TokenBlock block) {
+      bf16* dy = workspace(kTokens, block.count * stride);
+      for (int j = 0; j < block.count; ++j)
+        kernels_.tokens_to_left(strip_tokens(routing_, expert, block.begin + j, d_out_, sizes_.hidden), dy + j * stride);
+      const Strips left{dy, stride, block.count};
+      Strips thin;
+      if (sizes_.rank > 0) thin = thin_inner(expert, block, left, b);
+
+      bf16* panel = workspace(kPanel, kStrips * stride);
+      float* result = result_blocks(kMain, block.count * kStrips);
+      bf16* h = workspace(kLocal, block.count * tile_elements(kPanelTiles));
+      for (int p = unit.begin; p < unit.end; ++p) {
+        const int column = p * kStrips * kStrip, live = std::min(kPanelTiles, sizes_.inner_tiles - p * kPanelTiles);
+        const Strips right{panel, stride, 2 * live};
+        kernels_.pack_right(experts_.weight[kDown][expert], sizes_.hidden, column, right);
+        if (sizes_.rank > 0)
+          kernels_.pack_right(factor_a(lora_, kDown, sizes_, expert), sizes_.rank, column,
+                              {panel + tile_elements(sizes_.hidden_tiles), stride, 2 * live});
+        kernels_.gemm(left, right, tiles, result, false);
+        for (int j = 0; j < block.count; ++j)
+          for (int t = 0; t < live; ++t)
+            inner_tile(expert, block.begin + j, p * kPanelTiles + t, result + (j * 2 * live + 2 * t) * kBlock,
+                       h + (j * kPanelTiles + t) * kTile);
+        if (sizes_.rank == 0) continue;
+        for (int t = 0; t < live; ++t) {
+          const int tile = p * kPanelTiles + t;
+          gradient_b(kGate, expert, block, sizes_.rank_tiles + tile, tile * kSteps);
+          gradient_b(kUp, expert, block, sizes_.rank_tiles + sizes_.inner_tiles + tile, tile * kSteps);
+          if (d_lora_.a[kDown] != nullptr) {
+            const Strips turned = over_tokens({h, tile_elements(kPanelTiles), block.count}, t);
+            add_gradient(thin, turned, block, d_lora_.a[kDown], expert, sizes_.inner, tile * kSteps, false);
+          }
+        }
       }
     });
   }
-  const int live = std::min(kPanel, hidden - column);
-  for (int t = 0; t < routing.tokens; ++t)
-    for (int n = 0; n < live; ++n)
-      d_hidden[static_cast<std::size_t>(t) * hidden + column + n] = to_bf16(total[t * kPanel + n]);
-}
 
-// target += left^T right for one expert, `left` thin: [rows, r] and `right` wide: [rows, columns].
-// The target is dA [r, columns], or dB stored as its transpose [columns, r].
-struct Outer {
-  const bf16* left;
-  const bf16* right;
-  std::size_t right_stride;
-  int columns;
-  bool weighted;  // multiply left's rows by the routing weight
-  float* target;  // [E, r, columns], or [E, columns, r] if transposed
-  bool transposed;
+  // s (dg Bg) and s (du Bu) around dg and du in the same strips, and their transposes for dA.
+  void thin_hidden(int expert) {
+    if (sizes_.rank == 0) return;
+    const int strips = sizes_.rank_strips;
+    for (Projection projection : {kGate, kUp}) {
+      const Strips right = pack_factor_b(projection, sizes_.inner, expert);
+      for_token_blocks(routing_, expert, sizes_.inner_tiles, [&](TokenBlock block) {
+        Strips d = d_strips(expert, block);
+        const bf16* row = d.data;
+        d.data += tile_elements(sizes_.rank_tiles + (projection == kUp ? sizes_.inner_tiles : 0));
+        float* t = result_blocks(kSmall, block.count * strips);
+        kernels_.gemm(d, right, sizes_.inner_tiles, t, false);
+        const std::ptrdiff_t behind = tile_elements(sizes_.rank_tiles + 2 * sizes_.inner_tiles);
+        kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr,
+                                const_cast<bf16*>(projection == kGate ? row : row + behind), d_stride_);
+        transpose_to(t, block, nullptr, from(thin_strips(thin_, routing_, sizes_, expert, projection), block));
+      });
+    }
+  }
+
+  // One expert's panels of H: dX by slots, and the LoRA gradients of these columns.
+  void outer(Unit unit) {
+    const int expert = unit.expert, tiles = 2 * sizes_.inner_tiles + 2 * sizes_.rank_tiles;
+    const std::ptrdiff_t stride = tile_elements(tiles);
+    bf16* panel = workspace(kPanel, kStrips * stride);
+    for_token_blocks(routing_, expert, tiles, [&](TokenBlock block) {
+      float* result = result_blocks(kMain, block.count * kStrips);
+      for (int p = unit.begin; p < unit.end; ++p) {
+        const int column = p * kStrips * kStrip, strips = std::min(kStrips, 2 * tiles_of(sizes_.hidden - column));
+        bf16* at = panel;
+        const auto pack = [&](const Matrix& matrix, int reduction) {
+          kernels_.pack_right(matrix, reduction, column, {at, stride, strips});
+          at += tile_elements(tiles_of(reduction));
+        };
+        pack(factor_a(lora_, kGate, sizes_, expert), sizes_.rank);
+        pack(experts_.weight[kGate][expert], sizes_.inner);
+        pack(experts_.weight[kUp][expert], sizes_.inner);
+        pack(factor_a(lora_, kUp, sizes_, expert), sizes_.rank);
+        kernels_.gemm(d_strips(expert, block), {panel, stride, strips}, tiles, result, false);
+        for (int j = 0; j < block.count; ++j) {
+          const int strip = block.begin + j;
+          for (int i = 0; i < strips; i += 2)
+            kernels_.round_rows(result + (j * strips + i) * kBlock, live_rows(routing_, expert, strip),
+                                dx_.data() + first_slot(routing_, expert, strip) * dx_stride_ + column + i * kStrip, dx_stride_);
+        }
+        if (sizes_.rank > 0) outer_gradients(expert, block, column, strips);
+      }
+    });
+  }
+
+  void combine(int unit, bf16* d_hidden, float* d_weights) {
+    sum_slots(kernels_, routing_, dx_.data(), dx_stride_, sizes_.hidden, d_hidden, unit);
+    const int end = std::min(routing_.tokens, (unit + 1) * kTokensAtOnce) * routing_.top_k;
+    for (int source = unit * kTokensAtOnce * routing_.top_k; source < end; ++source) {
+      const float* part = d_weight_.data() + routing_.slot_of[source];
+      float total = 0.f;
+      for (int tile = 0; tile < sizes_.inner_tiles; ++tile) total += part[static_cast<std::ptrdiff_t>(tile) * routing_.slots()];
+      d_weights[source] = total;
+    }
+  }
+
+  int inner_panels() const { return ceil_div(sizes_.inner, kStrips * kStrip); }
+  int outer_panels() const { return ceil_div(sizes_.hidden, kStrips * kStrip); }
+
+ private:
+  // dg and du of one block of tokens: left strips [s dg Bg][dg][du][s du Bu].
+  Strips d_strips(int expert, TokenBlock block) const {
+    return {d_.data() + (routing_.first_strip[expert] + block.begin) * d_stride_, d_stride_, block.count};
+  }
+
+  // B as right strips: r is its width, and the reduction runs down its rows.
+  Strips pack_factor_b(Projection projection, int rows, int expert) const {
+    const std::ptrdiff_t stride = tile_elements(tiles_of(rows));
+    const Strips right{workspace(kFactor, sizes_.rank_strips * stride), stride, sizes_.rank_strips};
+    if (sizes_.rank > 0) kernels_.pack_right(factor_b(lora_, projection, sizes_, expert), rows, 0, right);
+    return right;
+  }
+
+  // s (dy Bd) behind dy in the same strips; returns w s (dy Bd) transposed.
+  Strips thin_inner(int expert, TokenBlock block, Strips dy, Strips b) const {
+    const int strips = sizes_.rank_strips;
+    float* t = result_blocks(kSmall, block.count * strips);
+    kernels_.gemm(dy, b, sizes_.hidden_tiles, t, false);
+    kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr, writable(dy) + tile_elements(sizes_.hidden_tiles), dy.stride);
+    const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
+    const Strips turned{workspace(kThin, strips * stride), stride, strips};
+    float* weights = result_blocks(kWeights, block.count);
+    for (int i = 0; i < block.count; ++i) strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);
+    transpose_to(t, block, weights, turned);
+    return turned;
+  }
+
+  // t [token strips][strips of r] -> left strips over tokens, times s and the tokens' weights (or null).
+  void transpose_to(const float* t, TokenBlock block, const float* weights, Strips target) const {
+    float* turned = result_blocks(kTurned, block.count * sizes_.rank_strips);
+    kernels_.transpose_blocks(t, block.count, sizes_.rank_strips, turned);
+    kernels_.blocks_to_left(turned, sizes_.rank_strips, block.count, lora_.scale, weights, writable(target), target.stride);
+  }
+
+  // One strip of tokens, one tile of I: everything that follows from dh~.
+  void inner_tile(int expert, int strip, int tile, const float* result, bf16* h) {
+    const std::ptrdiff_t row = routing_.first_strip[expert] + strip;
+    const std::ptrdiff_t kept = tile_elements(row * sizes_.inner_tiles + tile);
+    bf16* d = d_.data() + row * d_stride_ + tile_elements(sizes_.rank_tiles + tile);
+    float weight[kStrip], d_weight[kStrip];
+    strip_weights(routing_, expert, strip, weight);
+    kernels_.inner_gradients({result, inner_.gate.data() + kept, inner_.up.data() + kept, weight, d,
+                              d + tile_elements(sizes_.inner_tiles), h, d_weight});
+    float* part = d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing_.slots() + first_slot(routing_, expert, strip);
+    std::copy_n(d_weight, live_rows(routing_, expert, strip), part);
+  }
+
+  // target += thin^T right for one block of tokens; target is [r, columns], or its transpose.
+  void add_gradient(Strips thin, Strips right, TokenBlock block, float* tensor, int expert, int columns, int column,
+                    bool transposed) const {
+    float* sums = result_blocks(kSmall, thin.count * right.count);
+    kernels_.gemm(thin, right, ceil_div(block.count, 2), sums, false);
+    kernels_.add_blocks(sums, thin.count, right.count,
+                        tensor + static_cast<std::ptrdiff_t>(expert) * sizes_.rank * columns, sizes_.rank, columns,
+                        column, transposed);
+  }
+
+  // dB of gate or up for one tile of I, from tile `tile` of the d strips.
+  void gradient_b(Projection projection, int expert, TokenBlock block, int tile, int column) const {
+    if (d_lora_.b[projection] == nullptr) return;
+    const Strips turned = over_tokens(d_strips(expert, block), tile);
+    add_gradient(from(thin_strips(saved_.thin, routing_, sizes_, expert, projection), block), turned, block,
+                 d_lora_.b[projection], expert, sizes_.inner, column, true);
+  }
+
+  // dA of gate and up, and dB of down, for the columns of H at `column`.
+  void outer_gradients(int expert, TokenBlock block, int column, int strips) const {
+    const int begin = block.begin * kStrip, count = std::min(block.count * kStrip, routing_.rows(expert) - begin);
+    const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
+    const Strips right{workspace(kGradient, strips * stride), stride, strips};
+    const auto pack = [&](const bf16* source) {
+      kernels_.token_pairs_to_right({source, sizes_.hidden, routing_.token.data() + routing_.first[expert] + begin, count, sizes_.hidden},
+                                    column, right);
+    };
+    const auto add = [&](const Buffer<bf16>& thin, Projection projection, float* tensor, bool transposed) {
+      if (tensor != nullptr)
+        add_gradient(from(thin_strips(thin, routing_, sizes_, expert, projection), block), right, block, tensor, expert,
+                     sizes_.hidden, column, transposed);
+    };
+    pack(hidden_);
+    add(thin_, kGate, d_lora_.a[kGate], false);
+    add(thin_, kUp, d_lora_.a[kUp], false);
+    pack(d_out_);
+    add(saved_.thin, kDown, d_lora_.b[kDown], true);
+  }
+
+  Strips over_tokens(Strips left, int tile) const {
+    const std::ptrdiff_t stride = tile_elements(ceil_div(left.count, 2));
+    const Strips right{workspace(kGradient, 2 * stride), stride, 2};
+    kernels_.tiles_to_right(left, tile, right);
+    return right;
+  }
+
+  static Strips from(Strips thin, TokenBlock block) {
+    thin.data += tile_elements(block.begin / 2);
+    return thin;
+  }
+
+  const Kernels& kernels_;
+  const Experts& experts_;
+  const LoraWeights& lora_;
+  const Sizes sizes_;
+  const Saved& saved_;  // routing and thin products
+  const Saved& inner_;  // g and u
+  const Routing& routing_;
+  const bf16 *hidden_, *d_out_;
+  const LoraGradients& d_lora_;
+  const std::ptrdiff_t d_stride_, dx_stride_;
+  Buffer<bf16> d_;           // see d_strips
+  Buffer<bf16> dx_;          // dX by slots
+  Buffer<float> d_weight_;   // partial d w: [tiles of I, slots]
+  Buffer<bf16> thin_;        // (s dg Bg)^T and (s du Bu)^T, as Saved::thin
 };
 
-void outer_product(const Machine& machine, const Saved& saved, const Outer& outer, int rank, int expert) {
-  thread_local Buffer<bf16> transposed_left;
-  const Routing& routing = saved.routing;
-  const int first = routing.first[expert], rows = routing.rows(expert);
-  const std::size_t stride = round_up(rows, 2);
-  bf16* left = transposed_left.reserve(rank * stride);
-  for (int k = 0; k < rank; ++k) {
-    for (int m = 0; m < rows; ++m) {
-      const bf16 value = outer.left[(first + m) * saved.lora_width + k];
-      left[k * stride + m] = outer.weighted ? to_bf16(routing.weight[first + m] * to_float(value)) : value;
-    }
-    if (rows % 2 != 0) left[k * stride + rows] = 0;
-  }
-  const Matrix right{outer.right + first * outer.right_stride,
-                     static_cast<std::ptrdiff_t>(outer.right_stride), rows, outer.columns};
-  bf16* panel = thread_panel(kMain, rows);
-  float* target = outer.target + static_cast<std::size_t>(expert) * rank * outer.columns;
-  for (int column = 0; column < outer.columns; column += kPanel) {
-    load_columns(right, column, panel);
-    const int live = std::min(kPanel, outer.columns - column);
-    for (int k = 0; k < rank; k += kRowBlock) {
-      const int count = std::min(kRowBlock, rank - k);
-      float sums[kBlockSize] = {};
-      machine.gemm(count, pairs_of(rows), left + k * stride, stride, panel, sums, kPanel);
-      for (int m = 0; m < count; ++m)
-        for (int n = 0; n < live; ++n)
-          target[outer.transposed ? static_cast<std::size_t>(column + n) * rank + k + m
-                                  : static_cast<std::size_t>(k + m) * outer.columns + column + n] +=
-              sums[m * kPanel + n];
-    }
-  }
-}
-
-void lora_gradients(const Machine& machine, const Experts& experts, const Saved& saved,
-                    const Gradients& grads, const Lora<float>& d_lora, int rank) {
-  const int hidden = experts.hidden, inner = experts.intermediate;
-  const Outer outers[] = {
-      {grads.t_dgate.data(), grads.x.data(), saved.outer, hidden, false, d_lora.gate.a, false},
-      {saved.t_gate.data(), grads.dg.data(), saved.inner, inner, false, d_lora.gate.b, true},
-      {grads.t_dup.data(), grads.x.data(), saved.outer, hidden, false, d_lora.up.a, false},
-      {saved.t_up.data(), grads.du.data(), saved.inner, inner, false, d_lora.up.b, true},
-      {grads.t_ddown.data(), grads.h.data(), saved.inner, inner, true, d_lora.down.a, false},
-      {saved.t_down.data(), grads.dy.data(), saved.outer, hidden, true, d_lora.down.b, true},
-  };
-  const std::vector<Task> tasks = tasks_of(saved.routing, static_cast<int>(std::size(outers)));
-  machine.pool->run(static_cast<int>(tasks.size()), [&](int index, int) {
-    outer_product(machine, saved, outers[tasks[index].panel], rank, tasks[index].expert);
-  });
+// g and u again, where forward didn't keep them.
+std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts, const LoraWeights& lora,
+                                  const Saved& saved, const bf16* hidden) {
+  if (saved.keep == Keep::retain) return nullptr;
+  auto again = std::make_unique<Saved>();
+  again->routing = saved.routing;
+  again->keep = Keep::retain;
+  const Sizes sizes(experts, lora.rank);
+  reserve_inner(*again, sizes);
+  if (lora.rank > 0) reserve_thin(*again, sizes);
+  const GateUp gate_up{*machine.kernels, experts, lora, sizes, again->routing, hidden};
+  Work work;
+  work.first_panels = sizes.inner_tiles;
+  work.first = [&](Unit unit) { gate_up.run(unit, {nullptr, 0, again.get()}); };
+  run_work(machine, experts, again->routing, work);
+  return again;
 }
 
 }  // namespace
 
-void backward(const Machine& machine, const Experts& experts, const Lora<const float>& lora,
-              const Saved& saved, const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights,
-              const Lora<float>& d_lora) {
-  const Routing& routing = saved.routing;
-  const std::size_t slots = routing.slots();
-  const int rank = lora.rank, inner_panels = panels_of(experts.intermediate);
+void backward(const Machine& machine, const Experts& experts, const LoraWeights& lora, const Saved& saved,
+              const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights, const LoraGradients& d_lora) {
   std::lock_guard lock(machine.pool->guard());
-
-  Gradients grads;
-  grads.dy = gather(*machine.pool, routing, d_out, experts.hidden, saved.outer);
-  for (Buffer<bf16>* wide : {&grads.h, &grads.dg, &grads.du}) wide->reset(slots * saved.inner);
-  grads.dweight.reset(slots * inner_panels);
-  if (rank > 0) {
-    grads.x = gather(*machine.pool, routing, hidden, experts.hidden, saved.outer);
-    for (Buffer<bf16>* thin : {&grads.t_dgate, &grads.t_dup, &grads.t_ddown})
-      thin->reset(slots * saved.lora_width);
-    run_thin(machine, routing,
-             {{grads.dy.data(), saved.outer, experts.hidden, lora.down.b, false, grads.t_ddown.data()}},
-             rank, lora.scale, saved.lora_width);
-  }
-
-  const std::vector<Task> tasks = tasks_of(routing, inner_panels);
-  machine.pool->run(static_cast<int>(tasks.size()), [&](int index, int) {
-    inner_panel(machine, experts, lora, saved, grads, tasks[index]);
-  });
-  for (std::size_t slot = 0; slot < slots; ++slot) {
-    float sum = 0.f;
-    for (int panel = 0; panel < inner_panels; ++panel) sum += grads.dweight.data()[panel * slots + slot];
-    d_weights[routing.source[slot]] = sum;
-  }
-
-  if (rank > 0)
-    run_thin(
-        machine, routing,
-        {{grads.dg.data(), saved.inner, experts.intermediate, lora.gate.b, false, grads.t_dgate.data()},
-         {grads.du.data(), saved.inner, experts.intermediate, lora.up.b, false, grads.t_dup.data()}},
-        rank, lora.scale, saved.lora_width);
-  machine.pool->run(panels_of(experts.hidden), [&](int panel, int) {
-    hidden_panel(machine, experts, lora, saved, grads, d_hidden, panel);
-  });
-  if (rank > 0) lora_gradients(machine, experts, saved, grads, d_lora, rank);
+  const std::unique_ptr<Saved> again = recomputed(machine, experts, lora, saved, hidden);
+  Backward pass(machine, experts, lora, saved, again ? *again : saved, hidden, d_out, d_lora);
+  Work work;
+  work.first_panels = pass.inner_panels();
+  work.second_panels = pass.outer_panels();
+  work.last_units = ceil_div(saved.routing.tokens, kTokensAtOnce);
+  work.first = [&](Unit unit) { pass.inner(unit); };
+  work.between = [&](int expert) { pass.thin_hidden(expert); };
+  work.second = [&](Unit unit) { pass.outer(unit); };
+  work.last = [&](int unit) { pass.combine(unit, d_hidden, d_weights); };
+  run_work(machine, experts, saved.routing, work);
 }
 
 }  // namespace ktbridge

@@ -1,127 +1,133 @@
-#include <cmath>
+#include <mutex>
 
-#include "moe/steps.h"
+#include "moe/gate_up.h"
+#include "moe/pass.h"
+#include "moe/schedule.h"
 
 namespace ktbridge {
 namespace {
 
-// g, u -> h for one panel of I, and the pre-activations kept as they were used: rounded to bf16.
-void gate_up_panel(const Machine& machine, const Experts& experts, const Lora<const float>& lora,
-                   Saved& saved, const bf16* x, bf16* h, Task task) {
-  const auto [expert, panel] = task;
-  const int hidden = experts.hidden, row = panel * kPanel, rank = lora.rank;
-  bf16* gate = thread_panel(kMain, hidden);
-  bf16* up = thread_panel(kSecond, hidden);
-  load_rows(experts.gate[expert], row, gate);
-  load_rows(experts.up[expert], row, up);
-  bf16 *gate_b = nullptr, *up_b = nullptr;
-  if (rank > 0) {
-    gate_b = thread_panel(kLora, rank);
-    up_b = thread_panel(kLoraSecond, rank);
-    load_rows(lora_matrix(lora.gate.b, expert, experts.intermediate, rank), row, gate_b);
-    load_rows(lora_matrix(lora.up.b, expert, experts.intermediate, rank), row, up_b);
-  }
-  for_blocks(saved.routing, expert, [&](int slot, int rows) {
-    float g[kBlockSize] = {}, u[kBlockSize] = {};
-    const bf16* input = x + slot * saved.outer;
-    machine.gemm(rows, pairs_of(hidden), input, saved.outer, gate, g, kPanel);
-    machine.gemm(rows, pairs_of(hidden), input, saved.outer, up, u, kPanel);
-    if (rank > 0) {
-      const std::size_t at = slot * saved.lora_width;
-      machine.gemm(rows, pairs_of(rank), saved.t_gate.data() + at, saved.lora_width, gate_b, g, kPanel);
-      machine.gemm(rows, pairs_of(rank), saved.t_up.data() + at, saved.lora_width, up_b, u, kPanel);
-    }
-    for (int m = 0; m < rows; ++m) {
-      const std::size_t at = (slot + m) * saved.inner + row;
-      for (int n = 0; n < kPanel; ++n) {
-        const bf16 g16 = to_bf16(g[m * kPanel + n]), u16 = to_bf16(u[m * kPanel + n]);
-        const float gate_value = to_float(g16);
-        h[at + n] = to_bf16(gate_value / (1.f + std::exp(-gate_value)) * to_float(u16));
-        if (saved.gate.data() != nullptr) {
-          saved.gate.data()[at + n] = g16;
-          saved.up.data()[at + n] = u16;
-        }
-      }
-    }
-  });
-}
+// Panels of the down projection: 64 rows of H.
+constexpr int kDownStrips = 4;
 
-// One panel of H of the output, over all experts in rising order: one task owns these columns, so the
-// order of summation never depends on threads.
-void down_panel(const Machine& machine, const Experts& experts, const Lora<const float>& lora,
-                const Saved& saved, const bf16* h, bf16* out, int panel) {
-  thread_local Buffer<float> sums;
-  const Routing& routing = saved.routing;
-  const int hidden = experts.hidden, inner = experts.intermediate, rank = lora.rank;
-  const int row = panel * kPanel;
-  const std::size_t size = static_cast<std::size_t>(routing.tokens) * kPanel;
-  float* total = sums.reserve(size);
-  std::fill_n(total, size, 0.f);
-  bf16* down = thread_panel(kMain, inner);
-  bf16* down_b = rank > 0 ? thread_panel(kLora, rank) : nullptr;
-  for (int expert = 0; expert < experts.count(); ++expert) {
-    if (routing.rows(expert) == 0) continue;
-    load_rows(experts.down[expert], row, down);
-    if (rank > 0) load_rows(lora_matrix(lora.down.b, expert, hidden, rank), row, down_b);
-    for_blocks(routing, expert, [&](int slot, int rows) {
-      float y[kBlockSize] = {};
-      machine.gemm(rows, pairs_of(inner), h + slot * saved.inner, saved.inner, down, y, kPanel);
-      if (rank > 0)
-        machine.gemm(rows, pairs_of(rank), saved.t_down.data() + slot * saved.lora_width, saved.lora_width,
-                     down_b, y, kPanel);
-      for (int m = 0; m < rows; ++m) {
-        float* target = total + static_cast<std::size_t>(routing.token[slot + m]) * kPanel;
-        const float weight = routing.weight[slot + m];
-        for (int n = 0; n < kPanel; ++n) target[n] += weight * y[m * kPanel + n];
+class Forward {
+ public:
+  Forward(const Machine& machine, const Experts& experts, const LoraWeights& lora, Saved& saved, const bf16* hidden)
+      : kernels_(*machine.kernels),
+        experts_(experts),
+        lora_(lora),
+        sizes_(experts, lora.rank),
+        saved_(saved),
+        routing_(saved.routing),
+        gate_up_{kernels_, experts, lora, sizes_, routing_, hidden},
+        h_stride_(tile_elements(sizes_.inner_tiles + sizes_.rank_tiles)),
+        y_stride_(sizes_.hidden_tiles * kSteps),
+        h_(routing_.first_strip.back() * h_stride_),
+        y_(routing_.slots() * y_stride_) {}
+
+  // One expert's panels of I: g, u and h.
+  void gate_up(Unit unit) {
+    gate_up_.run(unit, {h_.data(), h_stride_, &saved_});
+  }
+
+  // t = s (h Ad^T), behind h in the same strips; and w t for backward.
+  void thin_down(int expert) {
+    if (sizes_.rank == 0) return;
+    const int strips = sizes_.rank_strips;
+    bf16* a = workspace(kFactor, strips * tile_elements(sizes_.inner_tiles));
+    for (int i = 0; i < strips; ++i)
+      kernels_.pack_left(factor_a(lora_, kDown, sizes_, expert), i * kStrip, a + i * tile_elements(sizes_.inner_tiles));
+    const Strips left{a, tile_elements(sizes_.inner_tiles), strips};
+    for_token_blocks(routing_, expert, sizes_.inner_tiles, [&](TokenBlock block) {
+      const Strips h = h_strips(expert, block);
+      float* t = result_blocks(kSmall, strips * block.count);
+      kernels_.gemm(left, h, sizes_.inner_tiles, t, false);
+      kernels_.blocks_to_right(t, strips, block.count, lora_.scale, writable(h) + tile_elements(sizes_.inner_tiles), h_stride_);
+      if (saved_.keep == Keep::nothing) return;
+      float* weights = result_blocks(kWeights, block.count);
+      for (int i = 0; i < block.count; ++i) strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);
+      const Strips thin = thin_strips(saved_.thin, routing_, sizes_, expert, kDown);
+      kernels_.blocks_to_left(t, strips, block.count, lora_.scale, weights, writable(thin) + tile_elements(block.begin / 2), thin.stride);
+    });
+  }
+
+  // One expert's panels of H: w y, by slots.
+  void down(Unit unit) {
+    const int tiles = sizes_.inner_tiles + sizes_.rank_tiles;
+    bf16* panel = workspace(kPanel, kDownStrips * tile_elements(tiles));
+    const Matrix b = factor_b(lora_, kDown, sizes_, unit.expert);
+    for_token_blocks(routing_, unit.expert, tiles, [&](TokenBlock block) {
+      float* result = result_blocks(kMain, kDownStrips * block.count);
+      const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
+      for (int p = unit.begin; p < unit.end; ++p) {
+        const int row = p * kDownStrips * kStrip, strips = std::min(kDownStrips, 2 * tiles_of(sizes_.hidden - row));
+        for (int i = 0; i < strips; ++i) {
+          bf16* strip = panel + i * tile_elements(tiles);
+          kernels_.pack_left(experts_.weight[kDown][unit.expert], row + i * kStrip, strip);
+          if (sizes_.rank > 0) kernels_.pack_left(b, row + i * kStrip, strip + tile_elements(sizes_.inner_tiles));
+        }
+        kernels_.gemm({panel, tile_elements(tiles), strips}, h_strips(unit.expert, block), tiles, result, false);
+        for (int j = 0; j < block.count; ++j) {
+          float weights[kStrip];
+          strip_weights(routing_, unit.expert, block.begin + j, weights);
+          const int slot = first_slot(routing_, unit.expert, block.begin + j);
+          for (int i = 0; i < strips; i += 2)
+            kernels_.weigh_rows(result + i * apart + j * kBlock, apart, weights,
+                                live_rows(routing_, unit.expert, block.begin + j),
+                                y_.data() + slot * y_stride_ + row + i * kStrip, y_stride_);
+        }
       }
     });
   }
-  const int live = std::min(kPanel, hidden - row);
-  for (int t = 0; t < routing.tokens; ++t)
-    for (int n = 0; n < live; ++n)
-      out[static_cast<std::size_t>(t) * hidden + row + n] = to_bf16(total[t * kPanel + n]);
-}
+
+  void combine(int unit, bf16* out) {
+    sum_slots(kernels_, routing_, y_.data(), y_stride_, sizes_.hidden, out, unit);
+  }
+
+  int gate_up_panels() const { return sizes_.inner_tiles; }
+  int down_panels() const { return ceil_div(sizes_.hidden, kDownStrips * kStrip); }
+
+ private:
+  Strips h_strips(int expert, TokenBlock block) const {
+    return {h_.data() + (routing_.first_strip[expert] + block.begin) * h_stride_, h_stride_, block.count};
+  }
+
+  const Kernels& kernels_;
+  const Experts& experts_;
+  const LoraWeights& lora_;
+  const Sizes sizes_;
+  Saved& saved_;
+  const Routing& routing_;
+  const GateUp gate_up_;
+  const std::ptrdiff_t h_stride_, y_stride_;
+  Buffer<bf16> h_;  // h and behind it t of down: right strips [token strips][tiles of I, tiles of r]
+  Buffer<bf16> y_;  // weighted outputs by slot
+};
 
 }  // namespace
 
-std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts,
-                               const Lora<const float>& lora, int tokens, int top_k, const bf16* hidden,
-                               const std::int64_t* ids, const float* weights, bf16* out, bool keep) {
+std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora, int tokens,
+                               int top_k, const bf16* hidden, const std::int64_t* ids, const float* weights,
+                               bf16* out, Keep keep) {
   auto saved = std::make_unique<Saved>();
   saved->routing = route(experts.count(), tokens, top_k, ids, weights);
-  const Routing& routing = saved->routing;
-  const std::size_t slots = routing.slots();
-  saved->outer = round_up(experts.hidden, kPanel);
-  saved->inner = round_up(experts.intermediate, kPanel);
-  saved->lora_width = round_up(lora.rank, kPanel);
-  if (keep) {
-    saved->gate.reset(slots * saved->inner);
-    saved->up.reset(slots * saved->inner);
-  }
-  if (lora.rank > 0)
-    for (Buffer<bf16>* t : {&saved->t_gate, &saved->t_up, &saved->t_down})
-      t->reset(slots * saved->lora_width);
+  saved->keep = keep;
+  const Sizes sizes(experts, lora.rank);
+  if (keep == Keep::retain) reserve_inner(*saved, sizes);
+  if (keep != Keep::nothing) reserve_thin(*saved, sizes);
 
   std::lock_guard lock(machine.pool->guard());
-  const Buffer<bf16> x = gather(*machine.pool, routing, hidden, experts.hidden, saved->outer);
-  Buffer<bf16> h(slots * saved->inner);
-  if (lora.rank > 0)
-    run_thin(machine, routing,
-             {{x.data(), saved->outer, experts.hidden, lora.gate.a, true, saved->t_gate.data()},
-              {x.data(), saved->outer, experts.hidden, lora.up.a, true, saved->t_up.data()}},
-             lora.rank, lora.scale, saved->lora_width);
-  const std::vector<Task> tasks = tasks_of(routing, panels_of(experts.intermediate));
-  machine.pool->run(static_cast<int>(tasks.size()), [&](int index, int) {
-    gate_up_panel(machine, experts, lora, *saved, x.data(), h.data(), tasks[index]);
-  });
-  if (lora.rank > 0)
-    run_thin(machine, routing,
-             {{h.data(), saved->inner, experts.intermediate, lora.down.a, true, saved->t_down.data()}},
-             lora.rank, lora.scale, saved->lora_width);
-  machine.pool->run(panels_of(experts.hidden), [&](int panel, int) {
-    down_panel(machine, experts, lora, *saved, h.data(), out, panel);
-  });
-  return keep ? std::move(saved) : nullptr;
+  Forward pass(machine, experts, lora, *saved, hidden);
+  Work work;
+  work.first_panels = pass.gate_up_panels();
+  work.second_panels = pass.down_panels();
+  work.last_units = ceil_div(tokens, kTokensAtOnce);
+  work.first = [&](Unit unit) { pass.gate_up(unit); };
+  work.between = [&](int expert) { pass.thin_down(expert); };
+  work.second = [&](Unit unit) { pass.down(unit); };
+  work.last = [&](int unit) { pass.combine(unit, out); };
+  run_work(machine, experts, saved->routing, work);
+  return keep == Keep::nothing ? nullptr : std::move(saved);
 }
 
 }  // namespace ktbridge

@@ -1,74 +1,76 @@
-// The MoE-LoRA layer, forward and backward.
+// The frozen experts of one MoE layer with their LoRA, forward and backward.
 //
-//   g = X Wg^T + s (X Ag^T) Bg^T      u likewise with Wu, Au, Bu           [rows, I]
-//   h = silu(g) * u                                                        [rows, I]
-//   y = h Wd^T + s (h Ad^T) Bd^T                                           [rows, H]
-//   out[t] = sum over the token's slots of weight * y                      [tokens, H]
-//
-// with s = alpha / r. Weights are bf16 and frozen; LoRA masters are fp32 and rounded to bf16 before
-// use, so that the adapter saved in bf16 is the one that was trained. Sums are fp32.
+// For a token with input x and routed experts e with weights w, out = sum_e w y_e(x) where
+//     g = x Wg^T + s (x Ag^T) Bg^T        u = x Wu^T + s (x Au^T) Bu^T
+//     h = silu(g) u                       y = h Wd^T + s (h Ad^T) Bd^T
+// with s = alpha / r (LoRA, arXiv:2106.09685; gated experts, arXiv:2002.05202). W are bf16, FP8, INT8 or
+// INT4 where they lie, A and B fp32 masters rounded to bf16 before use, sums are fp32. g, u, h and the
+// thin s (x A^T) are rounded to bf16, and backward uses the rounded values.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "common/buffer.h"
 #include "common/pool.h"
-#include "gemm/gemm.h"
+#include "isa/kernels.h"
 #include "moe/routing.h"
-#include "weights/panel.h"
 
 namespace ktbridge {
 
-// Frozen weights of one layer, where they lie: gate, up [I, H] and down [H, I] of each expert.
+enum Projection { kGate, kUp, kDown, kProjections };
+
+// gate and up are [I, H] and down [H, I], for each expert.
 struct Experts {
   int hidden = 0, intermediate = 0;
-  std::vector<Matrix> gate, up, down;
-  int count() const { return static_cast<int>(gate.size()); }
+  std::array<std::vector<Matrix>, kProjections> weight;
+  std::vector<int> node;  // the pool's node index whose threads should read an expert; -1: any
+  int count() const { return static_cast<int>(weight[kGate].size()); }
 };
 
-// One projection's LoRA, contiguous over experts: a [E, r, in], b [E, out, r].
-template <class T>
-struct Pair {
-  T* a = nullptr;
-  T* b = nullptr;
-};
-
+// LoRA or its gradients, contiguous over experts: a [E, r, in], b [E, out, r], float32. A projection
+// whose pointers are null has none.
 template <class T>
 struct Lora {
-  Pair<T> gate, up, down;
-  int rank = 0;  // 0: no LoRA, and the pointers are not looked at
+  std::array<T*, kProjections> a{}, b{};
+  int rank = 0;  // 0: no LoRA at all
   float scale = 0.f;
 };
+using LoraWeights = Lora<const float>;
+using LoraGradients = Lora<float>;
 
-// How a pass is run; results depend on `gemm` only, not on the pool's size.
+// How a pass is run. Results depend on the kernels, not on the pool's size.
 struct Machine {
-  Gemm gemm = nullptr;
+  const Kernels* kernels = nullptr;
   Pool* pool = nullptr;
 };
 
-// What forward keeps for backward. Rows are slots; row strides are `inner` and `lora_width`.
-struct Saved {
-  Routing routing;
-  std::size_t outer = 0, inner = 0, lora_width = 0;  // H, I and r rounded up to whole panels
-  Buffer<bf16> gate, up;                             // pre-activations g, u
-  Buffer<bf16> t_gate, t_up, t_down;                 // s * (input A^T), bf16
-  std::size_t bytes() const {
-    return gate.bytes() + up.bytes() + t_gate.bytes() + t_up.bytes() + t_down.bytes();
-  }
+enum class Keep {
+  nothing,    // inference
+  recompute,  // routing only; backward computes g and u again
+  retain,     // g, u and the thin products
 };
 
-// hidden [tokens, H] bf16, ids and weights [tokens, top_k], out [tokens, H] bf16. Returns what
-// `backward` needs, or nullptr when `keep` is false.
-std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts,
-                               const Lora<const float>& lora, int tokens, int top_k, const bf16* hidden,
-                               const std::int64_t* ids, const float* weights, bf16* out, bool keep);
+// What forward keeps for backward.
+struct Saved {
+  Routing routing;
+  Keep keep = Keep::nothing;
+  Buffer<bf16> gate, up;  // g, u: left tiles [token strips][tiles of I][16][32]
+  Buffer<bf16> thin;      // (s x A^T)^T of gate, up, and w (s h A^T)^T of down: left strips over tokens
+  std::size_t bytes() const { return gate.bytes() + up.bytes() + thin.bytes(); }
+};
 
-// d_out, d_hidden [tokens, H] bf16; d_weights [tokens, top_k] fp32 (overwritten); d_lora, same shapes as
-// the LoRA, fp32, is added to.
-void backward(const Machine& machine, const Experts& experts, const Lora<const float>& lora,
-              const Saved& saved, const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights,
-              const Lora<float>& d_lora);
+// hidden [tokens, H] bf16, ids and weights [tokens, top_k], out [tokens, H] bf16. Returns what `backward`
+// needs; null for Keep::nothing. Throws std::out_of_range for an id that is no expert's.
+std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora, int tokens,
+                               int top_k, const bf16* hidden, const std::int64_t* ids, const float* weights,
+                               bf16* out, Keep keep);
+
+// d_out, d_hidden [tokens, H] bf16; d_weights [tokens, top_k] float32 (overwritten). d_lora's gradients
+// are added to what is there; null pointers are skipped.
+void backward(const Machine& machine, const Experts& experts, const LoraWeights& lora, const Saved& saved,
+              const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights, const LoraGradients& d_lora);
 
 }  // namespace ktbridge

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "gemm/strip.h"
+
 namespace ktbridge {
 
 Routing route(int experts, int tokens, int top_k, const std::int64_t* ids, const float* weights) {
@@ -24,13 +26,21 @@ Routing route(int experts, int tokens, int top_k, const std::int64_t* ids, const
   }
   r.token.resize(slots);
   r.source.resize(slots);
+  r.slot_of.resize(slots);
   r.weight.resize(slots);
   std::vector<int> next(r.first.begin(), r.first.end() - 1);
   for (int i = 0; i < slots; ++i) {
     const int slot = next[ids[i]]++;
     r.token[slot] = i / top_k;
     r.source[slot] = i;
+    r.slot_of[i] = slot;
     r.weight[slot] = weights[i];
+  }
+  r.first_strip.assign(experts + 1, 0);
+  r.first_double.assign(experts + 1, 0);
+  for (int e = 0; e < experts; ++e) {
+    r.first_strip[e + 1] = r.first_strip[e] + strips_of(r.rows(e));
+    r.first_double[e + 1] = r.first_double[e] + tiles_of(r.rows(e));
   }
   std::stable_sort(r.active.begin(), r.active.end(), [&](int a, int b) { return r.rows(a) > r.rows(b); });
   return r;

@@ -175,7 +175,7 @@ class _Experts(torch.autograd.Function):
             topk_ids.data_ptr(),
             topk_weights.data_ptr(),
             out.data_ptr(),
-            keep,
+            _kernels.Keep.retain if keep else _kernels.Keep.nothing,
         )
         if keep:
             ctx.layer, ctx.weights, ctx.scale, ctx.saved = layer, weights, scale, saved
@@ -225,15 +225,12 @@ def _make_layer(
     gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, isa: str, threads: int | None
 ) -> _kernels.Layer:
     try:
+        weights = [
+            _kernels.Weights([expert.data_ptr() for expert in w], [], 2 * w.stride(1), 0)
+            for w in (gate, up, down)
+        ]
         return _kernels.Layer(
-            gate.shape[2],
-            gate.shape[1],
-            [expert.data_ptr() for expert in gate],
-            [expert.data_ptr() for expert in up],
-            [expert.data_ptr() for expert in down],
-            (gate.stride(1), up.stride(1), down.stride(1)),
-            isa,
-            threads or 0,
+            gate.shape[2], gate.shape[1], "bf16", weights, False, 1, 32, isa, threads or 0
         )
     except ValueError as error:
         raise UsageError(f"the expert kernels can't start: {error}.") from error

@@ -1,0 +1,97 @@
+#include "common/recycler.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <new>
+
+namespace ktbridge {
+namespace {
+
+// Smaller blocks are malloc's business.
+constexpr std::size_t kSmallest = 1 << 20;
+constexpr std::size_t kHugePage = 2 << 20;
+
+class Recycler {
+ public:
+  void* take(std::size_t& bytes) {
+    std::lock_guard lock(mutex_);
+    const auto found = kept_.lower_bound(bytes);
+    void* pointer;
+    if (found != kept_.end() && found->first <= bytes + bytes / 4) {
+      bytes = found->first;
+      pointer = found->second;
+      kept_.erase(found);
+      kept_bytes_ -= bytes;
+    } else {
+      bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+      // What doesn't fit is dropped before the peak grows.
+      while (!kept_.empty() && used_ + kept_bytes_ + bytes > std::max(most_, used_ + bytes)) drop();
+      pointer = std::aligned_alloc(kHugePage, bytes);
+      if (pointer == nullptr) throw std::bad_alloc();
+      madvise(pointer, bytes, MADV_HUGEPAGE);  // one fault for 2 MB instead of 512; a wish only
+    }
+    used_ += bytes;
+    most_ = std::max(most_, used_);
+    return pointer;
+  }
+
+  void give(void* pointer, std::size_t bytes) noexcept {
+    std::lock_guard lock(mutex_);
+    used_ -= bytes;
+    try {
+      kept_.emplace(bytes, pointer);
+      kept_bytes_ += bytes;
+    } catch (...) {
+      std::free(pointer);
+    }
+  }
+
+  void release() noexcept {
+    std::lock_guard lock(mutex_);
+    while (!kept_.empty()) drop();
+    most_ = used_;
+  }
+
+ private:
+  void drop() {
+    const auto largest = std::prev(kept_.end());
+    kept_bytes_ -= largest->first;
+    std::free(largest->second);
+    kept_.erase(largest);
+  }
+
+  std::mutex mutex_;
+  std::multimap<std::size_t, void*> kept_;
+  std::size_t kept_bytes_ = 0, used_ = 0, most_ = 0;
+};
+
+// Never destroyed: threads' workspaces may be given back after the statics are gone.
+Recycler& recycler() {
+  static auto& only = *new Recycler;
+  return only;
+}
+
+}  // namespace
+
+void* take_memory(std::size_t& bytes) {
+  if (bytes >= kSmallest) return recycler().take(bytes);
+  bytes = std::max<std::size_t>((bytes + 63) / 64 * 64, 64);
+  void* pointer = std::aligned_alloc(64, bytes);
+  if (pointer == nullptr) throw std::bad_alloc();
+  return pointer;
+}
+
+void give_memory(void* pointer, std::size_t bytes) noexcept {
+  if (bytes >= kSmallest)
+    recycler().give(pointer, bytes);
+  else
+    std::free(pointer);
+}
+
+void release_memory() noexcept { recycler().release(); }
+
+}  // namespace ktbridge

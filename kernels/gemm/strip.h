@@ -1,0 +1,45 @@
+// Strips: the only shape in which matrices meet.
+//
+// A strip is 16 rows of the left operand, or 16 columns of the right one, over the whole reduction,
+// padded with zeros to a multiple of 32. It is a run of *tiles*, 1 KB each, one for every 32 steps of the
+// reduction:
+//
+//     left tile   [16 rows][32 steps]                 bf16, as the rows lie in memory
+//     right tile  [16 step pairs][16 columns][2]      bf16, what AMX and vdpbf16ps want on the right
+//
+// A right tile is a left tile with its 32-bit pairs transposed. Two consequences shape the layer:
+//   - forward computes (W X^T): W's rows are left strips without any reordering, tokens are transposed
+//     once per expert, and the result comes out by tokens in lanes;
+//   - backward computes (dY W): tokens are left strips without any reordering, and two neighbouring rows
+//     of W interleaved are a right tile's row. So no pass needs a transposed copy of the weights.
+//
+// Results are blocks of 16 x 16 float32, row-major in themselves.
+#pragma once
+
+#include <cstddef>
+
+#include "common/bf16.h"
+
+namespace ktbridge {
+
+constexpr int kStrip = 16;      // rows or columns of a strip
+constexpr int kSteps = 32;      // reduction steps of a tile
+constexpr int kTile = 512;      // bf16 elements of a tile
+constexpr int kBlock = 256;     // floats of a result block
+
+constexpr int ceil_div(int value, int unit) { return (value + unit - 1) / unit; }
+constexpr int tiles_of(int reduction) { return ceil_div(reduction, kSteps); }
+constexpr int strips_of(int count) { return ceil_div(count, kStrip); }
+
+// `count` strips, the first at `data`, each `stride` elements after the one before.
+struct Strips {
+  const bf16* data = nullptr;
+  std::ptrdiff_t stride = 0;
+  int count = 0;
+};
+
+// result[i][j] (+)= left strip i x right strip j over `tiles` tiles; blocks are laid out
+// [left.count][right.count][16][16]. `add` keeps what is there.
+using Gemm = void (*)(Strips left, Strips right, int tiles, float* result, bool add);
+
+}  // namespace ktbridge

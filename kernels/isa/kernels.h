@@ -1,0 +1,84 @@
+// Everything that is compiled once per ISA, as one table of functions. moe/ calls these and contains no
+// arithmetic on large data itself.
+#pragma once
+
+#include "common/cpu.h"
+#include "gemm/strip.h"
+#include "weights/matrix.h"
+
+namespace ktbridge {
+
+// Up to `count` rows of bf16 picked out of a matrix: row i is source[index[i]].
+struct Tokens {
+  const bf16* source = nullptr;
+  std::ptrdiff_t stride = 0;  // elements from row to row of the source
+  const int* index = nullptr;
+  int count = 0, columns = 0;
+  const bf16* row(int i) const { return source + index[i] * stride; }
+};
+
+// One strip of tokens and one tile's worth (32) of the intermediate size, in backward.
+struct InnerTile {
+  const float* result;   // 2 blocks of dh~ [16 tokens][16]
+  const bf16 *gate, *up; // pre-activations, left tiles [16 tokens][32]
+  const float* weight;   // [16] routing weights, 0 where there is no token
+  bf16 *d_gate, *d_up, *h;
+  float* d_weight;       // [16] out: <dh~, h> over these 32
+};
+
+struct Kernels {
+  // Around each thread's share of a pass (AMX needs its tiles configured).
+  void (*begin)();
+  void (*end)();
+
+  Gemm gemm;
+
+  // W's rows [row, row + 16) as a left strip; rows past the end become zeros.
+  void (*pack_left)(const Matrix& w, int row, bf16* strip);
+  // W's columns from `column` (a multiple of 32) as right strips, the reduction running down W's rows and
+  // padded to `reduction`. target.count is even or 1.
+  void (*pack_right)(const Matrix& w, int reduction, int column, Strips target);
+  // At most 16 rows as one strip, the reduction running along them.
+  void (*tokens_to_left)(const Tokens& tokens, bf16* strip);
+  void (*tokens_to_right)(const Tokens& tokens, bf16* strip);
+  // Any number of rows as right strips of their columns from `column`, the reduction running over tokens.
+  void (*token_pairs_to_right)(const Tokens& tokens, int column, Strips target);
+  // Tile `tile` of token strips (left), as two right strips, the reduction running over tokens.
+  void (*tiles_to_right)(Strips left, int tile, Strips target);
+
+  // [m][n] blocks -> left tiles: row i of block row m, times scale and column_scale (or null), rounded.
+  void (*blocks_to_left)(const float* blocks, int m, int n, float scale, const float* column_scale, bf16* left,
+                         std::ptrdiff_t stride);
+  // [m][n] blocks -> right tiles of n strips: rows become the reduction.
+  void (*blocks_to_right)(const float* blocks, int m, int n, float scale, bf16* right, std::ptrdiff_t stride);
+  // [m][n] blocks -> [n][m] blocks, each transposed.
+  void (*transpose_blocks)(const float* blocks, int m, int n, float* target);
+
+  // g0 g1 u0 u1 of one token strip (blocks [16 of I][16 tokens]; `apart` floats from one to the next) ->
+  // h = silu(g) u as a right tile (or null), and g, u as left tiles (or null).
+  void (*activate)(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* gate, bf16* up);
+  void (*inner_gradients)(const InnerTile& tile);
+  // Two blocks [16 of H][16 tokens], `apart` floats apart, times the tokens' weights, as rows [live][32].
+  void (*weigh_rows)(const float* blocks, std::ptrdiff_t apart, const float* weight, int live, bf16* target,
+                     std::ptrdiff_t stride);
+  // Two neighbouring blocks [16 tokens][16 of H] as rows [live][32].
+  void (*round_rows)(const float* blocks, int live, bf16* target, std::ptrdiff_t stride);
+  // target[columns] = the sum of `count` rows; reads up to whole tiles of each, writes `columns`.
+  void (*sum_rows)(const bf16* rows, std::ptrdiff_t stride, const int* index, int count, int columns, bf16* target);
+  // target[row0 + i][column0 + j] += blocks, within [rows, columns]; `transposed` swaps i and j.
+  void (*add_blocks)(const float* blocks, int m, int n, float* target, int rows, int columns, int column0,
+                     bool transposed);
+
+  // Runs `rounds` of 4 independent products out of registers and returns their FLOPs: the ceiling that
+  // docs/kernels.md measures against.
+  double (*peak)(long rounds);
+};
+
+const Kernels& kernels_scalar();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512_bf16();
+const Kernels& kernels_amx_bf16();
+
+const Kernels& kernels_for(Isa isa);
+
+}  // namespace ktbridge

@@ -1,0 +1,170 @@
+// AVX2 + FMA: two registers each (see isa/lanes.h, which includes this).
+#pragma once
+
+#include <immintrin.h>
+
+#include "common/bf16.h"
+
+namespace ktbridge {
+namespace {
+
+struct Lanes {
+  __m256 v[2];
+};
+struct Pairs {
+  __m256i v[2];
+};
+struct Split {
+  Lanes first, second;
+};
+
+// Both halves at once: f is applied to half 0 and half 1.
+template <class F>
+inline Lanes halves(F f) {
+  return {{f(0), f(1)}};
+}
+inline Lanes load(const float* p) {
+  return halves([&](int i) { return _mm256_loadu_ps(p + 8 * i); });
+}
+inline Lanes load_first(const float* p, int count) {
+  float values[16] = {};
+  for (int i = 0; i < 16 && i < count; ++i) values[i] = p[i];
+  return load(values);
+}
+inline void store(float* p, Lanes a) {
+  _mm256_storeu_ps(p, a.v[0]);
+  _mm256_storeu_ps(p + 8, a.v[1]);
+}
+inline Lanes every(float a) {
+  return halves([&](int) { return _mm256_set1_ps(a); });
+}
+inline Lanes operator+(Lanes a, Lanes b) {
+  return halves([&](int i) { return _mm256_add_ps(a.v[i], b.v[i]); });
+}
+inline Lanes operator-(Lanes a, Lanes b) {
+  return halves([&](int i) { return _mm256_sub_ps(a.v[i], b.v[i]); });
+}
+inline Lanes operator*(Lanes a, Lanes b) {
+  return halves([&](int i) { return _mm256_mul_ps(a.v[i], b.v[i]); });
+}
+inline Lanes operator/(Lanes a, Lanes b) {
+  return halves([&](int i) { return _mm256_div_ps(a.v[i], b.v[i]); });
+}
+inline Lanes fma(Lanes a, Lanes b, Lanes c) {
+  return halves([&](int i) { return _mm256_fmadd_ps(a.v[i], b.v[i], c.v[i]); });
+}
+inline Lanes clamp(Lanes b, float low, float high) {
+  return halves([&](int i) {
+    return _mm256_min_ps(_mm256_set1_ps(high), _mm256_max_ps(_mm256_set1_ps(low), b.v[i]));
+  });
+}
+inline Lanes nearest(Lanes a) {
+  return halves(
+      [&](int i) { return _mm256_round_ps(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); });
+}
+inline Lanes power_of_two(Lanes a) {
+  return halves([&](int i) {
+    const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(a.v[i]), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+  });
+}
+inline float sum(Lanes a) {
+  float values[16], total = 0.f;
+  store(values, a);
+  for (float value : values) total += value;
+  return total;
+}
+
+inline Pairs load_pairs(const void* p) {
+  const __m256i* at = static_cast<const __m256i*>(p);
+  return {{_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)}};
+}
+inline void store(void* p, Pairs a) {
+  __m256i* at = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(at, a.v[0]);
+  _mm256_storeu_si256(at + 1, a.v[1]);
+}
+inline Lanes low(Pairs a) {
+  return halves([&](int i) { return _mm256_castsi256_ps(_mm256_slli_epi32(a.v[i], 16)); });
+}
+inline Lanes high(Pairs a) {
+  return halves(
+      [&](int i) { return _mm256_castsi256_ps(_mm256_and_si256(a.v[i], _mm256_set1_epi32(-65536))); });
+}
+// Rounded bf16 bits in the low half of each 32-bit lane. A NaN stays a NaN: rounding could carry its
+// mantissa into infinity.
+inline __m256i rounded(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  const __m256i kept = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  return _mm256_srli_epi32(_mm256_blendv_epi8(up, kept, nan), 16);
+}
+inline Pairs pairs(Lanes first, Lanes second) {
+  Pairs result;
+  for (int i = 0; i < 2; ++i)
+    result.v[i] = _mm256_or_si256(rounded(first.v[i]), _mm256_slli_epi32(rounded(second.v[i]), 16));
+  return result;
+}
+inline Pairs sequence(Lanes a, Lanes b) {
+  const auto pack = [](Lanes x) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(x.v[0]), rounded(x.v[1])), 0xd8);
+  };
+  return {{pack(a), pack(b)}};
+}
+inline void widen(Pairs a, Lanes& first, Lanes& second) {
+  const auto eight = [](__m128i bits) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  };
+  const auto half = [&](__m256i bits) {
+    return Lanes{{eight(_mm256_castsi256_si128(bits)), eight(_mm256_extracti128_si256(bits, 1))}};
+  };
+  first = half(a.v[0]);
+  second = half(a.v[1]);
+}
+inline void interleave(Pairs a, Pairs b, Pairs& first, Pairs& second) {
+  const auto half = [](__m256i x, __m256i y) {
+    x = _mm256_permute4x64_epi64(x, 0xd8);
+    y = _mm256_permute4x64_epi64(y, 0xd8);
+    return Pairs{{_mm256_unpacklo_epi16(x, y), _mm256_unpackhi_epi16(x, y)}};
+  };
+  first = half(a.v[0], b.v[0]);
+  second = half(a.v[1], b.v[1]);
+}
+inline Split split(Pairs a) { return {low(a), high(a)}; }
+inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
+  const Lanes first = every(to_float(static_cast<bf16>(pair)));
+  const Lanes second = every(to_float(static_cast<bf16>(pair >> 16)));
+  return fma(second, right.second, fma(first, right.first, sum));
+}
+inline Lanes from_bytes(const std::uint8_t* p) {
+  return halves([&](int i) {
+    return _mm256_castsi256_ps(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i))));
+  });
+}
+template <int kBits>
+inline Lanes shift_left(Lanes a) {
+  return halves(
+      [&](int i) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a.v[i]), kBits)); });
+}
+template <int kBits>
+inline Lanes shift_right(Lanes a) {
+  return halves(
+      [&](int i) { return _mm256_castsi256_ps(_mm256_srai_epi32(_mm256_castps_si256(a.v[i]), kBits)); });
+}
+inline Lanes bits_and(Lanes a, std::uint32_t mask) {
+  return halves([&](int i) {
+    return _mm256_and_ps(a.v[i], _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(mask))));
+  });
+}
+inline Lanes bits_or(Lanes a, Lanes b) {
+  return halves([&](int i) { return _mm256_or_ps(a.v[i], b.v[i]); });
+}
+inline Lanes whole(Lanes bits) {
+  return halves([&](int i) { return _mm256_cvtepi32_ps(_mm256_castps_si256(bits.v[i])); });
+}
+
+}  // namespace
+}  // namespace ktbridge

@@ -1,0 +1,31 @@
+// The first half of forward, which backward repeats under Keep::recompute: x -> g, u and h of one expert's
+// panels of I.
+#pragma once
+
+#include "moe/pass.h"
+#include "moe/schedule.h"
+
+namespace ktbridge {
+
+// Where it goes. Null or empty targets are skipped.
+struct GateUpTarget {
+  bf16* h;  // right strips
+  std::ptrdiff_t h_stride;
+  Saved* saved;  // g, u and the thin products, as far as it has room for them
+};
+
+struct GateUp {
+  const Kernels& kernels;
+  const Experts& experts;
+  const LoraWeights& lora;
+  const Sizes& sizes;
+  const Routing& routing;
+  const bf16* hidden;
+
+  void run(Unit unit, const GateUpTarget& target) const;
+};
+
+void reserve_inner(Saved& saved, const Sizes& sizes);
+void reserve_thin(Saved& saved, const Sizes& sizes);
+
+}  // namespace ktbridge

@@ -1,0 +1,108 @@
+// What forward and backward share: sizes in tiles, per-thread workspaces, blocks of tokens, LoRA factors.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "common/buffer.h"
+#include "moe/layer.h"
+
+namespace ktbridge {
+
+inline std::ptrdiff_t tile_elements(std::ptrdiff_t tiles) { return tiles * kTile; }
+
+struct Sizes {
+  int hidden, inner, rank;
+  int hidden_tiles, inner_tiles;
+  int rank_tiles, rank_strips;  // LoRA's r as a reduction, and as rows
+  Sizes(const Experts& experts, int lora_rank)
+      : hidden(experts.hidden),
+        inner(experts.intermediate),
+        rank(lora_rank),
+        hidden_tiles(tiles_of(hidden)),
+        inner_tiles(tiles_of(inner)),
+        rank_tiles(tiles_of(rank)),
+        rank_strips(strips_of(rank)) {}
+};
+
+// One thread's memory, by purpose; kept from unit to unit and from pass to pass.
+enum Purpose { kTokens, kPanel, kFactor, kThin, kGradient, kLocal, kPurposes };
+
+inline bf16* workspace(Purpose purpose, std::ptrdiff_t elements) {
+  thread_local Buffer<bf16> buffers[kPurposes];
+  return buffers[purpose].reserve(elements);
+}
+enum ResultPurpose { kMain, kSmall, kTurned, kWeights, kResultPurposes };
+inline float* result_blocks(ResultPurpose purpose, std::ptrdiff_t blocks) {
+  thread_local Buffer<float> buffers[kResultPurposes];
+  return buffers[purpose].reserve(blocks * kBlock);
+}
+
+// Strips of an expert's tokens that are worked on together, so that they stay in half of L2 while the
+// expert's panels pass by. Even, so that two strips make one tile over tokens.
+struct TokenBlock {
+  int begin, count;  // strips, counted from the expert's first
+};
+
+template <class Body>
+void for_token_blocks(const Routing& routing, int expert, int tiles, Body body) {
+  static const long l2 = std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 256L << 10);
+  const int strips = routing.strips(expert);
+  const int fit = std::max(2, static_cast<int>(l2 / 2 / (static_cast<long>(tiles) * kTile * sizeof(bf16))));
+  const int blocks = ceil_div(strips, fit), each = 2 * ceil_div(ceil_div(strips, blocks), 2);
+  for (int begin = 0; begin < strips; begin += each) body(TokenBlock{begin, std::min(each, strips - begin)});
+}
+
+inline int first_slot(const Routing& routing, int expert, int strip) {
+  return routing.first[expert] + strip * kStrip;
+}
+inline int live_rows(const Routing& routing, int expert, int strip) {
+  return std::min(kStrip, routing.rows(expert) - strip * kStrip);
+}
+
+// The routing weights of one strip's tokens; 0 where there is no token.
+inline void strip_weights(const Routing& routing, int expert, int strip, float* weight) {
+  const int live = live_rows(routing, expert, strip);
+  for (int i = 0; i < kStrip; ++i)
+    weight[i] = i < live ? routing.weight[first_slot(routing, expert, strip) + i] : 0.f;
+}
+
+inline Tokens strip_tokens(const Routing& routing, int expert, int strip, const bf16* source, int columns) {
+  return {source, columns, routing.token.data() + first_slot(routing, expert, strip),
+          live_rows(routing, expert, strip), columns};
+}
+
+// One expert's factor out of a contiguous [E, rows, columns] tensor; no rows if there is no tensor.
+inline Matrix factor(const float* tensor, int expert, int rows, int columns) {
+  if (tensor == nullptr) return {nullptr, 0, 0, columns, Storage::fp32};
+  return {tensor + static_cast<std::ptrdiff_t>(expert) * rows * columns,
+          columns * static_cast<std::ptrdiff_t>(sizeof(float)), rows, columns, Storage::fp32};
+}
+inline Matrix factor_a(const LoraWeights& lora, Projection projection, const Sizes& sizes, int expert) {
+  return factor(lora.a[projection], expert, sizes.rank, projection == kDown ? sizes.inner : sizes.hidden);
+}
+inline Matrix factor_b(const LoraWeights& lora, Projection projection, const Sizes& sizes, int expert) {
+  return factor(lora.b[projection], expert, projection == kDown ? sizes.hidden : sizes.inner, sizes.rank);
+}
+
+// Where Saved::thin holds one projection of one expert: rank_strips left strips over the expert's tokens.
+inline Strips thin_strips(const Buffer<bf16>& thin, const Routing& routing, const Sizes& sizes, int expert,
+                          Projection projection) {
+  const std::ptrdiff_t doubles = routing.doubles(expert);
+  const std::ptrdiff_t at = (kProjections * static_cast<std::ptrdiff_t>(routing.first_double[expert]) + projection * doubles) * sizes.rank_strips;
+  return {thin.data() + tile_elements(at), tile_elements(doubles), sizes.rank_strips};
+}
+inline bf16* writable(Strips strips) { return const_cast<bf16*>(strips.data); }
+
+// tokens_out[t] = the sum of its slots' rows, for one unit of kTokensAtOnce tokens.
+constexpr int kTokensAtOnce = 16;
+inline void sum_slots(const Kernels& kernels, const Routing& routing, const bf16* rows, std::ptrdiff_t stride,
+                      int columns, bf16* out, int unit) {
+  const int end = std::min(routing.tokens, (unit + 1) * kTokensAtOnce);
+  for (int t = unit * kTokensAtOnce; t < end; ++t)
+    kernels.sum_rows(rows, stride, routing.slot_of.data() + static_cast<std::ptrdiff_t>(t) * routing.top_k,
+                     routing.top_k, columns, out + static_cast<std::ptrdiff_t>(t) * columns);
+}
+
+}  // namespace ktbridge

@@ -1,0 +1,196 @@
+// The pool's promises: every thread once, all ended on return, errors to the caller.
+#include <pthread.h>
+#include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "common/pool.h"
+
+using namespace ktbridge;
+
+namespace {
+
+// More threads than this machine may have CPUs, so that they also meet asleep and descheduled; an
+// impossible CPU makes the pin fail, which must not matter.
+std::vector<Cpu> crowd(int threads) {
+  const std::vector<Cpu> cpus = usable_cpus();
+  std::vector<Cpu> places;
+  for (int i = 0; i < threads; ++i) {
+    places.push_back(cpus[i % cpus.size()]);
+    places.back().node = i % 2 == 0 ? 5 : 2;
+  }
+  places.back().id = 8000;
+  return places;
+}
+
+void rest() { std::this_thread::sleep_for(std::chrono::milliseconds(2)); }  // workers fall asleep
+
+void every_thread_runs_once() {
+  for (int threads : {1, 2, 3, 8}) {
+    Pool pool(crowd(threads));
+    CHECK(pool.threads() == threads);
+    std::vector<int> runs(threads);  // plain on purpose: a thread sanitizer sees a missing barrier
+    const std::thread::id caller = std::this_thread::get_id();
+    for (int i = 0; i < 3; ++i) {
+      pool.run([&](int thread) {
+        ++runs[thread];
+        CHECK((std::this_thread::get_id() == caller) == (thread == 0));
+      });
+      rest();
+    }
+    for (int count : runs) CHECK(count == 3);
+  }
+}
+
+void ten_thousand_tiny_runs() {
+  Pool pool(crowd(2));
+  long sums[2] = {};
+  for (int i = 0; i < 10000; ++i) {
+    pool.run([&](int thread) { sums[thread] += i; });
+    if (sums[0] != sums[1]) break;
+  }
+  CHECK(sums[0] == 10000L * 9999 / 2);
+  CHECK(sums[1] == sums[0]);
+}
+
+void tasks_are_shared_out() {
+  Pool pool(crowd(3));
+  for (int count : {0, 1, 2, 1000}) {
+    std::vector<int> runs(count);
+    pool.each(count, [&](int index, int thread) {
+      ++runs[index];
+      CHECK(thread >= 0 && thread < 3);
+    });
+    CHECK(std::accumulate(runs.begin(), runs.end(), 0) == count);
+    for (int one : runs) CHECK(one == 1);
+  }
+}
+
+void exceptions_reach_the_caller() {
+  for (int threads : {1, 3}) {
+    Pool pool(crowd(threads));
+    for (int guilty = 0; guilty < threads; ++guilty) {
+      std::vector<int> ended(threads);
+      const auto body = [&](int thread) {
+        if (thread == guilty) throw std::runtime_error("thread " + std::to_string(thread));
+        rest();
+        ended[thread] = 1;
+      };
+      CHECK_THROWS(pool.run(body), std::runtime_error, "thread " + std::to_string(guilty));
+      CHECK(std::accumulate(ended.begin(), ended.end(), 0) == threads - 1);
+    }
+    CHECK_THROWS(pool.run([](int) { throw std::runtime_error("all of them"); }), std::runtime_error,
+                 "all of");
+    CHECK_THROWS(pool.each(9, [](int, int) { throw std::runtime_error("a task"); }), std::runtime_error,
+                 "a task");
+    int quiet = 0;  // an old failure doesn't come back
+    pool.run([&](int thread) {
+      if (thread == 0) quiet = 1;
+    });
+    CHECK(quiet == 1);
+  }
+}
+
+void callers_take_turns_by_the_guard() {
+  Pool pool(crowd(3));
+  std::vector<int> sums(3);
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i)
+    callers.emplace_back([&] {
+      for (int j = 0; j < 50; ++j) {
+        std::lock_guard lock(pool.guard());
+        pool.run([&](int thread) { ++sums[thread]; });
+        pool.run([&](int thread) { ++sums[thread]; });
+      }
+    });
+  for (std::thread& caller : callers) caller.join();
+  for (int sum : sums) CHECK(sum == 400);
+}
+
+void a_forked_child_is_refused() {
+  Pool pool(crowd(2));
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto refused = [](auto call) {
+      try {
+        call();
+      } catch (const std::runtime_error& error) {
+        return std::string(error.what()).find("don't survive fork()") != std::string::npos;
+      }
+      return false;
+    };
+    alarm(20);
+    const bool both =
+        refused([&] { pool.run([](int) {}); }) && refused([&] { pool.each(1, [](int, int) {}); });
+    _exit(both ? 42 : 1);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 42);
+}
+
+void knows_its_nodes() {
+  Pool pool(crowd(4));
+  CHECK(pool.nodes() == 2);
+  CHECK(pool.node(0) == 5);
+  CHECK(pool.node(1) == 2);
+  CHECK(pool.node_index(2) == 0);
+  CHECK(pool.node_index(5) == 1);
+  for (int node : {-1, 0, 3, 6}) CHECK(pool.node_index(node) == -1);
+}
+
+void shared_pools_end_at_the_machine() {
+  const int most = static_cast<int>(usable_cpus().size());
+  Pool& pool = Pool::shared(most + 1);
+  CHECK(pool.threads() == most);
+  CHECK(&pool == &Pool::shared(most));
+  CHECK(&pool == &Pool::shared(4096));
+  CHECK(Pool::shared(1).threads() == 1);
+  CHECK_THROWS(Pool({}), std::invalid_argument, "at least one");
+}
+
+void workers_stay_off_the_callers_cpu() {
+  const std::vector<Cpu> places = place(usable_cpus(), 2);
+  if (places.size() < 2) return;
+  cpu_set_t before;
+  CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+  Pool pool(places);
+  for (int turn : {0, 1, 1, 0}) {
+    cpu_set_t here;
+    CPU_ZERO(&here);
+    CPU_SET(places[turn].id, &here);
+    CHECK(sched_setaffinity(0, sizeof here, &here) == 0);
+    int cpu[2] = {-1, -1};
+    pool.run([&](int thread) { cpu[thread] = sched_getcpu(); });
+    CHECK(cpu[0] == places[turn].id);
+    CHECK(cpu[1] == places[1 - turn].id);
+    cpu_set_t after;
+    CHECK(sched_getaffinity(0, sizeof after, &after) == 0);
+    CHECK(CPU_EQUAL(&after, &here));  // the caller's own affinity is left alone
+  }
+  CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
+}
+
+}  // namespace
+
+int main() {
+  a_forked_child_is_refused();  // first: a sanitizer wants few threads around a fork
+  every_thread_runs_once();
+  ten_thousand_tiny_runs();
+  tasks_are_shared_out();
+  exceptions_reach_the_caller();
+  callers_take_turns_by_the_guard();
+  knows_its_nodes();
+  shared_pools_end_at_the_machine();
+  workers_stay_off_the_callers_cpu();
+  return check::report();
+}

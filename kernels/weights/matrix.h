@@ -1,0 +1,46 @@
+// A weight where it lies: in a torch tensor, in a fused [E, 2I, H] tensor, in a mapped checkpoint. Nothing
+// is ever copied but the strips in cache (weights/pack.h), and only weights/decode.h knows what a storage
+// format's bits mean.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ktbridge {
+
+enum class Storage {
+  bf16,
+  fp32,  // LoRA masters; rounded to bf16 on the way
+  fp8,   // e4m3 (no infinities), scale per block of rows x columns, as DeepSeek-V3 ships
+  int8,  // symmetric, scale per row
+  int4,  // two in a byte, low nibble first, value + 8; scale per row and group of columns, as
+         // compressed-tensors' pack-quantized (Kimi-K2) ships
+};
+
+// Row-major [rows, columns]. value = stored * scale[row >> row_shift][column >> column_shift].
+struct Matrix {
+  const void* data = nullptr;
+  std::ptrdiff_t stride = 0;  // bytes from row to row
+  int rows = 0, columns = 0;  // zero rows read as zeros everywhere
+  Storage storage = Storage::bf16;
+  const void* scale = nullptr;
+  std::ptrdiff_t scale_stride = 0;  // scales from row of scales to row of scales
+  bool scale_is_bf16 = false;       // else float32
+  int row_shift = 0, column_shift = 0;
+};
+
+// Bytes that `columns` neighbouring elements of one row take.
+constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns) {
+  switch (storage) {
+    case Storage::bf16:
+      return columns * 2;
+    case Storage::fp32:
+      return columns * 4;
+    case Storage::int4:
+      return (columns + 1) / 2;
+    default:
+      return columns;
+  }
+}
+
+}  // namespace ktbridge

@@ -1,0 +1,136 @@
+// Matrices and token rows -> strips in cache (gemm/strip.h says what a strip is).
+#pragma once
+
+#include "gemm/strip.h"
+#include "isa/kernels.h"
+#include "weights/decode.h"
+
+namespace ktbridge {
+namespace {
+
+// Rows in flight ahead of the one being packed, so that memory latency is hidden when a panel touches a
+// new page with every row.
+constexpr int kRowsAhead = 16;
+
+template <Storage kStorage>
+inline void rows_to_left(const Matrix& w, int row, bf16* strip) {
+  const int live = w.rows - row < kStrip ? w.rows - row : kStrip;
+  for (int column = 0; column < w.columns; column += kSteps, strip += kTile)
+    for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode_any<kStorage>(w, row + r, column));
+}
+
+template <Storage kStorage>
+inline void columns_to_right(const Matrix& w, int column, Strips target) {
+  const Pairs zero = pairs(every(0.f), every(0.f));
+  for (int k = 0; k < w.rows; k += 2) {
+    const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(k) * kStrip;
+    if (k + kRowsAhead < w.rows) {
+      const char* ahead = static_cast<const char*>(w.data) + (k + kRowsAhead) * w.stride + stored_bytes(kStorage, column);
+      for (std::ptrdiff_t byte = 0; byte < stored_bytes(kStorage, target.count * kStrip); byte += 64) {
+        __builtin_prefetch(ahead + byte);
+        __builtin_prefetch(ahead + w.stride + byte);
+      }
+    }
+    for (int strip = 0; strip < target.count; strip += 2) {
+      const int c = column + strip * kStrip;
+      Pairs first = zero, second = zero;
+      if (c < w.columns)
+        interleave(decode_any<kStorage>(w, k, c), k + 1 < w.rows ? decode_any<kStorage>(w, k + 1, c) : zero, first, second);
+      bf16* to = const_cast<bf16*>(target.data) + strip * target.stride + at;
+      store(to, first);
+      if (strip + 1 < target.count) store(to + target.stride, second);
+    }
+  }
+}
+
+inline void zero_fill(bf16* p, std::ptrdiff_t count) { __builtin_memset(p, 0, count * sizeof(bf16)); }
+
+// Calls f.template operator()<storage>() for a storage known at run time.
+template <class F>
+inline void with_storage(Storage storage, F f) {
+  switch (storage) {
+    case Storage::bf16:
+      return f.template operator()<Storage::bf16>();
+    case Storage::fp32:
+      return f.template operator()<Storage::fp32>();
+    case Storage::fp8:
+      return f.template operator()<Storage::fp8>();
+    case Storage::int8:
+      return f.template operator()<Storage::int8>();
+    case Storage::int4:
+      return f.template operator()<Storage::int4>();
+  }
+}
+
+inline void pack_left(const Matrix& w, int row, bf16* strip) {
+  if (row + kStrip > w.rows) zero_fill(strip, static_cast<std::ptrdiff_t>(tiles_of(w.columns)) * kTile);
+  if (row < w.rows) with_storage(w.storage, [&]<Storage kStorage>() { rows_to_left<kStorage>(w, row, strip); });
+}
+
+inline void pack_right(const Matrix& w, int reduction, int column, Strips target) {
+  const std::ptrdiff_t size = static_cast<std::ptrdiff_t>(tiles_of(reduction)) * kTile;
+  if (w.rows % kSteps != 0 || w.rows == 0)
+    for (int strip = 0; strip < target.count; ++strip) zero_fill(const_cast<bf16*>(target.data) + strip * target.stride, size);
+  with_storage(w.storage, [&]<Storage kStorage>() { columns_to_right<kStorage>(w, column, target); });
+}
+
+// 32 elements of a bf16 row from `column`; zeros past its end.
+inline Pairs row_part(const bf16* row, int column, int columns) {
+  if (column + kSteps <= columns) return load_pairs(row + column);
+  alignas(64) bf16 part[kSteps] = {};
+  if (column < columns) __builtin_memcpy(part, row + column, (columns - column) * sizeof(bf16));
+  return load_pairs(part);
+}
+
+inline void tokens_to_left(const Tokens& tokens, bf16* strip) {
+  if (tokens.count < kStrip) zero_fill(strip, static_cast<std::ptrdiff_t>(tiles_of(tokens.columns)) * kTile);
+  for (int i = 0; i < tokens.count; ++i) {
+    const bf16* row = tokens.row(i);
+    for (int c = 0; c < tokens.columns; c += kSteps)
+      store(strip + static_cast<std::ptrdiff_t>(c / kSteps) * kTile + i * kSteps, row_part(row, c, tokens.columns));
+  }
+}
+
+inline void tokens_to_right(const Tokens& tokens, bf16* strip) {
+  const Pairs zero = pairs(every(0.f), every(0.f));
+  for (int c = 0; c < tokens.columns; c += kSteps, strip += kTile) {
+    Pairs rows[16];
+    for (int i = 0; i < kStrip; ++i)
+      rows[i] = i < tokens.count ? row_part(tokens.row(i), c, tokens.columns) : zero;
+    transpose(rows);
+    for (int i = 0; i < kStrip; ++i) store(strip + i * kSteps, rows[i]);
+  }
+}
+
+inline void token_pairs_to_right(const Tokens& tokens, int column, Strips target) {
+  const Pairs zero = pairs(every(0.f), every(0.f));
+  const int padded = tiles_of(tokens.count) * kSteps;
+  for (int i = 0; i < padded; i += 2)
+    for (int strip = 0; strip < target.count; strip += 2) {
+      const int c = column + strip * kStrip;
+      const Pairs a = i < tokens.count ? row_part(tokens.row(i), c, tokens.columns) : zero;
+      const Pairs b = i + 1 < tokens.count ? row_part(tokens.row(i + 1), c, tokens.columns) : zero;
+      Pairs first, second;
+      interleave(a, b, first, second);
+      bf16* to = const_cast<bf16*>(target.data) + strip * target.stride + static_cast<std::ptrdiff_t>(i) * kStrip;
+      store(to, first);
+      store(to + target.stride, second);
+    }
+}
+
+inline void tiles_to_right(Strips left, int tile, Strips target) {
+  const Pairs zero = pairs(every(0.f), every(0.f));
+  for (int strip = 0; strip < left.count + left.count % 2; ++strip) {
+    const bf16* rows = left.data + strip * left.stride + static_cast<std::ptrdiff_t>(tile) * kTile;
+    bf16* to = const_cast<bf16*>(target.data) + static_cast<std::ptrdiff_t>(strip) * (kTile / 2);
+    for (int i = 0; i < kStrip; i += 2, to += 2 * kStrip) {
+      Pairs first = zero, second = zero;
+      if (strip < left.count) interleave(load_pairs(rows + i * kSteps), load_pairs(rows + (i + 1) * kSteps), first, second);
+      store(to, first);
+      store(to + target.stride, second);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ktbridge
