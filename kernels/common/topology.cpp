@@ -71,9 +71,8 @@ std::vector<int> affinity(const std::string& root) {
 
 std::map<int, int> nodes_of_cpus(const std::string& root) {
   std::map<int, int> result;
-  std::error_code missing;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(root + "/sys/devices/system/node", missing)) {
+  std::error_code none;
+  for (const auto& entry : std::filesystem::directory_iterator(root + "/sys/devices/system/node", none)) {
     const std::string name = entry.path().filename();
     if (name.size() < 5 || name.compare(0, 4, "node") != 0 ||
         name.find_first_not_of("0123456789", 4) != std::string::npos)

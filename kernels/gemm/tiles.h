@@ -5,10 +5,6 @@
 
 #include <cstdint>
 
-#if defined(__AMX_BF16__)
-#include <immintrin.h>
-#endif
-
 #include "common/bf16.h"
 
 namespace ktbridge {
@@ -23,14 +19,15 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// Assembly because the compilers' own names are macros that want literal register numbers, and GCC's
+// LDTILECFG doesn't say that it reads all 64 bytes.
 inline void tiles_begin() {
   const TileConfig config;
-  _tile_loadconfig(&config);
+  asm volatile("ldtilecfg %0" ::"m"(config));
 }
 // Gives the tile state back, so that context switches needn't save it.
-inline void tiles_end() { _tile_release(); }
+inline void tiles_end() { asm volatile("tilerelease"); }
 
-// Assembly because the compiler's own macros want literal register numbers, not template parameters.
 template <int kIndex>
 inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kIndex));
