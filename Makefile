@@ -1,6 +1,8 @@
 # make demo    the whole loop on a tiny model, CPU only, in minutes
 # make test    the whole test suite
 # make check   lint, formatting, types
+# make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
+# make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
 # Each target sets up what it needs in .venv and reuses it. PYTHON=python3.12 picks an interpreter.
 
 PYTHON ?= python3
@@ -14,7 +16,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test check format clean help
+.PHONY: demo test check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -30,6 +32,20 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+define run_kernel_tests
+	cmake -S . -B build/$@$(2) -DKTBRIDGE_TESTS=ON -DCMAKE_BUILD_TYPE=$(1) -DKTBRIDGE_SANITIZE=$(3)
+	cmake --build build/$@$(2) --parallel $(shell nproc)
+	ctest --test-dir build/$@$(2) --output-on-failure --no-tests=error
+endef
+COMMA := ,
+
+test-kernels:
+	$(call run_kernel_tests,Release)
+
+sanitize:
+	$(call run_kernel_tests,RelWithDebInfo,-address,address$(COMMA)undefined)
+	$(call run_kernel_tests,RelWithDebInfo,-thread,thread)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(PYTHON_FILES)
