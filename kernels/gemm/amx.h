@@ -9,63 +9,73 @@
 namespace ktbridge {
 namespace {
 
-template <int kRows, int kColumns>
-inline void tile_block(int tiles, const bf16* left, std::ptrdiff_t left_stride, const bf16* right,
-                       std::ptrdiff_t right_stride, float* result, std::ptrdiff_t result_stride, bool add) {
-  // Sums in tiles 0-3 (0 1 / 2 3), left in 4 and 5, right in 6 and 7.
-  if (add) {
-    tile_load<0>(result);
-    if constexpr (kColumns == 2) tile_load<1>(result + kBlock);
-    if constexpr (kRows == 2) tile_load<2>(result + result_stride);
-    if constexpr (kRows == 2 && kColumns == 2) tile_load<3>(result + result_stride + kBlock);
-  } else {
-    tile_zero<0>();
-    tile_zero<1>();
-    tile_zero<2>();
-    tile_zero<3>();
-  }
-  for (int tile = 0; tile < tiles; ++tile) {
-    tile_load<4>(left);
-    tile_load<6>(right);
+// Tiles ahead of the one in use that a first reading of cold rows asks for.
+constexpr int kTilesAhead = 4;
+
+// Sums in tiles 0-3 (0 1 / 2 3), left in 4 and 5, right in 6 and 7.
+template <int kRows, int kColumns, bool kCold>
+inline void tile_product(const Product& product, const bf16* left, const bf16* right) {
+  const std::ptrdiff_t row = product.left.row, left_stride = product.left.stride;
+  const std::ptrdiff_t step = product.left.tile, right_stride = product.right.stride;
+  for (int tile = 0; tile < product.tiles; ++tile) {
+    if constexpr (kCold)
+      if (tile + kTilesAhead < product.tiles)
+        for (int r = 0; r < kRows * kStrip; ++r)
+          __builtin_prefetch(left + r / kStrip * left_stride + r % kStrip * row + kTilesAhead * step);
+    tile_load<4>(left, row);
+    tile_load<6>(right, kSteps);
     tile_multiply<0, 4, 6>();
     if constexpr (kColumns == 2) {
-      tile_load<7>(right + right_stride);
+      tile_load<7>(right + right_stride, kSteps);
       tile_multiply<1, 4, 7>();
     }
     if constexpr (kRows == 2) {
-      tile_load<5>(left + left_stride);
+      tile_load<5>(left + left_stride, row);
       tile_multiply<2, 5, 6>();
       if constexpr (kColumns == 2) tile_multiply<3, 5, 7>();
     }
-    left += kTile;
+    left += step;
     right += kTile;
   }
-  tile_store<0>(result);
-  if constexpr (kColumns == 2) tile_store<1>(result + kBlock);
-  if constexpr (kRows == 2) tile_store<2>(result + result_stride);
-  if constexpr (kRows == 2 && kColumns == 2) tile_store<3>(result + result_stride + kBlock);
+}
+
+template <int kRows, int kColumns>
+inline void tile_block(const Product* products, int count, int i, int j, float* result) {
+  tile_zero<0>();
+  if constexpr (kColumns == 2) tile_zero<1>();
+  if constexpr (kRows == 2) tile_zero<2>();
+  if constexpr (kRows == 2 && kColumns == 2) tile_zero<3>();
+  for (int p = 0; p < count; ++p) {
+    const Product& product = products[p];
+    const bf16* left = product.left.data + i * product.left.stride;
+    const bf16* right = product.right.data + j * product.right.stride;
+    if (product.left.cold && j == 0)
+      tile_product<kRows, kColumns, true>(product, left, right);
+    else
+      tile_product<kRows, kColumns, false>(product, left, right);
+  }
+  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
+  float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;
+  tile_store<0>(block);
+  if constexpr (kColumns == 2) tile_store<1>(block + kBlock);
+  if constexpr (kRows == 2) tile_store<2>(block + stride);
+  if constexpr (kRows == 2 && kColumns == 2) tile_store<3>(block + stride + kBlock);
 }
 
 // The calling thread must have its tiles configured (tiles_begin).
-inline void gemm_amx(Strips left, Strips right, int tiles, float* result, bool add) {
-  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(right.count) * kBlock;
-  for (int i = 0; i < left.count; i += 2) {
-    for (int j = 0; j < right.count; j += 2) {
-      const bf16* rows = left.data + i * left.stride;
-      const bf16* columns = right.data + j * right.stride;
-      float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;
-      const auto run = [&](auto body) {
-        body(tiles, rows, left.stride, columns, right.stride, block, stride, add);
-      };
-      const bool two_rows = i + 1 < left.count, two_columns = j + 1 < right.count;
+inline void gemm_amx(const Product* products, int count, float* result) {
+  const int rows = products->left.count, columns = products->right.count;
+  for (int i = 0; i < rows; i += 2) {
+    for (int j = 0; j < columns; j += 2) {
+      const bool two_rows = i + 1 < rows, two_columns = j + 1 < columns;
       if (two_rows && two_columns)
-        run(tile_block<2, 2>);
+        tile_block<2, 2>(products, count, i, j, result);
       else if (two_rows)
-        run(tile_block<2, 1>);
+        tile_block<2, 1>(products, count, i, j, result);
       else if (two_columns)
-        run(tile_block<1, 2>);
+        tile_block<1, 2>(products, count, i, j, result);
       else
-        run(tile_block<1, 1>);
+        tile_block<1, 1>(products, count, i, j, result);
     }
   }
 }

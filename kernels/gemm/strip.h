@@ -31,15 +31,25 @@ constexpr int ceil_div(int value, int unit) { return (value + unit - 1) / unit; 
 constexpr int tiles_of(int reduction) { return ceil_div(reduction, kSteps); }
 constexpr int strips_of(int count) { return ceil_div(count, kStrip); }
 
-// `count` strips, the first at `data`, each `stride` elements after the one before.
+// `count` strips, the first at `data`, each `stride` elements after the one before. Left strips may also be
+// rows of a matrix where it lies, whose tiles are 16 rows apart by `row` elements and follow each other
+// within the rows.
 struct Strips {
   const bf16* data = nullptr;
   std::ptrdiff_t stride = 0;
   int count = 0;
+  std::ptrdiff_t row = kSteps, tile = kTile;
+  bool cold = false;  // left only: not in cache yet, so read ahead
 };
 
-// result[i][j] (+)= left strip i x right strip j over `tiles` tiles; blocks are laid out
-// [left.count][right.count][16][16]. `add` keeps what is there.
-using Gemm = void (*)(Strips left, Strips right, int tiles, float* result, bool add);
+// left x right over `tiles` tiles of the reduction.
+struct Product {
+  Strips left, right;
+  int tiles;
+};
+
+// result[i][j] = the sum over `count` products of left strip i x right strip j. All products have as many
+// left strips and as many right strips; blocks are laid out [left.count][right.count][16][16].
+using Gemm = void (*)(const Product* products, int count, float* result);
 
 }  // namespace ktbridge

@@ -3,6 +3,7 @@
 // itself never uses that.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/bf16.h"
@@ -32,12 +33,13 @@ template <int kIndex>
 inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kIndex));
 }
+// Rows of 32 bf16, `row` elements apart.
 template <int kIndex>
-inline void tile_load(const void* p) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(64L), "i"(kIndex) : "memory");
+inline void tile_load(const bf16* p, std::ptrdiff_t row) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row * 2), "i"(kIndex) : "memory");
 }
 template <int kIndex>
-inline void tile_store(void* p) {
+inline void tile_store(float* p) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(64L), "i"(kIndex) : "memory");
 }
 template <int kSum, int kLeft, int kRight>
@@ -54,11 +56,11 @@ inline void tile_zero() {
   __builtin_memset(tile_memory[kIndex], 0, sizeof tile_memory[kIndex]);
 }
 template <int kIndex>
-inline void tile_load(const void* p) {
-  __builtin_memcpy(tile_memory[kIndex], p, sizeof tile_memory[kIndex]);
+inline void tile_load(const bf16* p, std::ptrdiff_t row) {
+  for (int m = 0; m < 16; ++m) __builtin_memcpy(tile_memory[kIndex][m], p + m * row, sizeof tile_memory[kIndex][m]);
 }
 template <int kIndex>
-inline void tile_store(void* p) {
+inline void tile_store(float* p) {
   __builtin_memcpy(p, tile_memory[kIndex], sizeof tile_memory[kIndex]);
 }
 template <int kSum, int kLeft, int kRight>

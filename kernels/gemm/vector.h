@@ -17,42 +17,44 @@ constexpr int kVectorRows = 4, kVectorColumns = 1;
 #endif
 
 template <int kColumns>
-inline void vector_block(int tiles, const bf16* left, const bf16* right, std::ptrdiff_t right_stride,
-                         float* result, bool add) {
+inline void vector_block(const Product* products, int count, int i, int first_row, int j, float* result) {
   Lanes sums[kVectorRows][kColumns];
   for (int m = 0; m < kVectorRows; ++m)
-    for (int n = 0; n < kColumns; ++n)
-      sums[m][n] = add ? load(result + n * kBlock + m * kStrip) : every(0.f);
-  for (int tile = 0; tile < tiles; ++tile) {
-    for (int k = 0; k < kSteps / 2; ++k) {
-      Split columns[kColumns];
-      for (int n = 0; n < kColumns; ++n)
-        columns[n] = split(load_pairs(right + n * right_stride + k * 2 * kStrip));
-      for (int m = 0; m < kVectorRows; ++m) {
-        std::uint32_t pair;
-        __builtin_memcpy(&pair, left + m * kSteps + 2 * k, sizeof pair);
-        for (int n = 0; n < kColumns; ++n) sums[m][n] = dot(sums[m][n], pair, columns[n]);
+    for (int n = 0; n < kColumns; ++n) sums[m][n] = every(0.f);
+  for (int p = 0; p < count; ++p) {
+    const std::ptrdiff_t row = products[p].left.row, right_stride = products[p].right.stride;
+    const bf16* left = products[p].left.data + i * products[p].left.stride + first_row * row;
+    const bf16* right = products[p].right.data + j * right_stride;
+    for (int tile = 0; tile < products[p].tiles; ++tile) {
+      for (int k = 0; k < kSteps / 2; ++k) {
+        Split columns[kColumns];
+        for (int n = 0; n < kColumns; ++n)
+          columns[n] = split(load_pairs(right + n * right_stride + k * 2 * kStrip));
+        for (int m = 0; m < kVectorRows; ++m) {
+          std::uint32_t pair;
+          __builtin_memcpy(&pair, left + m * row + 2 * k, sizeof pair);
+          for (int n = 0; n < kColumns; ++n) sums[m][n] = dot(sums[m][n], pair, columns[n]);
+        }
       }
+      left += products[p].left.tile;
+      right += kTile;
     }
-    left += kTile;
-    right += kTile;
   }
+  float* block = result + (static_cast<std::ptrdiff_t>(i) * products->right.count + j) * kBlock + first_row * kStrip;
   for (int m = 0; m < kVectorRows; ++m)
-    for (int n = 0; n < kColumns; ++n) store(result + n * kBlock + m * kStrip, sums[m][n]);
+    for (int n = 0; n < kColumns; ++n) store(block + n * kBlock + m * kStrip, sums[m][n]);
 }
 
-inline void gemm_vector(Strips left, Strips right, int tiles, float* result, bool add) {
-  for (int i = 0; i < left.count; ++i) {
-    const bf16* rows = left.data + i * left.stride;
-    for (int j = 0; j < right.count;) {
-      const bf16* columns = right.data + j * right.stride;
-      float* block = result + (static_cast<std::ptrdiff_t>(i) * right.count + j) * kBlock;
-      const bool wide = kVectorColumns == 2 && j + 2 <= right.count;
-      for (int m = 0; m < kStrip; m += kVectorRows) {
+inline void gemm_vector(const Product* products, int count, float* result) {
+  const int rows = products->left.count, columns = products->right.count;
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < columns;) {
+      const bool wide = kVectorColumns == 2 && j + 2 <= columns;
+      for (int row = 0; row < kStrip; row += kVectorRows) {
         if (wide)
-          vector_block<kVectorColumns>(tiles, rows + m * kSteps, columns, right.stride, block + m * kStrip, add);
+          vector_block<kVectorColumns>(products, count, i, row, j, result);
         else
-          vector_block<1>(tiles, rows + m * kSteps, columns, right.stride, block + m * kStrip, add);
+          vector_block<1>(products, count, i, row, j, result);
       }
       j += wide ? 2 : 1;
     }

@@ -37,7 +37,7 @@ struct Kernels {
   void (*pack_left)(const Matrix& w, int row, bf16* strip);
   // W's columns from `column` (a multiple of 32) as right strips, the reduction running down W's rows and
   // padded to `reduction`. target.count is even or 1.
-  void (*pack_right)(const Matrix& w, int reduction, int column, Strips target);
+  void (*pack_right)(const Matrix& w, int reduction, int column, Strips target, Reading reading);
   // At most 16 rows as one strip, the reduction running along them.
   void (*tokens_to_left)(const Tokens& tokens, bf16* strip);
   void (*tokens_to_right)(const Tokens& tokens, bf16* strip);

@@ -17,6 +17,7 @@ namespace {
 
 // Panels are 64 columns: 128 bytes of each row, which memory delivers as fast as whole rows.
 constexpr int kStrips = 4, kPanelTiles = 2;
+constexpr int kPanelsAtOnce = 4;
 
 class Backward {
  public:
@@ -44,7 +45,7 @@ class Backward {
     const int expert = unit.expert, tiles = sizes_.hidden_tiles + sizes_.rank_tiles;
     const std::ptrdiff_t stride = tile_elements(tiles);
     const Strips b = pack_factor_b(kDown, sizes_.hidden, expert);
-    for_token_blocks(routing_, expert, tiles, [&](TokenBlock block) {
+    for_token_blocks(routing_, expert, tiles, kStrips * tiles, [&](TokenBlock block) {
       bf16* dy = workspace(kTokens, block.count * stride);
       for (int j = 0; j < block.count; ++j)
         kernels_.tokens_to_left(strip_tokens(routing_, expert, block.begin + j, d_out_, sizes_.hidden), dy + j * stride);
@@ -58,11 +59,11 @@ class Backward {
       for (int p = unit.begin; p < unit.end; ++p) {
         const int column = p * kStrips * kStrip, live = std::min(kPanelTiles, sizes_.inner_tiles - p * kPanelTiles);
         const Strips right{panel, stride, 2 * live};
-        kernels_.pack_right(experts_.weight[kDown][expert], sizes_.hidden, column, right);
+        kernels_.pack_right(experts_.weight[kDown][expert], sizes_.hidden, column, right, reading(unit, p));
         if (sizes_.rank > 0)
           kernels_.pack_right(factor_a(lora_, kDown, sizes_, expert), sizes_.rank, column,
-                              {panel + tile_elements(sizes_.hidden_tiles), stride, 2 * live});
-        kernels_.gemm(left, right, tiles, result, false);
+                              {panel + tile_elements(sizes_.hidden_tiles), stride, 2 * live}, {});
+        multiply(kernels_, {{left, right, tiles}}, result);
         for (int j = 0; j < block.count; ++j)
           for (int t = 0; t < live; ++t)
             inner_tile(expert, block.begin + j, p * kPanelTiles + t, result + (j * 2 * live + 2 * t) * kBlock,
@@ -87,12 +88,12 @@ class Backward {
     const int strips = sizes_.rank_strips;
     for (Projection projection : {kGate, kUp}) {
       const Strips right = pack_factor_b(projection, sizes_.inner, expert);
-      for_token_blocks(routing_, expert, sizes_.inner_tiles, [&](TokenBlock block) {
+      for_token_blocks(routing_, expert, sizes_.inner_tiles, 0, [&](TokenBlock block) {
         Strips d = d_strips(expert, block);
         const bf16* row = d.data;
         d.data += tile_elements(sizes_.rank_tiles + (projection == kUp ? sizes_.inner_tiles : 0));
         float* t = result_blocks(kSmall, block.count * strips);
-        kernels_.gemm(d, right, sizes_.inner_tiles, t, false);
+        multiply(kernels_, {{d, right, sizes_.inner_tiles}}, t);
         const std::ptrdiff_t behind = tile_elements(sizes_.rank_tiles + 2 * sizes_.inner_tiles);
         kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr,
                                 const_cast<bf16*>(projection == kGate ? row : row + behind), d_stride_);
@@ -106,27 +107,35 @@ class Backward {
     const int expert = unit.expert, tiles = 2 * sizes_.inner_tiles + 2 * sizes_.rank_tiles;
     const std::ptrdiff_t stride = tile_elements(tiles);
     bf16* panel = workspace(kPanel, kStrips * stride);
-    for_token_blocks(routing_, expert, tiles, [&](TokenBlock block) {
+    for_token_blocks(routing_, expert, tiles, kStrips * tiles, [&](TokenBlock block) {
       float* result = result_blocks(kMain, block.count * kStrips);
+      Strips x, dy;
       for (int p = unit.begin; p < unit.end; ++p) {
         const int column = p * kStrips * kStrip, strips = std::min(kStrips, 2 * tiles_of(sizes_.hidden - column));
         bf16* at = panel;
         const auto pack = [&](const Matrix& matrix, int reduction) {
-          kernels_.pack_right(matrix, reduction, column, {at, stride, strips});
+          kernels_.pack_right(matrix, reduction, column, {at, stride, strips}, reading(unit, p));
           at += tile_elements(tiles_of(reduction));
         };
         pack(factor_a(lora_, kGate, sizes_, expert), sizes_.rank);
         pack(experts_.weight[kGate][expert], sizes_.inner);
         pack(experts_.weight[kUp][expert], sizes_.inner);
         pack(factor_a(lora_, kUp, sizes_, expert), sizes_.rank);
-        kernels_.gemm(d_strips(expert, block), {panel, stride, strips}, tiles, result, false);
+        multiply(kernels_, {{d_strips(expert, block), {panel, stride, strips}, tiles}}, result);
         for (int j = 0; j < block.count; ++j) {
           const int strip = block.begin + j;
           for (int i = 0; i < strips; i += 2)
             kernels_.round_rows(result + (j * strips + i) * kBlock, live_rows(routing_, expert, strip),
                                 dx_.data() + first_slot(routing_, expert, strip) * dx_stride_ + column + i * kStrip, dx_stride_);
         }
-        if (sizes_.rank > 0) outer_gradients(expert, block, column, strips);
+        if (sizes_.rank == 0) continue;
+        const int turn = (p - unit.begin) % kPanelsAtOnce;
+        if (turn == 0) {
+          x = rows_over_tokens(hidden_, kGradient, expert, block, column);
+          dy = rows_over_tokens(d_out_, kLocal, expert, block, column);
+        }
+        const auto part = [&](Strips all) { return Strips{all.data + turn * kStrips * all.stride, all.stride, strips}; };
+        outer_gradients(expert, block, column, part(x), part(dy));
       }
     });
   }
@@ -151,11 +160,13 @@ class Backward {
     return {d_.data() + (routing_.first_strip[expert] + block.begin) * d_stride_, d_stride_, block.count};
   }
 
+  static Reading reading(Unit unit, int panel) { return {panel == unit.begin, panel + 1 == unit.end}; }
+
   // B as right strips: r is its width, and the reduction runs down its rows.
   Strips pack_factor_b(Projection projection, int rows, int expert) const {
     const std::ptrdiff_t stride = tile_elements(tiles_of(rows));
     const Strips right{workspace(kFactor, sizes_.rank_strips * stride), stride, sizes_.rank_strips};
-    if (sizes_.rank > 0) kernels_.pack_right(factor_b(lora_, projection, sizes_, expert), rows, 0, right);
+    if (sizes_.rank > 0) kernels_.pack_right(factor_b(lora_, projection, sizes_, expert), rows, 0, right, {});
     return right;
   }
 
@@ -163,7 +174,7 @@ class Backward {
   Strips thin_inner(int expert, TokenBlock block, Strips dy, Strips b) const {
     const int strips = sizes_.rank_strips;
     float* t = result_blocks(kSmall, block.count * strips);
-    kernels_.gemm(dy, b, sizes_.hidden_tiles, t, false);
+    multiply(kernels_, {{dy, b, sizes_.hidden_tiles}}, t);
     kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr, writable(dy) + tile_elements(sizes_.hidden_tiles), dy.stride);
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
     const Strips turned{workspace(kThin, strips * stride), stride, strips};
@@ -197,7 +208,7 @@ class Backward {
   void add_gradient(Strips thin, Strips right, TokenBlock block, float* tensor, int expert, int columns, int column,
                     bool transposed) const {
     float* sums = result_blocks(kSmall, thin.count * right.count);
-    kernels_.gemm(thin, right, ceil_div(block.count, 2), sums, false);
+    multiply(kernels_, {{thin, right, ceil_div(block.count, 2)}}, sums);
     kernels_.add_blocks(sums, thin.count, right.count,
                         tensor + static_cast<std::ptrdiff_t>(expert) * sizes_.rank * columns, sizes_.rank, columns,
                         column, transposed);
@@ -211,25 +222,28 @@ class Backward {
                  d_lora_.b[projection], expert, sizes_.inner, column, true);
   }
 
-  // dA of gate and up, and dB of down, for the columns of H at `column`.
-  void outer_gradients(int expert, TokenBlock block, int column, int strips) const {
+  // x or dy of one block of tokens as right strips over tokens, for kPanelsAtOnce panels from `column`: a
+  // token's row is read in pieces of 512 bytes instead of 128.
+  Strips rows_over_tokens(const bf16* source, Purpose purpose, int expert, TokenBlock block, int column) const {
     const int begin = block.begin * kStrip, count = std::min(block.count * kStrip, routing_.rows(expert) - begin);
+    const int strips = std::min(kPanelsAtOnce * kStrips, 2 * tiles_of(sizes_.hidden - column));
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
-    const Strips right{workspace(kGradient, strips * stride), stride, strips};
-    const auto pack = [&](const bf16* source) {
-      kernels_.token_pairs_to_right({source, sizes_.hidden, routing_.token.data() + routing_.first[expert] + begin, count, sizes_.hidden},
-                                    column, right);
-    };
-    const auto add = [&](const Buffer<bf16>& thin, Projection projection, float* tensor, bool transposed) {
+    const Strips right{workspace(purpose, kPanelsAtOnce * kStrips * stride), stride, strips};
+    const int* index = routing_.token.data() + routing_.first[expert] + begin;
+    kernels_.token_pairs_to_right({source, sizes_.hidden, index, count, sizes_.hidden}, column, right);
+    return right;
+  }
+
+  // dA of gate and up, and dB of down, for the columns of H at `column`, whose x and dy are given.
+  void outer_gradients(int expert, TokenBlock block, int column, Strips x, Strips dy) const {
+    const auto add = [&](const Buffer<bf16>& thin, Projection projection, Strips right, float* tensor, bool transposed) {
       if (tensor != nullptr)
         add_gradient(from(thin_strips(thin, routing_, sizes_, expert, projection), block), right, block, tensor, expert,
                      sizes_.hidden, column, transposed);
     };
-    pack(hidden_);
-    add(thin_, kGate, d_lora_.a[kGate], false);
-    add(thin_, kUp, d_lora_.a[kUp], false);
-    pack(d_out_);
-    add(saved_.thin, kDown, d_lora_.b[kDown], true);
+    add(thin_, kGate, x, d_lora_.a[kGate], false);
+    add(thin_, kUp, x, d_lora_.a[kUp], false);
+    add(saved_.thin, kDown, dy, d_lora_.b[kDown], true);
   }
 
   Strips over_tokens(Strips left, int tile) const {

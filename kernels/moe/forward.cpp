@@ -34,14 +34,12 @@ class Forward {
   void thin_down(int expert) {
     if (sizes_.rank == 0) return;
     const int strips = sizes_.rank_strips;
-    bf16* a = workspace(kFactor, strips * tile_elements(sizes_.inner_tiles));
-    for (int i = 0; i < strips; ++i)
-      kernels_.pack_left(factor_a(lora_, kDown, sizes_, expert), i * kStrip, a + i * tile_elements(sizes_.inner_tiles));
-    const Strips left{a, tile_elements(sizes_.inner_tiles), strips};
-    for_token_blocks(routing_, expert, sizes_.inner_tiles, [&](TokenBlock block) {
+    bf16* room = workspace(kFactor, strips * tile_elements(sizes_.inner_tiles));
+    const Strips a = left_rows(kernels_, factor_a(lora_, kDown, sizes_, expert), 0, strips, room);
+    for_token_blocks(routing_, expert, sizes_.inner_tiles, 0, [&](TokenBlock block) {
       const Strips h = h_strips(expert, block);
       float* t = result_blocks(kSmall, strips * block.count);
-      kernels_.gemm(left, h, sizes_.inner_tiles, t, false);
+      multiply(kernels_, {{a, h, sizes_.inner_tiles}}, t);
       kernels_.blocks_to_right(t, strips, block.count, lora_.scale, writable(h) + tile_elements(sizes_.inner_tiles), h_stride_);
       if (saved_.keep == Keep::nothing) return;
       float* weights = result_blocks(kWeights, block.count);
@@ -53,27 +51,29 @@ class Forward {
 
   // One expert's panels of H: w y, by slots.
   void down(Unit unit) {
-    const int tiles = sizes_.inner_tiles + sizes_.rank_tiles;
-    bf16* panel = workspace(kPanel, kDownStrips * tile_elements(tiles));
-    const Matrix b = factor_b(lora_, kDown, sizes_, unit.expert);
-    for_token_blocks(routing_, unit.expert, tiles, [&](TokenBlock block) {
+    const int expert = unit.expert;
+    const std::ptrdiff_t stride = tile_elements(sizes_.inner_tiles);
+    bf16* room = workspace(kPanel, kDownStrips * h_stride_);
+    for_token_blocks(routing_, expert, sizes_.inner_tiles, kDownStrips * sizes_.inner_tiles, [&](TokenBlock block) {
       float* result = result_blocks(kMain, kDownStrips * block.count);
       const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
+      const Strips h = h_strips(expert, block), t{h.data + stride, h.stride, h.count};
       for (int p = unit.begin; p < unit.end; ++p) {
         const int row = p * kDownStrips * kStrip, strips = std::min(kDownStrips, 2 * tiles_of(sizes_.hidden - row));
-        for (int i = 0; i < strips; ++i) {
-          bf16* strip = panel + i * tile_elements(tiles);
-          kernels_.pack_left(experts_.weight[kDown][unit.expert], row + i * kStrip, strip);
-          if (sizes_.rank > 0) kernels_.pack_left(b, row + i * kStrip, strip + tile_elements(sizes_.inner_tiles));
+        const Product main{left_rows(kernels_, experts_.weight[kDown][expert], row, strips, room), h, sizes_.inner_tiles};
+        if (sizes_.rank == 0) {
+          multiply(kernels_, {main}, result);
+        } else {
+          const Strips b = left_rows(kernels_, factor_b(lora_, kDown, sizes_, expert), row, strips, room + kDownStrips * stride);
+          multiply(kernels_, {main, {b, t, sizes_.rank_tiles}}, result);
         }
-        kernels_.gemm({panel, tile_elements(tiles), strips}, h_strips(unit.expert, block), tiles, result, false);
         for (int j = 0; j < block.count; ++j) {
           float weights[kStrip];
-          strip_weights(routing_, unit.expert, block.begin + j, weights);
-          const int slot = first_slot(routing_, unit.expert, block.begin + j);
+          strip_weights(routing_, expert, block.begin + j, weights);
+          const int slot = first_slot(routing_, expert, block.begin + j);
           for (int i = 0; i < strips; i += 2)
             kernels_.weigh_rows(result + i * apart + j * kBlock, apart, weights,
-                                live_rows(routing_, unit.expert, block.begin + j),
+                                live_rows(routing_, expert, block.begin + j),
                                 y_.data() + slot * y_stride_ + row + i * kStrip, y_stride_);
         }
       }

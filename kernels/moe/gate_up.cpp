@@ -3,55 +3,40 @@
 namespace ktbridge {
 namespace {
 
-// A panel is 32 rows of I of both projections: strips gate, gate, up, up.
+// A panel is 32 rows of I of both projections: strips gate, gate, up, up of the result.
 constexpr int kStrips = 4;
 
 }  // namespace
 
-// Token strips are [t_gate][x][t_up] and panels [Bg][Wg] and [Wu][Bu], so that each projection's LoRA is
-// just a longer reduction.
 void GateUp::run(Unit unit, const GateUpTarget& target) const {
-  const int expert = unit.expert, thin = sizes.rank_tiles, tiles = sizes.hidden_tiles + thin;
-  const std::ptrdiff_t token_stride = tile_elements(tiles + thin), stride = tile_elements(tiles);
-  bf16* panel = workspace(kPanel, kStrips * stride);
-  const Matrix b[2] = {factor_b(lora, kGate, sizes, expert), factor_b(lora, kUp, sizes, expert)};
-
-  for_token_blocks(routing, expert, tiles, [&](TokenBlock block) {
+  const int expert = unit.expert, tiles = sizes.hidden_tiles + 2 * sizes.rank_tiles;
+  const std::ptrdiff_t token_stride = tile_elements(tiles), stride = tile_elements(sizes.hidden_tiles);
+  const std::ptrdiff_t thin_stride = tile_elements(sizes.rank_tiles);
+  bf16* room = workspace(kPanel, 2 * (stride + thin_stride));
+  for_token_blocks(routing, expert, tiles, 4 * sizes.hidden_tiles, [&](TokenBlock block) {
+    // Token strips are [x][t of gate][t of up].
     bf16* tokens = workspace(kTokens, block.count * token_stride);
-    bf16* x = tokens + tile_elements(thin);
+    const Strips x{tokens, token_stride, block.count};
     for (int j = 0; j < block.count; ++j)
-      kernels.tokens_to_right(strip_tokens(routing, expert, block.begin + j, hidden, sizes.hidden), x + j * token_stride);
-
-    for (Projection projection : {kGate, kUp}) {  // t = s (x A^T)
-      if (sizes.rank == 0) break;
-      bf16* a = workspace(kFactor, sizes.rank_strips * tile_elements(sizes.hidden_tiles));
-      for (int i = 0; i < sizes.rank_strips; ++i)
-        kernels.pack_left(factor_a(lora, projection, sizes, expert), i * kStrip, a + i * tile_elements(sizes.hidden_tiles));
-      float* t = result_blocks(kSmall, sizes.rank_strips * block.count);
-      kernels.gemm({a, tile_elements(sizes.hidden_tiles), sizes.rank_strips}, {x, token_stride, block.count},
-                   sizes.hidden_tiles, t, false);
-      kernels.blocks_to_right(t, sizes.rank_strips, block.count, lora.scale,
-                              projection == kGate ? tokens : x + tile_elements(sizes.hidden_tiles), token_stride);
-      if (unit.begin == 0 && target.saved->thin.data() != nullptr) {
-        const Strips kept = thin_strips(target.saved->thin, routing, sizes, expert, projection);
-        kernels.blocks_to_left(t, sizes.rank_strips, block.count, lora.scale, nullptr,
-                               writable(kept) + tile_elements(block.begin / 2), kept.stride);
-      }
-    }
+      kernels.tokens_to_right(strip_tokens(routing, expert, block.begin + j, hidden, sizes.hidden), tokens + j * token_stride);
+    const Strips t[2] = {{tokens + stride, token_stride, block.count}, {tokens + stride + thin_stride, token_stride, block.count}};
+    for (Projection projection : {kGate, kUp}) thin(projection, unit, block, x, t[projection], target);
 
     float* result = result_blocks(kMain, kStrips * block.count);
     const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
     for (int p = unit.begin; p < unit.end; ++p) {
-      for (int i = 0; i < kStrips; ++i) {
-        const int row = p * kSteps + (i % 2) * kStrip;
-        bf16* strip = panel + i * stride;
-        const bool gate = i < 2;
-        kernels.pack_left(experts.weight[gate ? kGate : kUp][expert], row, gate ? strip + tile_elements(thin) : strip);
-        if (sizes.rank > 0)
-          kernels.pack_left(b[gate ? 0 : 1], row, gate ? strip : strip + tile_elements(sizes.hidden_tiles));
+      for (Projection projection : {kGate, kUp}) {
+        const int row = p * kSteps;
+        const Strips w = left_rows(kernels, experts.weight[projection][expert], row, 2, room);
+        const Product main{w, x, sizes.hidden_tiles};
+        float* half = result + projection * 2 * apart;
+        if (sizes.rank == 0) {
+          multiply(kernels, {main}, half);
+        } else {
+          const Strips b = left_rows(kernels, factor_b(lora, projection, sizes, expert), row, 2, room + 2 * stride);
+          multiply(kernels, {main, {b, t[projection], sizes.rank_tiles}}, half);
+        }
       }
-      kernels.gemm({panel, stride, 2}, {tokens, token_stride, block.count}, tiles, result, false);
-      kernels.gemm({panel + 2 * stride, stride, 2}, {x, token_stride, block.count}, tiles, result + 2 * apart, false);
       for (int j = 0; j < block.count; ++j) {
         const std::ptrdiff_t strip = routing.first_strip[expert] + block.begin + j;
         const std::ptrdiff_t kept = tile_elements(strip * sizes.inner_tiles + p);
@@ -63,6 +48,21 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
       }
     }
   });
+}
+
+// t = s (x A^T) as right strips, and kept for backward by the unit that has the expert's first panel.
+void GateUp::thin(Projection projection, Unit unit, TokenBlock block, Strips x, Strips t, const GateUpTarget& target) const {
+  if (sizes.rank == 0) return;
+  const std::ptrdiff_t stride = tile_elements(sizes.hidden_tiles);
+  bf16* room = workspace(kFactor, sizes.rank_strips * stride);
+  const Strips a = left_rows(kernels, factor_a(lora, projection, sizes, unit.expert), 0, sizes.rank_strips, room);
+  float* result = result_blocks(kSmall, sizes.rank_strips * block.count);
+  multiply(kernels, {{a, x, sizes.hidden_tiles}}, result);
+  kernels.blocks_to_right(result, sizes.rank_strips, block.count, lora.scale, writable(t), t.stride);
+  if (unit.begin != 0 || target.saved->thin.data() == nullptr) return;
+  const Strips kept = thin_strips(target.saved->thin, routing, sizes, unit.expert, projection);
+  kernels.blocks_to_left(result, sizes.rank_strips, block.count, lora.scale, nullptr,
+                         writable(kept) + tile_elements(block.begin / 2), kept.stride);
 }
 
 void reserve_inner(Saved& saved, const Sizes& sizes) {

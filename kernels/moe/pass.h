@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "common/buffer.h"
 #include "moe/layer.h"
@@ -39,19 +40,42 @@ inline float* result_blocks(ResultPurpose purpose, std::ptrdiff_t blocks) {
   return buffers[purpose].reserve(blocks * kBlock);
 }
 
-// Strips of an expert's tokens that are worked on together, so that they stay in half of L2 while the
-// expert's panels pass by. Even, so that two strips make one tile over tokens.
+inline void multiply(const Kernels& kernels, std::initializer_list<Product> products, float* result) {
+  kernels.gemm(products.begin(), static_cast<int>(products.size()), result);
+}
+
+// Strips of an expert's tokens that are worked on together. Even, so that two strips make one tile over
+// tokens.
 struct TokenBlock {
   int begin, count;  // strips, counted from the expert's first
 };
 
+// A block's strips of `tiles` tiles and a panel of `panel_tiles` tiles should stay in L2 while the expert's
+// weights pass by; but fewer than 128 tokens would make the weights pass too often.
 template <class Body>
-void for_token_blocks(const Routing& routing, int expert, int tiles, Body body) {
-  static const long l2 = std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 256L << 10);
+void for_token_blocks(const Routing& routing, int expert, int tiles, int panel_tiles, Body body) {
+  static const long l2_tiles = std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 256L << 10) / (kTile * sizeof(bf16));
   const int strips = routing.strips(expert);
-  const int fit = std::max(2, static_cast<int>(l2 / 2 / (static_cast<long>(tiles) * kTile * sizeof(bf16))));
+  const int fit = std::max(8, static_cast<int>((l2_tiles * 3 / 4 - panel_tiles) / std::max(tiles, 1)));
   const int blocks = ceil_div(strips, fit), each = 2 * ceil_div(ceil_div(strips, blocks), 2);
   for (int begin = 0; begin < strips; begin += each) body(TokenBlock{begin, std::min(each, strips - begin)});
+}
+
+// Sixteen rows from `row` as they lie, if they can be multiplied like that.
+inline bool lies_ready(const Matrix& w, int row, int count) {
+  return w.storage == Storage::bf16 && w.columns % kSteps == 0 && row + count * kStrip <= w.rows;
+}
+
+// `count` strips of W's rows from `row`: where they lie, or packed into `room` (count strips of W's columns).
+inline Strips left_rows(const Kernels& kernels, const Matrix& w, int row, int count, bf16* room) {
+  if (lies_ready(w, row, count)) {
+    const std::ptrdiff_t stride = w.stride / static_cast<std::ptrdiff_t>(sizeof(bf16));
+    const bf16* data = static_cast<const bf16*>(w.data) + row * stride;
+    return {data, kStrip * stride, count, stride, kSteps, true};
+  }
+  const std::ptrdiff_t stride = tile_elements(tiles_of(w.columns));
+  for (int i = 0; i < count; ++i) kernels.pack_left(w, row + i * kStrip, room + i * stride);
+  return {room, stride, count};
 }
 
 inline int first_slot(const Routing& routing, int expert, int strip) {

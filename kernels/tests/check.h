@@ -1,5 +1,6 @@
 // Assertions for the kernel tests: CHECK(a == b) prints both sides, CHECK_THROWS wants type and text.
-// They may be used from any thread; a test's main ends with `return check::report();`.
+// They may be used from any thread; a test's main ends with `return check::report();`. Failures say which
+// `check::Case`s of their thread they happened in.
 #pragma once
 
 #include <atomic>
@@ -15,11 +16,26 @@ namespace check {
 
 inline std::atomic<int> checks{0}, failures{0};
 
+inline thread_local std::string cases;
+
+// Names what is being tested, as "[avx2] [rank 8]", while it lives.
+class Case {
+ public:
+  explicit Case(const std::string& name) : before_(cases.size()) { cases += "[" + name + "] "; }
+  ~Case() { cases.resize(before_); }
+  Case(const Case&) = delete;
+  Case& operator=(const Case&) = delete;
+
+ private:
+  const std::size_t before_;
+};
+
 inline void judge(bool held, const char* file, int line, const std::string& what) {
   ++checks;
   if (held) return;
-  ++failures;
-  std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
+  constexpr int kPrinted = 50;
+  if (++failures > kPrinted) return;  // a broken kernel fails everywhere
+  std::fprintf(stderr, "%s:%d: %s%s\n", file, line, cases.c_str(), what.c_str());
 }
 
 // A test that checked nothing has failed too.

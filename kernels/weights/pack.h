@@ -8,39 +8,54 @@
 namespace ktbridge {
 namespace {
 
-// Rows in flight ahead of the one being packed, so that memory latency is hidden when a panel touches a
-// new page with every row.
+// Rows in flight ahead of the one being packed where nothing is in cache yet.
 constexpr int kRowsAhead = 16;
 
+// Matrices come by value here: stores of vectors may alias anything, so fields of a reference would be
+// loaded again after each.
 template <Storage kStorage>
-inline void rows_to_left(const Matrix& w, int row, bf16* strip) {
+inline void rows_to_left(const Matrix w, int row, bf16* strip) {
   const int live = w.rows - row < kStrip ? w.rows - row : kStrip;
-  for (int column = 0; column < w.columns; column += kSteps, strip += kTile)
-    for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode_any<kStorage>(w, row + r, column));
+  const int whole_columns = w.columns / kSteps * kSteps;
+  for (int column = 0; column < whole_columns; column += kSteps, strip += kTile)
+    for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode<kStorage>(w, row + r, column));
+  if (whole_columns < w.columns)
+    for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode_end<kStorage>(w, row + r, whole_columns));
+}
+
+// One pair of rows, all columns of the panel. Each line brings in the one that the next panel will want.
+template <Storage kStorage>
+inline void row_pair_to_right(const Matrix w, int k, int column, Strips target, Reading reading) {
+  const Pairs zero = pairs(every(0.f), every(0.f));
+  const char* line = static_cast<const char*>(w.data) + k * w.stride + stored_bytes(kStorage, column);
+  const std::ptrdiff_t width = stored_bytes(kStorage, target.count * kStrip);
+  for (std::ptrdiff_t byte = 0; byte < width; byte += 64) {
+    if (!reading.last) {
+      __builtin_prefetch(line + width + byte, 0, 2);
+      __builtin_prefetch(line + width + w.stride + byte, 0, 2);
+    }
+    if (reading.first && k + kRowsAhead < w.rows) {
+      __builtin_prefetch(line + kRowsAhead * w.stride + byte);
+      __builtin_prefetch(line + (kRowsAhead + 1) * w.stride + byte);
+    }
+  }
+  bf16* to = const_cast<bf16*>(target.data) + static_cast<std::ptrdiff_t>(k) * kStrip;
+  for (int strip = 0; strip < target.count; strip += 2, to += 2 * target.stride) {
+    const int c = column + strip * kStrip;
+    Pairs first = zero, second = zero;
+    if (c + kSteps <= w.columns && k + 1 < w.rows)
+      interleave(decode<kStorage>(w, k, c), decode<kStorage>(w, k + 1, c), first, second);
+    else if (c < w.columns)
+      interleave(decode_any<kStorage>(w, k, c), k + 1 < w.rows ? decode_any<kStorage>(w, k + 1, c) : zero, first,
+                 second);
+    store(to, first);
+    if (strip + 1 < target.count) store(to + target.stride, second);
+  }
 }
 
 template <Storage kStorage>
-inline void columns_to_right(const Matrix& w, int column, Strips target) {
-  const Pairs zero = pairs(every(0.f), every(0.f));
-  for (int k = 0; k < w.rows; k += 2) {
-    const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(k) * kStrip;
-    if (k + kRowsAhead < w.rows) {
-      const char* ahead = static_cast<const char*>(w.data) + (k + kRowsAhead) * w.stride + stored_bytes(kStorage, column);
-      for (std::ptrdiff_t byte = 0; byte < stored_bytes(kStorage, target.count * kStrip); byte += 64) {
-        __builtin_prefetch(ahead + byte);
-        __builtin_prefetch(ahead + w.stride + byte);
-      }
-    }
-    for (int strip = 0; strip < target.count; strip += 2) {
-      const int c = column + strip * kStrip;
-      Pairs first = zero, second = zero;
-      if (c < w.columns)
-        interleave(decode_any<kStorage>(w, k, c), k + 1 < w.rows ? decode_any<kStorage>(w, k + 1, c) : zero, first, second);
-      bf16* to = const_cast<bf16*>(target.data) + strip * target.stride + at;
-      store(to, first);
-      if (strip + 1 < target.count) store(to + target.stride, second);
-    }
-  }
+inline void columns_to_right(const Matrix w, int column, Strips target, Reading reading) {
+  for (int k = 0; k < w.rows; k += 2) row_pair_to_right<kStorage>(w, k, column, target, reading);
 }
 
 inline void zero_fill(bf16* p, std::ptrdiff_t count) { __builtin_memset(p, 0, count * sizeof(bf16)); }
@@ -67,11 +82,11 @@ inline void pack_left(const Matrix& w, int row, bf16* strip) {
   if (row < w.rows) with_storage(w.storage, [&]<Storage kStorage>() { rows_to_left<kStorage>(w, row, strip); });
 }
 
-inline void pack_right(const Matrix& w, int reduction, int column, Strips target) {
+inline void pack_right(const Matrix& w, int reduction, int column, Strips target, Reading reading) {
   const std::ptrdiff_t size = static_cast<std::ptrdiff_t>(tiles_of(reduction)) * kTile;
   if (w.rows % kSteps != 0 || w.rows == 0)
     for (int strip = 0; strip < target.count; ++strip) zero_fill(const_cast<bf16*>(target.data) + strip * target.stride, size);
-  with_storage(w.storage, [&]<Storage kStorage>() { columns_to_right<kStorage>(w, column, target); });
+  with_storage(w.storage, [&]<Storage kStorage>() { columns_to_right<kStorage>(w, column, target, reading); });
 }
 
 // 32 elements of a bf16 row from `column`; zeros past its end.
