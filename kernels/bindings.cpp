@@ -92,8 +92,9 @@ class Layer {
         experts_.node.push_back(machine_.pool->node_index(node_of_page(gate.data)));
   }
 
-  std::unique_ptr<Saved> run_forward(const LoraAddresses& lora, int rank, float scale, int tokens, int top_k,
-                                     Address hidden, Address ids, Address weights, Address out, Keep keep) const {
+  std::unique_ptr<Saved> run_forward(const LoraAddresses& lora, int rank, float scale, int tokens,
+                                     int top_k, Address hidden, Address ids, Address weights, Address out,
+                                     Keep keep) const {
     if (static_cast<std::int64_t>(tokens) * top_k > std::numeric_limits<int>::max() / 2)
       throw std::invalid_argument("too many tokens in one call: " + std::to_string(tokens));
     py::gil_scoped_release release;
@@ -154,19 +155,22 @@ PYBIND11_MODULE(_kernels, m) {
         py::gil_scoped_release release;
         return measure_bandwidth(Pool::shared(choose_threads(threads)), bytes, seconds);
       },
-      py::arg("threads"), py::arg("bytes"), py::arg("seconds"), "bytes/s of reading a buffer of that size.");
-  m.def("release_memory", &release_memory, "Gives activation memory kept for the next pass back to the system.");
+      py::arg("threads"), py::arg("bytes"), py::arg("seconds"),
+      "bytes/s of reading a buffer of that size.");
+  m.def("release_memory", &release_memory,
+        "Gives activation memory kept for the next pass back to the system.");
   py::enum_<Keep>(m, "Keep", "What forward keeps for backward.")
       .value("nothing", Keep::nothing)
       .value("recompute", Keep::recompute)
       .value("retain", Keep::retain);
-  py::class_<Saved>(m, "Saved", "What forward kept for backward.").def_property_readonly("bytes", &Saved::bytes);
+  py::class_<Saved>(m, "Saved", "What forward kept for backward.")
+      .def_property_readonly("bytes", &Saved::bytes);
   py::class_<Weights>(m, "Weights", "One projection of all experts.")
-      .def(py::init<std::vector<Address>, std::vector<Address>, std::ptrdiff_t, std::ptrdiff_t>(), py::arg("data"),
-           py::arg("scale"), py::arg("stride"), py::arg("scale_stride"));
+      .def(py::init<std::vector<Address>, std::vector<Address>, std::ptrdiff_t, std::ptrdiff_t>(),
+           py::arg("data"), py::arg("scale"), py::arg("stride"), py::arg("scale_stride"));
   py::class_<Layer>(m, "Layer")
-      .def(py::init<int, int, const std::string&, const std::array<Weights, 3>&, bool, int, int, const std::string&,
-                    int>(),
+      .def(py::init<int, int, const std::string&, const std::array<Weights, 3>&, bool, int, int,
+                    const std::string&, int>(),
            py::arg("hidden"), py::arg("intermediate"), py::arg("storage"), py::arg("weights"),
            py::arg("scale_is_bf16"), py::arg("row_group"), py::arg("column_group"), py::arg("isa"),
            py::arg("threads"))

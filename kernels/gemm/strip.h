@@ -22,10 +22,10 @@
 
 namespace ktbridge {
 
-constexpr int kStrip = 16;      // rows or columns of a strip
-constexpr int kSteps = 32;      // reduction steps of a tile
-constexpr int kTile = 512;      // bf16 elements of a tile
-constexpr int kBlock = 256;     // floats of a result block
+constexpr int kStrip = 16;   // rows or columns of a strip
+constexpr int kSteps = 32;   // reduction steps of a tile
+constexpr int kTile = 512;   // bf16 elements of a tile
+constexpr int kBlock = 256;  // floats of a result block
 
 constexpr int ceil_div(int value, int unit) { return (value + unit - 1) / unit; }
 constexpr int tiles_of(int reduction) { return ceil_div(reduction, kSteps); }

@@ -57,7 +57,8 @@ inline void tile_zero() {
 }
 template <int kIndex>
 inline void tile_load(const bf16* p, std::ptrdiff_t row) {
-  for (int m = 0; m < 16; ++m) __builtin_memcpy(tile_memory[kIndex][m], p + m * row, sizeof tile_memory[kIndex][m]);
+  for (int m = 0; m < 16; ++m)
+    __builtin_memcpy(tile_memory[kIndex][m], p + m * row, sizeof tile_memory[kIndex][m]);
 }
 template <int kIndex>
 inline void tile_store(float* p) {

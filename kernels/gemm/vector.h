@@ -40,7 +40,8 @@ inline void vector_block(const Product* products, int count, int i, int first_ro
       right += kTile;
     }
   }
-  float* block = result + (static_cast<std::ptrdiff_t>(i) * products->right.count + j) * kBlock + first_row * kStrip;
+  float* block =
+      result + (static_cast<std::ptrdiff_t>(i) * products->right.count + j) * kBlock + first_row * kStrip;
   for (int m = 0; m < kVectorRows; ++m)
     for (int n = 0; n < kColumns; ++n) store(block + n * kBlock + m * kStrip, sums[m][n]);
 }

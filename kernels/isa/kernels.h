@@ -19,11 +19,11 @@ struct Tokens {
 
 // One strip of tokens and one tile's worth (32) of the intermediate size, in backward.
 struct InnerTile {
-  const float* result;   // 2 blocks of dh~ [16 tokens][16]
-  const bf16 *gate, *up; // pre-activations, left tiles [16 tokens][32]
-  const float* weight;   // [16] routing weights, 0 where there is no token
+  const float* result;    // 2 blocks of dh~ [16 tokens][16]
+  const bf16 *gate, *up;  // pre-activations, left tiles [16 tokens][32]
+  const float* weight;    // [16] routing weights, 0 where there is no token
   bf16 *d_gate, *d_up, *h;
-  float* d_weight;       // [16] out: <dh~, h> over these 32
+  float* d_weight;  // [16] out: <dh~, h> over these 32
 };
 
 struct Kernels {
@@ -37,7 +37,7 @@ struct Kernels {
   void (*pack_left)(const Matrix& w, int row, bf16* strip);
   // W's columns from `column` (a multiple of 32) as right strips, the reduction running down W's rows and
   // padded to `reduction`. target.count is even or 1.
-  void (*pack_right)(const Matrix& w, int reduction, int column, Strips target, Reading reading);
+  void (*pack_right)(const Matrix& w, int reduction, int column, Strips target);
   // At most 16 rows as one strip, the reduction running along them.
   void (*tokens_to_left)(const Tokens& tokens, bf16* strip);
   void (*tokens_to_right)(const Tokens& tokens, bf16* strip);
@@ -47,10 +47,11 @@ struct Kernels {
   void (*tiles_to_right)(Strips left, int tile, Strips target);
 
   // [m][n] blocks -> left tiles: row i of block row m, times scale and column_scale (or null), rounded.
-  void (*blocks_to_left)(const float* blocks, int m, int n, float scale, const float* column_scale, bf16* left,
-                         std::ptrdiff_t stride);
+  void (*blocks_to_left)(const float* blocks, int m, int n, float scale, const float* column_scale,
+                         bf16* left, std::ptrdiff_t stride);
   // [m][n] blocks -> right tiles of n strips: rows become the reduction.
-  void (*blocks_to_right)(const float* blocks, int m, int n, float scale, bf16* right, std::ptrdiff_t stride);
+  void (*blocks_to_right)(const float* blocks, int m, int n, float scale, bf16* right,
+                          std::ptrdiff_t stride);
   // [m][n] blocks -> [n][m] blocks, each transposed.
   void (*transpose_blocks)(const float* blocks, int m, int n, float* target);
 
@@ -64,7 +65,8 @@ struct Kernels {
   // Two neighbouring blocks [16 tokens][16 of H] as rows [live][32].
   void (*round_rows)(const float* blocks, int live, bf16* target, std::ptrdiff_t stride);
   // target[columns] = the sum of `count` rows; reads up to whole tiles of each, writes `columns`.
-  void (*sum_rows)(const bf16* rows, std::ptrdiff_t stride, const int* index, int count, int columns, bf16* target);
+  void (*sum_rows)(const bf16* rows, std::ptrdiff_t stride, const int* index, int count, int columns,
+                   bf16* target);
   // target[row0 + i][column0 + j] += blocks, within [rows, columns]; `transposed` swaps i and j.
   void (*add_blocks)(const float* blocks, int m, int n, float* target, int rows, int columns, int column0,
                      bool transposed);

@@ -8,14 +8,16 @@
 //   load store every + - * / fma sum             as their names say; fma(a, b, c) = a b + c
 //   load_first(p, count)                         the first `count` of 16, zeros behind; reads no further
 //   clamp(a, low, high)                          keeps a NaN
+//   reciprocal                                   to a unit or two in the last place
 //   nearest, power_of_two                        whole numbers, as floats; 2^a for a in [-126, 127]
 //   low(p), high(p)                              first / second of each pair, as float32
 //   pairs(a, b)                                  rounds; lane i holds (a[i], b[i])
 //   sequence(a, b), widen(p, a, b)               rounds to, or widens from, 32 in a row: a then b
 //   interleave(a, b, p, q)                       rows a and b of 32 -> pairs (a[n], b[n]): n < 16, n >= 16
 //   transpose(rows)                              16 x 16 of 32 bits, in place
-//   dot(sum, pair, right)                        sum + pair.first right.first + pair.second right.second
-//   from_bytes shift_left shift_right bits_and bits_or whole     bits; whole: int32 -> float32
+//   stream(p, a)                                 stores what won't be read soon past the caches; p is
+//   aligned dot(sum, pair, right)                        sum + pair.first right.first + pair.second
+//   right.second from_bytes shift_left shift_right bits_and bits_or whole     bits; whole: int32 -> float32
 //
 // Each isa/*.cpp compiles this under its own flags, so everything that includes it has internal linkage
 // and uses no library template: a shared inline function would let the linker hand, say, AVX-512 code to
@@ -61,7 +63,7 @@ inline Lanes exp(Lanes x) {
   return p * power_of_two(n);
 }
 
-inline Lanes sigmoid(Lanes x) { return every(1.f) / (every(1.f) + exp(every(0.f) - x)); }
+inline Lanes sigmoid(Lanes x) { return reciprocal(every(1.f) + exp(every(0.f) - x)); }
 
 }  // namespace
 }  // namespace ktbridge

@@ -47,8 +47,8 @@ inline Lanes operator-(Lanes a, Lanes b) {
 inline Lanes operator*(Lanes a, Lanes b) {
   return halves([&](int i) { return _mm256_mul_ps(a.v[i], b.v[i]); });
 }
-inline Lanes operator/(Lanes a, Lanes b) {
-  return halves([&](int i) { return _mm256_div_ps(a.v[i], b.v[i]); });
+inline Lanes reciprocal(Lanes a) {
+  return halves([&](int i) { return _mm256_div_ps(_mm256_set1_ps(1.f), a.v[i]); });
 }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) {
   return halves([&](int i) { return _mm256_fmadd_ps(a.v[i], b.v[i], c.v[i]); });
@@ -84,6 +84,7 @@ inline void store(void* p, Pairs a) {
   _mm256_storeu_si256(at, a.v[0]);
   _mm256_storeu_si256(at + 1, a.v[1]);
 }
+inline void stream(void* p, Pairs a) { store(p, a); }
 inline Lanes low(Pairs a) {
   return halves([&](int i) { return _mm256_castsi256_ps(_mm256_slli_epi32(a.v[i], 16)); });
 }

@@ -27,8 +27,12 @@ inline Lanes every(float a) { return {_mm512_set1_ps(a)}; }
 inline Lanes operator+(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes operator-(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline Lanes operator/(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// An estimate good to 14 bits and one Newton step.
+inline Lanes reciprocal(Lanes a) {
+  const __m512 x = _mm512_rcp14_ps(a.v);
+  return {_mm512_mul_ps(x, _mm512_fnmadd_ps(a.v, x, _mm512_set1_ps(2.f)))};
+}
 // A NaN in b is kept.
 inline Lanes clamp(Lanes b, float low, float high) {
   return {_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), b.v))};
@@ -43,14 +47,15 @@ inline float sum(Lanes a) { return _mm512_reduce_add_ps(a.v); }
 
 inline Pairs load_pairs(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store(void* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
+inline void stream(void* p, Pairs a) { _mm512_stream_si512(static_cast<__m512i*>(p), a.v); }
 inline Lanes low(Pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
 inline Lanes high(Pairs a) {
   return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(-65536)))};
 }
 inline Pairs sequence(Lanes a, Lanes b) { return {(__m512i)_mm512_cvtne2ps_pbh(b.v, a.v)}; }
 inline Pairs pairs(Lanes first, Lanes second) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                         22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23,
+                                         7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return {_mm512_permutexvar_epi16(order, sequence(first, second).v)};
 }
 inline void widen(Pairs a, Lanes& first, Lanes& second) {

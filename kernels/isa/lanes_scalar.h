@@ -46,8 +46,8 @@ inline Lanes operator-(Lanes a, Lanes b) {
 inline Lanes operator*(Lanes a, Lanes b) {
   return each_lane([&](int i) { return a.v[i] * b.v[i]; });
 }
-inline Lanes operator/(Lanes a, Lanes b) {
-  return each_lane([&](int i) { return a.v[i] / b.v[i]; });
+inline Lanes reciprocal(Lanes a) {
+  return each_lane([&](int i) { return 1.f / a.v[i]; });
 }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return a * b + c; }
 inline Lanes clamp(Lanes b, float low, float high) {
@@ -57,7 +57,8 @@ inline Lanes nearest(Lanes a) {  // adding and taking away 1.5 * 2^23 leaves the
   return each_lane([&](int i) { return (a.v[i] + 12582912.f) - 12582912.f; });
 }
 inline Lanes power_of_two(Lanes a) {
-  return each_lane([&](int i) { return float_of(static_cast<std::uint32_t>(static_cast<int>(a.v[i]) + 127) << 23); });
+  return each_lane(
+      [&](int i) { return float_of(static_cast<std::uint32_t>(static_cast<int>(a.v[i]) + 127) << 23); });
 }
 inline float sum(Lanes a) {
   float total = 0.f;
@@ -71,6 +72,7 @@ inline Pairs load_pairs(const void* p) {
   return result;
 }
 inline void store(void* p, Pairs a) { __builtin_memcpy(p, a.v, sizeof a.v); }
+inline void stream(void* p, Pairs a) { store(p, a); }
 inline Lanes low(Pairs a) {
   return each_lane([&](int i) { return float_of(a.v[i] << 16); });
 }
@@ -122,7 +124,9 @@ inline Lanes shift_left(Lanes a) {
 }
 template <int kBits>
 inline Lanes shift_right(Lanes a) {
-  return each_lane([&](int i) { return float_of(static_cast<std::uint32_t>(static_cast<int>(bits_of(a.v[i])) >> kBits)); });
+  return each_lane([&](int i) {
+    return float_of(static_cast<std::uint32_t>(static_cast<int>(bits_of(a.v[i])) >> kBits));
+  });
 }
 inline Lanes bits_and(Lanes a, std::uint32_t mask) {
   return each_lane([&](int i) { return float_of(bits_of(a.v[i]) & mask); });

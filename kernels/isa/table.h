@@ -28,10 +28,11 @@ inline double peak_vector(long rounds) {
 inline void nothing() {}
 
 inline Kernels vector_kernels() {
-  return {nothing,          nothing,          gemm_vector,         pack_left,        pack_right,
-          tokens_to_left,   tokens_to_right,  token_pairs_to_right, tiles_to_right,  blocks_to_left,
-          blocks_to_right,  transpose_blocks, activate,            inner_gradients,  weigh_rows,
-          round_rows,       sum_rows,         add_blocks,          peak_vector};
+  return {nothing,        nothing,         gemm_vector,     pack_left,
+          pack_right,     tokens_to_left,  tokens_to_right, token_pairs_to_right,
+          tiles_to_right, blocks_to_left,  blocks_to_right, transpose_blocks,
+          activate,       inner_gradients, weigh_rows,      round_rows,
+          sum_rows,       add_blocks,      peak_vector};
 }
 
 }  // namespace

@@ -34,11 +34,12 @@ class Backward {
         d_out_(d_out),
         d_lora_(d_lora),
         d_stride_(tile_elements(2 * sizes_.inner_tiles + 2 * sizes_.rank_tiles)),
-        dx_stride_(sizes_.hidden_tiles * kSteps),
+        dx_stride_(slot_stride(sizes_)),
         d_(routing_.first_strip.back() * d_stride_),
         dx_(routing_.slots() * dx_stride_),
         d_weight_(static_cast<std::ptrdiff_t>(sizes_.inner_tiles) * routing_.slots()),
-        thin_(tile_elements(kProjections * static_cast<std::ptrdiff_t>(routing_.first_double.back()) * sizes_.rank_strips)) {}
+        thin_(tile_elements(kProjections * static_cast<std::ptrdiff_t>(routing_.first_double.back()) *
+                            sizes_.rank_strips)) {}
 
   // One expert's panels of I: dh~, from it dg, du, partial d w, and the LoRA gradients of these columns.
   void inner(Unit unit) {
@@ -48,7 +49,8 @@ class Backward {
     for_token_blocks(routing_, expert, tiles, kStrips * tiles, [&](TokenBlock block) {
       bf16* dy = workspace(kTokens, block.count * stride);
       for (int j = 0; j < block.count; ++j)
-        kernels_.tokens_to_left(strip_tokens(routing_, expert, block.begin + j, d_out_, sizes_.hidden), dy + j * stride);
+        kernels_.tokens_to_left(strip_tokens(routing_, expert, block.begin + j, d_out_, sizes_.hidden),
+                                dy + j * stride);
       const Strips left{dy, stride, block.count};
       Strips thin;
       if (sizes_.rank > 0) thin = thin_inner(expert, block, left, b);
@@ -57,17 +59,18 @@ class Backward {
       float* result = result_blocks(kMain, block.count * kStrips);
       bf16* h = workspace(kLocal, block.count * tile_elements(kPanelTiles));
       for (int p = unit.begin; p < unit.end; ++p) {
-        const int column = p * kStrips * kStrip, live = std::min(kPanelTiles, sizes_.inner_tiles - p * kPanelTiles);
+        const int column = p * kStrips * kStrip,
+                  live = std::min(kPanelTiles, sizes_.inner_tiles - p * kPanelTiles);
         const Strips right{panel, stride, 2 * live};
-        kernels_.pack_right(experts_.weight[kDown][expert], sizes_.hidden, column, right, reading(unit, p));
+        kernels_.pack_right(experts_.weight[kDown][expert], sizes_.hidden, column, right);
         if (sizes_.rank > 0)
           kernels_.pack_right(factor_a(lora_, kDown, sizes_, expert), sizes_.rank, column,
-                              {panel + tile_elements(sizes_.hidden_tiles), stride, 2 * live}, {});
+                              {panel + tile_elements(sizes_.hidden_tiles), stride, 2 * live});
         multiply(kernels_, {{left, right, tiles}}, result);
         for (int j = 0; j < block.count; ++j)
           for (int t = 0; t < live; ++t)
-            inner_tile(expert, block.begin + j, p * kPanelTiles + t, result + (j * 2 * live + 2 * t) * kBlock,
-                       h + (j * kPanelTiles + t) * kTile);
+            inner_tile(expert, block.begin + j, p * kPanelTiles + t,
+                       result + (j * 2 * live + 2 * t) * kBlock, h + (j * kPanelTiles + t) * kTile);
         if (sizes_.rank == 0) continue;
         for (int t = 0; t < live; ++t) {
           const int tile = p * kPanelTiles + t;
@@ -97,7 +100,8 @@ class Backward {
         const std::ptrdiff_t behind = tile_elements(sizes_.rank_tiles + 2 * sizes_.inner_tiles);
         kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr,
                                 const_cast<bf16*>(projection == kGate ? row : row + behind), d_stride_);
-        transpose_to(t, block, nullptr, from(thin_strips(thin_, routing_, sizes_, expert, projection), block));
+        transpose_to(t, block, nullptr,
+                     from(thin_strips(thin_, routing_, sizes_, expert, projection), block));
       });
     }
   }
@@ -111,10 +115,11 @@ class Backward {
       float* result = result_blocks(kMain, block.count * kStrips);
       Strips x, dy;
       for (int p = unit.begin; p < unit.end; ++p) {
-        const int column = p * kStrips * kStrip, strips = std::min(kStrips, 2 * tiles_of(sizes_.hidden - column));
+        const int column = p * kStrips * kStrip,
+                  strips = std::min(kStrips, 2 * tiles_of(sizes_.hidden - column));
         bf16* at = panel;
         const auto pack = [&](const Matrix& matrix, int reduction) {
-          kernels_.pack_right(matrix, reduction, column, {at, stride, strips}, reading(unit, p));
+          kernels_.pack_right(matrix, reduction, column, {at, stride, strips});
           at += tile_elements(tiles_of(reduction));
         };
         pack(factor_a(lora_, kGate, sizes_, expert), sizes_.rank);
@@ -125,8 +130,10 @@ class Backward {
         for (int j = 0; j < block.count; ++j) {
           const int strip = block.begin + j;
           for (int i = 0; i < strips; i += 2)
-            kernels_.round_rows(result + (j * strips + i) * kBlock, live_rows(routing_, expert, strip),
-                                dx_.data() + first_slot(routing_, expert, strip) * dx_stride_ + column + i * kStrip, dx_stride_);
+            kernels_.round_rows(
+                result + (j * strips + i) * kBlock, live_rows(routing_, expert, strip),
+                dx_.data() + first_slot(routing_, expert, strip) * dx_stride_ + column + i * kStrip,
+                dx_stride_);
         }
         if (sizes_.rank == 0) continue;
         const int turn = (p - unit.begin) % kPanelsAtOnce;
@@ -134,7 +141,9 @@ class Backward {
           x = rows_over_tokens(hidden_, kGradient, expert, block, column);
           dy = rows_over_tokens(d_out_, kLocal, expert, block, column);
         }
-        const auto part = [&](Strips all) { return Strips{all.data + turn * kStrips * all.stride, all.stride, strips}; };
+        const auto part = [&](Strips all) {
+          return Strips{all.data + turn * kStrips * all.stride, all.stride, strips};
+        };
         outer_gradients(expert, block, column, part(x), part(dy));
       }
     });
@@ -146,7 +155,8 @@ class Backward {
     for (int source = unit * kTokensAtOnce * routing_.top_k; source < end; ++source) {
       const float* part = d_weight_.data() + routing_.slot_of[source];
       float total = 0.f;
-      for (int tile = 0; tile < sizes_.inner_tiles; ++tile) total += part[static_cast<std::ptrdiff_t>(tile) * routing_.slots()];
+      for (int tile = 0; tile < sizes_.inner_tiles; ++tile)
+        total += part[static_cast<std::ptrdiff_t>(tile) * routing_.slots()];
       d_weights[source] = total;
     }
   }
@@ -160,13 +170,11 @@ class Backward {
     return {d_.data() + (routing_.first_strip[expert] + block.begin) * d_stride_, d_stride_, block.count};
   }
 
-  static Reading reading(Unit unit, int panel) { return {panel == unit.begin, panel + 1 == unit.end}; }
-
   // B as right strips: r is its width, and the reduction runs down its rows.
   Strips pack_factor_b(Projection projection, int rows, int expert) const {
     const std::ptrdiff_t stride = tile_elements(tiles_of(rows));
     const Strips right{workspace(kFactor, sizes_.rank_strips * stride), stride, sizes_.rank_strips};
-    if (sizes_.rank > 0) kernels_.pack_right(factor_b(lora_, projection, sizes_, expert), rows, 0, right, {});
+    if (sizes_.rank > 0) kernels_.pack_right(factor_b(lora_, projection, sizes_, expert), rows, 0, right);
     return right;
   }
 
@@ -175,11 +183,13 @@ class Backward {
     const int strips = sizes_.rank_strips;
     float* t = result_blocks(kSmall, block.count * strips);
     multiply(kernels_, {{dy, b, sizes_.hidden_tiles}}, t);
-    kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr, writable(dy) + tile_elements(sizes_.hidden_tiles), dy.stride);
+    kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr,
+                            writable(dy) + tile_elements(sizes_.hidden_tiles), dy.stride);
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
     const Strips turned{workspace(kThin, strips * stride), stride, strips};
     float* weights = result_blocks(kWeights, block.count);
-    for (int i = 0; i < block.count; ++i) strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);
+    for (int i = 0; i < block.count; ++i)
+      strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);
     transpose_to(t, block, weights, turned);
     return turned;
   }
@@ -188,7 +198,8 @@ class Backward {
   void transpose_to(const float* t, TokenBlock block, const float* weights, Strips target) const {
     float* turned = result_blocks(kTurned, block.count * sizes_.rank_strips);
     kernels_.transpose_blocks(t, block.count, sizes_.rank_strips, turned);
-    kernels_.blocks_to_left(turned, sizes_.rank_strips, block.count, lora_.scale, weights, writable(target), target.stride);
+    kernels_.blocks_to_left(turned, sizes_.rank_strips, block.count, lora_.scale, weights, writable(target),
+                            target.stride);
   }
 
   // One strip of tokens, one tile of I: everything that follows from dh~.
@@ -200,18 +211,19 @@ class Backward {
     strip_weights(routing_, expert, strip, weight);
     kernels_.inner_gradients({result, inner_.gate.data() + kept, inner_.up.data() + kept, weight, d,
                               d + tile_elements(sizes_.inner_tiles), h, d_weight});
-    float* part = d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing_.slots() + first_slot(routing_, expert, strip);
+    float* part = d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing_.slots() +
+                  first_slot(routing_, expert, strip);
     std::copy_n(d_weight, live_rows(routing_, expert, strip), part);
   }
 
   // target += thin^T right for one block of tokens; target is [r, columns], or its transpose.
-  void add_gradient(Strips thin, Strips right, TokenBlock block, float* tensor, int expert, int columns, int column,
-                    bool transposed) const {
+  void add_gradient(Strips thin, Strips right, TokenBlock block, float* tensor, int expert, int columns,
+                    int column, bool transposed) const {
     float* sums = result_blocks(kSmall, thin.count * right.count);
     multiply(kernels_, {{thin, right, ceil_div(block.count, 2)}}, sums);
     kernels_.add_blocks(sums, thin.count, right.count,
-                        tensor + static_cast<std::ptrdiff_t>(expert) * sizes_.rank * columns, sizes_.rank, columns,
-                        column, transposed);
+                        tensor + static_cast<std::ptrdiff_t>(expert) * sizes_.rank * columns, sizes_.rank,
+                        columns, column, transposed);
   }
 
   // dB of gate or up for one tile of I, from tile `tile` of the d strips.
@@ -224,8 +236,10 @@ class Backward {
 
   // x or dy of one block of tokens as right strips over tokens, for kPanelsAtOnce panels from `column`: a
   // token's row is read in pieces of 512 bytes instead of 128.
-  Strips rows_over_tokens(const bf16* source, Purpose purpose, int expert, TokenBlock block, int column) const {
-    const int begin = block.begin * kStrip, count = std::min(block.count * kStrip, routing_.rows(expert) - begin);
+  Strips rows_over_tokens(const bf16* source, Purpose purpose, int expert, TokenBlock block,
+                          int column) const {
+    const int begin = block.begin * kStrip,
+              count = std::min(block.count * kStrip, routing_.rows(expert) - begin);
     const int strips = std::min(kPanelsAtOnce * kStrips, 2 * tiles_of(sizes_.hidden - column));
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
     const Strips right{workspace(purpose, kPanelsAtOnce * kStrips * stride), stride, strips};
@@ -236,10 +250,11 @@ class Backward {
 
   // dA of gate and up, and dB of down, for the columns of H at `column`, whose x and dy are given.
   void outer_gradients(int expert, TokenBlock block, int column, Strips x, Strips dy) const {
-    const auto add = [&](const Buffer<bf16>& thin, Projection projection, Strips right, float* tensor, bool transposed) {
+    const auto add = [&](const Buffer<bf16>& thin, Projection projection, Strips right, float* tensor,
+                         bool transposed) {
       if (tensor != nullptr)
-        add_gradient(from(thin_strips(thin, routing_, sizes_, expert, projection), block), right, block, tensor, expert,
-                     sizes_.hidden, column, transposed);
+        add_gradient(from(thin_strips(thin, routing_, sizes_, expert, projection), block), right, block,
+                     tensor, expert, sizes_.hidden, column, transposed);
     };
     add(thin_, kGate, x, d_lora_.a[kGate], false);
     add(thin_, kUp, x, d_lora_.a[kUp], false);
@@ -268,10 +283,10 @@ class Backward {
   const bf16 *hidden_, *d_out_;
   const LoraGradients& d_lora_;
   const std::ptrdiff_t d_stride_, dx_stride_;
-  Buffer<bf16> d_;           // see d_strips
-  Buffer<bf16> dx_;          // dX by slots
-  Buffer<float> d_weight_;   // partial d w: [tiles of I, slots]
-  Buffer<bf16> thin_;        // (s dg Bg)^T and (s du Bu)^T, as Saved::thin
+  Buffer<bf16> d_;          // see d_strips
+  Buffer<bf16> dx_;         // dX by slots
+  Buffer<float> d_weight_;  // partial d w: [tiles of I, slots]
+  Buffer<bf16> thin_;       // (s dg Bg)^T and (s du Bu)^T, as Saved::thin
 };
 
 // g and u again, where forward didn't keep them.
@@ -295,7 +310,8 @@ std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts
 }  // namespace
 
 void backward(const Machine& machine, const Experts& experts, const LoraWeights& lora, const Saved& saved,
-              const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights, const LoraGradients& d_lora) {
+              const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights,
+              const LoraGradients& d_lora) {
   std::lock_guard lock(machine.pool->guard());
   const std::unique_ptr<Saved> again = recomputed(machine, experts, lora, saved, hidden);
   Backward pass(machine, experts, lora, saved, again ? *again : saved, hidden, d_out, d_lora);

@@ -8,11 +8,12 @@
 namespace ktbridge {
 namespace {
 
-inline void blocks_to_left(const float* blocks, int m, int n, float scale, const float* column_scale, bf16* left,
-                           std::ptrdiff_t stride) {
+inline void blocks_to_left(const float* blocks, int m, int n, float scale, const float* column_scale,
+                           bf16* left, std::ptrdiff_t stride) {
   const auto row = [&](int i, int j, int r) {
     if (j >= n) return every(0.f);
-    const Lanes value = load(blocks + (static_cast<std::ptrdiff_t>(i) * n + j) * kBlock + r * kStrip) * every(scale);
+    const Lanes value =
+        load(blocks + (static_cast<std::ptrdiff_t>(i) * n + j) * kBlock + r * kStrip) * every(scale);
     return column_scale == nullptr ? value : value * load(column_scale + j * kStrip);
   };
   for (int i = 0; i < m; ++i)
@@ -21,14 +22,16 @@ inline void blocks_to_left(const float* blocks, int m, int n, float scale, const
         store(left + i * stride + (j / 2) * kTile + r * kSteps, sequence(row(i, j, r), row(i, j + 1, r)));
 }
 
-inline void blocks_to_right(const float* blocks, int m, int n, float scale, bf16* right, std::ptrdiff_t stride) {
+inline void blocks_to_right(const float* blocks, int m, int n, float scale, bf16* right,
+                            std::ptrdiff_t stride) {
   const Pairs zero = pairs(every(0.f), every(0.f));
   for (int j = 0; j < n; ++j)
     for (int i = 0; i < m + m % 2; ++i) {
       bf16* to = right + j * stride + static_cast<std::ptrdiff_t>(i) * (kTile / 2);
       const float* block = blocks + (static_cast<std::ptrdiff_t>(i) * n + j) * kBlock;
       for (int r = 0; r < kStrip; r += 2, to += 2 * kStrip)
-        store(to, i < m ? pairs(load(block + r * kStrip) * every(scale), load(block + (r + 1) * kStrip) * every(scale))
+        store(to, i < m ? pairs(load(block + r * kStrip) * every(scale),
+                                load(block + (r + 1) * kStrip) * every(scale))
                         : zero);
     }
 }
@@ -66,8 +69,8 @@ inline void activate(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* g
   transpose(g);
   transpose(u);
   for (int i = 0; i < 16; ++i) {
-    store(gate + i * kSteps, g[i]);
-    store(up + i * kSteps, u[i]);
+    stream(gate + i * kSteps, g[i]);
+    stream(up + i * kSteps, u[i]);
   }
 }
 
@@ -96,8 +99,8 @@ inline void inner_gradients(const InnerTile& tile) {
   }
 }
 
-inline void weigh_rows(const float* blocks, std::ptrdiff_t apart, const float* weight, int live, bf16* target,
-                       std::ptrdiff_t stride) {
+inline void weigh_rows(const float* blocks, std::ptrdiff_t apart, const float* weight, int live,
+                       bf16* target, std::ptrdiff_t stride) {
   const Lanes weights = load(weight);
   Pairs rows[16];
   for (int i = 0; i < 16; ++i) {
@@ -113,7 +116,8 @@ inline void round_rows(const float* blocks, int live, bf16* target, std::ptrdiff
     store(target + i * stride, sequence(load(blocks + i * kStrip), load(blocks + kBlock + i * kStrip)));
 }
 
-inline void sum_rows(const bf16* rows, std::ptrdiff_t stride, const int* index, int count, int columns, bf16* target) {
+inline void sum_rows(const bf16* rows, std::ptrdiff_t stride, const int* index, int count, int columns,
+                     bf16* target) {
   for (int c = 0; c < columns; c += kSteps) {
     Lanes first = every(0.f), second = every(0.f);
     for (int i = 0; i < count; ++i) {
@@ -135,7 +139,8 @@ inline void sum_rows(const bf16* rows, std::ptrdiff_t stride, const int* index, 
 
 inline void add_block(const float* block, float* target, int rows, int columns, std::ptrdiff_t stride) {
   if (columns == kStrip) {
-    for (int r = 0; r < rows; ++r) store(target + r * stride, load(target + r * stride) + load(block + r * kStrip));
+    for (int r = 0; r < rows; ++r)
+      store(target + r * stride, load(target + r * stride) + load(block + r * kStrip));
     return;
   }
   for (int r = 0; r < rows; ++r)
@@ -152,11 +157,13 @@ inline void add_blocks(const float* blocks, int m, int n, float* target, int row
       if (live_rows <= 0 || live_columns <= 0) continue;
       const float* block = blocks + (static_cast<std::ptrdiff_t>(i) * n + j) * kBlock;
       if (!transposed) {
-        add_block(block, target + static_cast<std::ptrdiff_t>(row) * columns + column, live_rows, live_columns, columns);
+        add_block(block, target + static_cast<std::ptrdiff_t>(row) * columns + column, live_rows,
+                  live_columns, columns);
       } else {
         float turned[kBlock];
         transpose_block(block, turned);
-        add_block(turned, target + static_cast<std::ptrdiff_t>(column) * rows + row, live_columns, live_rows, rows);
+        add_block(turned, target + static_cast<std::ptrdiff_t>(column) * rows + row, live_columns,
+                  live_rows, rows);
       }
     }
 }

@@ -12,7 +12,8 @@ constexpr int kDownStrips = 4;
 
 class Forward {
  public:
-  Forward(const Machine& machine, const Experts& experts, const LoraWeights& lora, Saved& saved, const bf16* hidden)
+  Forward(const Machine& machine, const Experts& experts, const LoraWeights& lora, Saved& saved,
+          const bf16* hidden)
       : kernels_(*machine.kernels),
         experts_(experts),
         lora_(lora),
@@ -21,14 +22,12 @@ class Forward {
         routing_(saved.routing),
         gate_up_{kernels_, experts, lora, sizes_, routing_, hidden},
         h_stride_(tile_elements(sizes_.inner_tiles + sizes_.rank_tiles)),
-        y_stride_(sizes_.hidden_tiles * kSteps),
+        y_stride_(slot_stride(sizes_)),
         h_(routing_.first_strip.back() * h_stride_),
         y_(routing_.slots() * y_stride_) {}
 
   // One expert's panels of I: g, u and h.
-  void gate_up(Unit unit) {
-    gate_up_.run(unit, {h_.data(), h_stride_, &saved_});
-  }
+  void gate_up(Unit unit) { gate_up_.run(unit, {h_.data(), h_stride_, &saved_}); }
 
   // t = s (h Ad^T), behind h in the same strips; and w t for backward.
   void thin_down(int expert) {
@@ -40,12 +39,15 @@ class Forward {
       const Strips h = h_strips(expert, block);
       float* t = result_blocks(kSmall, strips * block.count);
       multiply(kernels_, {{a, h, sizes_.inner_tiles}}, t);
-      kernels_.blocks_to_right(t, strips, block.count, lora_.scale, writable(h) + tile_elements(sizes_.inner_tiles), h_stride_);
+      kernels_.blocks_to_right(t, strips, block.count, lora_.scale,
+                               writable(h) + tile_elements(sizes_.inner_tiles), h_stride_);
       if (saved_.keep == Keep::nothing) return;
       float* weights = result_blocks(kWeights, block.count);
-      for (int i = 0; i < block.count; ++i) strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);
+      for (int i = 0; i < block.count; ++i)
+        strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);
       const Strips thin = thin_strips(saved_.thin, routing_, sizes_, expert, kDown);
-      kernels_.blocks_to_left(t, strips, block.count, lora_.scale, weights, writable(thin) + tile_elements(block.begin / 2), thin.stride);
+      kernels_.blocks_to_left(t, strips, block.count, lora_.scale, weights,
+                              writable(thin) + tile_elements(block.begin / 2), thin.stride);
     });
   }
 
@@ -54,30 +56,34 @@ class Forward {
     const int expert = unit.expert;
     const std::ptrdiff_t stride = tile_elements(sizes_.inner_tiles);
     bf16* room = workspace(kPanel, kDownStrips * h_stride_);
-    for_token_blocks(routing_, expert, sizes_.inner_tiles, kDownStrips * sizes_.inner_tiles, [&](TokenBlock block) {
-      float* result = result_blocks(kMain, kDownStrips * block.count);
-      const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
-      const Strips h = h_strips(expert, block), t{h.data + stride, h.stride, h.count};
-      for (int p = unit.begin; p < unit.end; ++p) {
-        const int row = p * kDownStrips * kStrip, strips = std::min(kDownStrips, 2 * tiles_of(sizes_.hidden - row));
-        const Product main{left_rows(kernels_, experts_.weight[kDown][expert], row, strips, room), h, sizes_.inner_tiles};
-        if (sizes_.rank == 0) {
-          multiply(kernels_, {main}, result);
-        } else {
-          const Strips b = left_rows(kernels_, factor_b(lora_, kDown, sizes_, expert), row, strips, room + kDownStrips * stride);
-          multiply(kernels_, {main, {b, t, sizes_.rank_tiles}}, result);
-        }
-        for (int j = 0; j < block.count; ++j) {
-          float weights[kStrip];
-          strip_weights(routing_, expert, block.begin + j, weights);
-          const int slot = first_slot(routing_, expert, block.begin + j);
-          for (int i = 0; i < strips; i += 2)
-            kernels_.weigh_rows(result + i * apart + j * kBlock, apart, weights,
-                                live_rows(routing_, expert, block.begin + j),
-                                y_.data() + slot * y_stride_ + row + i * kStrip, y_stride_);
-        }
-      }
-    });
+    for_token_blocks(
+        routing_, expert, sizes_.inner_tiles, kDownStrips * sizes_.inner_tiles, [&](TokenBlock block) {
+          float* result = result_blocks(kMain, kDownStrips * block.count);
+          const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
+          const Strips h = h_strips(expert, block), t{h.data + stride, h.stride, h.count};
+          for (int p = unit.begin; p < unit.end; ++p) {
+            const int row = p * kDownStrips * kStrip,
+                      strips = std::min(kDownStrips, 2 * tiles_of(sizes_.hidden - row));
+            const Product main{left_rows(kernels_, experts_.weight[kDown][expert], row, strips, room), h,
+                               sizes_.inner_tiles};
+            if (sizes_.rank == 0) {
+              multiply(kernels_, {main}, result);
+            } else {
+              const Strips b = left_rows(kernels_, factor_b(lora_, kDown, sizes_, expert), row, strips,
+                                         room + kDownStrips * stride);
+              multiply(kernels_, {main, {b, t, sizes_.rank_tiles}}, result);
+            }
+            for (int j = 0; j < block.count; ++j) {
+              float weights[kStrip];
+              strip_weights(routing_, expert, block.begin + j, weights);
+              const int slot = first_slot(routing_, expert, block.begin + j);
+              for (int i = 0; i < strips; i += 2)
+                kernels_.weigh_rows(result + i * apart + j * kBlock, apart, weights,
+                                    live_rows(routing_, expert, block.begin + j),
+                                    y_.data() + slot * y_stride_ + row + i * kStrip, y_stride_);
+            }
+          }
+        });
   }
 
   void combine(int unit, bf16* out) {
@@ -106,9 +112,9 @@ class Forward {
 
 }  // namespace
 
-std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora, int tokens,
-                               int top_k, const bf16* hidden, const std::int64_t* ids, const float* weights,
-                               bf16* out, Keep keep) {
+std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora,
+                               int tokens, int top_k, const bf16* hidden, const std::int64_t* ids,
+                               const float* weights, bf16* out, Keep keep) {
   auto saved = std::make_unique<Saved>();
   saved->routing = route(experts.count(), tokens, top_k, ids, weights);
   saved->keep = keep;

@@ -18,8 +18,10 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
     bf16* tokens = workspace(kTokens, block.count * token_stride);
     const Strips x{tokens, token_stride, block.count};
     for (int j = 0; j < block.count; ++j)
-      kernels.tokens_to_right(strip_tokens(routing, expert, block.begin + j, hidden, sizes.hidden), tokens + j * token_stride);
-    const Strips t[2] = {{tokens + stride, token_stride, block.count}, {tokens + stride + thin_stride, token_stride, block.count}};
+      kernels.tokens_to_right(strip_tokens(routing, expert, block.begin + j, hidden, sizes.hidden),
+                              tokens + j * token_stride);
+    const Strips t[2] = {{tokens + stride, token_stride, block.count},
+                         {tokens + stride + thin_stride, token_stride, block.count}};
     for (Projection projection : {kGate, kUp}) thin(projection, unit, block, x, t[projection], target);
 
     float* result = result_blocks(kMain, kStrips * block.count);
@@ -33,7 +35,8 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
         if (sizes.rank == 0) {
           multiply(kernels, {main}, half);
         } else {
-          const Strips b = left_rows(kernels, factor_b(lora, projection, sizes, expert), row, 2, room + 2 * stride);
+          const Strips b =
+              left_rows(kernels, factor_b(lora, projection, sizes, expert), row, 2, room + 2 * stride);
           multiply(kernels, {main, {b, t[projection], sizes.rank_tiles}}, half);
         }
       }
@@ -41,21 +44,24 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
         const std::ptrdiff_t strip = routing.first_strip[expert] + block.begin + j;
         const std::ptrdiff_t kept = tile_elements(strip * sizes.inner_tiles + p);
         const bool keep = target.saved->gate.data() != nullptr;
-        kernels.activate(result + j * kBlock, apart,
-                         target.h == nullptr ? nullptr : target.h + strip * target.h_stride + tile_elements(p),
-                         keep ? target.saved->gate.data() + kept : nullptr,
-                         keep ? target.saved->up.data() + kept : nullptr);
+        kernels.activate(
+            result + j * kBlock, apart,
+            target.h == nullptr ? nullptr : target.h + strip * target.h_stride + tile_elements(p),
+            keep ? target.saved->gate.data() + kept : nullptr,
+            keep ? target.saved->up.data() + kept : nullptr);
       }
     }
   });
 }
 
 // t = s (x A^T) as right strips, and kept for backward by the unit that has the expert's first panel.
-void GateUp::thin(Projection projection, Unit unit, TokenBlock block, Strips x, Strips t, const GateUpTarget& target) const {
+void GateUp::thin(Projection projection, Unit unit, TokenBlock block, Strips x, Strips t,
+                  const GateUpTarget& target) const {
   if (sizes.rank == 0) return;
   const std::ptrdiff_t stride = tile_elements(sizes.hidden_tiles);
   bf16* room = workspace(kFactor, sizes.rank_strips * stride);
-  const Strips a = left_rows(kernels, factor_a(lora, projection, sizes, unit.expert), 0, sizes.rank_strips, room);
+  const Strips a =
+      left_rows(kernels, factor_a(lora, projection, sizes, unit.expert), 0, sizes.rank_strips, room);
   float* result = result_blocks(kSmall, sizes.rank_strips * block.count);
   multiply(kernels, {{a, x, sizes.hidden_tiles}}, result);
   kernels.blocks_to_right(result, sizes.rank_strips, block.count, lora.scale, writable(t), t.stride);
@@ -66,7 +72,8 @@ void GateUp::thin(Projection projection, Unit unit, TokenBlock block, Strips x, 
 }
 
 void reserve_inner(Saved& saved, const Sizes& sizes) {
-  const std::ptrdiff_t tiles = static_cast<std::ptrdiff_t>(saved.routing.first_strip.back()) * sizes.inner_tiles;
+  const std::ptrdiff_t tiles =
+      static_cast<std::ptrdiff_t>(saved.routing.first_strip.back()) * sizes.inner_tiles;
   saved.gate.reset(tile_elements(tiles));
   saved.up.reset(tile_elements(tiles));
 }

@@ -24,7 +24,8 @@ struct GateUp {
 
   void run(Unit unit, const GateUpTarget& target) const;
 
-  void thin(Projection projection, Unit unit, TokenBlock block, Strips x, Strips t, const GateUpTarget& target) const;
+  void thin(Projection projection, Unit unit, TokenBlock block, Strips x, Strips t,
+            const GateUpTarget& target) const;
 };
 
 void reserve_inner(Saved& saved, const Sizes& sizes);

@@ -64,13 +64,14 @@ struct Saved {
 
 // hidden [tokens, H] bf16, ids and weights [tokens, top_k], out [tokens, H] bf16. Returns what `backward`
 // needs; null for Keep::nothing. Throws std::out_of_range for an id that is no expert's.
-std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora, int tokens,
-                               int top_k, const bf16* hidden, const std::int64_t* ids, const float* weights,
-                               bf16* out, Keep keep);
+std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora,
+                               int tokens, int top_k, const bf16* hidden, const std::int64_t* ids,
+                               const float* weights, bf16* out, Keep keep);
 
 // d_out, d_hidden [tokens, H] bf16; d_weights [tokens, top_k] float32 (overwritten). d_lora's gradients
 // are added to what is there; null pointers are skipped.
 void backward(const Machine& machine, const Experts& experts, const LoraWeights& lora, const Saved& saved,
-              const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights, const LoraGradients& d_lora);
+              const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights,
+              const LoraGradients& d_lora);
 
 }  // namespace ktbridge

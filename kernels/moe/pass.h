@@ -40,6 +40,10 @@ inline float* result_blocks(ResultPurpose purpose, std::ptrdiff_t blocks) {
   return buffers[purpose].reserve(blocks * kBlock);
 }
 
+// Row stride of results by slot. The extra tile keeps rows of a power of two apart from sharing the same
+// few sets of the caches.
+inline std::ptrdiff_t slot_stride(const Sizes& sizes) { return (sizes.hidden_tiles + 1) * kSteps; }
+
 inline void multiply(const Kernels& kernels, std::initializer_list<Product> products, float* result) {
   kernels.gemm(products.begin(), static_cast<int>(products.size()), result);
 }
@@ -54,11 +58,13 @@ struct TokenBlock {
 // weights pass by; but fewer than 128 tokens would make the weights pass too often.
 template <class Body>
 void for_token_blocks(const Routing& routing, int expert, int tiles, int panel_tiles, Body body) {
-  static const long l2_tiles = std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 256L << 10) / (kTile * sizeof(bf16));
+  static const long l2_tiles =
+      std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 256L << 10) / (kTile * sizeof(bf16));
   const int strips = routing.strips(expert);
   const int fit = std::max(8, static_cast<int>((l2_tiles * 3 / 4 - panel_tiles) / std::max(tiles, 1)));
   const int blocks = ceil_div(strips, fit), each = 2 * ceil_div(ceil_div(strips, blocks), 2);
-  for (int begin = 0; begin < strips; begin += each) body(TokenBlock{begin, std::min(each, strips - begin)});
+  for (int begin = 0; begin < strips; begin += each)
+    body(TokenBlock{begin, std::min(each, strips - begin)});
 }
 
 // Sixteen rows from `row` as they lie, if they can be multiplied like that.
@@ -66,7 +72,8 @@ inline bool lies_ready(const Matrix& w, int row, int count) {
   return w.storage == Storage::bf16 && w.columns % kSteps == 0 && row + count * kStrip <= w.rows;
 }
 
-// `count` strips of W's rows from `row`: where they lie, or packed into `room` (count strips of W's columns).
+// `count` strips of W's rows from `row`: where they lie, or packed into `room` (count strips of W's
+// columns).
 inline Strips left_rows(const Kernels& kernels, const Matrix& w, int row, int count, bf16* room) {
   if (lies_ready(w, row, count)) {
     const std::ptrdiff_t stride = w.stride / static_cast<std::ptrdiff_t>(sizeof(bf16));
@@ -114,15 +121,17 @@ inline Matrix factor_b(const LoraWeights& lora, Projection projection, const Siz
 inline Strips thin_strips(const Buffer<bf16>& thin, const Routing& routing, const Sizes& sizes, int expert,
                           Projection projection) {
   const std::ptrdiff_t doubles = routing.doubles(expert);
-  const std::ptrdiff_t at = (kProjections * static_cast<std::ptrdiff_t>(routing.first_double[expert]) + projection * doubles) * sizes.rank_strips;
+  const std::ptrdiff_t at =
+      (kProjections * static_cast<std::ptrdiff_t>(routing.first_double[expert]) + projection * doubles) *
+      sizes.rank_strips;
   return {thin.data() + tile_elements(at), tile_elements(doubles), sizes.rank_strips};
 }
 inline bf16* writable(Strips strips) { return const_cast<bf16*>(strips.data); }
 
 // tokens_out[t] = the sum of its slots' rows, for one unit of kTokensAtOnce tokens.
 constexpr int kTokensAtOnce = 16;
-inline void sum_slots(const Kernels& kernels, const Routing& routing, const bf16* rows, std::ptrdiff_t stride,
-                      int columns, bf16* out, int unit) {
+inline void sum_slots(const Kernels& kernels, const Routing& routing, const bf16* rows,
+                      std::ptrdiff_t stride, int columns, bf16* out, int unit) {
   const int end = std::min(routing.tokens, (unit + 1) * kTokensAtOnce);
   for (int t = unit * kTokensAtOnce; t < end; ++t)
     kernels.sum_rows(rows, stride, routing.slot_of.data() + static_cast<std::ptrdiff_t>(t) * routing.top_k,

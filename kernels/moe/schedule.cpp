@@ -55,7 +55,8 @@ class Run {
       const int own = pool.node_index(pool.node(thread)), nodes = static_cast<int>(queues_.size());
       for (int i = 0; i < nodes; ++i) drain(queues_[(own + i) % nodes]);  // own node first, then help
       if (wait([&] { return left_.value.load(std::memory_order_acquire) == 0; }))
-        for (int i; (i = last_.value.fetch_add(1, std::memory_order_relaxed)) < work_.last_units;) work_.last(i);
+        for (int i; (i = last_.value.fetch_add(1, std::memory_order_relaxed)) < work_.last_units;)
+          work_.last(i);
     } catch (...) {
       failed_.store(true, std::memory_order_relaxed);  // nobody must wait for what will not come
       machine_.kernels->end();

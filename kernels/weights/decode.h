@@ -11,7 +11,8 @@ namespace {
 
 inline float scale_of(const Matrix& w, int row, int column) {
   const std::ptrdiff_t at = (row >> w.row_shift) * w.scale_stride + (column >> w.column_shift);
-  return w.scale_is_bf16 ? to_float(static_cast<const bf16*>(w.scale)[at]) : static_cast<const float*>(w.scale)[at];
+  return w.scale_is_bf16 ? to_float(static_cast<const bf16*>(w.scale)[at])
+                         : static_cast<const float*>(w.scale)[at];
 }
 
 // e4m3's exponent bias is 7 and float32's 127, so its bits put into place are too small by 2^120;
@@ -22,7 +23,9 @@ inline Lanes from_e4m3(const std::uint8_t* p) {
   return bits_or(magnitude, shift_left<24>(bits_and(bits, 0x80)));
 }
 
-inline Lanes from_int8(const std::uint8_t* p) { return whole(shift_right<24>(shift_left<24>(from_bytes(p)))); }
+inline Lanes from_int8(const std::uint8_t* p) {
+  return whole(shift_right<24>(shift_left<24>(from_bytes(p))));
+}
 
 // Elements [column, column + 32) of a row; `column` is a multiple of 32 and all 32 are there.
 template <Storage kStorage>
@@ -59,9 +62,9 @@ inline Pairs decode_end(const Matrix& w, int row, int column) {
     return sequence(load_first(values, live), load_first(values + 16, live - 16));
   }
   alignas(64) std::uint8_t bytes[32 * 4] = {};
-  __builtin_memcpy(bytes,
-                   static_cast<const std::uint8_t*>(w.data) + row * w.stride + stored_bytes(kStorage, column),
-                   stored_bytes(kStorage, live));
+  __builtin_memcpy(
+      bytes, static_cast<const std::uint8_t*>(w.data) + row * w.stride + stored_bytes(kStorage, column),
+      stored_bytes(kStorage, live));
   Matrix end = w;
   end.data = bytes - row * w.stride - stored_bytes(kStorage, column);
   alignas(64) bf16 values[kSteps];
@@ -72,7 +75,8 @@ inline Pairs decode_end(const Matrix& w, int row, int column) {
 
 template <Storage kStorage>
 inline Pairs decode_any(const Matrix& w, int row, int column) {
-  return column + kSteps <= w.columns ? decode<kStorage>(w, row, column) : decode_end<kStorage>(w, row, column);
+  return column + kSteps <= w.columns ? decode<kStorage>(w, row, column)
+                                      : decode_end<kStorage>(w, row, column);
 }
 
 }  // namespace

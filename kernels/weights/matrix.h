@@ -43,10 +43,4 @@ constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns) {
   }
 }
 
-// Which part of a matrix a panel is, for reading ahead: the first finds nothing in cache, and after the last
-// no neighbour follows.
-struct Reading {
-  bool first = true, last = true;
-};
-
 }  // namespace ktbridge

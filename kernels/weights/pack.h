@@ -8,8 +8,9 @@
 namespace ktbridge {
 namespace {
 
-// Rows in flight ahead of the one being packed where nothing is in cache yet.
-constexpr int kRowsAhead = 16;
+// A panel of columns touches a new page with every row, where hardware doesn't read ahead; so we do, into
+// L2 and not L1, because rows a power of two apart share the same few sets of L1.
+constexpr int kRowsAhead = 48;
 
 // Matrices come by value here: stores of vectors may alias anything, so fields of a reference would be
 // loaded again after each.
@@ -20,25 +21,21 @@ inline void rows_to_left(const Matrix w, int row, bf16* strip) {
   for (int column = 0; column < whole_columns; column += kSteps, strip += kTile)
     for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode<kStorage>(w, row + r, column));
   if (whole_columns < w.columns)
-    for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode_end<kStorage>(w, row + r, whole_columns));
+    for (int r = 0; r < live; ++r)
+      store(strip + r * kSteps, decode_end<kStorage>(w, row + r, whole_columns));
 }
 
-// One pair of rows, all columns of the panel. Each line brings in the one that the next panel will want.
+// One pair of rows, all columns of the panel.
 template <Storage kStorage>
-inline void row_pair_to_right(const Matrix w, int k, int column, Strips target, Reading reading) {
+inline void row_pair_to_right(const Matrix w, int k, int column, Strips target) {
   const Pairs zero = pairs(every(0.f), every(0.f));
   const char* line = static_cast<const char*>(w.data) + k * w.stride + stored_bytes(kStorage, column);
   const std::ptrdiff_t width = stored_bytes(kStorage, target.count * kStrip);
-  for (std::ptrdiff_t byte = 0; byte < width; byte += 64) {
-    if (!reading.last) {
-      __builtin_prefetch(line + width + byte, 0, 2);
-      __builtin_prefetch(line + width + w.stride + byte, 0, 2);
+  if (k + kRowsAhead < w.rows)
+    for (std::ptrdiff_t byte = 0; byte < width; byte += 64) {
+      __builtin_prefetch(line + kRowsAhead * w.stride + byte, 0, 2);
+      __builtin_prefetch(line + (kRowsAhead + 1) * w.stride + byte, 0, 2);
     }
-    if (reading.first && k + kRowsAhead < w.rows) {
-      __builtin_prefetch(line + kRowsAhead * w.stride + byte);
-      __builtin_prefetch(line + (kRowsAhead + 1) * w.stride + byte);
-    }
-  }
   bf16* to = const_cast<bf16*>(target.data) + static_cast<std::ptrdiff_t>(k) * kStrip;
   for (int strip = 0; strip < target.count; strip += 2, to += 2 * target.stride) {
     const int c = column + strip * kStrip;
@@ -46,16 +43,44 @@ inline void row_pair_to_right(const Matrix w, int k, int column, Strips target, 
     if (c + kSteps <= w.columns && k + 1 < w.rows)
       interleave(decode<kStorage>(w, k, c), decode<kStorage>(w, k + 1, c), first, second);
     else if (c < w.columns)
-      interleave(decode_any<kStorage>(w, k, c), k + 1 < w.rows ? decode_any<kStorage>(w, k + 1, c) : zero, first,
-                 second);
+      interleave(decode_any<kStorage>(w, k, c), k + 1 < w.rows ? decode_any<kStorage>(w, k + 1, c) : zero,
+                 first, second);
     store(to, first);
     if (strip + 1 < target.count) store(to + target.stride, second);
   }
 }
 
+// A panel of 64 columns that are all there, in a loop without conditions: most of a large matrix.
 template <Storage kStorage>
-inline void columns_to_right(const Matrix w, int column, Strips target, Reading reading) {
-  for (int k = 0; k < w.rows; k += 2) row_pair_to_right<kStorage>(w, k, column, target, reading);
+inline int whole_panel_to_right(const Matrix w, int column, Strips target) {
+  constexpr int kWidth = stored_bytes(kStorage, 4 * kStrip);
+  const char* line =
+      static_cast<const char*>(w.data) + stored_bytes(kStorage, column) + kRowsAhead * w.stride;
+  bf16* to = const_cast<bf16*>(target.data);
+  const std::ptrdiff_t stride = target.stride;
+  int k = 0;
+  for (; k + 1 < w.rows; k += 2, line += 2 * w.stride, to += 2 * kStrip) {
+    // A hint only, so it may point past the last row.
+    for (int byte = 0; byte < kWidth; byte += 64) {
+      __builtin_prefetch(line + byte, 0, 2);
+      __builtin_prefetch(line + w.stride + byte, 0, 2);
+    }
+    for (int half = 0; half < 2; ++half) {
+      Pairs first, second;
+      interleave(decode<kStorage>(w, k, column + half * kSteps),
+                 decode<kStorage>(w, k + 1, column + half * kSteps), first, second);
+      store(to + 2 * half * stride, first);
+      store(to + (2 * half + 1) * stride, second);
+    }
+  }
+  return k;
+}
+
+template <Storage kStorage>
+inline void columns_to_right(const Matrix w, int column, Strips target) {
+  const bool whole = target.count == 4 && column + 4 * kStrip <= w.columns;
+  int k = whole ? whole_panel_to_right<kStorage>(w, column, target) : 0;
+  for (; k < w.rows; k += 2) row_pair_to_right<kStorage>(w, k, column, target);
 }
 
 inline void zero_fill(bf16* p, std::ptrdiff_t count) { __builtin_memset(p, 0, count * sizeof(bf16)); }
@@ -79,14 +104,16 @@ inline void with_storage(Storage storage, F f) {
 
 inline void pack_left(const Matrix& w, int row, bf16* strip) {
   if (row + kStrip > w.rows) zero_fill(strip, static_cast<std::ptrdiff_t>(tiles_of(w.columns)) * kTile);
-  if (row < w.rows) with_storage(w.storage, [&]<Storage kStorage>() { rows_to_left<kStorage>(w, row, strip); });
+  if (row < w.rows)
+    with_storage(w.storage, [&]<Storage kStorage>() { rows_to_left<kStorage>(w, row, strip); });
 }
 
-inline void pack_right(const Matrix& w, int reduction, int column, Strips target, Reading reading) {
+inline void pack_right(const Matrix& w, int reduction, int column, Strips target) {
   const std::ptrdiff_t size = static_cast<std::ptrdiff_t>(tiles_of(reduction)) * kTile;
   if (w.rows % kSteps != 0 || w.rows == 0)
-    for (int strip = 0; strip < target.count; ++strip) zero_fill(const_cast<bf16*>(target.data) + strip * target.stride, size);
-  with_storage(w.storage, [&]<Storage kStorage>() { columns_to_right<kStorage>(w, column, target, reading); });
+    for (int strip = 0; strip < target.count; ++strip)
+      zero_fill(const_cast<bf16*>(target.data) + strip * target.stride, size);
+  with_storage(w.storage, [&]<Storage kStorage>() { columns_to_right<kStorage>(w, column, target); });
 }
 
 // 32 elements of a bf16 row from `column`; zeros past its end.
@@ -98,11 +125,13 @@ inline Pairs row_part(const bf16* row, int column, int columns) {
 }
 
 inline void tokens_to_left(const Tokens& tokens, bf16* strip) {
-  if (tokens.count < kStrip) zero_fill(strip, static_cast<std::ptrdiff_t>(tiles_of(tokens.columns)) * kTile);
+  if (tokens.count < kStrip)
+    zero_fill(strip, static_cast<std::ptrdiff_t>(tiles_of(tokens.columns)) * kTile);
   for (int i = 0; i < tokens.count; ++i) {
     const bf16* row = tokens.row(i);
     for (int c = 0; c < tokens.columns; c += kSteps)
-      store(strip + static_cast<std::ptrdiff_t>(c / kSteps) * kTile + i * kSteps, row_part(row, c, tokens.columns));
+      store(strip + static_cast<std::ptrdiff_t>(c / kSteps) * kTile + i * kSteps,
+            row_part(row, c, tokens.columns));
   }
 }
 
@@ -127,7 +156,8 @@ inline void token_pairs_to_right(const Tokens& tokens, int column, Strips target
       const Pairs b = i + 1 < tokens.count ? row_part(tokens.row(i + 1), c, tokens.columns) : zero;
       Pairs first, second;
       interleave(a, b, first, second);
-      bf16* to = const_cast<bf16*>(target.data) + strip * target.stride + static_cast<std::ptrdiff_t>(i) * kStrip;
+      bf16* to =
+          const_cast<bf16*>(target.data) + strip * target.stride + static_cast<std::ptrdiff_t>(i) * kStrip;
       store(to, first);
       store(to + target.stride, second);
     }
@@ -140,7 +170,8 @@ inline void tiles_to_right(Strips left, int tile, Strips target) {
     bf16* to = const_cast<bf16*>(target.data) + static_cast<std::ptrdiff_t>(strip) * (kTile / 2);
     for (int i = 0; i < kStrip; i += 2, to += 2 * kStrip) {
       Pairs first = zero, second = zero;
-      if (strip < left.count) interleave(load_pairs(rows + i * kSteps), load_pairs(rows + (i + 1) * kSteps), first, second);
+      if (strip < left.count)
+        interleave(load_pairs(rows + i * kSteps), load_pairs(rows + (i + 1) * kSteps), first, second);
       store(to, first);
       store(to + target.stride, second);
     }
