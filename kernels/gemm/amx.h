@@ -13,11 +13,19 @@ namespace {
 constexpr int kTilesAhead = 4;
 
 // Sums in tiles 0-3 (0 1 / 2 3), left in 4 and 5, right in 6 and 7.
-template <int kRows, int kColumns, bool kCold>
+template <int kRows, int kColumns, bool kCold, bool kLast>
 inline void tile_product(const Product& product, const bf16* left, const bf16* right) {
   const std::ptrdiff_t row = product.left.row, left_stride = product.left.stride;
   const std::ptrdiff_t step = product.left.tile, right_stride = product.right.stride;
+  // Cold rows come in pairs of strips, one pair after the other: the last use of one pair asks for the
+  // beginning of the next, a row with each tile.
+  const bf16* next = left + 2 * left_stride;
   for (int tile = 0; tile < product.tiles; ++tile) {
+    if constexpr (kLast)
+      if (tile < 2 * kStrip) {
+        for (int ahead = 0; ahead < kTilesAhead; ++ahead) __builtin_prefetch(next + ahead * step, 0, 2);
+        next += tile + 1 == kStrip ? left_stride - (kStrip - 1) * row : row;
+      }
     if constexpr (kCold)
       if (tile + kTilesAhead < product.tiles)
         for (int r = 0; r < kRows * kStrip; ++r)
@@ -49,10 +57,16 @@ inline void tile_block(const Product* products, int count, int i, int j, float* 
     const Product& product = products[p];
     const bf16* left = product.left.data + i * product.left.stride;
     const bf16* right = product.right.data + j * product.right.stride;
-    if (product.left.cold && j == 0)
-      tile_product<kRows, kColumns, true>(product, left, right);
+    const bool first = product.left.cold && j == 0,
+               last = product.left.cold && j + 2 >= product.right.count;
+    if (first && last)
+      tile_product<kRows, kColumns, true, true>(product, left, right);
+    else if (first)
+      tile_product<kRows, kColumns, true, false>(product, left, right);
+    else if (last)
+      tile_product<kRows, kColumns, false, true>(product, left, right);
     else
-      tile_product<kRows, kColumns, false>(product, left, right);
+      tile_product<kRows, kColumns, false, false>(product, left, right);
   }
   const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
   float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;

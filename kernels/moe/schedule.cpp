@@ -1,5 +1,7 @@
 #include "moe/schedule.h"
 
+#include <xmmintrin.h>
+
 #include <algorithm>
 #include <memory>
 #include <thread>
@@ -21,6 +23,26 @@ struct alignas(64) Counter {
 struct Queue {
   std::vector<Unit> first, second;
   std::unique_ptr<Counter> next = std::make_unique<Counter>();
+};
+
+// The state in which a thread computes: AMX tiles configured, and the default rounding without flushing
+// subnormals to zero, whatever the caller's thread has set; results must not depend on who runs a unit.
+class Arithmetic {
+ public:
+  explicit Arithmetic(const Kernels& kernels) : kernels_(kernels), control_(_mm_getcsr()) {
+    _mm_setcsr(0x1f80);  // all exceptions masked
+    kernels_.begin();
+  }
+  ~Arithmetic() {
+    kernels_.end();
+    _mm_setcsr(control_);
+  }
+  Arithmetic(const Arithmetic&) = delete;
+  Arithmetic& operator=(const Arithmetic&) = delete;
+
+ private:
+  const Kernels& kernels_;
+  const unsigned control_;
 };
 
 void cut(std::vector<Unit>& units, int expert, int panels, double pieces) {
@@ -49,7 +71,7 @@ class Run {
   }
 
   void on_thread(int thread) {
-    machine_.kernels->begin();
+    const Arithmetic arithmetic(*machine_.kernels);
     try {
       const Pool& pool = *machine_.pool;
       const int own = pool.node_index(pool.node(thread)), nodes = static_cast<int>(queues_.size());
@@ -59,10 +81,8 @@ class Run {
           work_.last(i);
     } catch (...) {
       failed_.store(true, std::memory_order_relaxed);  // nobody must wait for what will not come
-      machine_.kernels->end();
       throw;
     }
-    machine_.kernels->end();
   }
 
  private:

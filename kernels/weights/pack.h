@@ -50,20 +50,22 @@ inline void row_pair_to_right(const Matrix w, int k, int column, Strips target) 
   }
 }
 
-// A panel of 64 columns that are all there, in a loop without conditions: most of a large matrix.
+// A panel of 64 columns that are all there, in a loop without conditions: most of a large matrix. Near its
+// end it asks for the first rows of the panel beside it, which arrive while this one is multiplied.
 template <Storage kStorage>
 inline int whole_panel_to_right(const Matrix w, int column, Strips target) {
   constexpr int kWidth = stored_bytes(kStorage, 4 * kStrip);
-  const char* line =
-      static_cast<const char*>(w.data) + stored_bytes(kStorage, column) + kRowsAhead * w.stride;
+  const char* panel = static_cast<const char*>(w.data) + stored_bytes(kStorage, column);
+  const char* ahead = panel + kRowsAhead * w.stride;
   bf16* to = const_cast<bf16*>(target.data);
   const std::ptrdiff_t stride = target.stride;
   int k = 0;
-  for (; k + 1 < w.rows; k += 2, line += 2 * w.stride, to += 2 * kStrip) {
-    // A hint only, so it may point past the last row.
+  for (; k + 1 < w.rows; k += 2, ahead += 2 * w.stride, to += 2 * kStrip) {
+    if (k == (w.rows - kRowsAhead) / 2 * 2) ahead = panel + kWidth;
+    // Hints only, so they may point outside of the matrix.
     for (int byte = 0; byte < kWidth; byte += 64) {
-      __builtin_prefetch(line + byte, 0, 2);
-      __builtin_prefetch(line + w.stride + byte, 0, 2);
+      __builtin_prefetch(ahead + byte, 0, 2);
+      __builtin_prefetch(ahead + w.stride + byte, 0, 2);
     }
     for (int half = 0; half < 2; ++half) {
       Pairs first, second;
