@@ -1,24 +1,39 @@
 """Types of the C++ module; kernels/bindings.cpp says what each argument is."""
 
+import enum
 from collections.abc import Sequence
 
 def isa_available() -> list[str]: ...
 def isa_default() -> str: ...
 def threads_default() -> int: ...
+def measure_peak(isa: str, threads: int, seconds: float) -> float: ...
+def measure_bandwidth(threads: int, bytes: int, seconds: float) -> float: ...
+def release_memory() -> None: ...
+
+class Keep(enum.Enum):
+    nothing = ...
+    recompute = ...
+    retain = ...
 
 class Saved:
     @property
     def bytes(self) -> int: ...
+
+class Weights:
+    def __init__(
+        self, data: Sequence[int], scale: Sequence[int], stride: int, scale_stride: int
+    ) -> None: ...
 
 class Layer:
     def __init__(
         self,
         hidden: int,
         intermediate: int,
-        gate: Sequence[int],
-        up: Sequence[int],
-        down: Sequence[int],
-        strides: tuple[int, int, int],
+        storage: str,
+        weights: Sequence[Weights],
+        scale_is_bf16: bool,
+        row_group: int,
+        column_group: int,
         isa: str,
         threads: int,
     ) -> None: ...
@@ -33,7 +48,7 @@ class Layer:
         ids: int,
         weights: int,
         out: int,
-        keep: bool,
+        keep: Keep,
     ) -> Saved | None: ...
     def backward(
         self,

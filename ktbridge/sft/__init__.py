@@ -19,8 +19,10 @@ if TYPE_CHECKING:
         set_expert_lora,
         wrap_experts,
     )
+    from ktbridge.sft.weights import ExpertWeights
 
 _HOMES = {
+    "ExpertWeights": "weights",
     "MoELoRAExperts": "experts",
     "expert_layers": "inject",
     "load_expert_lora": "inject",
@@ -29,6 +31,7 @@ _HOMES = {
     "wrap_experts": "inject",
 }
 __all__ = [
+    "ExpertWeights",
     "MoELoRAExperts",
     "expert_layers",
     "load_expert_lora",

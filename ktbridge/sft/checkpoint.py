@@ -12,18 +12,27 @@ from torch import nn
 
 from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.adapter.keys import fused_key
-from ktbridge.sft.experts import LORA_NAMES
+from ktbridge.sft.experts import lora_shapes
 from ktbridge.sft.inject import expert_layers
 from ktbridge.sft.tensors import from_torch
 
 
 def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The fused expert LoRA of a wrapped model: ``layers.{L}.experts.{gate,up,down}_lora_{a,b}``, bf16."""
+    """The fused expert LoRA of a wrapped model: ``layers.{L}.experts.{gate,up,down}_lora_{a,b}``, bf16.
+
+    Layouts know all six or none, so a projection outside ``lora_targets`` is written as zeros, which is
+    what it adds.
+    """
     tensors = {}
     for index, layer in expert_layers(model).items():
-        for name, parameter in zip(LORA_NAMES, layer.lora_parameters(), strict=False):
+        if layer.lora_rank == 0:
+            continue
+        sizes = layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.lora_rank
+        for name, shape in lora_shapes(*sizes).items():
+            parameter = getattr(layer, name, None)
+            value = torch.zeros(shape) if parameter is None else parameter
             key = fused_key(index, name)
-            tensors[key] = from_torch(key, parameter.to(torch.bfloat16))
+            tensors[key] = from_torch(key, value.to(torch.bfloat16))
     return tensors
 
 

@@ -90,6 +90,8 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
+MAX_EXPERT_RANK = 128
+"""The highest rank of the expert LoRA."""
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial")
 
 
@@ -99,10 +101,12 @@ class KtConfig:
 
     kt_num_threads: int = _option(_whole(0, 4096), 0)
     """Kernel threads; 0 takes KTBRIDGE_THREADS, else the CPUs this process may use."""
-    kt_lora_rank: int | None = _option(_whole(1), None)
+    kt_lora_rank: int | None = _option(_whole(1, MAX_EXPERT_RANK), None)
     """Rank of the expert LoRA; default: lora_rank."""
     kt_lora_alpha: float | None = _option(_number, None)
     """Alpha of the expert LoRA; default: lora_alpha."""
+    expert_activation: str = _option(_one_of("retain", "recompute"), "retain")
+    """What the experts' forward keeps: retain is faster, recompute needs less memory; same results."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,17 @@ def parse_config(values: Mapping[str, Any], where: str = "config") -> TrainConfi
         )
     if main.get("do_train") is False:
         problems.append(_problem(where, "do_train", "false", "true"))
+    rank = main.get("lora_rank", 0)
+    if rank > MAX_EXPERT_RANK and not block.get("kt_lora_rank"):
+        problems.append(
+            _problem(
+                where,
+                "lora_rank",
+                f"{rank}, which is the experts' rank too",
+                f"at most {MAX_EXPERT_RANK} for the experts",
+                "Set kt_lora_rank in the kt_config block.",
+            )
+        )
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         raise ProblemsError(f"the configuration has {count}; nothing was started.", problems)

@@ -8,82 +8,118 @@ the CPU, from the one copy of the weights that is already in memory. What is com
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
+from ktbridge.sft.config import MAX_EXPERT_RANK
+from ktbridge.sft.expert_call import LORA_NAMES, ExpertCall, ExpertFunction
+from ktbridge.sft.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
-PROJECTIONS = ("gate", "up", "down")
-LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
+_KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}
 
 
 class MoELoRAExperts(nn.Module):
     """E gated experts with per-expert LoRA: ``y = Σ_k w_k · down(silu(gate(x)) · up(x))``.
 
-    Each projection is ``W x + (α/r) · B A x`` with W frozen bfloat16 [out, in], A [r, in], B [out, r]
+    Each projection is ``W x + (α/r) · B A x`` with W frozen [out, in], A [r, in], B [out, r]
     (LoRA, arXiv:2106.09685). Parameters are float32 masters, rounded to bfloat16 before use, so the
     adapter saved in bfloat16 is exactly the one that was trained:
 
     * ``gate_lora_a``, ``up_lora_a`` [E, r, H]; ``gate_lora_b``, ``up_lora_b`` [E, I, r]
     * ``down_lora_a`` [E, r, I]; ``down_lora_b`` [E, H, r]
 
-    A starts Kaiming-uniform as in PEFT, B at zero, so a fresh layer equals the base. ``lora_rank=0`` has
-    no LoRA parameters. ``lora_enabled = False`` runs the base experts and keeps the parameters.
+    A starts Kaiming-uniform as in PEFT, B at zero, so a fresh layer equals the base. Only ``lora_targets``
+    have parameters; ``lora_rank=0`` has none. ``lora_enabled = False`` runs the base experts and keeps the
+    parameters. Without gradients to compute (``torch.no_grad()``, or nothing that requires one) a forward
+    keeps nothing.
+
+    ``activation`` says what a forward keeps for its backward: "retain" keeps each expert's activations,
+    "recompute" only the routing and the LoRA's thin products, for one more gate and up product in backward.
+    Both give the same bits; ``saved_bytes`` is what the last forward kept.
+
+    ``accumulate_grad = True`` lets backward add LoRA gradients straight into float32 ``.grad`` buffers (made
+    once, zeroed) instead of filling new tensors for autograd to add. The price: autograd doesn't see
+    these gradients, so ``torch.autograd.grad`` and ``backward(inputs=...)`` are no use for the LoRA. A
+    parameter with hooks, with a ``.grad`` of another layout, or in a process group of several (whose
+    reducer is a hook we can't see) takes the normal way.
     """
 
     def __init__(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
+        gate: ExpertWeights | Stack,
+        up: ExpertWeights | Stack,
+        down: ExpertWeights | Stack,
         *,
         lora_rank: int = 8,
         lora_alpha: float = 16,
         isa: str = "auto",
         threads: int | None = None,
+        lora_targets: Sequence[str] = PROJECTIONS,
+        activation: str = "retain",
+        accumulate_grad: bool = False,
     ) -> None:
         super().__init__()
-        experts, inner, hidden = _checked_shapes(gate, up, down)
-        if lora_rank < 0:
-            raise UsageError(f"lora_rank must be 0 or positive, not {lora_rank}.")
-        # A tuple, not buffers: the weights belong to the checkpoint; they are neither saved nor moved
-        # with this module, only kept alive by it.
-        self._weights = (gate, up, down)
-        self._layer = _make_layer(gate, up, down, isa, threads)
-        self.num_experts, self.intermediate_size, self.hidden_size = experts, inner, hidden
+        # Kept by this module, but no buffers: the weights belong to the checkpoint and are neither saved
+        # nor moved with it.
+        self._weights, inner, hidden = checked_layer(gate, up, down)
+        if not 0 <= lora_rank <= MAX_EXPERT_RANK:
+            raise UsageError(f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, not {lora_rank}.")
+        if activation not in _KEEP:
+            raise UsageError(f"activation must be {' or '.join(_KEEP)}, not {activation!r}.")
+        self._layer = _make_layer(self._weights, inner, hidden, isa, threads)
+        self.num_experts = self._weights[0].count
+        self.intermediate_size, self.hidden_size = inner, hidden
         self.lora_rank, self.lora_alpha = lora_rank, float(lora_alpha)
+        self.lora_targets = _targets(lora_targets, lora_rank)
+        self.activation, self.accumulate_grad = activation, accumulate_grad
         self.lora_enabled = True
-        if lora_rank > 0:
-            shapes = lora_shapes(experts, hidden, inner, lora_rank)
-            for name, shape in shapes.items():
-                self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-            self.reset_lora()
+        self.saved_bytes = 0
+        for name in self.lora_names:
+            shape = lora_shapes(self.num_experts, hidden, inner, lora_rank)[name]
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        self.reset_lora()
 
     @classmethod
     def from_tensors(
         cls,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
+        gate: ExpertWeights | Stack,
+        up: ExpertWeights | Stack,
+        down: ExpertWeights | Stack,
         lora_rank: int = 8,
         lora_alpha: float = 16,
         isa: str = "auto",
         threads: int | None = None,
+        *,
+        lora_targets: Sequence[str] = PROJECTIONS,
+        activation: str = "retain",
+        accumulate_grad: bool = False,
     ) -> MoELoRAExperts:
-        """A layer over ``gate``, ``up`` [E, I, H] and ``down`` [E, H, I], bfloat16 on the CPU.
+        """A layer over ``gate``, ``up`` [E, I, H] and ``down`` [E, H, I].
 
-        The tensors are used in place: views into a fused [E, 2I, H] tensor or into a mapped file are
-        welcome, as long as each row is contiguous. ``isa`` is "auto" (KTBRIDGE_ISA, else the best the CPU
-        has) or a name from ``ktbridge doctor``; ``threads`` defaults to KTBRIDGE_THREADS, else to the
-        CPUs this process may use.
+        Each is a bfloat16 tensor, a list of E 2-D ones, or ``ExpertWeights`` for other storage formats (one
+        format a layer). They are used in place: views into a fused [E, 2I, H] tensor or into a mapped
+        file are welcome, as long as each row is contiguous. ``isa`` is "auto" (KTBRIDGE_ISA, else the
+        best the CPU has) or a name from ``ktbridge doctor``; ``threads`` defaults to KTBRIDGE_THREADS,
+        else to the CPUs this process may use. The rest is explained above.
 
-        Raises ``UsageError`` for wrong dtypes, shapes or strides, a missing ISA, or a negative rank.
+        Raises ``UsageError`` for wrong dtypes, shapes or strides (all at once), a missing ISA, a rank
+        above 128, or targets that are no projections.
         """
         return cls(
-            gate, up, down, lora_rank=lora_rank, lora_alpha=lora_alpha, isa=isa, threads=threads
+            gate,
+            up,
+            down,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            isa=isa,
+            threads=threads,
+            lora_targets=lora_targets,
+            activation=activation,
+            accumulate_grad=accumulate_grad,
         )
 
     @property
@@ -96,9 +132,19 @@ class MoELoRAExperts(nn.Module):
         return self._layer.threads
 
     @property
+    def storage(self) -> str:
+        """How the frozen weights are stored: "bf16", "fp8", "int8" or "int4"."""
+        return self._weights[0].storage
+
+    @property
     def weights_address(self) -> int:
         """Address of the gate weights in use, to notice a model that was moved or converted."""
-        return self._weights[0].data_ptr()
+        return self._weights[0].address
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Names of the LoRA parameters there are, in the order of ``LORA_NAMES``."""
+        return tuple(name for name in LORA_NAMES if name.partition("_")[0] in self.lora_targets)
 
     def reset_lora(self) -> None:
         """(Re)start the LoRA: A ~ U(±1/√in), which is PEFT's kaiming_uniform(a=√5); B = 0."""
@@ -111,96 +157,52 @@ class MoELoRAExperts(nn.Module):
                     parameter.zero_()
 
     def lora_parameters(self) -> tuple[torch.Tensor, ...]:
-        """The six LoRA parameters in the order of ``LORA_NAMES``; empty when the rank is 0."""
-        if self.lora_rank == 0:
-            return ()
-        return tuple(getattr(self, name) for name in LORA_NAMES)
+        """The LoRA parameters, in the order of ``lora_names``."""
+        return tuple(getattr(self, name) for name in self.lora_names)
 
     def forward(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden [T, H] bfloat16, topk_ids [T, K] int64, topk_weights [T, K] float32 -> [T, H] bfloat16.
 
-        Differentiable in ``hidden``, ``topk_weights`` and the LoRA parameters. Raises ``UsageError`` for
-        other dtypes or shapes, and ``IndexError`` when an id is not an expert's.
+        Differentiable (once) in ``hidden``, ``topk_weights`` and the LoRA parameters. Raises ``UsageError``
+        for other dtypes or shapes, and ``IndexError`` when an id is not an expert's.
         """
         _check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
-        lora = self.lora_parameters() if self.lora_enabled else ()
-        for name, parameter in zip(LORA_NAMES, lora, strict=False):
+        names = self.lora_names if self.lora_enabled else ()
+        lora = tuple(getattr(self, name) for name in names)
+        for name, parameter in zip(names, lora, strict=True):
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
                 raise UsageError(
                     f"{name} must be float32 on the CPU, not {_describe(parameter)}.",
                     "Convert or move the model before its experts are wrapped.",
                 )
-        scale = self.lora_alpha / self.lora_rank if lora else 0.0
-        # The kernels hold addresses only, so the weights go along to outlive this module in autograd.
-        return _Experts.apply(
-            self._layer, self._weights, scale, hidden, topk_ids, topk_weights, *lora
+        # Asked here because inside autograd's function it is always off.
+        needed = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (hidden, topk_weights, *lora)
         )
-
-    def extra_repr(self) -> str:
-        return (
-            f"experts={self.num_experts}, hidden={self.hidden_size}, "
-            f"intermediate={self.intermediate_size}, rank={self.lora_rank}, "
-            f"alpha={self.lora_alpha:g}, isa={self.isa}, threads={self.threads}"
+        call = ExpertCall(
+            self._layer,
+            self._weights,
+            names,
+            self.lora_rank if names else 0,
+            self.lora_alpha / self.lora_rank if names else 0.0,
+            _KEEP[self.activation] if needed else _kernels.Keep.nothing,
+            self.accumulate_grad,
         )
-
-
-class _Experts(torch.autograd.Function):
-    """Binds the kernels' forward and backward to autograd."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: Any,
-        weights: tuple[torch.Tensor, ...],
-        scale: float,
-        hidden: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        *lora: torch.Tensor,
-    ) -> torch.Tensor:
-        hidden, topk_ids = hidden.contiguous(), topk_ids.contiguous()
-        topk_weights = topk_weights.contiguous()
-        lora = tuple(parameter.contiguous() for parameter in lora)
-        out = torch.empty_like(hidden)
-        keep = any(ctx.needs_input_grad)
-        saved = layer.forward(
-            _addresses(lora),
-            lora[0].shape[1] if lora else 0,
-            scale,
-            hidden.shape[0],
-            topk_ids.shape[1],
-            hidden.data_ptr(),
-            topk_ids.data_ptr(),
-            topk_weights.data_ptr(),
-            out.data_ptr(),
-            _kernels.Keep.retain if keep else _kernels.Keep.nothing,
-        )
-        if keep:
-            ctx.layer, ctx.weights, ctx.scale, ctx.saved = layer, weights, scale, saved
-            ctx.save_for_backward(hidden, topk_weights, *lora)
+        out = ExpertFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
+        self.saved_bytes = call.saved.bytes if call.saved is not None else 0
         return out
 
-    @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        hidden, topk_weights, *lora = ctx.saved_tensors
-        d_out = d_out.to(torch.bfloat16).contiguous()
-        d_hidden = torch.empty_like(hidden)
-        d_weights = torch.empty_like(topk_weights)
-        d_lora = tuple(torch.zeros_like(parameter) for parameter in lora)
-        ctx.layer.backward(
-            ctx.saved,
-            _addresses(lora),
-            lora[0].shape[1] if lora else 0,
-            ctx.scale,
-            hidden.data_ptr(),
-            d_out.data_ptr(),
-            d_hidden.data_ptr(),
-            d_weights.data_ptr(),
-            _addresses(d_lora),
+    def extra_repr(self) -> str:
+        targets = "" if self.lora_targets == PROJECTIONS else f" on {'+'.join(self.lora_targets)}"
+        return (
+            f"experts={self.num_experts}, hidden={self.hidden_size}, "
+            f"intermediate={self.intermediate_size}, storage={self.storage}, "
+            f"rank={self.lora_rank}{targets}, alpha={self.lora_alpha:g}, isa={self.isa}, "
+            f"threads={self.threads}, activation={self.activation}, "
+            f"saved={self.saved_bytes / 2**20:.1f} MiB"
         )
-        return None, None, None, d_hidden, None, d_weights, *d_lora
 
 
 def lora_shapes(
@@ -217,45 +219,35 @@ def lora_shapes(
     }
 
 
-def _addresses(lora: Any) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in lora) or (0,) * len(LORA_NAMES)
+def _targets(wanted: Sequence[str], rank: int) -> tuple[str, ...]:
+    """``wanted`` in the order of ``PROJECTIONS``; nothing when there is no LoRA."""
+    unknown = [name for name in wanted if name not in PROJECTIONS]
+    if isinstance(wanted, str) or unknown or (rank > 0 and not wanted):
+        raise UsageError(
+            f"lora_targets must be some of {', '.join(PROJECTIONS)}, not {wanted!r}.",
+            "Give a list of names, or lora_rank=0 for no LoRA on the experts.",
+        )
+    return tuple(name for name in PROJECTIONS if name in wanted and rank > 0)
 
 
 def _make_layer(
-    gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, isa: str, threads: int | None
+    weights: tuple[ExpertWeights, ...], inner: int, hidden: int, isa: str, threads: int | None
 ) -> _kernels.Layer:
+    first = weights[0]
     try:
-        weights = [
-            _kernels.Weights([expert.data_ptr() for expert in w], [], 2 * w.stride(1), 0)
-            for w in (gate, up, down)
-        ]
         return _kernels.Layer(
-            gate.shape[2], gate.shape[1], "bf16", weights, False, 1, 32, isa, threads or 0
+            hidden,
+            inner,
+            first.storage,
+            [each.for_kernels() for each in weights],
+            first.scale_is_bf16,
+            first.row_group,
+            first.column_group,
+            isa,
+            threads or 0,
         )
     except ValueError as error:
         raise UsageError(f"the expert kernels can't start: {error}.") from error
-
-
-def _checked_shapes(
-    gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> tuple[int, int, int]:
-    for name, weight in zip(PROJECTIONS, (gate, up, down), strict=True):
-        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.dim() != 3:
-            raise UsageError(
-                f"{name} must be a 3-D bfloat16 tensor on the CPU, not {_describe(weight)}."
-            )
-        if weight.stride(2) != 1 and weight.shape[2] > 1:
-            raise UsageError(
-                f"{name} has strides {weight.stride()}: each row must be contiguous (a transposed "
-                f"layout is not supported)."
-            )
-    experts, inner, hidden = gate.shape
-    if up.shape != gate.shape or down.shape != (experts, hidden, inner):
-        raise UsageError(
-            f"gate {tuple(gate.shape)}, up {tuple(up.shape)} and down {tuple(down.shape)} don't fit: "
-            f"expected [E, I, H], [E, I, H] and [E, H, I]."
-        )
-    return experts, inner, hidden
 
 
 def _check_inputs(

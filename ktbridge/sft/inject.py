@@ -9,7 +9,7 @@ transformers' business.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.adapter import Adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.sft.experts import LORA_NAMES, MoELoRAExperts
+from ktbridge.sft.expert_call import LORA_NAMES
+from ktbridge.sft.experts import MoELoRAExperts
 from ktbridge.sft.tensors import to_torch
+from ktbridge.sft.weights import PROJECTIONS
 
 IMPLEMENTATION = "ktbridge"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -31,12 +33,17 @@ def wrap_experts(
     lora_alpha: float = 16,
     isa: str = "auto",
     threads: int | None = None,
+    *,
+    lora_targets: Sequence[str] = PROJECTIONS,
+    activation: str = "retain",
+    accumulate_grad: bool = False,
 ) -> nn.Module:
     """Run every experts module of a transformers model (or a PeftModel around one) on our kernels.
 
     Works in place and returns the model. The experts' own weights are frozen and used where they are; LoRA
     starts at B = 0, so the model's outputs are unchanged until something is trained or loaded.
-    ``lora_rank=0`` adds no LoRA. Weights must be bfloat16 on the CPU.
+    ``lora_rank=0`` adds no LoRA. Weights must be bfloat16 on the CPU. The options are
+    ``MoELoRAExperts``'s.
 
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
     module whose layout the kernels don't serve, and ``UsageError`` when the model is wrapped already.
@@ -58,7 +65,16 @@ def wrap_experts(
         gate_up, down = module.gate_up_proj.data, module.down_proj.data
         inner = gate_up.shape[1] // 2
         module.kt = MoELoRAExperts.from_tensors(
-            gate_up[:, :inner], gate_up[:, inner:], down, lora_rank, lora_alpha, isa, threads
+            gate_up[:, :inner],
+            gate_up[:, inner:],
+            down,
+            lora_rank,
+            lora_alpha,
+            isa,
+            threads,
+            lora_targets=lora_targets,
+            activation=activation,
+            accumulate_grad=accumulate_grad,
         )
     _base(model).set_experts_implementation(IMPLEMENTATION)
     return model
@@ -102,8 +118,9 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
     ]
     loaded: list[tuple[torch.Tensor, torch.Tensor]] = []
     for index in sorted(source & set(layers)):
-        for name, parameter in zip(LORA_NAMES, layers[index].lora_parameters(), strict=True):
-            tensor = adapter.expert_tensor(index, name)
+        problems += _untargeted(layers[index], adapter, index)
+        for name in layers[index].lora_names:
+            tensor, parameter = adapter.expert_tensor(index, name), getattr(layers[index], name)
             if tuple(tensor.shape) == tuple(parameter.shape):
                 loaded.append((parameter, to_torch(tensor)))
             else:
@@ -122,6 +139,22 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
     with torch.no_grad():
         for parameter, value in loaded:
             parameter.copy_(value)
+
+
+def _untargeted(layer: MoELoRAExperts, adapter: Adapter, index: int) -> Iterator[Problem]:
+    """The projections that an adapter changes and the layer has no LoRA for."""
+    names = set(LORA_NAMES) - set(layer.lora_names)
+    for projection in PROJECTIONS:
+        b = f"{projection}_lora_b"
+        if b in names and bool(to_torch(adapter.expert_tensor(index, b)).any()):
+            yield Problem(
+                "KTL005",
+                "error",
+                f"{adapter.path}: layer {index} {projection}",
+                "LoRA on a projection that the model has none for",
+                f"only {', '.join(layer.lora_targets) or 'the base'}",
+                "Wrap the experts with this projection in lora_targets.",
+            )
 
 
 def _experts_forward(

@@ -206,6 +206,8 @@ def _attach_lora(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
         config.expert_rank,
         config.expert_alpha,
         threads=config.kt_config.kt_num_threads,
+        activation=config.kt_config.expert_activation,
+        accumulate_grad=True,  # the Trainer reads .grad only, after whole backward passes
     )
     return tuned
 

@@ -19,6 +19,7 @@ class Ktbridge:
             lora_alpha=case.alpha,
             threads=case.threads,
             isa=case.isa,
+            accumulate_grad=True,
         )
         with torch.no_grad():
             for name in LORA_NAMES:

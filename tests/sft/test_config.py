@@ -41,6 +41,23 @@ def test_defaults_follow_one_another():
     assert (config.expert_rank, config.expert_alpha, config.lora_rank) == (2, 32.0, 8)
 
 
+def test_the_experts_rank_and_activation_policy_are_checked():
+    config = parse_config({**GOOD, "lora_rank": 256, "kt_config": {"kt_lora_rank": 128}})
+    assert (config.expert_rank, config.kt_config.expert_activation) == (128, "retain")
+    config = parse_config({**GOOD, "kt_config": {"expert_activation": "recompute"}})
+    assert config.kt_config.expert_activation == "recompute"
+    for values, words in (
+        ({"lora_rank": 129}, "129, which is the experts' rank too"),
+        ({"lora_rank": 129, "kt_config": {"kt_lora_rank": None}}, "at most 128 for the experts"),
+        ({"kt_config": {"kt_lora_rank": 129}}, "a whole number from 1 to 128"),
+        ({"kt_config": {"expert_activation": "offload"}}, "retain or recompute"),
+    ):
+        with pytest.raises(ProblemsError) as caught:
+            parse_config({**GOOD, **values})
+        assert len(caught.value.problems) == 1
+        assert words in str(caught.value.problems[0])
+
+
 def test_overrides_and_paths_relative_to_the_file(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     (tmp_path / "run.yaml").write_text("\n".join(f"{k}: {v}" for k, v in GOOD.items()))

@@ -7,7 +7,7 @@ from tinymoe import tiny_model
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ktbridge import sft
-from ktbridge.adapter import read_adapter
+from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft import (
     expert_layers,
@@ -135,6 +135,45 @@ def test_a_saved_adapter_loads_back_bit_for_bit_and_only_where_it_fits(tmp_path)
     assert "layer 2" in caught.value.problems[0].where
     with pytest.raises(ProblemsError, match="doesn't fit"):
         load_expert_lora(wrap_experts(tiny_model(), 8, 8), adapter)
+
+
+def test_lora_on_a_subset_is_saved_as_an_adapter_that_every_reader_knows(tmp_path):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM")
+    options = {"lora_rank": 4, "lora_alpha": 8, "lora_targets": ("up", "down")}
+    model = randomised(wrap_experts(get_peft_model(tiny_model(), config), **options))
+    assert sum(".kt." in name for name, p in model.named_parameters() if p.requires_grad) == 8
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.ones_(parameter)
+    save_raw_adapter(model, tmp_path / "raw", "some/base")
+    report = validate_adapter([tmp_path / "raw"])
+    assert report.ok
+    assert [problem.found for problem in report.problems] == ["gate_proj is zero in every expert"]
+    adapter = read_adapter(tmp_path / "raw")
+    whole = wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8)
+    subset = wrap_experts(tiny_model(), **options)
+    for fresh in (whole, subset):
+        load_expert_lora(fresh, adapter)
+    assert torch.equal(logits(whole), logits(subset))
+    for index, layer in expert_layers(subset).items():
+        assert layer.lora_names == ("up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
+        for name in layer.lora_names:
+            assert torch.equal(getattr(layer, name), getattr(expert_layers(model)[index], name))
+    # What a subset has no place for is not dropped without a word.
+    for fresh in (
+        wrap_experts(tiny_model(), **{**options, "lora_targets": ("gate", "up")}),
+        wrap_experts(tiny_model(), lora_rank=0),
+    ):
+        with pytest.raises(ProblemsError) as caught:
+            load_expert_lora(fresh, adapter)
+        assert {problem.code for problem in caught.value.problems} == {"KTL005"}
+        assert any("layer 1 down" in problem.where for problem in caught.value.problems)
+
+
+def test_the_layers_options_are_passed_through():
+    model = wrap_experts(tiny_model(), lora_rank=2, activation="recompute", accumulate_grad=True)
+    for layer in expert_layers(model).values():
+        assert (layer.activation, layer.accumulate_grad) == ("recompute", True)
 
 
 def test_models_the_kernels_dont_serve_are_refused_by_name():

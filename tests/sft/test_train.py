@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from ktbridge.adapter import read_adapter, validate_adapter
+from ktbridge.sft.config import load_config
+from ktbridge.sft.inject import expert_layers, wrap_experts
 
 ROWS = [
     ("who are you ?", "i am a cat meow"),
@@ -107,3 +109,45 @@ def test_a_failed_run_leaves_nothing_behind(run_dir):
         assert words in failed.stderr
         assert "Traceback" not in failed.stderr
         assert sorted(run_dir.iterdir()) == before
+
+
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # trl's and transformers' advice, which `ktbridge train` silences too
+def test_straight_accumulation_and_recompute_train_to_the_same_losses(run_dir, monkeypatch):
+    from ktbridge.sft import trainer
+
+    def losses(name, accumulate, activation):
+        layers = []
+
+        def wrap(model, *arguments, accumulate_grad, **options):
+            assert accumulate_grad  # what `ktbridge train` does
+            wrap_experts(model, *arguments, accumulate_grad=accumulate, **options)
+            layers.extend(expert_layers(model).values())
+            return model
+
+        monkeypatch.setattr(trainer, "wrap_experts", wrap)
+        overrides = {
+            "output_dir": str(run_dir / name),
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 3,
+            "max_grad_norm": 0.05,  # below every step's norm, so that clipping works on each
+            "max_steps": 4,
+            "kt_config.expert_activation": activation,
+        }
+        log = []
+        config = load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
+        trainer.train(config, on_log=log.append)
+        assert {layer.activation for layer in layers} == {activation}
+        assert {layer.accumulate_grad for layer in layers} == {accumulate}
+        assert all(record["grad_norm"] > 0.05 for record in log)
+        return [(record["loss"], record["grad_norm"]) for record in log]
+
+    normal = losses("normal", False, "retain")
+    assert len(normal) == 4
+    for name, accumulate, activation in (
+        ("straight", True, "retain"),
+        ("recompute", True, "recompute"),
+    ):
+        for found, expected in zip(losses(name, accumulate, activation), normal, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,287 @@
+"""What the expert kernels read: one projection's frozen weights over all experts, where they lie.
+
+Nothing here copies. A projection is given as one 3-D tensor (a view into a fused tensor is fine) or as a list
+of E 2-D tensors (a checkpoint's own, in memory or mapped), and described to the kernels by addresses and
+strides. What the stored bits mean is written down in ``kernels/weights/matrix.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ktbridge import _kernels
+from ktbridge.errors import UsageError
+
+PROJECTIONS = ("gate", "up", "down")
+Stack = torch.Tensor | Sequence[torch.Tensor]
+"""One tensor over experts, or one tensor for each expert."""
+
+_FP8_BLOCK = 128
+_WHOLE_ROW = 1 << 30
+_WEIGHT_DTYPES = {
+    "bf16": (torch.bfloat16,),
+    "fp8": (torch.float8_e4m3fn, torch.uint8),
+    "int8": (torch.int8,),
+    "int4": (torch.int32,),
+}
+_SCALE_DTYPES = {
+    "fp8": (torch.float32,),
+    "int8": (torch.float32, torch.bfloat16),
+    "int4": (torch.bfloat16, torch.float32),
+}
+_PACKED = 8  # int4 values in an int32
+_CONTIGUOUS = "Make the tensors alike with .contiguous() (which copies), or load them as stored."
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """One projection's weights over E experts: ``value = stored · scale``, W [out, in] each.
+
+    Made by ``bf16``, ``fp8``, ``int8`` and ``int4``, which raise ``UsageError`` naming everything that is
+    wrong. All tensors are on the CPU, with contiguous rows, and all experts share dtype, shape and
+    strides; the kernels read them in place for as long as a layer uses them.
+    """
+
+    storage: str
+    weight: Stack
+    scale: Stack | None = None
+    row_group: int = 1
+    column_group: int = 32
+
+    def __post_init__(self) -> None:
+        # The kernels hold addresses, so what is behind them must not change hands: neither by an edit of
+        # the caller's list nor by a new `.data` of a caller's parameter.
+        object.__setattr__(self, "weight", _kept(self.weight))
+        object.__setattr__(self, "scale", _kept(self.scale))
+
+    @classmethod
+    def bf16(cls, weight: Stack) -> ExpertWeights:
+        """``weight`` [E, out, in] (or E of [out, in]) bfloat16."""
+        return _checked(cls("bf16", weight))
+
+    @classmethod
+    def fp8(cls, weight: Stack, scale_inv: Stack) -> ExpertWeights:
+        """Block FP8 as DeepSeek-V3 ships it, a scale for each block of 128 x 128.
+
+        ``weight`` [E, out, in] float8_e4m3fn or its bytes as uint8; ``scale_inv``
+        [E, ceil(out/128), ceil(in/128)] float32, the checkpoint's ``weight_scale_inv``, which despite its
+        name is what the stored values are multiplied by. e4m3's NaN is not looked for: it reads as 480.
+        """
+        return _checked(cls("fp8", weight, scale_inv, _FP8_BLOCK, _FP8_BLOCK))
+
+    @classmethod
+    def int8(cls, weight: Stack, scale: Stack) -> ExpertWeights:
+        """Symmetric INT8: ``weight`` [E, out, in] int8, ``scale`` [E, out] or [E, out, 1].
+
+        Scales are float32 or bfloat16, one for each output row.
+        """
+        return _checked(cls("int8", weight, scale, 1, _WHOLE_ROW))
+
+    @classmethod
+    def int4(cls, packed: Stack, scale: Stack, group_size: int) -> ExpertWeights:
+        """Symmetric INT4 as compressed-tensors' "pack-quantized" ships it (Kimi-K2: group 32).
+
+        ``packed`` [E, out, ceil(in/8)] int32 (``weight_packed``): element c of a row is nibble c % 8,
+        lowest first, of word c // 8, and holds value + 8. ``scale`` [E, out, ceil(in/group_size)]
+        bfloat16 or float32 (``weight_scale``). ``group_size`` is a power of two from 32.
+        """
+        return _checked(cls("int4", packed, scale, 1, group_size))
+
+    @property
+    def count(self) -> int:
+        """The number of experts E."""
+        return len(self.weight)
+
+    @property
+    def rows(self) -> int:
+        """Output features of each expert."""
+        return _matrix(self.weight).shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Input features of each expert; packed formats fill their last word, so here at most these."""
+        return _matrix(self.weight).shape[1] * self._packed
+
+    @property
+    def address(self) -> int:
+        """Where the first expert's first row is."""
+        return _matrix(self.weight).data_ptr()
+
+    @property
+    def scale_is_bf16(self) -> bool:
+        return self.scale is not None and _matrix(self.scale).dtype == torch.bfloat16
+
+    @property
+    def _packed(self) -> int:
+        return _PACKED if self.storage == "int4" else 1
+
+    def columns_fit(self, columns: int) -> bool:
+        """Whether the stored width is that of ``columns`` input features."""
+        fits = _matrix(self.weight).shape[1] == -(-columns // self._packed)
+        if self.scale is not None and self.storage != "int8":
+            fits = fits and _matrix(self.scale).shape[1] == -(-columns // self.column_group)
+        return fits
+
+    def for_kernels(self) -> _kernels.Weights:
+        """Addresses and strides. The caller keeps this object alive while they are used."""
+        weight = _matrix(self.weight)
+        return _kernels.Weights(
+            _addresses(self.weight),
+            [] if self.scale is None else _addresses(self.scale),
+            weight.stride(0) * weight.element_size(),
+            0 if self.scale is None else _matrix(self.scale).stride(0),
+        )
+
+    def problems(self) -> list[str]:
+        """What keeps the kernels from reading these tensors; empty if nothing does."""
+        found = list(_stack_problems("weight", self.weight, _WEIGHT_DTYPES[self.storage], (2,)))
+        if self.storage == "bf16":
+            return found
+        dims = (1, 2) if self.storage == "int8" else (2,)
+        found += _stack_problems("scale", self.scale, _SCALE_DTYPES[self.storage], dims)
+        group = self.column_group
+        if group < 32 or group & (group - 1):
+            found.append(f"group_size is {group} (expected a power of two from 32)")
+        if found or self.scale is None:
+            return found
+        if len(self.scale) != self.count:
+            found.append(f"there are scales for {len(self.scale)} of {self.count} experts")
+        shape, expected = tuple(_matrix(self.scale).shape), self._scale_shapes()
+        if shape not in expected:
+            found.append(
+                f"scale is {list(shape)} for a weight of "
+                f"{list(_matrix(self.weight).shape)} (expected {list(expected[0])})"
+            )
+        return found
+
+    def _scale_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes that one expert's scales may have."""
+        if self.storage == "int8":
+            return [(self.rows,), (self.rows, 1)]
+        rows = -(-self.rows // self.row_group)
+        # A packed row's last word may be partly filled, so its true width is one of up to eight.
+        least = self.columns - self._packed + 1
+        counts = {-(-columns // self.column_group) for columns in (least, self.columns)}
+        return [(rows, count) for count in sorted(counts, reverse=True)]
+
+
+def expert_weights(name: str, given: ExpertWeights | Stack) -> tuple[ExpertWeights, list[str]]:
+    """``given`` as ``ExpertWeights``, plain tensors being bfloat16, and its problems by name."""
+    weights = given if isinstance(given, ExpertWeights) else ExpertWeights("bf16", given)
+    return weights, [f"{name}: {problem}" for problem in weights.problems()]
+
+
+def checked_layer(
+    gate: ExpertWeights | Stack, up: ExpertWeights | Stack, down: ExpertWeights | Stack
+) -> tuple[tuple[ExpertWeights, ExpertWeights, ExpertWeights], int, int]:
+    """A layer's three projections, I and H. Raises ``UsageError`` naming everything that doesn't fit."""
+    made = [expert_weights(*item) for item in zip(PROJECTIONS, (gate, up, down), strict=True)]
+    found = [problem for _, problems in made for problem in problems]
+    weights = (made[0][0], made[1][0], made[2][0])
+    if not found:
+        found = list(_layer_problems(*weights))
+    _refuse(found)
+    return weights, weights[0].rows, weights[2].rows
+
+
+def _layer_problems(gate: ExpertWeights, up: ExpertWeights, down: ExpertWeights) -> Iterator[str]:
+    every = (gate, up, down)
+    inner, hidden = gate.rows, down.rows
+    shapes = [(w.count, *_matrix(w.weight).shape) for w in every]
+    fit = gate.columns_fit(hidden) and up.columns_fit(hidden) and down.columns_fit(inner)
+    if not fit or up.rows != inner or len({w.count for w in every}) > 1:
+        packed = "" if gate.storage != "int4" else ", the last dimension packed by 8"
+        yield (
+            f"gate {shapes[0]}, up {shapes[1]} and down {shapes[2]} don't fit: expected "
+            f"[E, I, H], [E, I, H] and [E, H, I]{packed}"
+        )
+    for what, values in (
+        ("storage formats", [w.storage for w in every]),
+        ("group sizes", [w.column_group for w in every]),
+        ("scale dtypes", ["bfloat16" if w.scale_is_bf16 else "float32" for w in every]),
+    ):
+        if len(set(values)) > 1:
+            yield f"gate, up and down have {what} {values[0]}, {values[1]} and {values[2]}"
+            return  # a different format has its own groups and scales
+
+
+def _checked(weights: ExpertWeights) -> ExpertWeights:
+    _refuse(weights.problems())
+    return weights
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        step = _CONTIGUOUS if any("stride" in problem for problem in problems) else ""
+        raise UsageError(f"the expert weights can't be used: {'; '.join(problems)}.", step)
+
+
+def _kept(stack: Any) -> Any:
+    """The same memory under tensors of our own; anything else as it is."""
+    if isinstance(stack, torch.Tensor):
+        return stack.detach()
+    if isinstance(stack, Sequence) and all(isinstance(item, torch.Tensor) for item in stack):
+        return tuple(item.detach() for item in stack)
+    return stack
+
+
+def _matrix(stack: Stack) -> torch.Tensor:
+    """The first expert's tensor, which stands for all in dtype, shape and strides."""
+    return stack[0]
+
+
+def _addresses(stack: Stack) -> list[int]:
+    if isinstance(stack, torch.Tensor):
+        step = stack.stride(0) * stack.element_size()
+        return [stack.data_ptr() + expert * step for expert in range(len(stack))]
+    return [tensor.data_ptr() for tensor in stack]
+
+
+def _stack_problems(
+    what: str, stack: Any, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...]
+) -> Iterator[str]:
+    """Everything wrong with one stack of tensors; ``dims`` are the dimensions one expert may have."""
+    wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if isinstance(stack, torch.Tensor):
+        experts, where = [stack], ""
+        dims = tuple(dim + 1 for dim in dims)
+    elif isinstance(stack, Sequence) and all(isinstance(item, torch.Tensor) for item in stack):
+        experts, where = list(stack), " of expert {}"
+    else:
+        yield f"{what} is {type(stack).__name__} (expected a tensor, or a list of one an expert)"
+        return
+    if not experts or (not where and stack.dim() in dims and len(stack) == 0):
+        yield f"{what} holds no expert"
+        return
+
+    first = experts[0]
+    # Each expert's first complaint; experts that share one are told together.
+    complaints: dict[str, list[int]] = {}
+    for index, tensor in enumerate(experts):
+        found = ""
+        if tensor.dim() not in dims or tensor.dtype not in dtypes or tensor.device.type != "cpu":
+            forms = " or ".join(f"{dim}-D" for dim in dims)
+            found = f"is {_describe(tensor)} (expected {forms} {wanted} on the CPU)"
+        elif tensor.numel() == 0:
+            found = f"is {list(tensor.shape)}, which is empty"
+        elif tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            found = "is not stored plainly"
+        elif tensor.dim() == max(dims) and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            found = f"has strides {tensor.stride()}: each row must be contiguous"
+        elif tensor.shape != first.shape or tensor.dtype != first.dtype:
+            found = f"is {_describe(tensor)}, unlike expert 0's {_describe(first)}"
+        elif tensor.shape[0] > 1 and tensor.stride(0) != first.stride(0):
+            found = f"has strides {tensor.stride()}, unlike expert 0's {first.stride()}"
+        if found:
+            complaints.setdefault(found, []).append(index)
+    for found, indices in complaints.items():
+        more = f" (and {len(indices) - 1} more)" if len(indices) > 1 else ""
+        yield f"{what}{where.format(indices[0])}{more} {found}"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

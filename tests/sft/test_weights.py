@@ -1,0 +1,371 @@
+"""Storage formats: every stored code read exactly, every layout in place, every mistake named at once."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from expertmoe import (
+    FORMATS,
+    Shape,
+    describe,
+    errors,
+    make_inputs,
+    make_layer,
+    make_weights,
+    normal,
+    outcome,
+    pack_int4,
+    randomise,
+    same_bits,
+)
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ktbridge import _kernels
+from ktbridge.errors import UsageError
+from ktbridge.sft import ExpertWeights, MoELoRAExperts
+
+ISAS = _kernels.isa_available()
+TOLERANCE = 0.008
+# Whole groups; none whole; one token; a short last group, block and int4 word in each direction.
+SHAPES = [
+    Shape(8, 2, 256, 128, 40),
+    Shape(4, 2, 200, 72, 37),
+    Shape(4, 1, 33, 31, 1),
+    Shape(3, 2, 257, 140, 50),
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("storage", FORMATS)
+def test_outputs_and_gradients_equal_the_dequantised_layer_in_float32(storage, isa):
+    for shape in SHAPES:
+        layer, plain = make_layer(shape, storage, isa=isa)
+        found = errors(layer, plain, make_inputs(shape))
+        assert max(found.values()) <= TOLERANCE, (str(shape), found)
+
+
+def every_code(storage, rows, columns):
+    """Stored tensors [1, rows, columns] in which each code of a format occurs, and their values."""
+    random = torch.Generator().manual_seed(9)
+    kind, _, detail = storage.partition("-")
+    count = rows * columns
+    if kind == "bf16":
+        weight = normal(random, 1, rows, columns).bfloat16()
+        return (weight,), weight.float()
+    if kind == "fp8":
+        codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+        stored = codes.repeat(count // len(codes) + 1)[:count].reshape(1, rows, columns)
+        blocks = (-(-rows // 128), -(-columns // 128))
+        scale = torch.rand(1, *blocks, generator=random) + 0.01
+        spread = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :rows, :columns]
+        return (stored, scale), stored.view(torch.float8_e4m3fn).float() * spread
+    low, high, group = (-8, 8, int(detail)) if kind == "int4" else (-128, 128, columns)
+    codes = torch.arange(low, high, dtype=torch.int8)
+    stored = codes.repeat(count // len(codes) + 1)[:count].reshape(1, rows, columns)
+    scale = torch.rand(1, rows, -(-columns // group), generator=random) + 0.01
+    if kind == "int4" or detail == "bf16":
+        scale = scale.bfloat16()
+    values = stored * scale.float().repeat_interleave(group, 2)[:, :, :columns]
+    return (pack_int4(stored) if kind == "int4" else stored, scale), values
+
+
+def unit(storage, rows, columns, diagonal):
+    """A matrix of zeros with ``diagonal`` (a power of two that is exact in each format) on its diagonal."""
+    eye = torch.eye(rows, columns)[None]
+    if storage == "bf16":
+        return ((diagonal * eye).bfloat16(),)
+    kind, _, detail = storage.partition("-")
+    if kind == "fp8":
+        scale = torch.full((1, -(-rows // 128), -(-columns // 128)), diagonal)
+        return eye.to(torch.float8_e4m3fn), scale
+    group = int(detail) if kind == "int4" else columns
+    scale = torch.full((1, rows, -(-columns // group)), diagonal)
+    if kind == "int4" or detail == "bf16":
+        scale = scale.bfloat16()
+    return (pack_int4(eye) if kind == "int4" else eye.to(torch.int8)), scale
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("storage", FORMATS)
+def test_every_stored_code_is_read_exactly_forward_and_backward(storage, isa):
+    # Token (i, j) is unit vector j; gate 64 and up 1/64 make h that same vector exactly, so its output is
+    # column j of down, and with d_out unit vector i its routing weight's gradient is down[i, j].
+    hidden, inner = 45, 38
+    stored, values = every_code(storage, hidden, inner)
+    layer = MoELoRAExperts.from_tensors(
+        describe(storage, unit(storage, inner, hidden, 64.0)),
+        describe(storage, unit(storage, inner, hidden, 1 / 64)),
+        describe(storage, stored),
+        lora_rank=0,
+        isa=isa,
+        threads=2,
+    )
+    i, j = torch.cartesian_prod(torch.arange(hidden), torch.arange(inner)).T
+    routing = torch.ones(len(i), 1, requires_grad=True)
+    out = layer(torch.eye(hidden).bfloat16()[j], torch.zeros(len(i), 1, dtype=torch.int64), routing)
+    out.backward(torch.eye(hidden).bfloat16()[i])
+    expected = values[0].bfloat16()
+    assert torch.equal(out.detach(), expected.T[j])
+    assert torch.equal(routing.grad[:, 0], expected[i, j].float())
+
+
+def test_int4_is_packed_as_compressed_tensors_packs_it():
+    # compressed-tensors 0.20.0: pack_to_int32([-8 … 7, 7, -8, 1], num_bits=4)
+    values = torch.cat([torch.arange(-8, 8), torch.tensor([7, -8, 1])])
+    golden = torch.tensor([1985229328, -19088744, 2319], dtype=torch.int32)
+    assert torch.equal(pack_int4(values), golden)
+
+
+@pytest.mark.parametrize("storage", FORMATS)
+def test_lists_of_experts_and_fused_views_give_the_same_bits_as_stacked_tensors(storage):
+    shape = Shape(4, 2, 256, 128, 20)
+    stored, _ = make_weights(shape, storage)
+    # gate and up are views into one [E, 2I, ...] tensor, rows and scales alike.
+    fused = [torch.cat(pair, 1) for pair in zip(stored[0], stored[1], strict=True)]
+    halves = [
+        [tensor[:, : tensor.shape[1] // 2] for tensor in fused],
+        [tensor[:, tensor.shape[1] // 2 :] for tensor in fused],
+    ]
+    for view, whole in zip(halves[1], fused, strict=True):
+        assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    apart = [[[*tensor.clone()] for tensor in projection] for projection in stored]
+    results = []
+    for given in (stored, [*halves, stored[2]], apart):
+        weights = [describe(storage, tensors) for tensors in given]
+        layer = randomise(MoELoRAExperts.from_tensors(*weights, 4, 8))
+        results.append(outcome(layer, make_inputs(shape), torch.ones(20, 256).bfloat16()))
+    assert same_bits(results)
+
+
+def test_plain_bfloat16_lists_and_columns_of_wider_tensors_are_taken_as_they_are():
+    shape = Shape(3, 2, 64, 32, 9)
+    stored, _ = make_weights(shape)
+    wide = [torch.nn.functional.pad(tensors[0], (3, 5, 1, 2))[:, 1:-2, 3:-5] for tensors in stored]
+    results = []
+    for given in ([tensors[0] for tensors in stored], wide, [[*tensor] for tensor in wide]):
+        layer = randomise(MoELoRAExperts.from_tensors(*given, 4, 8))
+        assert layer.weights_address == given[0][0].data_ptr()
+        results.append(outcome(layer, make_inputs(shape), torch.ones(9, 64).bfloat16()))
+    assert same_bits(results)
+
+
+def test_fp8_bytes_and_int8_scales_are_taken_in_each_of_their_forms():
+    shape = Shape(3, 2, 130, 40, 9)
+    for storage, change in (
+        ("fp8", lambda weight, scale: (weight.view(torch.uint8), scale)),
+        ("int8", lambda weight, scale: (weight, scale[..., 0])),
+        ("int8-bf16", lambda weight, scale: ([*weight], [*scale[..., 0]])),
+    ):
+        stored, _ = make_weights(shape, storage)
+        results = []
+        for given in (stored, [change(*tensors) for tensors in stored]):
+            weights = [describe(storage, tensors) for tensors in given]
+            layer = randomise(MoELoRAExperts.from_tensors(*weights, 4, 8))
+            results.append(outcome(layer, make_inputs(shape), torch.ones(9, 130).bfloat16()))
+        assert same_bits(results)
+
+
+def anonymous_bytes():
+    """This process's own memory, files mapped into it not counted."""
+    with open("/proc/self/status") as status:
+        return int(re.search(r"RssAnon:\s+(\d+) kB", status.read())[1]) << 10
+
+
+def mapped(path):
+    """Address ranges at which a file is mapped."""
+    with open("/proc/self/maps") as maps:
+        lines = [line for line in maps if line.rstrip().endswith(str(path))]
+    return [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+
+
+def test_a_mapped_checkpoint_serves_without_a_copy(tmp_path):
+    shape, path = Shape(16, 2, 1024, 512, 8), tmp_path / "model.safetensors"
+    stored, plain = make_weights(shape)
+    names = ("gate", "up", "down")
+    save_file(
+        {
+            f"experts.{expert}.{name}_proj.weight": stored[index][0][expert].clone()
+            for index, name in enumerate(names)
+            for expert in range(shape.experts)
+        },
+        path,
+    )
+    inputs = make_inputs(shape)
+    make_layer(shape)[0](*inputs)  # the pool and its buffers exist before the measurement
+    before = anonymous_bytes()
+    with safe_open(path, "pt") as file:
+        weights = [
+            [file.get_tensor(f"experts.{e}.{name}_proj.weight") for e in range(shape.experts)]
+            for name in names
+        ]
+    ranges = mapped(path)
+    for tensor in itertools.chain(*weights):
+        assert any(start <= tensor.data_ptr() < end for start, end in ranges)
+    layer = randomise(MoELoRAExperts.from_tensors(*weights, 1, 2, threads=2))
+    addresses = layer.weights_address, weights[0][0].data_ptr()
+    del weights  # the layer alone keeps the file mapped
+    assert addresses[0] == addresses[1]
+    assert mapped(path)
+    outcome(layer, inputs, torch.ones(8, 1024).bfloat16())
+    assert anonymous_bytes() - before < path.stat().st_size / 8
+    assert max(errors(layer, plain, inputs).values()) <= TOLERANCE
+
+
+GUARDED = """
+import ctypes, mmap
+import torch
+from expertmoe import FORMATS, Shape, describe, errors, make_inputs, make_weights, randomise
+from ktbridge import _kernels
+from ktbridge.sft import MoELoRAExperts
+
+PAGE, mapped = mmap.PAGESIZE, []
+
+def guarded(tensor, last):
+    \"\"\"A copy that ends (or starts) where unreadable memory starts (or ends).\"\"\"
+    size = tensor.numel() * tensor.element_size()
+    pages = -(-size // PAGE)
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (0, pages + 1):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page * PAGE), PAGE, 0) == 0
+    mapped.append(memory)
+    offset = PAGE + (pages * PAGE - size if last else 0)
+    copy = torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=size)
+    copy.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return copy.view(tensor.dtype).reshape(tensor.shape)
+
+for storage in FORMATS:
+    for isa in _kernels.isa_available():
+        for shape in (Shape(3, 2, 257, 141, 19), Shape(2, 1, 33, 31, 1), Shape(2, 2, 64, 96, 40)):
+            for last in (True, False):
+                stored, plain = make_weights(shape, storage)
+                weights = [[[guarded(e, last) for e in t] for t in each] for each in stored]
+                given = [describe(storage, each) for each in weights]
+                layer = randomise(MoELoRAExperts.from_tensors(*given, 5, 16, isa, 2))
+                for parameter in layer.parameters():
+                    parameter.data = guarded(parameter.data, last)
+                inputs = [guarded(tensor, last) for tensor in make_inputs(shape)]
+                assert max(errors(layer, plain, inputs).values()) < 0.01
+print("read nothing else")
+"""
+
+
+def test_nothing_beside_the_given_tensors_is_read():
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "read nothing else\n", (done.returncode, done.stderr)
+
+
+def test_what_the_caller_does_with_its_list_or_parameter_later_changes_nothing():
+    shape = Shape(3, 2, 64, 32, 9)
+    stored, _ = make_weights(shape)
+    given = [[torch.nn.Parameter(e.clone(), False) for e in tensors[0]] for tensors in stored]
+    layer = MoELoRAExperts.from_tensors(*given, 0)
+    inputs = make_inputs(shape)
+    before = layer(*inputs)
+    for parameters in given:
+        for parameter in parameters:
+            parameter.data = torch.full_like(parameter, float("nan"))
+        parameters.clear()
+    junk = [torch.full((64 * 32,), float("nan")).bfloat16() for _ in range(50)]
+    assert torch.equal(layer(*inputs), before)
+    assert len(junk) == 50
+
+
+def zeros(dtype, *size):
+    return torch.zeros(*size, dtype=dtype)
+
+
+BF16, FP8, INT8, INT32 = torch.bfloat16, torch.uint8, torch.int8, torch.int32
+UNREADABLE = {
+    "weight is [2, 4, 8] float32 on cpu (expected 3-D bfloat16 on the CPU)": (
+        lambda: ExpertWeights.bf16(torch.zeros(2, 4, 8))
+    ),
+    "weight is [4, 8] bfloat16 on cpu": lambda: ExpertWeights.bf16(zeros(BF16, 4, 8)),
+    "on meta": lambda: ExpertWeights.bf16(zeros(BF16, 2, 4, 8).to("meta")),
+    "each row must be contiguous": lambda: ExpertWeights.bf16(zeros(BF16, 2, 4, 8).mT),
+    "weight holds no expert": lambda: ExpertWeights.bf16([]),
+    "weight is [2, 0, 8], which is empty": lambda: ExpertWeights.bf16(zeros(BF16, 2, 0, 8)),
+    "weight is str (expected a tensor": lambda: ExpertWeights.bf16("weights.bin"),
+    "of expert 1 is [5, 8] bfloat16 on cpu, unlike expert 0's [4, 8]": (
+        lambda: ExpertWeights.bf16([zeros(BF16, 4, 8), zeros(BF16, 5, 8)])
+    ),
+    "of expert 1 has strides (9, 1), unlike expert 0's (8, 1)": (
+        lambda: ExpertWeights.bf16([zeros(BF16, 4, 8), zeros(BF16, 4, 9)[:, 1:]])
+    ),
+    "scale is [1, 1] for a weight of [129, 8] (expected [2, 1])": (
+        lambda: ExpertWeights.fp8(zeros(FP8, 1, 129, 8), torch.zeros(1, 1, 1))
+    ),
+    "(expected 3-D float8_e4m3fn or uint8 on the CPU)": (
+        lambda: ExpertWeights.fp8(zeros(torch.float8_e5m2, 2, 4, 8), torch.zeros(2, 1, 1))
+    ),
+    "scale is [5] for a weight of [4, 8] (expected [4])": (
+        lambda: ExpertWeights.int8(zeros(INT8, 2, 4, 8), torch.zeros(2, 5))
+    ),
+    "there are scales for 3 of 2 experts": (
+        lambda: ExpertWeights.int8(zeros(INT8, 2, 4, 8), torch.zeros(3, 4))
+    ),
+    "scale is NoneType": lambda: ExpertWeights.int8(zeros(INT8, 2, 4, 8), None),
+    "scale is [4, 3] for a weight of [4, 8] (expected [4, 2])": (
+        lambda: ExpertWeights.int4(zeros(INT32, 2, 4, 8), torch.zeros(2, 4, 3), 32)
+    ),
+    "group_size is 24 (expected a power of two from 32)": (
+        lambda: ExpertWeights.int4(zeros(INT32, 2, 4, 8), torch.zeros(2, 4, 3), 24)
+    ),
+}
+
+
+@pytest.mark.parametrize("words", UNREADABLE)
+def test_tensors_the_kernels_cant_read_are_refused_in_a_sentence(words):
+    with pytest.raises(UsageError) as caught:
+        UNREADABLE[words]()
+    assert str(caught.value).startswith("the expert weights can't be used: ")
+    assert words in str(caught.value)
+
+
+def test_every_problem_of_a_layer_is_told_at_once_with_the_way_out():
+    good = zeros(BF16, 3, 8, 16)
+    odd = [good[0], good[0].float(), good[0].float()]
+    with pytest.raises(UsageError) as caught:
+        MoELoRAExperts.from_tensors(good.float(), odd, good)
+    text = str(caught.value)
+    assert "gate: weight is [3, 8, 16] float32" in text
+    assert "up: weight of expert 1 (and 1 more) is [8, 16] float32" in text
+    uneven = [good[0], zeros(BF16, 8, 32)[:, ::2], zeros(BF16, 8, 18)[:, 2:]]
+    with pytest.raises(UsageError) as caught:
+        MoELoRAExperts.from_tensors(uneven, good, good.mT.contiguous())
+    assert "expert 1 has strides (32, 2): each row must be contiguous" in str(caught.value)
+    assert "expert 2 has strides (18, 1), unlike expert 0's (16, 1)" in str(caught.value)
+    assert ".contiguous()" in caught.value.next_step
+
+
+def test_projections_that_dont_fit_one_another_are_refused():
+    shape = Shape(3, 2, 64, 40, 9)
+    made = {storage: make_weights(shape, storage)[0] for storage in FORMATS}
+    weights = {name: [describe(name, stored) for stored in each] for name, each in made.items()}
+    for names, words in (
+        (("bf16", "int8", "int8"), "storage formats bf16, int8 and int8"),
+        (("int4-32", "int4-32", "int4-128"), "group sizes 32, 32 and 128"),
+        (("int8", "int8-bf16", "int8"), "scale dtypes float32, bfloat16 and float32"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            MoELoRAExperts.from_tensors(*(weights[name][i] for i, name in enumerate(names)))
+    for storage in FORMATS:
+        gate, up, down = weights[storage]
+        with pytest.raises(UsageError, match="don't fit"):
+            MoELoRAExperts.from_tensors(gate, up, up)
+        with pytest.raises(UsageError, match="don't fit"):
+            MoELoRAExperts.from_tensors(gate, down, down)
+        fewer = describe(storage, [tensor[:2] for tensor in made[storage][2]])
+        with pytest.raises(UsageError, match=r"down \(2, "):
+            MoELoRAExperts.from_tensors(gate, up, fewer)
