@@ -369,3 +369,21 @@ def test_projections_that_dont_fit_one_another_are_refused():
         fewer = describe(storage, [tensor[:2] for tensor in made[storage][2]])
         with pytest.raises(UsageError, match=r"down \(2, "):
             MoELoRAExperts.from_tensors(gate, up, fewer)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_subnormal_fp8_codes_survive_a_thread_that_flushes_subnormals(isa):
+    """The caller is one of the kernels' threads, and its floating-point mode is its own affair."""
+    smallest = ExpertWeights.fp8(  # code 4 is 4/8 · 2^-6
+        torch.full((2, 128, 128), 4, dtype=torch.uint8), torch.full((2, 1, 1), 2.0**7)
+    )
+    layer = MoELoRAExperts.from_tensors(smallest, smallest, smallest, lora_rank=0, isa=isa)
+    inputs = (torch.ones(3, 128).bfloat16(), torch.zeros(3, 1).long(), torch.ones(3, 1))
+    expected = layer(*inputs)
+    assert torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(layer(*inputs), expected)
+        assert (torch.tensor([1e-40]) * 1.0).item() == 0.0, "the caller's mode must be left as it was"
+    finally:
+        torch.set_flush_denormal(False)
+    assert expected.abs().min() > 0
