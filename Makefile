@@ -1,5 +1,5 @@
 # make demo    the whole loop on a tiny model, CPU only, in minutes
-# make test    the whole test suite
+# make test    the whole test suite, C++ and Python
 # make check   lint, formatting, types
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -9,9 +9,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_DIR ?= ktbridge-demo
+CMAKE ?= cmake
+CTEST ?= ctest
 
-NATIVE := CMakeLists.txt pyproject.toml $(shell find kernels -name '*.cpp' -o -name '*.h')
-PYTHON_FILES := ktbridge tests
+NATIVE := CMakeLists.txt pyproject.toml $(shell find kernels -path kernels/tests -prune -o -type f -print)
+PYTHON_FILES := ktbridge scripts tests
 CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
@@ -25,6 +27,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/ktbridge demo --dir $(DEMO_DIR)
 
 test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest
 	@$(BIN)/python -m pytest
 
 check: $(VENV)/.dev
@@ -34,9 +37,9 @@ check: $(VENV)/.dev
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 define run_kernel_tests
-	cmake -S . -B build/$@$(2) -DKTBRIDGE_TESTS=ON -DCMAKE_BUILD_TYPE=$(1) -DKTBRIDGE_SANITIZE=$(3)
-	cmake --build build/$@$(2) --parallel $(shell nproc)
-	ctest --test-dir build/$@$(2) --output-on-failure --no-tests=error
+	$(CMAKE) -S . -B build/$@$(2) -DKTBRIDGE_TESTS=ON -DCMAKE_BUILD_TYPE=$(1) -DKTBRIDGE_SANITIZE=$(3)
+	$(CMAKE) --build build/$@$(2) --parallel $(shell nproc)
+	$(CTEST) --test-dir build/$@$(2) --output-on-failure --no-tests=error
 endef
 COMMA := ,
 

@@ -78,8 +78,9 @@ Recycler& recycler() {
 }  // namespace
 
 void* take_memory(std::size_t& bytes) {
-  if (bytes >= kSmallest) return recycler().take(bytes);
+  // Rounded first: what was taken here must be told apart by its size when it is given back.
   bytes = std::max<std::size_t>((bytes + 63) / 64 * 64, 64);
+  if (bytes >= kSmallest) return recycler().take(bytes);
   void* pointer = std::aligned_alloc(64, bytes);
   if (pointer == nullptr) throw std::bad_alloc();
   return pointer;

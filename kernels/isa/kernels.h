@@ -35,8 +35,8 @@ struct Kernels {
 
   // W's rows [row, row + 16) as a left strip; rows past the end become zeros.
   void (*pack_left)(const Matrix& w, int row, bf16* strip);
-  // W's columns from `column` (a multiple of 32) as right strips, the reduction running down W's rows and
-  // padded to `reduction`. target.count is even or 1.
+  // W's columns from `column` (a multiple of 32) as 1 to 4 right strips; the reduction runs down W's rows
+  // and is padded with zeros to whole tiles of `reduction`, which is W's rows or, where W has none, any.
   void (*pack_right)(const Matrix& w, int reduction, int column, Strips target);
   // At most 16 rows as one strip, the reduction running along them.
   void (*tokens_to_left)(const Tokens& tokens, bf16* strip);
@@ -56,7 +56,7 @@ struct Kernels {
   void (*transpose_blocks)(const float* blocks, int m, int n, float* target);
 
   // g0 g1 u0 u1 of one token strip (blocks [16 of I][16 tokens]; `apart` floats from one to the next) ->
-  // h = silu(g) u as a right tile (or null), and g, u as left tiles (or null).
+  // h = silu(g) u as a right tile (or null), and g, u as left tiles (or null), 64-byte aligned.
   void (*activate)(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* gate, bf16* up);
   void (*inner_gradients)(const InnerTile& tile);
   // Two blocks [16 of H][16 tokens], `apart` floats apart, times the tokens' weights, as rows [live][32].

@@ -15,9 +15,9 @@
 //   sequence(a, b), widen(p, a, b)               rounds to, or widens from, 32 in a row: a then b
 //   interleave(a, b, p, q)                       rows a and b of 32 -> pairs (a[n], b[n]): n < 16, n >= 16
 //   transpose(rows)                              16 x 16 of 32 bits, in place
-//   stream(p, a)                                 stores what won't be read soon past the caches; p is
-//   aligned dot(sum, pair, right)                        sum + pair.first right.first + pair.second
-//   right.second from_bytes shift_left shift_right bits_and bits_or whole     bits; whole: int32 -> float32
+//   stream(p, a)                  stores what isn't read again soon past the caches; p is 64-byte aligned
+//   dot(sum, pair, right)                        sum + both products of a pair
+//   from_bytes shift_left shift_right bits_and bits_or whole           bits; whole: int32 -> float32
 //
 // Each isa/*.cpp compiles this under its own flags, so everything that includes it has internal linkage
 // and uses no library template: a shared inline function would let the linker hand, say, AVX-512 code to

@@ -57,8 +57,10 @@ inline Lanes nearest(Lanes a) {  // adding and taking away 1.5 * 2^23 leaves the
   return each_lane([&](int i) { return (a.v[i] + 12582912.f) - 12582912.f; });
 }
 inline Lanes power_of_two(Lanes a) {
-  return each_lane(
-      [&](int i) { return float_of(static_cast<std::uint32_t>(static_cast<int>(a.v[i]) + 127) << 23); });
+  return each_lane([&](int i) {
+    return float_of(static_cast<std::uint32_t>(static_cast<int>(a.v[i] == a.v[i] ? a.v[i] : 0.f) + 127)
+                    << 23);
+  });
 }
 inline float sum(Lanes a) {
   float total = 0.f;

@@ -298,7 +298,6 @@ std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts
   again->keep = Keep::retain;
   const Sizes sizes(experts, lora.rank);
   reserve_inner(*again, sizes);
-  if (lora.rank > 0) reserve_thin(*again, sizes);
   const GateUp gate_up{*machine.kernels, experts, lora, sizes, again->routing, hidden};
   Work work;
   work.first_panels = sizes.inner_tiles;

@@ -49,7 +49,7 @@ struct Machine {
 
 enum class Keep {
   nothing,    // inference
-  recompute,  // routing only; backward computes g and u again
+  recompute,  // routing and the thin products; backward computes g and u again
   retain,     // g, u and the thin products
 };
 

@@ -93,6 +93,7 @@ class Run {
       if (i < firsts) {
         const Unit& unit = queue.first[i];
         work_.first(unit);
+        // A locked instruction, which also makes streaming stores visible to whoever sees the count.
         if (pending_[unit.expert].value.fetch_sub(1, std::memory_order_acq_rel) == 1) {
           if (work_.between) work_.between(unit.expert);
           ready_[unit.expert].value.store(1, std::memory_order_release);

@@ -43,7 +43,8 @@ inline bool is_e4m3_nan(std::uint8_t code) { return (code & 0x7f) == 0x7f; }
 class Stored {
  public:
   // Rows lie `gap` bytes farther apart than they need to, and scales `scale_gap` scales.
-  static Stored random(Random& random, const Format& format, int rows, int columns, int gap = 0, int scale_gap = 0) {
+  static Stored random(Random& random, const Format& format, int rows, int columns, int gap = 0,
+                       int scale_gap = 0) {
     const std::ptrdiff_t width = stored_bytes(format.storage, columns);
     const auto code = [&] {
       std::uint8_t byte = static_cast<std::uint8_t>(random.bits());
@@ -59,11 +60,11 @@ class Stored {
     return Stored(random, format, rows, columns, bytes, gap, scale_gap);
   }
 
-  Stored(Random& random, const Format& format, int rows, int columns, const std::vector<std::uint8_t>& bytes,
-         int gap = 0, int scale_gap = 0)
+  Stored(Random& random, const Format& format, int rows, int columns,
+         const std::vector<std::uint8_t>& bytes, int gap = 0, int scale_gap = 0)
       : groups_(((columns - 1) >> format.column_shift) + 1),
         scale_stride_(groups_ + scale_gap),
-        scales_(scales_of(random, format, ((rows - 1 >> format.row_shift)) * scale_stride_ + groups_)),
+        scales_(scales_of(random, ((rows - 1) >> format.row_shift) * scale_stride_ + groups_)),
         data_(bytes),
         float_scales_(scales_),
         bf16_scales_(rounded(scales_)) {
@@ -77,14 +78,16 @@ class Stored {
     matrix.scale_is_bf16 = format.scale_is_bf16;
     matrix.scale_stride = scale_stride_;
     if (format.storage == Storage::bf16 || format.storage == Storage::fp32) return;
-    matrix.scale = format.scale_is_bf16 ? static_cast<const void*>(bf16_scales_.data()) : float_scales_.data();
+    matrix.scale =
+        format.scale_is_bf16 ? static_cast<const void*>(bf16_scales_.data()) : float_scales_.data();
   }
 
   // The element's bf16 bits; 0 outside.
   bf16 at(int row, int column) const {
     if (row >= matrix.rows || column >= matrix.columns) return 0;
     const std::uint8_t* p = static_cast<const std::uint8_t*>(matrix.data) + row * matrix.stride;
-    const float scale = scales_[(row >> matrix.row_shift) * scale_stride_ + (column >> matrix.column_shift)];
+    const float scale =
+        scales_[(row >> matrix.row_shift) * scale_stride_ + (column >> matrix.column_shift)];
     switch (matrix.storage) {
       case Storage::bf16: {
         bf16 value;
@@ -110,8 +113,7 @@ class Stored {
 
  private:
   // Each its own, so that a neighbour's can't pass for it; bf16 values, so that both forms hold the same.
-  static std::vector<float> scales_of(Random& random, const Format& format, int count) {
-    static_cast<void>(format);
+  static std::vector<float> scales_of(Random& random, std::ptrdiff_t count) {
     return random.many(count, [&] { return to_float(to_bf16(0.01f + std::abs(random.value()) * 0.04f)); });
   }
   static std::vector<bf16> rounded(const std::vector<float>& values) {

@@ -9,10 +9,12 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "common/bf16.h"
+#include "common/buffer.h"
 #include "common/topology.h"
 #include "isa/kernels.h"
 
@@ -30,7 +32,8 @@ class Random {
   }
   int below(int end) { return static_cast<int>(bits() % end); }
   int between(int first, int last) { return first + below(last - first + 1); }
-  // In (-1, 1), and never so small that a product of two is subnormal: AVX-512's bf16 instructions flush those.
+  // In (-1, 1), and never so small that a product of two is subnormal: AVX-512's bf16 instructions flush
+  // those.
   float value() {
     const float magnitude = static_cast<float>((bits() >> 40) + 1) * 0x1p-24f;
     return bits() % 2 ? magnitude : -magnitude;
@@ -72,9 +75,17 @@ class AtPageEnd {
     data_ = reinterpret_cast<T*>(end - bytes);
     if (bytes > 0) std::memcpy(data_, values.data(), bytes);
   }
-  ~AtPageEnd() { munmap(base_, size_); }
-  AtPageEnd(const AtPageEnd&) = delete;
-  AtPageEnd& operator=(const AtPageEnd&) = delete;
+  AtPageEnd(AtPageEnd&& other) noexcept
+      : base_(std::exchange(other.base_, nullptr)), size_(other.size_), data_(other.data_) {}
+  AtPageEnd& operator=(AtPageEnd&& other) noexcept {
+    std::swap(base_, other.base_);
+    std::swap(size_, other.size_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~AtPageEnd() {
+    if (base_ != nullptr) munmap(base_, size_);
+  }
   const T* data() const { return data_; }
 
  private:
@@ -95,14 +106,15 @@ long first_difference(const std::vector<T>& got, const std::vector<T>& want) {
   return got.size() == want.size() ? first_difference(got.data(), want) : static_cast<long>(want.size());
 }
 
-// Room for a kernel's output, prefilled, with as much again before and behind it to see what is written there.
+// Room for a kernel's output, as aligned as a Buffer, and filled with a pattern that goes on before and
+// behind it to show what is written there.
 template <class T>
 class Output {
  public:
   static constexpr unsigned char kFill = 0xa5;
 
   explicit Output(std::size_t count) : count_(count), all_(count + 2 * kGuard) {
-    std::memset(all_.data(), kFill, all_.size() * sizeof(T));
+    std::memset(all_.data(), kFill, (count + 2 * kGuard) * sizeof(T));
   }
   T* data() { return all_.data() + kGuard; }
   // What an element holds that nobody has written.
@@ -125,7 +137,7 @@ class Output {
     return reinterpret_cast<const unsigned char*>(all_.data() + at);
   }
   std::size_t count_;
-  std::vector<T> all_;
+  Buffer<T> all_;
 };
 
 // Where strip.h puts an element: row or column within its strip, step of the reduction.
@@ -133,7 +145,8 @@ constexpr std::ptrdiff_t left_at(int row, int step) {
   return static_cast<std::ptrdiff_t>(step / kSteps) * kTile + row * kSteps + step % kSteps;
 }
 constexpr std::ptrdiff_t right_at(int step, int column) {
-  return static_cast<std::ptrdiff_t>(step / kSteps) * kTile + (step % kSteps / 2) * 2 * kStrip + 2 * column + step % 2;
+  return static_cast<std::ptrdiff_t>(step / kSteps) * kTile + (step % kSteps / 2) * 2 * kStrip +
+         2 * column + step % 2;
 }
 
 // Runs `test(kernels)` for every ISA of this CPU, as a thread of a pass would.

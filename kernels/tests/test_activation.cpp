@@ -13,7 +13,7 @@ double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
 // Off by no more than one rounding to bf16 and a few of float32; silu's far tail may come out as zero.
 bool near(double got, double want, double scale) {
-  return std::abs(got - want) <= std::ldexp(std::abs(want), -8) + 2e-6 * scale + 1e-35;
+  return std::abs(got - want) <= std::ldexp(std::abs(want), -8) + 2e-6 * scale + 1e-33;
 }
 
 // Pre-activations of all sizes that a model has, and some that it hasn't.
@@ -65,8 +65,8 @@ void differentiates(const Kernels& kernels) {
     const AtPageEnd<bf16> gates(gate), ups(up);
     Output<bf16> d_gate(kTile), d_up(kTile), h(kTile);
     Output<float> d_weight(kStrip);
-    kernels.inner_gradients(
-        {results.data(), gates.data(), ups.data(), weights.data(), d_gate.data(), d_up.data(), h.data(), d_weight.data()});
+    kernels.inner_gradients({results.data(), gates.data(), ups.data(), weights.data(), d_gate.data(),
+                             d_up.data(), h.data(), d_weight.data()});
     int far_off = 0;
     for (int token = 0; token < kStrip; ++token) {
       double product = 0, size = 0;
@@ -76,14 +76,16 @@ void differentiates(const Kernels& kernels) {
         const double g = to_float(gate[at]), u = to_float(up[at]), s = sigmoid(g);
         far_off += !near(to_float(h.data()[at]), g * s * u, std::abs(g * s * u));
         far_off += !near(to_float(d_up.data()[at]), w * d * g * s, std::abs(w * d * g * s));
-        far_off += !near(to_float(d_gate.data()[at]), w * d * u * (s + g * s * (1 - s)), std::abs(w * d * u));
+        far_off +=
+            !near(to_float(d_gate.data()[at]), w * d * u * (s + g * s * (1 - s)), std::abs(w * d * u));
         product += d * g * s * u;
         size += std::abs(d * g * s * u);
       }
       far_off += std::abs(d_weight.data()[token] - product) > 1e-5 * size;
       if (weight[token] == 0.f)
         for (int k = 0; k < kSteps; ++k)
-          far_off += to_float(d_gate.data()[left_at(token, k)]) != 0 || to_float(d_up.data()[left_at(token, k)]) != 0;
+          far_off += to_float(d_gate.data()[left_at(token, k)]) != 0 ||
+                     to_float(d_up.data()[left_at(token, k)]) != 0;
     }
     CHECK(far_off == 0);
     CHECK(d_gate.guards_intact() && d_up.guards_intact() && h.guards_intact() && d_weight.guards_intact());
@@ -92,7 +94,8 @@ void differentiates(const Kernels& kernels) {
 
 // A NaN or an infinity in training must show in the loss, not vanish in an epilogue.
 void keeps_what_is_broken(const Kernels& kernels) {
-  const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+  const float nan = std::numeric_limits<float>::quiet_NaN(),
+              infinity = std::numeric_limits<float>::infinity();
   for (int which = 0; which < 3; ++which) {
     std::vector<float> blocks(4 * kBlock, 1.f);
     blocks[which == 1 ? 2 * kBlock : 0] = which == 2 ? infinity : nan;

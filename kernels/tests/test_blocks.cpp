@@ -1,6 +1,5 @@
-// What happens to result blocks on their way out, against plain scalar code. Reordering, scaling and rounding
-// are exact, so they must be equal bit for bit; the activation and its gradient are near.
-#include <cmath>
+// What happens to result blocks on their way out, against plain scalar code. Reordering, scaling and
+// rounding are exact, so they must be equal bit for bit; the activation and its gradient are near.
 #include <string>
 
 #include "support.h"
@@ -31,9 +30,11 @@ void to_strips(const Kernels& kernels) {
             for (int k = 0; k < left_tiles * kSteps; ++k) {
               const int j = k / kStrip, c = k % kStrip;
               const float value = j < n ? at(blocks, n, i, j, r, c) * scale : 0.f;
-              want[i * left_stride + left_at(r, k)] = to_bf16(j < n && weighted ? value * weights[k] : value);
+              want[i * left_stride + left_at(r, k)] =
+                  to_bf16(j < n && weighted ? value * weights[k] : value);
             }
-        kernels.blocks_to_left(input.data(), m, n, scale, weighted ? weight.data() : nullptr, left.data(), left_stride);
+        kernels.blocks_to_left(input.data(), m, n, scale, weighted ? weight.data() : nullptr, left.data(),
+                               left_stride);
         CHECK(first_difference(left.data(), want) == -1);
         CHECK(left.guards_intact());
       }
@@ -126,8 +127,9 @@ void adds_blocks(const Kernels& kernels) {
     const int rows = random.between(1, m * kStrip + 5), columns = random.between(1, 100);
     const int column0 = random.below(tiles_of(columns)) * kSteps;
     const bool transposed = i % 2 == 1;
-    const check::Case name(std::to_string(m) + " x " + std::to_string(n) + " blocks into " + std::to_string(rows) +
-                           " x " + std::to_string(columns) + " from " + std::to_string(column0));
+    const check::Case name(std::to_string(m) + " x " + std::to_string(n) + " blocks into " +
+                           std::to_string(rows) + " x " + std::to_string(columns) + " from " +
+                           std::to_string(column0));
     const std::vector<float> blocks = random.values(m * n * kBlock);
     const AtPageEnd<float> input(blocks);
     std::vector<float> want = random.values(rows * columns);

@@ -67,7 +67,8 @@ void pairs_of_tokens(const Kernels& kernels) {
     std::vector<bf16> want = target.all_untouched();
     for (int s = 0; s < strips; ++s)
       for (int k = 0; k < tiles_of(count) * kSteps; ++k)
-        for (int c = 0; c < kStrip; ++c) want[s * stride + right_at(k, c)] = batch.at(k, column + s * kStrip + c);
+        for (int c = 0; c < kStrip; ++c)
+          want[s * stride + right_at(k, c)] = batch.at(k, column + s * kStrip + c);
     kernels.token_pairs_to_right(batch.tokens, column, {target.data(), stride, strips});
     CHECK(first_difference(target.data(), want) == -1);
     CHECK(target.guards_intact());
@@ -88,9 +89,9 @@ void tiles_of_strips(const Kernels& kernels) {
         for (int token = 0; token < ceil_div(strips, 2) * kSteps; ++token)
           for (int c = 0; c < kStrip; ++c)
             want[s * stride + right_at(token, c)] =
-                token / kStrip < strips
-                    ? values[token / kStrip * left_stride + left_at(token % kStrip, tile * kSteps + s * kStrip + c)]
-                    : bf16{0};
+                token / kStrip < strips ? values[token / kStrip * left_stride +
+                                                 left_at(token % kStrip, tile * kSteps + s * kStrip + c)]
+                                        : bf16{0};
       kernels.tiles_to_right({left.data(), left_stride, strips}, tile, {target.data(), stride, 2});
       CHECK(first_difference(target.data(), want) == -1);
       CHECK(target.guards_intact());

@@ -29,13 +29,14 @@ void packs_left(const Kernels& kernels, const Stored& w) {
 void packs_right(const Kernels& kernels, const Stored& w, int count, int gap) {
   const int tiles = tiles_of(w.matrix.rows), all = 2 * tiles_of(w.matrix.columns);
   const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(tiles) * kTile + gap;
-  for (int first = 0; first < all; first += 4) {
+  for (int first = 0; first < all; first += 2) {
     const int strips = std::min(count, all - first);
     Output<bf16> target(strips * stride);
     std::vector<bf16> want = target.all_untouched();
     for (int s = 0; s < strips; ++s)
       for (int k = 0; k < tiles * kSteps; ++k)
-        for (int c = 0; c < kStrip; ++c) want[s * stride + right_at(k, c)] = w.at(k, (first + s) * kStrip + c);
+        for (int c = 0; c < kStrip; ++c)
+          want[s * stride + right_at(k, c)] = w.at(k, (first + s) * kStrip + c);
     kernels.pack_right(w.matrix, w.matrix.rows, first * kStrip, {target.data(), stride, strips});
     CHECK(first_difference(target.data(), want) == -1);
     CHECK(target.guards_intact());
@@ -50,7 +51,8 @@ void random_sizes(const Kernels& kernels) {
     const check::Case name(format.name);
     for (int i = 0; i < 30; ++i) {
       // fp32 rows must stay aligned.
-      const int rows = size(), columns = size(), gap = random.below(3) * (format.storage == Storage::fp32 ? 4 : 2);
+      const int rows = size(), columns = size(),
+                gap = random.below(3) * (format.storage == Storage::fp32 ? 4 : 2);
       const check::Case sizes(std::to_string(rows) + " x " + std::to_string(columns));
       const Stored w = Stored::random(random, format, rows, columns, gap, random.below(3));
       packs_left(kernels, w);
@@ -67,7 +69,8 @@ void every_code(const Kernels& kernels) {
     const check::Case name(format.name);
     std::vector<std::uint8_t> codes;
     for (int code = 0; code < 256; ++code) codes.push_back(static_cast<std::uint8_t>(code));
-    if (format.storage == Storage::fp8) codes.erase(std::remove_if(codes.begin(), codes.end(), is_e4m3_nan), codes.end());
+    if (format.storage == Storage::fp8)
+      codes.erase(std::remove_if(codes.begin(), codes.end(), is_e4m3_nan), codes.end());
     const int columns = static_cast<int>(codes.size()) * (format.storage == Storage::int4 ? 2 : 1);
     const Stored w(random, format, 1, columns, codes);
     packs_left(kernels, w);

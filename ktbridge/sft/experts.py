@@ -104,7 +104,8 @@ class MoELoRAExperts(nn.Module):
         format a layer). They are used in place: views into a fused [E, 2I, H] tensor or into a mapped
         file are welcome, as long as each row is contiguous. ``isa`` is "auto" (KTBRIDGE_ISA, else the
         best the CPU has) or a name from ``ktbridge doctor``; ``threads`` defaults to KTBRIDGE_THREADS,
-        else to the CPUs this process may use. The rest is explained above.
+        else to the physical cores this process may use, within its cgroup's limit; more threads than
+        usable CPUs are clipped. The rest is explained above.
 
         Raises ``UsageError`` for wrong dtypes, shapes or strides (all at once), a missing ISA, a rank
         above 128, or targets that are no projections.

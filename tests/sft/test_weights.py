@@ -383,7 +383,9 @@ def test_subnormal_fp8_codes_survive_a_thread_that_flushes_subnormals(isa):
     assert torch.set_flush_denormal(True)
     try:
         assert torch.equal(layer(*inputs), expected)
-        assert (torch.tensor([1e-40]) * 1.0).item() == 0.0, "the caller's mode must be left as it was"
+        assert (torch.tensor([1e-40]) * 1.0).item() == 0.0, (
+            "the caller's mode must be left as it was"
+        )
     finally:
         torch.set_flush_denormal(False)
     assert expected.abs().min() > 0
