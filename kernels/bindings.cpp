@@ -1,6 +1,6 @@
 // The pybind11 module ktbridge._kernels. Tensors come as addresses: the module must not link torch (one
-// build serves every torch), and bfloat16 has no buffer protocol. ktbridge/sft/experts.py is the only
-// caller; it checks dtypes, shapes and contiguity, and keeps the tensors alive.
+// build serves every torch), and bfloat16 has no buffer protocol. ktbridge/sft calls this: weights.py and
+// expert_call.py check dtypes, shapes and contiguity, and keep the tensors alive.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -115,8 +115,8 @@ void Pool::make_way() {
 }
 
 void Pool::run(const std::function<void(int)>& body) {
-  refuse_forked();
   if (workers_.empty()) return body(0);
+  refuse_forked();
   make_way();
   body_ = &body;
   busy_.value.store(static_cast<std::uint32_t>(workers_.size()), std::memory_order_relaxed);
@@ -125,16 +125,6 @@ void Pool::run(const std::function<void(int)>& body) {
   attempt(0);
   busy_.wait([](std::uint32_t left) { return left == 0; });
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
-}
-
-void Pool::each(int count, const std::function<void(int, int)>& task) {
-  refuse_forked();
-  if (count <= 0) return;
-  if (count == 1) return task(0, 0);  // not worth waking anybody
-  std::atomic<int> next{0};
-  run([&](int thread) {
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i, thread);
-  });
 }
 
 void Pool::work(int thread) {
@@ -149,10 +139,11 @@ void Pool::work(int thread) {
 Pool& Pool::shared(int threads) {
   static std::mutex mutex;
   // Never destroyed: joining threads while the interpreter unloads libraries can hang.
-  static auto& pools = *new std::map<std::size_t, std::unique_ptr<Pool>>;
+  // By process too: a forked child can't use its parent's.
+  static auto& pools = *new std::map<std::pair<pid_t, std::size_t>, std::unique_ptr<Pool>>;
   std::vector<Cpu> places = place(usable_cpus(), std::max(threads, 1));
   std::lock_guard lock(mutex);
-  std::unique_ptr<Pool>& pool = pools[places.size()];
+  std::unique_ptr<Pool>& pool = pools[{getpid(), places.size()}];
   if (!pool) pool = std::make_unique<Pool>(std::move(places));
   return *pool;
 }

@@ -42,11 +42,6 @@ class Pool {
   // workers don't exist.
   void run(const std::function<void(int thread)>& body);
 
-  // Shares out the indices in [0, count), in rising order, among the threads: task(index, thread). A
-  // result must not depend on which thread ran a task. Throws as `run` does; then some tasks may be
-  // missing.
-  void each(int count, const std::function<void(int index, int thread)>& task);
-
   // Held by a caller over a sequence of runs that share per-thread workspaces.
   std::mutex& guard() { return guard_; }
 

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -14,6 +15,20 @@ namespace {
 // Smaller blocks are malloc's business.
 constexpr std::size_t kSmallest = 1 << 20;
 constexpr std::size_t kHugePage = 2 << 20;
+
+// Straight from the system and back to it, for malloc's heap would keep the holes. Null if there is none.
+void* map(std::size_t bytes) {
+  void* whole =
+      mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (whole == MAP_FAILED) return nullptr;
+  // Aligned to a huge page; what is before and behind goes back.
+  char* const begin = static_cast<char*>(whole);
+  const std::size_t before = -reinterpret_cast<std::uintptr_t>(begin) % kHugePage;
+  if (before > 0) munmap(begin, before);
+  munmap(begin + before + bytes, kHugePage - before);
+  madvise(begin + before, bytes, MADV_HUGEPAGE);  // one fault for 2 MB instead of 512; a wish only
+  return begin + before;
+}
 
 class Recycler {
  public:
@@ -30,9 +45,12 @@ class Recycler {
       bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
       // What doesn't fit is dropped before the peak grows.
       while (!kept_.empty() && used_ + kept_bytes_ + bytes > std::max(most_, used_ + bytes)) drop();
-      pointer = std::aligned_alloc(kHugePage, bytes);
+      pointer = map(bytes);
+      if (pointer == nullptr) {  // what is kept may be what is missing
+        while (!kept_.empty()) drop();
+        pointer = map(bytes);
+      }
       if (pointer == nullptr) throw std::bad_alloc();
-      madvise(pointer, bytes, MADV_HUGEPAGE);  // one fault for 2 MB instead of 512; a wish only
     }
     used_ += bytes;
     most_ = std::max(most_, used_);
@@ -46,7 +64,7 @@ class Recycler {
       kept_.emplace(bytes, pointer);
       kept_bytes_ += bytes;
     } catch (...) {
-      std::free(pointer);
+      munmap(pointer, bytes);
     }
   }
 
@@ -60,7 +78,7 @@ class Recycler {
   void drop() {
     const auto largest = std::prev(kept_.end());
     kept_bytes_ -= largest->first;
-    std::free(largest->second);
+    munmap(largest->second, largest->first);
     kept_.erase(largest);
   }
 

@@ -71,9 +71,10 @@ struct Kernels {
   void (*add_blocks)(const float* blocks, int m, int n, float* target, int rows, int columns, int column0,
                      bool transposed);
 
-  // Runs `rounds` of 4 independent products out of registers and returns their FLOPs: the ceiling that
-  // docs/kernels.md measures against.
+  // Runs `rounds` of independent products out of registers and returns their FLOPs: this path's own
+  // products, and float32 multiply-adds. The faster of the two is the ceiling of docs/kernels.md.
   double (*peak)(long rounds);
+  double (*peak_float)(long rounds);
 };
 
 const Kernels& kernels_scalar();

@@ -9,20 +9,27 @@
 namespace ktbridge {
 namespace {
 
-inline double peak_vector(long rounds) {
-  const Split one = split(pairs(every(1.f), every(1.f)));
+// `step` applied to enough independent sums to hide its latency.
+template <class Step>
+inline double peak_of(long rounds, double flops, Step step) {
   Lanes sums[kVectorRows * kVectorColumns];
   for (Lanes& sum : sums) sum = every(0.f);
-  for (long i = 0; i < rounds; ++i) {
-    std::uint32_t pair = 0x3f803f80u;
-    asm volatile("" : "+r"(pair));
-    for (Lanes& sum : sums) sum = dot(sum, pair, one);
-  }
+  for (long i = 0; i < rounds; ++i)
+    for (Lanes& sum : sums) sum = step(sum);
   Lanes total = every(0.f);
   for (const Lanes& sum : sums) total = total + sum;
   volatile float sink = sum(total);
   (void)sink;
-  return static_cast<double>(rounds) * kVectorRows * kVectorColumns * 64;
+  return static_cast<double>(rounds) * kVectorRows * kVectorColumns * flops;
+}
+
+inline double peak_vector(long rounds) {
+  const Split half = split(pairs(every(0.5f), every(0.5f)));
+  return peak_of(rounds, 64, [half](Lanes sum) { return dot(sum, 0x3f003f00u, half); });
+}
+
+inline double peak_float(long rounds) {
+  return peak_of(rounds, 32, [](Lanes sum) { return fma(sum, every(0.5f), every(0.5f)); });
 }
 
 inline void nothing() {}
@@ -32,7 +39,7 @@ inline Kernels vector_kernels() {
           pack_right,     tokens_to_left,  tokens_to_right, token_pairs_to_right,
           tiles_to_right, blocks_to_left,  blocks_to_right, transpose_blocks,
           activate,       inner_gradients, weigh_rows,      round_rows,
-          sum_rows,       add_blocks,      peak_vector};
+          sum_rows,       add_blocks,      peak_vector,     peak_float};
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
-// Memory that is used again. The test is linked with its own aligned_alloc and free around the real ones
+// Memory that is used again. The test is linked with its own mmap and munmap around the real ones
 // (CMakeLists.txt), so it sees what the recycler holds.
+#include <sys/mman.h>
+
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -14,15 +16,9 @@ using namespace ktbridge;
 
 namespace {
 
-std::mutex mutex;
-std::map<void*, std::size_t> held;
+std::atomic<std::size_t> held{0};
 
-std::size_t held_bytes() {
-  std::lock_guard lock(mutex);
-  std::size_t bytes = 0;
-  for (const auto& [pointer, size] : held) bytes += size;
-  return bytes;
-}
+std::size_t held_bytes() { return held; }
 
 constexpr std::size_t kMega = 1 << 20;
 
@@ -34,20 +30,15 @@ void start_afresh() {
 }  // namespace
 
 extern "C" {
-void* __real_aligned_alloc(std::size_t alignment, std::size_t bytes);
-void __real_free(void* pointer);
-void* __wrap_aligned_alloc(std::size_t alignment, std::size_t bytes) {
-  void* pointer = __real_aligned_alloc(alignment, bytes);
-  std::lock_guard lock(mutex);
-  held[pointer] = bytes;
-  return pointer;
+void* __real_mmap(void* at, std::size_t bytes, int protection, int flags, int file, off_t offset);
+int __real_munmap(void* at, std::size_t bytes);
+void* __wrap_mmap(void* at, std::size_t bytes, int protection, int flags, int file, off_t offset) {
+  held += bytes;
+  return __real_mmap(at, bytes, protection, flags, file, offset);
 }
-void __wrap_free(void* pointer) {
-  {
-    std::lock_guard lock(mutex);
-    held.erase(pointer);
-  }
-  __real_free(pointer);
+int __wrap_munmap(void* at, std::size_t bytes) {
+  held -= bytes;
+  return __real_munmap(at, bytes);
 }
 }
 
