@@ -93,11 +93,11 @@ def make_weights(shape, storage="bf16", seed=0):
     return [stored for stored, _ in made], [plain for _, plain in made]
 
 
-def make_layer(shape, storage="bf16", rank=8, seed=0, **options):
+def make_layer(shape, storage="bf16", rank=8, seed=0, alpha=16, **options):
     """A layer whose LoRA is not zero, and its weights in float32."""
     stored, plain = make_weights(shape, storage, seed)
     weights = [describe(storage, tensors) for tensors in stored]
-    layer = MoELoRAExperts.from_tensors(*weights, rank, 16, **{"threads": 2, **options})
+    layer = MoELoRAExperts.from_tensors(*weights, rank, alpha, **{"threads": 2, **options})
     return randomise(layer), plain
 
 

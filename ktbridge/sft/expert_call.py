@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class ExpertFunction(torch.autograd.Function):
             if straight and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             fresh = needed and not straight
-            told.append(torch.zeros(parameter.shape) if fresh else None)
+            told.append(float_zeros(parameter.shape) if fresh else None)
             targets.append(parameter.grad if straight else told[-1])
         call.layer.backward(
             call.saved,
@@ -110,6 +110,11 @@ class ExpertFunction(torch.autograd.Function):
                 None  # like saved tensors: a loss that lives on doesn't hold the activations
             )
         return None, d_hidden, None, d_weights, *told
+
+
+def float_zeros(shape: Sequence[int]) -> torch.Tensor:
+    """float32 on the CPU whatever torch's defaults are: the kernels only get its address."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:

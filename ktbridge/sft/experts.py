@@ -7,8 +7,12 @@ the CPU, from the one copy of the weights that is already in memory. What is com
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
+from numbers import Integral
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -16,7 +20,7 @@ from torch import nn
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.sft.config import MAX_EXPERT_RANK
-from ktbridge.sft.expert_call import LORA_NAMES, ExpertCall, ExpertFunction
+from ktbridge.sft.expert_call import LORA_NAMES, ExpertCall, ExpertFunction, float_zeros
 from ktbridge.sft.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}
@@ -39,13 +43,18 @@ class MoELoRAExperts(nn.Module):
 
     ``activation`` says what a forward keeps for its backward: "retain" keeps each expert's activations,
     "recompute" only the routing and the LoRA's thin products, for one more gate and up product in backward.
-    Both give the same bits; ``saved_bytes`` is what the last forward kept.
+    Both give the same bits; ``saved_bytes`` is what the last forward kept. Gradient checkpointing with
+    ``use_reentrant=False`` saves nothing here, since it can only drop tensors that autograd saved: use
+    ``activation="recompute"`` instead.
 
     ``accumulate_grad = True`` lets backward add LoRA gradients straight into float32 ``.grad`` buffers (made
     once, zeroed) instead of filling new tensors for autograd to add. The price: autograd doesn't see
     these gradients, so ``torch.autograd.grad`` and ``backward(inputs=...)`` are no use for the LoRA. A
     parameter with hooks, with a ``.grad`` of another layout, or in a process group of several (whose
     reducer is a hook we can't see) takes the normal way.
+
+    ``copy.deepcopy`` copies the LoRA and shares the frozen weights. A layer can't be pickled, since the
+    kernels know its weights by address: save its ``state_dict()``.
     """
 
     def __init__(
@@ -66,21 +75,18 @@ class MoELoRAExperts(nn.Module):
         # Kept by this module, but no buffers: the weights belong to the checkpoint and are neither saved
         # nor moved with it.
         self._weights, inner, hidden = checked_layer(gate, up, down)
-        if not 0 <= lora_rank <= MAX_EXPERT_RANK:
-            raise UsageError(f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, not {lora_rank}.")
-        if activation not in _KEEP:
-            raise UsageError(f"activation must be {' or '.join(_KEEP)}, not {activation!r}.")
+        _check_options(lora_rank, lora_alpha, isa, threads, activation)
         self._layer = _make_layer(self._weights, inner, hidden, isa, threads)
         self.num_experts = self._weights[0].count
         self.intermediate_size, self.hidden_size = inner, hidden
-        self.lora_rank, self.lora_alpha = lora_rank, float(lora_alpha)
-        self.lora_targets = _targets(lora_targets, lora_rank)
+        self.lora_rank, self.lora_alpha = int(lora_rank), float(lora_alpha)
+        self.lora_targets = _targets(lora_targets, self.lora_rank)
         self.activation, self.accumulate_grad = activation, accumulate_grad
         self.lora_enabled = True
         self.saved_bytes = 0
         for name in self.lora_names:
-            shape = lora_shapes(self.num_experts, hidden, inner, lora_rank)[name]
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+            shape = lora_shapes(self.num_experts, hidden, inner, self.lora_rank)[name]
+            self.register_parameter(name, nn.Parameter(float_zeros(shape)))
         self.reset_lora()
 
     @classmethod
@@ -195,6 +201,30 @@ class MoELoRAExperts(nn.Module):
         self.saved_bytes = call.saved.bytes if call.saved is not None else 0
         return out
 
+    def __copy__(self) -> MoELoRAExperts:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELoRAExperts:
+        made = type(self).__new__(type(self))
+        # What no copy is made of: the frozen weights, and the kernels, which belong to one layer.
+        memo.update({id(self): made, id(self._weights): self._weights})
+        state = {name: value for name, value in self.__dict__.items() if name != "_layer"}
+        made.__dict__.update(copy.deepcopy(state, memo))
+        made._layer = _make_layer(
+            self._weights, self.intermediate_size, self.hidden_size, self.isa, self.threads
+        )
+        made.saved_bytes = 0
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UsageError(
+            "an expert layer can't be pickled, because its kernels read the weights at addresses of this "
+            "process: save its state_dict() instead, and build the layer where it is loaded.",
+            "Save layer.state_dict(), or build the layer in the child process.",
+        )
+
     def extra_repr(self) -> str:
         targets = "" if self.lora_targets == PROJECTIONS else f" on {'+'.join(self.lora_targets)}"
         return (
@@ -220,10 +250,30 @@ def lora_shapes(
     }
 
 
-def _targets(wanted: Sequence[str], rank: int) -> tuple[str, ...]:
+def _check_options(rank: Any, alpha: Any, isa: Any, threads: Any, activation: Any) -> None:
+    if not _is_whole(rank) or not 0 <= rank <= MAX_EXPERT_RANK:
+        raise UsageError(
+            f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, a whole number, not {rank!r}."
+        )
+    plain = _is_whole(alpha) or isinstance(alpha, float)  # numpy's float64 is one
+    if not plain or not 0 <= alpha <= sys.float_info.max:
+        raise UsageError(f"lora_alpha must be a number that is not negative, not {alpha!r}.")
+    if not isinstance(isa, str):
+        raise UsageError(f"isa must be a name such as 'auto', not {isa!r}.")
+    if threads is not None and not _is_whole(threads):
+        raise UsageError(f"threads must be a whole number or None, not {threads!r}.")
+    if not isinstance(activation, str) or activation not in _KEEP:
+        raise UsageError(f"activation must be {' or '.join(_KEEP)}, not {activation!r}.")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _targets(wanted: Any, rank: int) -> tuple[str, ...]:
     """``wanted`` in the order of ``PROJECTIONS``; nothing when there is no LoRA."""
-    unknown = [name for name in wanted if name not in PROJECTIONS]
-    if isinstance(wanted, str) or unknown or (rank > 0 and not wanted):
+    listed = isinstance(wanted, Collection) and not isinstance(wanted, str)
+    if not listed or any(name not in PROJECTIONS for name in wanted) or (rank > 0 and not wanted):
         raise UsageError(
             f"lora_targets must be some of {', '.join(PROJECTIONS)}, not {wanted!r}.",
             "Give a list of names, or lora_rank=0 for no LoRA on the experts.",
@@ -260,7 +310,12 @@ def _check_inputs(
         ("topk_weights", weights, torch.float32, 2),
     )
     for name, tensor, dtype, dim in expected:
-        if tensor.dtype != dtype or tensor.dim() != dim or tensor.device.type != "cpu":
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != dtype
+            or tensor.dim() != dim
+            or tensor.device.type != "cpu"
+        ):
             raise UsageError(
                 f"{name} must be a {dim}-D {dtype} tensor on the CPU, not {_describe(tensor)}."
             )
@@ -271,5 +326,7 @@ def _check_inputs(
         )
 
 
-def _describe(tensor: torch.Tensor) -> str:
+def _describe(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

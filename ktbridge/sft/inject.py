@@ -172,8 +172,8 @@ def _experts_forward(
         )
     if module.gate_up_proj.data_ptr() != layer.weights_address:
         raise KtbridgeError(
-            "the experts' weights were moved or converted after wrap_experts.",
-            "Convert the model first, then wrap it.",
+            "the experts' weights were moved, converted or copied after wrap_experts.",
+            "Convert or copy the model first, then wrap it.",
         )
     out = layer(
         hidden_states.to(torch.bfloat16), top_k_index.to(torch.int64), top_k_weights.float()

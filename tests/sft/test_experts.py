@@ -1,8 +1,12 @@
 """The expert layer against float32 autograd, on every ISA this CPU has and in every mode."""
 
+import copy
+import io
 import itertools
+import math
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 
@@ -260,6 +264,11 @@ def test_wrong_inputs_are_refused_in_a_sentence():
     hidden, ids, routing = make_inputs(SMALL)
     with pytest.raises(UsageError, match=r"hidden must be a 2-D torch.bfloat16 tensor"):
         layer(hidden.float(), ids, routing)
+    for position, name in enumerate(("hidden", "topk_ids", "topk_weights")):
+        inputs = [hidden, ids, routing]
+        inputs[position] = None
+        with pytest.raises(UsageError, match=f"{name} must be a 2-D .* on the CPU, not NoneType"):
+            layer(*inputs)
     with pytest.raises(UsageError, match="don't fit"):
         layer(hidden[:, :32], ids, routing)
     with pytest.raises(IndexError, match="topk_ids holds 8 but there are 8 experts"):
@@ -269,8 +278,24 @@ def test_wrong_inputs_are_refused_in_a_sentence():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": -1}, "lora_rank must be from 0 to 128, not -1"),
-        ({"rank": MAX_EXPERT_RANK + 1}, "lora_rank must be from 0 to 128, not 129"),
+        ({"rank": 8.0}, "lora_rank must be from 0 to 128, a whole number, not 8.0"),
+        ({"rank": True}, "a whole number, not True"),
+        ({"rank": None}, "a whole number, not None"),
+        ({"alpha": math.nan}, "lora_alpha must be a number that is not negative, not nan"),
+        ({"alpha": math.inf}, "not inf"),
+        ({"alpha": -1}, "not -1"),
+        ({"alpha": 10**400}, "not 1000"),
+        ({"alpha": "x"}, "not 'x'"),
+        ({"alpha": True}, "not True"),
+        ({"alpha": None}, "not None"),
+        ({"threads": 2.5}, "threads must be a whole number or None, not 2.5"),
+        ({"threads": True}, "not True"),
+        ({"threads": "2"}, "not '2'"),
+        ({"isa": None}, "isa must be a name such as 'auto', not None"),
+        ({"lora_targets": None}, "lora_targets must be some of gate, up, down, not None"),
+        ({"activation": []}, r"activation must be retain or recompute, not \[\]"),
+        ({"rank": -1}, "lora_rank must be from 0 to 128, a whole number, not -1"),
+        ({"rank": MAX_EXPERT_RANK + 1}, "a whole number, not 129"),
         ({"lora_targets": ("gate", "q_proj")}, "lora_targets must be some of gate, up, down"),
         ({"lora_targets": "gate"}, "not 'gate'"),
         ({"lora_targets": ()}, "lora_targets must be some of"),
@@ -288,6 +313,98 @@ def test_masters_in_another_dtype_are_refused_before_the_kernels_see_them():
     with pytest.raises(UsageError, match="gate_lora_a must be float32 on the CPU"):
         layer.to(torch.bfloat16)(*inputs)
     assert torch.isfinite(layer.to(torch.float32)(*inputs).float()).all()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_nothing(when, dtype):
+    inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
+    weights = [tensors[0] for tensors in make_weights(SMALL)[0]]
+    layers = [make_layer(SMALL)[0], make_layer(SMALL, accumulate_grad=True)[0]]
+    expected = outcome(layers[0], inputs, d_out)
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for index, accumulate in enumerate((False, True)):
+            layer = layers[index]
+            if when == "before":
+                layer = MoELoRAExperts(*weights, threads=2, accumulate_grad=accumulate)
+                layer.load_state_dict(layers[index].state_dict())
+            layer.zero_grad()
+            found = outcome(layer, inputs, d_out)
+            for parameter in layer.parameters():
+                assert parameter.dtype == parameter.grad.dtype == torch.float32
+            assert same_bits([expected, found])
+    finally:
+        torch.set_default_dtype(old)
+
+
+def test_torchs_default_device_changes_nothing():
+    inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
+    weights = [tensors[0] for tensors in make_weights(SMALL)[0]]
+    trained, _ = make_layer(SMALL)
+    with torch.device("meta"):
+        layer = MoELoRAExperts(*weights, threads=2)
+        layer.load_state_dict(trained.state_dict())
+        found = outcome(layer, inputs, d_out)
+    assert same_bits([outcome(trained, inputs, d_out), found])
+
+
+def test_a_deep_copy_shares_the_weights_and_has_its_own_lora():
+    layer, _ = make_layer(SMALL, "int8", activation="recompute", lora_targets=("up",))
+    inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
+    expected = outcome(layer, inputs, d_out)
+    holder = torch.nn.ModuleList([layer, layer])
+    copied, again = copy.deepcopy(holder)
+    assert copied is again
+    assert copied is not layer
+    assert copied._layer is not layer._layer
+    assert copied._weights is layer._weights
+    assert repr(copied) == repr(layer).replace(f"{layer.saved_bytes / 2**20:.1f} MiB", "0.0 MiB")
+    assert same_bits([expected, outcome(copied, inputs, d_out)])
+    copied.reset_lora()
+    assert not torch.equal(copied(*inputs), expected["out"])
+    assert same_bits([expected, outcome(layer, inputs, d_out)])
+    del layer, holder
+    assert torch.isfinite(copied(*inputs).float()).all()
+
+
+def test_a_shallow_copy_shares_everything():
+    layer, _ = make_layer(SMALL)
+    copied = copy.copy(layer)
+    assert copied._layer is layer._layer
+    assert copied.gate_lora_a is layer.gate_lora_a
+    assert torch.equal(copied(*make_inputs(SMALL)), layer(*make_inputs(SMALL)))
+
+
+def test_pickling_is_refused_in_a_sentence_and_the_state_dict_is_not():
+    layer, _ = make_layer(SMALL)
+    for module in (layer, torch.nn.Sequential(layer)):
+        for dump in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            with pytest.raises(
+                UsageError, match=r"can't be pickled.*save its state_dict"
+            ) as caught:
+                dump(module)
+            assert "build the layer in the child process" in caught.value.next_step
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other, _ = make_layer(SMALL)
+    other.reset_lora()
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(other(*make_inputs(SMALL)), layer(*make_inputs(SMALL)))
+
+
+def test_checkpointing_without_reentry_is_right_but_drops_nothing():
+    inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
+    layer, _ = make_layer(SMALL)
+    expected = outcome(layer, inputs, d_out)
+    layer.zero_grad()
+    out = torch.utils.checkpoint.checkpoint(layer, *inputs, use_reentrant=False)
+    assert out.grad_fn.call.saved.bytes > 0  # which is why the docstring says to use "recompute"
+    out.backward(d_out)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, expected[name])
 
 
 def test_the_weights_outlive_the_layer_until_backward_is_done():
@@ -348,22 +465,22 @@ def test_a_missing_isa_is_refused_in_a_sentence(monkeypatch):
             make_layer(SMALL, isa=lacking)
 
 
-def _child(queue):
+def _child(queue, layer, inputs):
     try:
-        layer, _ = make_layer(SMALL)
-        layer(*make_inputs(SMALL))
+        layer(*inputs)
         queue.put("no error")
     except RuntimeError as failure:
         queue.put(str(failure))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_told_instead_of_hanging():
+def test_a_forked_child_is_told_of_its_parents_layer_instead_of_hanging():
     layer, _ = make_layer(SMALL)
-    layer(*make_inputs(SMALL))
+    inputs = make_inputs(SMALL)
+    layer(*inputs)
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    child = context.Process(target=_child, args=(queue,))
+    child = context.Process(target=_child, args=(queue, layer, inputs))
     child.start()
     child.join(30)
     assert child.exitcode == 0

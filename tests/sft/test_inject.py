@@ -1,5 +1,7 @@
 """A whole transformers model on our kernels: same answers, same gradients, nothing silent."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -221,5 +223,7 @@ def test_a_model_that_was_moved_or_wrapped_twice_is_noticed():
     model = wrap_experts(tiny_model())
     with pytest.raises(UsageError, match="wrapped already"):
         wrap_experts(model)
-    with pytest.raises(KtbridgeError, match="moved or converted"):
+    with pytest.raises(KtbridgeError, match="moved, converted or copied"):
+        logits(copy.deepcopy(model))
+    with pytest.raises(KtbridgeError, match="moved, converted or copied"):
         logits(model.float())
