@@ -101,4 +101,10 @@ Isa choose_isa(const std::string& wish) {
   throw std::invalid_argument("there are no '" + name + "' kernels; this CPU can run: auto, " + names);
 }
 
+bool multiplies_floats_faster() {
+  const Registers vendor = cpuid(0);
+  return vendor.ebx == signature_INTEL_ebx && vendor.ecx == signature_INTEL_ecx &&
+         vendor.edx == signature_INTEL_edx;
+}
+
 }  // namespace ktbridge
