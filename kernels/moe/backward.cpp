@@ -138,8 +138,9 @@ class Backward {
         if (sizes_.rank == 0) continue;
         const int turn = (p - unit.begin) % kPanelsAtOnce;
         if (turn == 0) {
-          x = rows_over_tokens(hidden_, kGradient, expert, block, column);
-          dy = rows_over_tokens(d_out_, kLocal, expert, block, column);
+          const int panels = std::min(kPanelsAtOnce, unit.end - p);
+          x = rows_over_tokens(hidden_, kGradient, expert, block, column, panels);
+          dy = rows_over_tokens(d_out_, kLocal, expert, block, column, panels);
         }
         const auto part = [&](Strips all) {
           return Strips{all.data + turn * kStrips * all.stride, all.stride, strips};
@@ -234,13 +235,13 @@ class Backward {
                  d_lora_.b[projection], expert, sizes_.inner, column, true);
   }
 
-  // x or dy of one block of tokens as right strips over tokens, for kPanelsAtOnce panels from `column`: a
-  // token's row is read in pieces of 512 bytes instead of 128.
-  Strips rows_over_tokens(const bf16* source, Purpose purpose, int expert, TokenBlock block,
-                          int column) const {
+  // x or dy of one block of tokens as right strips over tokens, for `panels` panels from `column`: a
+  // token's row is read in pieces of up to 512 bytes instead of 128.
+  Strips rows_over_tokens(const bf16* source, Purpose purpose, int expert, TokenBlock block, int column,
+                          int panels) const {
     const int begin = block.begin * kStrip,
               count = std::min(block.count * kStrip, routing_.rows(expert) - begin);
-    const int strips = std::min(kPanelsAtOnce * kStrips, 2 * tiles_of(sizes_.hidden - column));
+    const int strips = std::min(panels * kStrips, 2 * tiles_of(sizes_.hidden - column));
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
     const Strips right{workspace(purpose, kPanelsAtOnce * kStrips * stride), stride, strips};
     const int* index = routing_.token.data() + routing_.first[expert] + begin;
@@ -294,15 +295,13 @@ std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts
                                   const Saved& saved, const bf16* hidden) {
   if (saved.keep == Keep::retain) return nullptr;
   auto again = std::make_unique<Saved>();
-  again->routing = saved.routing;
-  again->keep = Keep::retain;
   const Sizes sizes(experts, lora.rank);
-  reserve_inner(*again, sizes);
-  const GateUp gate_up{*machine.kernels, experts, lora, sizes, again->routing, hidden};
+  reserve_inner(*again, saved.routing, sizes);
+  const GateUp gate_up{*machine.kernels, experts, lora, sizes, saved.routing, hidden};
   Work work;
   work.first_panels = sizes.inner_tiles;
   work.first = [&](Unit unit) { gate_up.run(unit, {nullptr, 0, again.get()}); };
-  run_work(machine, experts, again->routing, work);
+  run_work(machine, experts, saved.routing, work);
   return again;
 }
 

@@ -119,8 +119,8 @@ std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, c
   saved->routing = route(experts.count(), tokens, top_k, ids, weights);
   saved->keep = keep;
   const Sizes sizes(experts, lora.rank);
-  if (keep == Keep::retain) reserve_inner(*saved, sizes);
-  if (keep != Keep::nothing) reserve_thin(*saved, sizes);
+  if (keep == Keep::retain) reserve_inner(*saved, saved->routing, sizes);
+  if (keep != Keep::nothing) reserve_thin(*saved, saved->routing, sizes);
 
   std::lock_guard lock(machine.pool->guard());
   Forward pass(machine, experts, lora, *saved, hidden);

@@ -71,15 +71,14 @@ void GateUp::thin(Projection projection, Unit unit, TokenBlock block, Strips x, 
                          writable(kept) + tile_elements(block.begin / 2), kept.stride);
 }
 
-void reserve_inner(Saved& saved, const Sizes& sizes) {
-  const std::ptrdiff_t tiles =
-      static_cast<std::ptrdiff_t>(saved.routing.first_strip.back()) * sizes.inner_tiles;
+void reserve_inner(Saved& saved, const Routing& routing, const Sizes& sizes) {
+  const std::ptrdiff_t tiles = static_cast<std::ptrdiff_t>(routing.first_strip.back()) * sizes.inner_tiles;
   saved.gate.reset(tile_elements(tiles));
   saved.up.reset(tile_elements(tiles));
 }
 
-void reserve_thin(Saved& saved, const Sizes& sizes) {
-  const std::ptrdiff_t doubles = saved.routing.first_double.back();
+void reserve_thin(Saved& saved, const Routing& routing, const Sizes& sizes) {
+  const std::ptrdiff_t doubles = routing.first_double.back();
   saved.thin.reset(tile_elements(kProjections * doubles * sizes.rank_strips));
 }
 

@@ -28,7 +28,7 @@ struct GateUp {
             const GateUpTarget& target) const;
 };
 
-void reserve_inner(Saved& saved, const Sizes& sizes);
-void reserve_thin(Saved& saved, const Sizes& sizes);
+void reserve_inner(Saved& saved, const Routing& routing, const Sizes& sizes);
+void reserve_thin(Saved& saved, const Routing& routing, const Sizes& sizes);
 
 }  // namespace ktbridge

@@ -106,9 +106,8 @@ class ExpertFunction(torch.autograd.Function):
             call.addresses(targets),
         )
         if not _graph_is_kept():
-            call.saved = (
-                None  # like saved tensors: a loss that lives on doesn't hold the activations
-            )
+            # Like saved tensors: a loss that lives on doesn't hold the activations.
+            call.saved = None
         return None, d_hidden, None, d_weights, *told
 
 
