@@ -9,6 +9,7 @@
 
 #include "common/ceilings.h"
 #include "common/cpu.h"
+#include "common/parts.h"
 #include "common/recycler.h"
 #include "moe/layer.h"
 
@@ -157,6 +158,25 @@ PYBIND11_MODULE(_kernels, m) {
       },
       py::arg("threads"), py::arg("bytes"), py::arg("seconds"),
       "bytes/s of reading a buffer of that size.");
+  py::enum_<Part>(m, "Part", "What keeps a pass busy (kernels/common/parts.h).")
+      .value("products", Part::products)
+      .value("forward", Part::forward)
+      .value("pack", Part::pack)
+      .value("backward", Part::backward);
+  m.def(
+      "measure_part",
+      [](Part part, const std::string& isa, int threads, int strips, int inner, int hidden,
+         std::size_t bytes, double seconds) {
+        if (strips < 1 || inner < 64 || hidden < 64 || inner % 32 != 0 || hidden % 64 != 0)
+          throw std::invalid_argument("inner is a multiple of 32, hidden of 64, both at least 64");
+        const Kernels& kernels = kernels_for(choose_isa(isa));
+        py::gil_scoped_release release;
+        return measure_part(kernels, Pool::shared(choose_threads(threads)), part, strips, inner, hidden,
+                            bytes, seconds);
+      },
+      py::arg("part"), py::arg("isa"), py::arg("threads"), py::arg("strips"), py::arg("inner"),
+      py::arg("hidden"), py::arg("bytes"), py::arg("seconds"),
+      "Seconds to walk over `bytes` of bf16 weights, doing one part of a pass only.");
   m.def("release_memory", &release_memory,
         "Gives activation memory kept for the next pass back to the system.");
   py::enum_<Keep>(m, "Keep", "What forward keeps for backward.")

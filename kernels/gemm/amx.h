@@ -1,7 +1,10 @@
-// The strip product on AMX tiles: 2 x 2 blocks, so that each of 4 loaded tiles is used twice. Operands
-// stream from L2 over the whole reduction; blocking it for L1 costs more in sums stored and reloaded than
-// it saves (docs/kernel-log.md).
+// The strip product on AMX tiles: blocks of 2 x 3 or 3 x 2, so that loaded tiles are used more than once.
+// Operands stream from L2 over the whole reduction; blocking it for L1 costs more in sums stored and
+// reloaded than it saves (docs/kernel-log.md).
 #pragma once
+
+#include <algorithm>
+#include <utility>
 
 #include "gemm/strip.h"
 #include "gemm/tiles.h"
@@ -12,7 +15,30 @@ namespace {
 // Tiles ahead of the one in use that a first reading of cold rows asks for.
 constexpr int kTilesAhead = 4;
 
-// Sums in tiles 0-3 (0 1 / 2 3), left in 4 and 5, right in 6 and 7.
+// Calls body.template operator()<i>() for i in [0, kCount).
+template <int kCount, class Body>
+inline void unroll(Body body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    (body.template operator()<i>(), ...);
+  }(std::make_integer_sequence<int, kCount>());
+}
+
+// One step of the reduction. Sums are taken along a snake, row by row, so that at each turn a right tile
+// serves twice. Six sums leave one register for each side: a step of 2 x 3 loads 7 tiles for 6 products,
+// two of them loaded just before, so 5 come from L2 where 2 x 2 takes 4 for 4 products.
+template <int kRows, int kColumns>
+inline void tile_step(const bf16* left, std::ptrdiff_t row, std::ptrdiff_t left_stride, const bf16* right,
+                      std::ptrdiff_t right_stride) {
+  constexpr int kLeft = kRows * kColumns, kRight = kLeft + 1, kRights = 8 - kRight;
+  unroll<kRows * kColumns>([=]<int kAt>() {
+    constexpr int i = kAt / kColumns, turn = kAt % kColumns, j = i % 2 == 0 ? turn : kColumns - 1 - turn;
+    constexpr int loads = kAt - i, at = kRight + loads % kRights;  // right tiles loaded before this one
+    if constexpr (turn == 0) tile_load<kLeft>(left + i * left_stride, row);
+    if constexpr (turn > 0 || i == 0) tile_load<at>(right + j * right_stride, kSteps);
+    tile_multiply<i * kColumns + j, kLeft, at>();
+  });
+}
+
 template <int kRows, int kColumns, bool kCold, bool kLast>
 inline void tile_product(const Product& product, const bf16* left, const bf16* right) {
   const std::ptrdiff_t row = product.left.row, left_stride = product.left.stride;
@@ -30,18 +56,7 @@ inline void tile_product(const Product& product, const bf16* left, const bf16* r
       if (tile + kTilesAhead < product.tiles)
         for (int r = 0; r < kRows * kStrip; ++r)
           __builtin_prefetch(left + r / kStrip * left_stride + r % kStrip * row + kTilesAhead * step);
-    tile_load<4>(left, row);
-    tile_load<6>(right, kSteps);
-    tile_multiply<0, 4, 6>();
-    if constexpr (kColumns == 2) {
-      tile_load<7>(right + right_stride, kSteps);
-      tile_multiply<1, 4, 7>();
-    }
-    if constexpr (kRows == 2) {
-      tile_load<5>(left + left_stride, row);
-      tile_multiply<2, 5, 6>();
-      if constexpr (kColumns == 2) tile_multiply<3, 5, 7>();
-    }
+    tile_step<kRows, kColumns>(left, row, left_stride, right, right_stride);
     left += step;
     right += kTile;
   }
@@ -49,16 +64,13 @@ inline void tile_product(const Product& product, const bf16* left, const bf16* r
 
 template <int kRows, int kColumns>
 inline void tile_block(const Product* products, int count, int i, int j, float* result) {
-  tile_zero<0>();
-  if constexpr (kColumns == 2) tile_zero<1>();
-  if constexpr (kRows == 2) tile_zero<2>();
-  if constexpr (kRows == 2 && kColumns == 2) tile_zero<3>();
+  unroll<kRows * kColumns>([]<int sum>() { tile_zero<sum>(); });
   for (int p = 0; p < count; ++p) {
     const Product& product = products[p];
     const bf16* left = product.left.data + i * product.left.stride;
     const bf16* right = product.right.data + j * product.right.stride;
     const bool first = product.left.cold && j == 0,
-               last = product.left.cold && j + 2 >= product.right.count;
+               last = product.left.cold && j + kColumns >= product.right.count;
     if (first && last)
       tile_product<kRows, kColumns, true, true>(product, left, right);
     else if (first)
@@ -70,26 +82,27 @@ inline void tile_block(const Product* products, int count, int i, int j, float* 
   }
   const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
   float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;
-  tile_store<0>(block);
-  if constexpr (kColumns == 2) tile_store<1>(block + kBlock);
-  if constexpr (kRows == 2) tile_store<2>(block + stride);
-  if constexpr (kRows == 2 && kColumns == 2) tile_store<3>(block + stride + kBlock);
+  unroll<kRows * kColumns>(
+      [&]<int sum>() { tile_store<sum>(block + sum / kColumns * stride + sum % kColumns * kBlock); });
 }
+
+// Cuts `left` strips into threes and twos as far as that goes.
+inline int strips_at_once(int left) { return left == 4 ? 2 : std::min(left, 3); }
 
 // The calling thread must have its tiles configured (tiles_begin).
 inline void gemm_amx(const Product* products, int count, float* result) {
+  using Block = void (*)(const Product*, int, int, int, float*);
+  static constexpr Block kBlocks[3][3] = {{tile_block<1, 1>, tile_block<1, 2>, tile_block<1, 3>},
+                                          {tile_block<2, 1>, tile_block<2, 2>, tile_block<2, 3>},
+                                          {tile_block<3, 1>, tile_block<3, 2>, nullptr}};
   const int rows = products->left.count, columns = products->right.count;
-  for (int i = 0; i < rows; i += 2) {
-    for (int j = 0; j < columns; j += 2) {
-      const bool two_rows = i + 1 < rows, two_columns = j + 1 < columns;
-      if (two_rows && two_columns)
-        tile_block<2, 2>(products, count, i, j, result);
-      else if (two_rows)
-        tile_block<2, 1>(products, count, i, j, result);
-      else if (two_columns)
-        tile_block<1, 2>(products, count, i, j, result);
-      else
-        tile_block<1, 1>(products, count, i, j, result);
+  // The longer side is cut into threes. Cold rows come in pairs, to be read once.
+  const bool wide = products->left.cold || columns > rows;
+  for (int i = 0, m; i < rows; i += m) {
+    m = wide ? std::min(2, rows - i) : strips_at_once(rows - i);
+    for (int j = 0, n; j < columns; j += n) {
+      n = wide ? strips_at_once(columns - j) : std::min(2, columns - j);
+      kBlocks[m - 1][n - 1](products, count, i, j, result);
     }
   }
 }

@@ -19,7 +19,8 @@ struct alignas(64) Counter {
   std::atomic<int> value{0};
 };
 
-// The units of the experts whose weights lie on one NUMA node.
+// The units of the experts whose weights lie on one NUMA node. An expert that isn't cut is in `first` only:
+// whoever has its first unit does the second as well, while what the first has made is in cache.
 struct Queue {
   std::vector<Unit> first, second;
   std::unique_ptr<Counter> next = std::make_unique<Counter>();
@@ -64,8 +65,13 @@ class Run {
       const double pieces = share * kUnitsPerThread * machine.pool->threads();
       const std::size_t before = queue.first.size();
       cut(queue.first, expert, work.first_panels, pieces);
-      pending_[expert].value = static_cast<int>(queue.first.size() - before);
-      if (work.second_panels > 0) cut(queue.second, expert, work.second_panels, pieces);
+      const int cuts = static_cast<int>(queue.first.size() - before);
+      pending_[expert].value = cuts;
+      if (work.second_panels == 0) continue;
+      if (cuts == 1)
+        ++left_.value;
+      else
+        cut(queue.second, expert, work.second_panels, pieces);
     }
     for (const Queue& queue : queues_) left_.value += static_cast<int>(queue.second.size());
   }
@@ -97,6 +103,10 @@ class Run {
         if (pending_[unit.expert].value.fetch_sub(1, std::memory_order_acq_rel) == 1) {
           if (work_.between) work_.between(unit.expert);
           ready_[unit.expert].value.store(1, std::memory_order_release);
+          if (work_.second_panels > 0 && unit.begin == 0 && unit.end == work_.first_panels) {
+            work_.second({unit.expert, 0, work_.second_panels});
+            left_.value.fetch_sub(1, std::memory_order_acq_rel);
+          }
         }
       } else {
         const Unit& unit = queue.second[i - firsts];
