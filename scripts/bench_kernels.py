@@ -70,6 +70,7 @@ class Counts(click.ParamType):
 @click.option(
     "--accuracy", "accurate", is_flag=True, help="Relative error against float32 autograd."
 )
+@click.option("--parts", is_flag=True, help="What the main loops take by themselves.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All samples."
 )

@@ -21,6 +21,7 @@ from peers.pool import Contestant, Worker, WorkerError, run_once, take_turns
 WARMUPS = 2
 ALPHA = 16.0
 GIB = 1 << 30
+SMALL = 64 << 20
 console, stderr = Console(), Console(stderr=True)
 if not console.is_terminal:
     console.width = 100  # for logs
@@ -134,6 +135,8 @@ class Bench:
             "routed": routed,
             "floor": floor,
         }
+        if self.options.get("parts"):
+            result["parts"] = self._parts(shape, routed)
         notes: list[str] = []
         with ExitStack() as stack:
             workers = self._start(stack, shape, spec)
@@ -144,7 +147,7 @@ class Bench:
                 self._describe(f"{shape}: {worker.contestant.name}", step)
 
             try:
-                take_turns(workers, WARMUPS, self.repeat, on_step)
+                take_turns(workers, WARMUPS, self.repeat, on_step, uncounted(shape))
                 result["contestants"] = [self._entry(w, shape, reference, notes) for w in workers]
             except WorkerError as error:
                 self._say("failed", f"{shape}: {error}")
@@ -223,6 +226,21 @@ class Bench:
             for which, work in cases.floor(shape, self.rank, routed).items()
         }
 
+    def _parts(self, shape: Shape, routed: int) -> dict[str, float]:
+        """Seconds for each part of a pass over the routed experts' weights, by itself."""
+        self._describe(f"{shape}: parts of a pass")
+        spec = {
+            "isa": self.record["machine"]["isa"],
+            "threads": self.threads,
+            "strips": -(-shape.slots // (16 * routed)),
+            "inner": shape.inner,
+            "hidden": shape.hidden,
+            "bytes": shape.weight_bytes * routed // shape.experts,
+            "seconds": 0.5,
+        }
+        script = Contestant("measuring the parts", "parts.py", sys.executable, self.threads)
+        return run_once(script, spec, self.cores[: self.threads])
+
     def _reference(self, shape: Shape, spec: dict[str, Any]) -> Path | None:
         if shape.slots * shape.hidden * shape.inner * 6 > accuracy.MOST_FLOPS:
             self._say(
@@ -243,6 +261,11 @@ class Bench:
     def _say(self, kind: str, sentence: str) -> None:
         self.record[kind].append(sentence)
         stderr.print(sentence, markup=False, highlight=False)
+
+
+def uncounted(shape: Shape) -> int:
+    """Rounds at the start of a turn that don't count, for every contestant alike: 3 of small layers."""
+    return 3 if shape.weight_bytes < SMALL else 0
 
 
 def memory_needed(shape: Shape, contestants: list[Contestant]) -> int:

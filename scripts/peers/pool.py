@@ -112,11 +112,12 @@ class Worker:
             pass  # the answer will say why
         return self._answer()
 
-    def step(self, measured: bool) -> None:
-        """One forward and one backward."""
+    def step(self, measured: bool, before: int = 0) -> None:
+        """One forward and one backward, after ``before`` of each that don't count."""
         self.resume()
-        forward = self.ask("forward")["seconds"]
-        backward = self.ask("backward")["seconds"]
+        for _ in range(before + 1):
+            forward = self.ask("forward")["seconds"]
+            backward = self.ask("backward")["seconds"]
         self.pause()
         if measured:
             self.samples.forward.append(forward)
@@ -165,16 +166,21 @@ class Worker:
 
 
 def take_turns(
-    workers: list[Worker], warmups: int, repeat: int, on_step: Callable[[Worker], None]
+    workers: list[Worker],
+    warmups: int,
+    repeat: int,
+    on_step: Callable[[Worker], None],
+    before: int = 0,
 ) -> None:
     """A forward, A backward, B forward, B backward, A … ; noise hits all alike.
 
-    Fills each worker's ``samples`` with ``repeat`` rounds after ``warmups`` that don't count. Workers are
-    expected to be paused, and are left so.
+    Fills each worker's ``samples`` with ``repeat`` rounds after ``warmups`` that don't count. ``before``
+    rounds of each turn don't count either: continuing a stopped process costs milliseconds, which would
+    be all that one sees of a layer that takes less. Workers are expected to be paused, and are left so.
     """
     for number in range(warmups + repeat):
         for worker in workers:
-            worker.step(measured=number >= warmups)
+            worker.step(measured=number >= warmups, before=before)
             on_step(worker)
 
 

@@ -53,6 +53,8 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
         if entry["name"] != OURS and (both := ratio(result, entry, "both")) is not None:
             parts = ", ".join(f"{which} {ratio(result, entry, which):.2f}x" for which in PASSES)
             console.print(f"{entry['name']} / {OURS} = {both:.2f}x ({parts})", highlight=False)
+    if "parts" in result:
+        console.print(parts_table(result))
     if any("accuracy" in entry for entry in result["contestants"]):
         console.print(accuracy_table(result))
     who = (
@@ -90,6 +92,33 @@ def shape_table(result: dict[str, Any]) -> Table:
             "–" if both is None else f"{both:.2f}x",
             f"{entry['extra_bytes'] / 1e6:.0f}",
         )
+    return table
+
+
+def parts_table(result: dict[str, Any]) -> Table:
+    """What the layer's main loops take by themselves, beside the passes and a third of each peer."""
+    parts = {name: took * 1e3 for name, took in result["parts"].items()}
+    table = Table(
+        title="Parts of a pass over these weights by themselves, ms",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    headings = ("read", "multiply", "sum", "loop")
+    peers = [entry for entry in result["contestants"] if entry["name"] != OURS]
+    for heading in ("", *headings, OURS, *(f"{entry['name']} / 3" for entry in peers)):
+        table.add_column(heading, justify="right" if heading else "left")
+    first = {"forward": parts["read"], "backward": parts["pack"]}
+    rows = {
+        w: (first[w], parts["products"], first[w] + parts["products"], parts[w]) for w in PASSES
+    }
+    rows["both"] = tuple(map(sum, zip(*rows.values(), strict=True)))
+    ours = [entry for entry in result["contestants"] if entry["name"] == OURS]
+    for which, numbers in rows.items():
+        took = [1e3 * seconds(entry, which) for entry in ours]
+        third = [1e3 * seconds(entry, which) / 3 for entry in peers]
+        label = "backward (read: into panels)" if which == "backward" else which
+        table.add_row(label, *(f"{value:.2f}" for value in (*numbers, *took, *third)))
     return table
 
 

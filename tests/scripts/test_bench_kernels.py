@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -139,6 +140,40 @@ def test_table_says_floor_ratio_and_accuracy(recorded):
     assert "50 / 50" in text  # ours, of the floor
     assert "0.710" in text  # d_hidden, %
     assert "A note." in text
+
+
+def test_parts_stand_beside_the_passes_and_a_third_of_the_peer(recorded):
+    from peers import report
+
+    result = recorded["shapes"][0]
+    result["parts"] = {
+        "read": 0.001, "products": 0.002, "forward": 0.0035, "pack": 0.0015, "backward": 0.004,
+    }  # fmt: skip
+    columns = [list(column.cells) for column in report.parts_table(result).columns]
+    assert [column[-1] for column in columns] == [
+        "both", "2.50", "4.00", "6.50", "7.50", "10.00", "11.33",
+    ]  # fmt: skip
+
+
+def test_parts_are_measured_on_this_machine():
+    spec = {
+        "isa": "auto",
+        "threads": 2,
+        "strips": 3,
+        "inner": 96,
+        "hidden": 100,
+        "bytes": 1 << 22,
+        "seconds": 0.01,
+    }
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "peers" / "parts.py"), json.dumps(spec)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found.keys() == {"products", "forward", "pack", "backward", "read"}
+    assert min(found.values()) > 0
 
 
 def test_sweep_points_at_the_thread_that_cost_time(recorded):
