@@ -3,12 +3,17 @@
 ``MoELoRAExperts`` and ``wrap_experts`` are the faces that others build on. Names are imported when they are
 first used, so that reading a configuration needs no torch; ``ktbridge.sft.trainer`` is imported on its
 own, because it needs trl.
+
+Import this before torch: it lets OpenMP's idle threads sleep (``ktbridge.sft.openmp``), which otherwise
+compete with the kernels for their CPUs.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from ktbridge.sft.openmp import let_idle_threads_sleep
 
 if TYPE_CHECKING:
     from ktbridge.sft.checkpoint import save_raw_adapter
@@ -39,6 +44,8 @@ __all__ = [
     "set_expert_lora",
     "wrap_experts",
 ]
+
+let_idle_threads_sleep()
 
 
 def __getattr__(name: str) -> Any:

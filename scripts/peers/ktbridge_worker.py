@@ -9,11 +9,12 @@ d_hidden and d_weights.
 
 from __future__ import annotations
 
+import ktbridge.sft  # isort: skip - before torch, which common imports, as its documentation asks
+
 import common
 import torch
 from cases import LORA_NAMES, PROJECTIONS, RESULTS
 
-import ktbridge
 from ktbridge.sft.experts import MoELoRAExperts
 
 
