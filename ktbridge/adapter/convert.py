@@ -13,27 +13,29 @@ Scales (alpha/r) are kept exactly or the conversion is refused:
   use_rslora off.
 - merged directory: one configuration serves both, so it carries the experts' alpha and the
   non-expert B carry the ratio of the scales, which is exact only where it is a power of two.
+
+See ``ktbridge.adapter.scales``.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Layout, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Layout, Part, is_number
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key
 from ktbridge.adapter.publish import why_not_writable
 from ktbridge.adapter.rules import problem
+from ktbridge.adapter.scales import apply_alpha, fold_patterns, merged_factor
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.validate import check_structure
-from ktbridge.adapter.values import is_power_of_two
 from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
-from ktbridge.model import Entry, TensorFile
+from ktbridge.model import TensorFile
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 
 PathLike = str | os.PathLike[str]
@@ -46,13 +48,15 @@ _KEPT = ("layers_to_transform", "layers_pattern", "exclude_modules", "revision")
 class Copy(NamedTuple):
     """One byte range of an input file and the outputs that take it, appended in plan order.
 
-    ``factors[i]`` multiplies what output ``targets[i]`` gets (1.0: the bytes as they are).
+    It holds values of ``dtype``, written as ``written_dtype``. ``factors[i]`` multiplies what
+    output ``targets[i]`` gets (1.0: the bytes as they are).
     """
 
     file: TensorFile
     start: int
     end: int
     dtype: str
+    written_dtype: str
     targets: tuple[int, ...]
     factors: tuple[float, ...]
 
@@ -102,6 +106,7 @@ class ConvertPlan:
                     "end": copy.end,
                     "outputs": [self.outputs[target].layout for target in copy.targets],
                     **({"factors": copy.factors} if set(copy.factors) != {1.0} else {}),
+                    **({"to": copy.written_dtype} if copy.written_dtype != copy.dtype else {}),
                 }
                 for copy in self.copies
             ],
@@ -111,7 +116,10 @@ class ConvertPlan:
 
 def describe(output: Output) -> dict[str, Any]:
     """What an output is, for reports."""
-    data = sum(math.prod(shape) * DTYPE_BITS[dtype] // 8 for _, dtype, shape in output.tensors)
+    kinds = Counter(tensor[1:] for tensor in output.tensors)
+    data = sum(
+        count * math.prod(shape) * DTYPE_BITS[dtype] // 8 for (dtype, shape), count in kinds.items()
+    )
     return {
         "layout": output.layout,
         "path": str(output.path),
@@ -131,12 +139,13 @@ def plan_convert(
     merged_output_dir: PathLike | None = None,
     base_model: str | None = None,
     lora_alpha: float | None = None,
+    dtype: str = "keep",
     overwrite: bool = False,
 ) -> ConvertPlan:
     """Plan a conversion without writing anything; arguments as for ``convert_adapter``.
 
-    Raises UsageError when no output is asked for or the alpha is no positive number, and
-    ProblemsError with everything that stands in the way.
+    Raises UsageError when no output is asked for, the alpha is no positive number or the dtype is
+    unknown, and ProblemsError with everything that stands in the way.
     """
     wanted: dict[ServingLayout, PathLike | None] = {
         "expert": expert_output_dir,
@@ -155,10 +164,14 @@ def plan_convert(
         )
     if lora_alpha is not None and not is_number(lora_alpha):
         raise UsageError(f"lora_alpha is {lora_alpha}, not a positive number", "correct it")
+    if dtype not in ("keep", "bf16"):
+        raise UsageError(f"dtype {dtype!r} is neither keep nor bf16", "correct it")
     adapter, findings = scan_adapter(raw_dir)
     if adapter is None:
         raise ProblemsError(f"{raw_dir} can't be converted", findings)
-    findings += _apply_alpha(adapter, lora_alpha)
+    findings += apply_alpha(adapter, lora_alpha)
+    factors, folded = fold_patterns(adapter)
+    findings += folded
     findings += check_structure(adapter, serving=False)
     findings += _check_paths(adapter.path, paths, overwrite)
     base = base_model or adapter.base_model
@@ -168,7 +181,7 @@ def plan_convert(
     findings += _check_requests(adapter, paths)
     factor = 1.0
     if "merged" in paths and not has_errors(findings):
-        factor, refusals = _merged_factor(adapter)
+        factor, refusals = merged_factor(adapter)
         findings += refusals
     if has_errors(findings):
         raise ProblemsError(f"{raw_dir} can't be converted", findings)
@@ -177,24 +190,11 @@ def plan_convert(
         for layout in _SERVING
         if layout in paths
     ]
-    copies = _copies(adapter, outputs, factor)
+    runs = list(_runs(adapter, set(paths), factors, factor, dtype == "bf16"))
+    copies = _copies(adapter, outputs, runs)
+    findings += _rounded(adapter, runs)
     tensors_in = len(adapter.nonexpert) + sum(len(s.sources) for s in adapter.experts.values())
     return ConvertPlan(adapter, outputs, copies, tensors_in, findings, overwrite)
-
-
-def _apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]:
-    """Let an explicit alpha stand for the experts', and for a configuration that has none."""
-    if lora_alpha is None:
-        return
-    lora = (adapter.manifest or {}).get("lora")
-    lora = dict(lora) if isinstance(lora, dict) else {}
-    said = lora.get("alpha", adapter.config.get("lora_alpha"))
-    if is_number(said) and float(said) != float(lora_alpha):
-        found = f"alpha {lora_alpha:g} is used for the experts instead of {said:g}"
-        yield problem("KTB707", str(adapter.path), found)
-    adapter.manifest = {**(adapter.manifest or {}), "lora": {**lora, "alpha": float(lora_alpha)}}
-    if adapter.config.get("lora_alpha") is None:
-        adapter.config = {**adapter.config, "lora_alpha": float(lora_alpha)}
 
 
 def _check_paths(
@@ -213,34 +213,14 @@ def _check_paths(
 
 def _check_requests(adapter: Adapter, paths: Mapping[ServingLayout, Path]) -> Iterator[Problem]:
     halves = {"expert": adapter.experts, "non-expert": adapter.nonexpert}
-    for layout in paths:
-        for half, parts in halves.items():
-            if not parts and layout in (half.replace("-", ""), "merged"):
-                found = f"has no {half} LoRA for the {layout} output"
-                yield problem("KTB704", str(adapter.path), found)
-
-
-def _merged_factor(adapter: Adapter) -> tuple[float, list[Problem]]:
-    """By how much non-expert B must be scaled when the configuration has the experts' scale."""
-    where = str(adapter.path / CONFIG_FILE)
-    if not adapter.nonexpert or not adapter.experts:
-        return 1.0, []
-    rank, other = adapter.rank, adapter.nonexpert_rank
-    if rank != other:
-        found = f"experts have rank {rank}, everything else has rank {other}"
-        return 1.0, [problem("KTB702", where, found)]
-    alpha, own = Fraction(adapter.alpha), Fraction(adapter.nonexpert_alpha)
-    # (own / divisor) / (alpha / rank)
-    divisor = math.isqrt(rank) if adapter.config.get("use_rslora") else rank
-    ratio = own * rank / (alpha * divisor)
-    exact = is_power_of_two(ratio.numerator, ratio.denominator)
-    if adapter.config.get("use_rslora") and divisor * divisor != rank:
-        exact = False
-    if exact:
-        return float(ratio), []
-    scale = adapter.nonexpert_scale
-    found = f"experts are scaled by {adapter.alpha / rank:g}, everything else by {scale:g}"
-    return 1.0, [problem("KTB703", where, found, "a ratio that is a power of two")]
+    for half in (name for name, parts in halves.items() if not parts):
+        if half.replace("-", "") in paths:
+            found = f"has no {half} LoRA for the {half} output"
+            yield problem("KTB704", str(adapter.path), found)
+        if "merged" in paths:
+            found = f"has no {half} LoRA: the merged output is without it"
+            step = "nothing if none was trained"
+            yield problem("KTB704", str(adapter.path), found, severity="warning", next_step=step)
 
 
 def _config(adapter: Adapter, layout: Layout, base_model: str) -> dict[str, Any]:
@@ -271,63 +251,91 @@ def _config(adapter: Adapter, layout: Layout, base_model: str) -> dict[str, Any]
     return config
 
 
-class _Piece(NamedTuple):
-    """One tensor on its way: a byte range, and its key in each output that takes it."""
+class _Run(NamedTuple):
+    """Tensors of one shape that lie end to end, and what each output makes of them."""
 
     file: TensorFile
     start: int
     end: int
     dtype: str
-    shape: tuple[int, ...]
-    keys: dict[ServingLayout, str]
-    scaled: bool
+    written_dtype: str
+    shape: tuple[int, ...]  # of each tensor
+    keys: dict[ServingLayout, list[str]]
+    factors: dict[ServingLayout, float]  # where not 1.0
 
 
-def _pieces(adapter: Adapter) -> Iterator[_Piece]:
+def _runs(
+    adapter: Adapter,
+    layouts: Set[ServingLayout],
+    factors: Mapping[str, float],
+    merged_factor: float,
+    to_bf16: bool,
+) -> Iterator[_Run]:
+    """What the input holds for ``layouts``. ``factors`` scale B by module, in either directory."""
+
+    def run(part: Part, shape: tuple[int, ...], **more: Any) -> _Run:
+        entry = part.entry
+        written = "BF16" if to_bf16 else entry.dtype
+        return _Run(part.file, entry.start, entry.end, entry.dtype, written, shape, **more)
+
     for (layer, projection, half), stack in adapter.experts.items():
-        for expert, (file, start, end, dtype, shape) in stack.slices():
-            key = expert_key(layer, expert, projection, half)
-            keys: dict[ServingLayout, str] = {"expert": key, "merged": PEFT_PREFIX + key}
-            yield _Piece(file, start, end, dtype, shape, keys, False)
+        if layouts <= {"nonexpert"}:
+            continue
+        for part in stack.sources:
+            fused = part is stack.fused
+            shape = part.entry.shape[1:] if fused else part.entry.shape
+            numbers = range(stack.count) if fused else [part.key.expert]
+            names = [expert_key(layer, number, projection, half) for number in numbers]
+            keys: dict[ServingLayout, list[str]] = {"expert": names}
+            if "merged" in layouts:
+                keys["merged"] = [PEFT_PREFIX + name for name in names]
+            yield run(part, shape, keys=keys, factors={})
     for key, part in adapter.nonexpert.items():
-        entry: Entry = part.entry
-        keys = {"nonexpert": key, "merged": key}
-        scaled = part.key.half == "B"
-        yield _Piece(part.file, entry.start, entry.end, entry.dtype, entry.shape, keys, scaled)
+        scale = factors.get(part.key.module, 1.0) if part.key.half == "B" else 1.0
+        scales: dict[ServingLayout, float] = {"nonexpert": scale, "merged": scale}
+        if part.key.half == "B":
+            scales["merged"] *= merged_factor
+        names = [key]
+        keys = {"nonexpert": names, "merged": names}
+        yield run(part, part.entry.shape, keys=keys, factors=scales)
 
 
-def _copies(adapter: Adapter, outputs: list[Output], factor: float) -> list[Copy]:
+def _copies(adapter: Adapter, outputs: list[Output], runs: list[_Run]) -> list[Copy]:
     """Fill ``outputs`` and return the ranges, in the one order that suits every output.
 
     Wider dtypes come first, which keeps every tensor aligned; then the order of the input.
     """
     order = {id(file): number for number, file in enumerate(adapter.files)}
-    pieces = sorted(
-        _pieces(adapter), key=lambda p: (-DTYPE_BITS[p.dtype], order[id(p.file)], p.start)
-    )
+    runs.sort(key=lambda run: (-DTYPE_BITS[run.written_dtype], order[id(run.file)], run.start))
     copies: list[Copy] = []
-    for piece in pieces:
+    for run in runs:
         targets: list[int] = []
         factors: list[float] = []
         for number, output in enumerate(outputs):
-            key = piece.keys.get(output.layout)
-            if key is not None:
-                output.tensors.append((key, piece.dtype, piece.shape))
+            keys = run.keys.get(output.layout)
+            if keys is not None:
+                output.tensors += [(key, run.written_dtype, run.shape) for key in keys]
                 targets.append(number)
-                factors.append(factor if piece.scaled and output.layout == "merged" else 1.0)
+                factors.append(run.factors.get(output.layout, 1.0))
         if not targets:
             continue
-        copy = Copy(piece.file, piece.start, piece.end, piece.dtype, tuple(targets), tuple(factors))
+        copy = Copy(*run[:5], tuple(targets), tuple(factors))
         last = copies[-1] if copies else None
-        plain = set(copy.factors) == {1.0}
         if (
             last is not None
-            and plain
             and last.file is copy.file
             and last.end == copy.start
-            and (last.targets, last.factors) == (copy.targets, copy.factors)
+            and last[3:] == copy[3:]
         ):
             copies[-1] = last._replace(end=copy.end)
         else:
             copies.append(copy)
     return copies
+
+
+def _rounded(adapter: Adapter, runs: list[_Run]) -> Iterator[Problem]:
+    """Say what will be rounded."""
+    counts = Counter(run.dtype for run in runs if run.written_dtype != run.dtype)
+    for dtype, count in sorted(counts.items()):
+        found = f"has {count} tensors in {dtype}, which are rounded to BF16 as asked for"
+        yield problem("KTB304", str(adapter.path), found, next_step="nothing")

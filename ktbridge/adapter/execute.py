@@ -1,8 +1,9 @@
 """Carrying out a conversion plan: one pass over the input, every output whole or not at all.
 
-The kernel copies ranges from file to file (``sendfile``), while a thread per output reads back and
-hashes what was written; memory doesn't depend on the adapter's size. An output's manifest, with
-the hash, is written last; then everything is flushed and the directories are renamed into place.
+Each block is read once, written to every output that takes it, and hashed by a thread per output
+from the same memory; a ring of blocks bounds what is held, whatever the adapter's size. The disk is
+put to work while copying goes on. An output's manifest, with the hash, is written last; then the
+directories are renamed into place.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE
-from ktbridge.adapter.convert import ConvertPlan, Copy, Output, PathLike, describe, plan_convert
+from ktbridge.adapter.convert import ConvertPlan, Copy, Output, PathLike, describe
 from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json
 from ktbridge.adapter.publish import stage_adapter
-from ktbridge.adapter.values import scaled_exactly
+from ktbridge.adapter.values import scaled_exactly, to_bf16
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.publish import Staging
+from ktbridge.publish import Staging, start_writeback
 
 OnProgress = Callable[[int, int], None]
-_COPY_BYTES = 1 << 25  # a call; also how often progress is told
-_HASH_BYTES = 1 << 18  # small enough to stay in the cache between reading and hashing
+Buffer = memoryview | bytes
+_BLOCK = 1 << 19  # bytes: still in the cache when it is written and hashed
+_BLOCKS = 16  # how far copying may run ahead of hashing
+_TELL = 1 << 25  # bytes between two reports of progress, and between two nudges of the disk
 
 
 @dataclass(frozen=True)
@@ -61,38 +65,54 @@ def convert_adapter(
     expert_output_dir: PathLike | None = None,
     nonexpert_output_dir: PathLike | None = None,
     merged_output_dir: PathLike | None = None,
+    output_dir: PathLike | None = None,
+    to: str = "kt-split",
+    from_format: str = "auto",
     base_model: str | None = None,
     lora_alpha: float | None = None,
+    dtype: str = "keep",
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ConvertReport:
-    """Convert an adapter into any of the serving layouts, in one pass over it.
+    """Convert an adapter from any format that is read into any that is written, in one pass.
 
     ``raw_dir`` is usually a raw adapter; a merged directory (or KT's per-expert training output,
-    which looks the same) is split as well. ``base_model`` is what the configurations will name,
-    by default what the input names. ``lora_alpha`` is the alpha the experts were trained with, if
-    neither manifest nor configuration tells. Tensor bytes are the input's; modes follow the umask.
-    ``on_progress(done, total)`` counts bytes.
+    which looks the same) is split as well. ``from_format`` names the format of other tools'
+    adapters where "auto" can't tell (``ktbridge.adapter.dialects`` lists them), ``to`` the format
+    to write: "kt-split" goes to ``expert_output_dir`` and ``nonexpert_output_dir``, and beside them
+    to ``merged_output_dir``; "kt-merged", "raw", "peft-fused", "vllm", "sglang-3d" and "gguf" go to
+    ``output_dir``. ``base_model`` is what the configurations will name, by default what the input
+    names; where it is a directory with config.json, it also tells prefixes and sizes. ``lora_alpha``
+    is the alpha the experts were trained with, if neither manifest nor configuration tells.
+    ``dtype`` "bf16" rounds wider tensors to bfloat16, "keep" leaves their bytes as they are. Modes
+    follow the umask. ``on_progress(done, total)`` counts bytes.
 
-    Raises UsageError without outputs; ProblemsError with all that stands in the way, before
-    anything is written; KtbridgeError when writing fails. Whatever happens, an output directory is
-    complete or as it was before.
+    Raises UsageError for options that don't go together or a format that can't be told;
+    ProblemsError with all that stands in the way, before anything is written; KtbridgeError when
+    writing fails. Whatever happens, an output directory is complete or as it was before.
 
     Example::
 
         report = convert_adapter("raw", expert_output_dir="expert", nonexpert_output_dir="rest")
         print(report.tensors_in, [output["tensors"] for output in report.outputs])
+        convert_adapter("raw", to="peft-fused", output_dir="peft")
     """
-    plan = plan_convert(
+    from ktbridge.adapter.conversion import execute_conversion, plan_conversion
+
+    plan = plan_conversion(
         raw_dir,
         expert_output_dir=expert_output_dir,
         nonexpert_output_dir=nonexpert_output_dir,
         merged_output_dir=merged_output_dir,
+        output_dir=output_dir,
+        to=to,
+        from_format=from_format,
         base_model=base_model,
         lora_alpha=lora_alpha,
+        dtype=dtype,
         overwrite=overwrite,
     )
-    return execute_plan(plan, on_progress)
+    return execute_conversion(plan, on_progress)
 
 
 def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> ConvertReport:
@@ -122,56 +142,41 @@ def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> Co
 
 
 class _Sink:
-    """One output's weight file: grows at its end, and a thread of its own hashes behind."""
+    """One output's weight file: grows at its end, and a thread of its own hashes what it gets."""
 
     def __init__(self, staging: Staging, output: Output) -> None:
         self.staging = staging
         self.output = output
-        self._pool = ThreadPoolExecutor(1)
+        self._hasher = ThreadPoolExecutor(1)
         self._digest = hashlib.sha256()
         self._file = os.open(
-            staging.path / MODEL_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
+            staging.path / MODEL_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
         )
-        self._size = 0
-        self._jobs: list[Future[None]] = []
-        self.append(output.header())
+        self._size = self._started = 0
+        self._last = self.append(output.header())
 
-    def append(self, data: bytes) -> None:
-        """Write bytes that are in memory."""
+    def append(self, data: Buffer) -> Future[None]:
+        """Write a block; the future is done when its memory may be used again."""
+        self._last = self._hasher.submit(self._digest.update, data)
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._file, rest) :]
-        self._grown(len(data))
-
-    def append_range(self, source: int, start: int, end: int) -> None:
-        """Let the kernel copy the bytes ``start:end`` of the file descriptor ``source``."""
-        position = start
-        while position < end:
-            count = os.sendfile(self._file, source, position, end - position)
-            if count == 0:
-                raise _Shrunk
-            position += count
-        self._grown(end - start)
-
-    def _grown(self, count: int) -> None:
-        self._jobs.append(self._pool.submit(self._hash, self._size, self._size + count))
-        self._size += count
-
-    def _hash(self, start: int, end: int) -> None:
-        for position in range(start, end, _HASH_BYTES):
-            data = os.pread(self._file, min(_HASH_BYTES, end - position), position)
-            self._digest.update(data)
+        self._size += len(data)
+        if self._size - self._started >= _TELL:
+            start_writeback(self._file, self._started, self._size - self._started)
+            self._started = self._size
+        return self._last
 
     def flush(self) -> None:
-        """Start flushing the weights to disk, behind the last hash."""
-        self._jobs.append(self._pool.submit(os.fsync, self._file))
+        """Wait until the weights are on the disk, and write the configuration."""
+        os.fsync(self._file)
+        self.config = dump_json(self.output.config)
+        self.staging.write_bytes(CONFIG_FILE, self.config)
 
     def finish(self) -> None:
-        """With the weights flushed, write configuration and, last, the manifest."""
-        for job in self._jobs:
-            job.result()
-        config = dump_json(self.output.config)
-        self.staging.write_bytes(CONFIG_FILE, config)
+        """With all else flushed and hashed, write the manifest."""
+        self._last.result()
+        config = {"size": len(self.config), "sha256": hashlib.sha256(self.config).hexdigest()}
         manifest = build_manifest(
             base_model=self.output.config["base_model_name_or_path"],
             rank=self.output.config["r"],
@@ -179,18 +184,14 @@ class _Sink:
             layout=self.output.layout,
             artifacts={
                 MODEL_FILE: {"size": self._size, "sha256": self._digest.hexdigest()},
-                CONFIG_FILE: {"size": len(config), "sha256": hashlib.sha256(config).hexdigest()},
+                CONFIG_FILE: config,
             },
         )
         self.staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._hasher.shutdown(wait=True, cancel_futures=True)
         os.close(self._file)
-
-
-class _Shrunk(Exception):
-    """The input became shorter than its header says."""
 
 
 def _write(plan: ConvertPlan, on_progress: OnProgress | None, finished: list[str]) -> None:
@@ -201,21 +202,7 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, finished: list[str
             staging = stack.enter_context(stage_adapter(output.path, overwrite=plan.overwrite))
             sinks.append(_Sink(staging, output))
             stack.callback(sinks[-1].close)
-        done = 0
-        for copy in plan.copies:
-            with open(copy.file.path, "rb", buffering=0) as file:
-                for start in range(copy.start, copy.end, _step(copy)):
-                    end = min(start + _step(copy), copy.end)
-                    try:
-                        _copy(copy, file.fileno(), start, end, sinks)
-                    except _Shrunk:
-                        raise KtbridgeError(
-                            f"{copy.file.path} became shorter while it was being read",
-                            "wait until nothing writes to it, then run again",
-                        ) from None
-                    done += end - start
-                    if on_progress is not None:
-                        on_progress(done, plan.bytes_in)
+        _copy_all(plan, sinks, on_progress)
         for sink in sinks:
             sink.flush()
         for sink in sinks:
@@ -225,24 +212,62 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, finished: list[str
             finished.append(str(sink.output.path))
 
 
-def _step(copy: Copy) -> int:
-    """A scaled range is one tensor and is taken whole; others go in pieces."""
-    return _COPY_BYTES if set(copy.factors) == {1.0} else max(1, copy.end - copy.start)
+def _copy_all(plan: ConvertPlan, sinks: list[_Sink], on_progress: OnProgress | None) -> None:
+    ring = [memoryview(bytearray(_BLOCK)) for _ in range(_BLOCKS)]
+    busy: list[list[Future[None]]] = [[] for _ in ring]
+    done = told = turn = 0
+    with ExitStack() as stack:
+        files: dict[Path, BinaryIO] = {}
+        for copy in plan.copies:
+            path = copy.file.path
+            if path not in files:
+                files[path] = stack.enter_context(open(path, "rb", buffering=0))
+            for start in range(copy.start, copy.end, _BLOCK):
+                for job in busy[turn]:
+                    job.result()
+                block = ring[turn][: min(_BLOCK, copy.end - start)]
+                _read(files[path], path, block, start)
+                busy[turn] = [
+                    sinks[target].append(_changed(copy, block, factor))
+                    for target, factor in zip(copy.targets, copy.factors, strict=True)
+                ]
+                turn = (turn + 1) % _BLOCKS
+                done += len(block)
+                if on_progress is not None and (done - told >= _TELL or done == plan.bytes_in):
+                    on_progress(done, plan.bytes_in)
+                    told = done
 
 
-def _copy(copy: Copy, source: int, start: int, end: int, sinks: list[_Sink]) -> None:
-    for target, factor in zip(copy.targets, copy.factors, strict=True):
-        if factor == 1.0:
-            sinks[target].append_range(source, start, end)
-            continue
-        data = os.pread(source, end - start, start)
-        if len(data) != end - start:
-            raise _Shrunk
-        scaled = scaled_exactly(memoryview(data), copy.dtype, factor)
+def _read(file: BinaryIO, path: Path, block: memoryview, start: int) -> None:
+    """Fill ``block`` from byte ``start`` on."""
+    filled = 0
+    while filled < len(block):
+        count = os.preadv(file.fileno(), [block[filled:]], start + filled)
+        if count == 0:
+            raise KtbridgeError(
+                f"{path} became shorter while it was being read",
+                "wait until nothing writes to it, then run again",
+            )
+        filled += count
+
+
+def _changed(copy: Copy, block: memoryview, factor: float) -> Buffer:
+    """What an output gets of ``block``: rounded and scaled where the plan says so."""
+    data: Buffer = block
+    if copy.written_dtype != copy.dtype:
+        rounded = to_bf16(block, copy.dtype)
+        if rounded is None:
+            raise KtbridgeError(
+                f"{copy.file.path} has finite values beyond bfloat16's range", "use --dtype keep"
+            )
+        data = rounded
+    if factor != 1.0:
+        scaled = scaled_exactly(memoryview(data), copy.written_dtype, factor)
         if scaled is None:
             raise KtbridgeError(
                 f"{copy.file.path} has non-expert values that can't be scaled by {factor:g} "
-                f"in {copy.dtype} without rounding",
+                f"in {copy.written_dtype} without rounding",
                 "write the split layout: --expert-output-dir and --nonexpert-output-dir",
             )
-        sinks[target].append(scaled)
+        data = scaled
+    return data

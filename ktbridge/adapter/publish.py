@@ -12,7 +12,7 @@ from ktbridge.publish import Staging
 _OURS = re.compile(
     r"adapter_config\.json|kt_adapter_manifest\.json"
     r"|(?:adapter_model|fused_expert_lora)(?:-\d+-of-\d+)?\.safetensors"
-    r"|adapter_model\.safetensors\.index\.json"
+    r"|adapter_model\.safetensors\.index\.json|adapter_model\.gguf"
     r"|trainer_log\.jsonl|training_loss\.png"
 )
 

@@ -7,24 +7,25 @@ is all zero and whether it is finite.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # numpy is imported where values are looked at: most conversions look at none
+    import numpy as np
+    from numpy.typing import NDArray
 
 _CHUNK = 1 << 24
 
 
 class _Format(NamedTuple):
-    integer: Any
+    integer: str
     magnitude: int  # every bit but the sign
     infinity: int  # bit pattern of +inf: whatever is not below is infinite or NaN
 
 
 _FORMATS = {
-    "BF16": _Format(np.uint16, 0x7FFF, 0x7F80),
-    "F16": _Format(np.uint16, 0x7FFF, 0x7C00),
-    "F32": _Format(np.uint32, 0x7FFFFFFF, 0x7F800000),
+    "BF16": _Format("u2", 0x7FFF, 0x7F80),
+    "F16": _Format("u2", 0x7FFF, 0x7C00),
+    "F32": _Format("u4", 0x7FFFFFFF, 0x7F800000),
 }
 
 
@@ -38,6 +39,8 @@ class Scan(NamedTuple):
 
 def scan_values(data: memoryview, dtype: str, count: int) -> Scan:
     """Scan ``count`` equally long tensors of ``dtype`` (BF16, F16, F32) that lie end to end."""
+    import numpy as np
+
     layout = _FORMATS[dtype]
     table = np.frombuffer(data, layout.integer).reshape(count, -1)
     zero, bad = np.ones(count, bool), np.zeros(count, bool)
@@ -61,9 +64,29 @@ def scan_values(data: memoryview, dtype: str, count: int) -> Scan:
 
 def as_float32(data: memoryview | bytes | bytearray, dtype: str) -> NDArray[np.float32]:
     """The values of a BF16, F16 or F32 buffer as a flat float32 array (exact)."""
+    import numpy as np
+
     if dtype == "BF16":
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(data, np.float16 if dtype == "F16" else np.float32).astype(np.float32)
+
+
+def to_bf16(data: memoryview, dtype: str) -> bytes | None:
+    """F32 or F16 values rounded to the nearest bfloat16, ties to even (IEEE 754).
+
+    None if a finite value would become infinite. NaN stays NaN.
+    """
+    import numpy as np
+
+    values = as_float32(data, dtype)
+    bits = values.view(np.uint32)
+    # Half of the last kept place, less one where that place is even already.
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    nan = np.isnan(values)
+    rounded[nan] = (bits[nan] >> 16) | 0x40
+    if np.any(np.isfinite(values) & ((rounded & 0x7FFF) == 0x7F80)):
+        return None
+    return bytes(rounded.tobytes())
 
 
 def scaled_exactly(data: memoryview, dtype: str, factor: float) -> bytes | None:
@@ -71,6 +94,8 @@ def scaled_exactly(data: memoryview, dtype: str, factor: float) -> bytes | None:
 
     Meant for powers of two, which only move the exponent.
     """
+    import numpy as np
+
     values = as_float32(data, dtype)
     with np.errstate(all="ignore"):
         product = values * np.float32(factor)

@@ -179,13 +179,17 @@ def test_either_half_alone(make_raw: Make, tmp_path: Path) -> None:
     assert validate_adapter([tmp_path / "e", tmp_path / "n"]).problems == []
     for raw, kwargs in (
         (only_experts, {"nonexpert_output_dir": tmp_path / "x"}),
-        (only_experts, {"merged_output_dir": tmp_path / "x"}),
-        (only_rest, {"expert_output_dir": tmp_path / "x"}),
+        (only_rest, {"expert_output_dir": tmp_path / "x", "merged_output_dir": tmp_path / "m"}),
     ):
         with pytest.raises(ProblemsError) as caught:
             convert_adapter(raw, **kwargs)
         assert codes(caught) == {"KTB704"}
     assert not (tmp_path / "x").exists()
+    for raw in (only_experts, only_rest):  # one directory with what there is, and a warning
+        report = convert_adapter(raw, merged_output_dir=tmp_path / "m", overwrite=True)
+        said = {(finding.code, finding.severity) for finding in report.findings}
+        assert ("KTB704", "warning") in said
+        assert validate_adapter([tmp_path / "m"]).problems == []
 
 
 def test_per_expert_training_output_and_shards(make_raw: Make, tmp_path: Path) -> None:
@@ -210,6 +214,13 @@ def test_per_expert_training_output_and_shards(make_raw: Make, tmp_path: Path) -
     write_tensor_file(per_expert / "adapter_model-00001-of-00002.safetensors", tensors[:half])
     write_tensor_file(per_expert / "adapter_model-00002-of-00002.safetensors", tensors[half:])
     assert "KTB214" in {p.code for p in validate_adapter([per_expert]).problems}
+    config = config_of(per_expert)
+    (per_expert / "adapter_config.json").write_text(json.dumps({**config, "use_rslora": True}))
+    plan = plan_convert(per_expert, merged_output_dir=tmp_path / "rs")
+    assert ("KTB107", "warning") in {(p.code, p.severity) for p in plan.findings}
+    assert plan.outputs[0].config["lora_alpha"] == 8  # experts at 8/4; B of the rest by sqrt(4)
+    assert {factor for copy in plan.copies for factor in copy.factors} == {1.0, 2.0}
+    (per_expert / "adapter_config.json").write_text(json.dumps(config))
     convert_adapter(per_expert, merged_output_dir=tmp_path / "again")
     assert digests(tmp_path / "again") == digests(tmp_path / "m")
     (per_expert / "adapter_model-00002-of-00002.safetensors").unlink()
@@ -269,6 +280,74 @@ def test_rslora_folds_into_alpha_of_the_nonexpert_directory(make_raw: Make, tmp_
     assert codes(caught) == {"KTB703"}
 
 
+def test_alpha_pattern_folds_into_b_where_that_is_exact(make_raw: Make, tmp_path: Path) -> None:
+    patterns = {"layers.1.self_attn.q_proj": 32, "q_proj": 16, "v_proj": 8, "proj": 3}
+    raw = make_raw(alpha_pattern=patterns, rank_pattern={"o_proj": 4})
+    report = convert_adapter(
+        raw, nonexpert_output_dir=tmp_path / "n", merged_output_dir=tmp_path / "m"
+    )
+    assert [p.severity for p in report.findings if p.code == "KTB109"] == ["info"]
+    source = read_adapter(raw)
+    for directory in (tmp_path / "n", tmp_path / "m"):
+        assert config_of(directory)["lora_alpha"] == 8
+        assert not config_of(directory).get("alpha_pattern")
+        served = read_adapter(directory)
+        for key in source.nonexpert_keys():
+            factor = 1.0
+            if "q_proj.lora_B" in key:
+                factor = 4.0 if "layers.1." in key else 2.0
+            expected = as_float(source.nonexpert_tensor(key)) * factor
+            np.testing.assert_array_equal(as_float(served.nonexpert_tensor(key)), expected)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_dtype_bf16_rounds_once_to_nearest_even(
+    make_raw: Make, tmp_path: Path, dtype: str, experts: Any, nonexperts: Any
+) -> None:
+    kind = np.float32 if dtype == "F32" else np.float16
+    rng = np.random.default_rng(5)
+
+    def widen(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        wide = {}
+        for name, tensor in tensors.items():
+            values = rng.normal(size=tensor.shape).astype(kind)
+            # Two ties, one to round up and one down, and a subnormal of half precision.
+            values.ravel()[:3] = [1 + 2**-8, 1 + 3 * 2**-8, 2.0**-24]
+            wide[name] = Tensor(name, dtype, tensor.shape, values.tobytes())
+        return wide
+
+    raw = make_raw(expert=widen(experts()), nonexpert=widen(nonexperts()), alpha=4.0)
+    report = convert_adapter(raw, merged_output_dir=tmp_path / "m", dtype="bf16")
+    assert any(f"in {dtype}" in p.found and p.code == "KTB304" for p in report.findings)
+    convert_adapter(raw, merged_output_dir=tmp_path / "kept", dtype="keep")
+    import torch
+
+    source, rounded = read_adapter(tmp_path / "kept"), read_adapter(tmp_path / "m")
+    names = [n for file in source.files for n in file.entries]
+    assert set(names) == {n for file in rounded.files for n in file.entries}
+    for name in names:
+        one, other = source.files[0].tensor(name), rounded.files[0].tensor(name)
+        assert (one.dtype, other.dtype) == (dtype, "BF16")
+        wide = torch.frombuffer(bytearray(one.data), dtype=getattr(torch, kind.__name__))
+        expected = wide.to(torch.bfloat16).view(torch.int16).numpy()
+        np.testing.assert_array_equal(np.frombuffer(other.data, np.int16), expected)
+
+
+def test_dtype_bf16_refuses_what_would_overflow(
+    make_raw: Make, tmp_path: Path, nonexperts: Any
+) -> None:
+    tensors = {}
+    for name, tensor in nonexperts().items():
+        values = np.full(tensor.shape, np.finfo(np.float32).max)
+        tensors[name] = Tensor(name, "F32", tensor.shape, values.tobytes())
+    raw = make_raw(expert={}, nonexpert=tensors)
+    with pytest.raises(KtbridgeError, match="beyond bfloat16's range"):
+        convert_adapter(raw, nonexpert_output_dir=tmp_path / "n", dtype="bf16")
+    with pytest.raises(UsageError):
+        convert_adapter(raw, nonexpert_output_dir=tmp_path / "n", dtype="fp8")
+    assert sorted(os.listdir(tmp_path)) == ["raw"]
+
+
 def test_explicit_alpha(make_raw: Make, tmp_path: Path) -> None:
     raw = make_raw()
     (raw / "kt_adapter_manifest.json").unlink()
@@ -287,7 +366,9 @@ def test_explicit_alpha(make_raw: Make, tmp_path: Path) -> None:
     ("config", "code"),
     [
         ({"rank_pattern": {"q_proj": 8}}, "KTB108"),
-        ({"alpha_pattern": {"q_proj": 8}}, "KTB109"),
+        ({"alpha_pattern": {"q_proj": 12}}, "KTB109"),
+        ({"alpha_pattern": {"q_.*": 16}}, "KTB109"),
+        ({"alpha_pattern": ["q_proj"]}, "KTB109"),
         ({"use_dora": True}, "KTB110"),
         ({"bias": "all"}, "KTB111"),
         ({"lora_bias": True}, "KTB111"),

@@ -1,0 +1,119 @@
+"""What a LoRA's scale becomes on the way from training to one number an engine reads.
+
+Training may scale modules differently: KT's experts by their own alpha/r, everything else by
+PEFT's alpha/r, by alpha/sqrt(r) under rsLoRA, by another alpha where alpha_pattern says so. Engines
+know one alpha/r for a directory. A ratio between the two goes into B, which is exact where it is a
+power of two (only the exponent moves) and is refused elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number
+from ktbridge.adapter.rules import problem
+from ktbridge.adapter.values import is_power_of_two
+from ktbridge.errors import Problem
+
+# A name or a dotted path. PEFT takes any regular expression; what isn't plain is refused.
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+
+
+def apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]:
+    """Let an explicit alpha stand for the experts', and for a configuration that has none.
+
+    Without one, per-expert tensors under rsLoRA are in doubt: KT trains experts at alpha/r all the
+    same, PEFT's own training doesn't, and only KT's manifest tells them apart.
+    """
+    if lora_alpha is None:
+        per_expert = any(stack.parts for stack in adapter.experts.values())
+        if per_expert and adapter.config.get("use_rslora") and adapter.manifest is None:
+            where = str(adapter.path / CONFIG_FILE)
+            found = "use_rslora is true: experts are taken as KT trains them, at alpha/r"
+            step = "if PEFT trained them, pass --lora-alpha with lora_alpha times the root of r"
+            yield problem("KTB107", where, found, severity="warning", next_step=step)
+        return
+    lora = (adapter.manifest or {}).get("lora")
+    lora = dict(lora) if isinstance(lora, dict) else {}
+    said = lora.get("alpha", adapter.config.get("lora_alpha"))
+    if is_number(said) and float(said) != float(lora_alpha):
+        found = f"alpha {lora_alpha:g} is used for the experts instead of {said:g}"
+        yield problem("KTB707", str(adapter.path), found)
+    adapter.manifest = {**(adapter.manifest or {}), "lora": {**lora, "alpha": float(lora_alpha)}}
+    if adapter.config.get("lora_alpha") is None:
+        adapter.config = {**adapter.config, "lora_alpha": float(lora_alpha)}
+
+
+def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
+    """Factors for B by module that stand for alpha_pattern, and what must be said of it.
+
+    A pattern that changes nothing is dropped; another rank is always refused. The adapter's
+    configuration loses both patterns, as they are dealt with here.
+    """
+    config, where = adapter.config, str(adapter.path / CONFIG_FILE)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    factors: dict[str, float] = {}
+    findings: list[Problem] = []
+    experts = [part for stack in adapter.experts.values() for part in stack.parts.values()]
+    parts = [*adapter.nonexpert.values(), *experts]
+    for module in sorted({part.key.module for part in parts}):
+        own = _matching(config.get("rank_pattern"), module, rank)
+        if own != rank:
+            findings.append(problem("KTB108", where, f"gives {module} rank {own}", f"r, {rank}"))
+            break
+    for module in sorted({part.key.module for part in parts}):
+        own = _matching(config.get("alpha_pattern"), module, alpha)
+        if own == alpha or not is_number(alpha):
+            continue
+        ratio = Fraction(own) / Fraction(alpha) if is_number(own) else Fraction(0)
+        found = f"gives {module} alpha {own}"
+        if not ratio or not is_power_of_two(ratio.numerator, ratio.denominator):
+            expected = f"lora_alpha, {alpha:g}, times a power of two"
+            findings.append(problem("KTB109", where, found, expected))
+            break
+        if any(part.key.module == module for part in experts):
+            findings.append(problem("KTB109", where, found, "one alpha for routed experts"))
+            break
+        factors[module] = float(ratio)
+    else:
+        if factors:
+            step = f"nothing: it is folded into B of {len(factors)} modules, exactly"
+            found = "alpha_pattern is set"
+            findings.append(problem("KTB109", where, found, severity="info", next_step=step))
+    done = [n for n in ("rank_pattern", "alpha_pattern") if isinstance(config.get(n), dict)]
+    adapter.config = {name: value for name, value in config.items() if name not in done}
+    return factors, findings
+
+
+def merged_factor(adapter: Adapter) -> tuple[float, list[Problem]]:
+    """By how much non-expert B must be scaled when the configuration has the experts' scale."""
+    where = str(adapter.path / CONFIG_FILE)
+    if not adapter.nonexpert or not adapter.experts:
+        return 1.0, []
+    rank, other = adapter.rank, adapter.nonexpert_rank
+    if rank != other:
+        found = f"experts have rank {rank}, everything else has rank {other}"
+        return 1.0, [problem("KTB702", where, found)]
+    divisor = math.isqrt(rank) if adapter.config.get("use_rslora") else rank
+    # (own / divisor) / (alpha / rank)
+    ratio = Fraction(adapter.nonexpert_alpha) * rank / (Fraction(adapter.alpha) * divisor)
+    rounded = adapter.config.get("use_rslora") and divisor * divisor != rank
+    if not rounded and is_power_of_two(ratio.numerator, ratio.denominator):
+        return float(ratio), []
+    scale = adapter.nonexpert_scale
+    found = f"experts are scaled by {adapter.alpha / rank:g}, everything else by {scale:g}"
+    return 1.0, [problem("KTB703", where, found, "a ratio that is a power of two")]
+
+
+def _matching(patterns: Any, module: str, default: Any) -> Any:
+    """What ``patterns`` give a module: PEFT takes the first that its path ends with."""
+    for name, value in patterns.items() if isinstance(patterns, dict) else ():
+        if not _PLAIN.fullmatch(name):
+            return f"by the expression {name!r}"
+        if module == name or module.endswith(f".{name}"):
+            return value
+    return default
