@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -210,6 +211,11 @@ def is_number(value: Any) -> TypeGuard[float]:
     """Whether a JSON value is a finite, positive number."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     return plain and math.isfinite(value) and value > 0
+
+
+def last_part(name: str) -> str:
+    """What two spellings of one model share: the last part of a path or Hub id."""
+    return os.path.basename(os.path.normpath(name)).casefold()
 
 
 def expert_slots(layer: int) -> Iterator[tuple[int, str, str]]:

@@ -1,43 +1,38 @@
 """Checks of an adapter against its base model, of which config.json is enough.
 
 What a loader would drop without a word (an extra layer) or fill with zeros (a missing one) is an
-error here. Only sizes that the architecture fixes are compared: the residual width H on the side
-of a module that reads or writes it, E for the router, I for routed experts.
+error here.
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.check_inventory import chose_layers, many
+from ktbridge.adapter.adapter import Adapter, Part, last_part
+from ktbridge.adapter.check_inventory import by_shape, chose_layers, many
+from ktbridge.adapter.check_shapes import linear_sizes
 from ktbridge.adapter.rules import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, Severity
 from ktbridge.model import ModelConfig
 
-_READS_H = {
-    "self_attn": {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"},
-    "linear_attn": {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz"},
-    "mlp": {"gate", "shared_expert_gate", "gate_proj", "up_proj"},
-    "mlp.shared_expert": {"gate_proj", "up_proj"},
-    "mlp.shared_experts": {"gate_proj", "up_proj"},
-}
-_WRITES_H = {
-    "self_attn": {"o_proj"},
-    "linear_attn": {"out_proj"},
-    "mlp": {"down_proj"},
-    "mlp.shared_expert": {"down_proj"},
-    "mlp.shared_experts": {"down_proj"},
-}
 _SPARSE_ONLY = {"mlp.gate", "mlp.shared_expert_gate"}
+_DENSE_ONLY = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 
 
-def check_base(adapter: Adapter, base: ModelConfig, base_name: str) -> Iterator[Problem]:
-    """Every way in which the adapter and the base model's architecture don't fit."""
+def check_base(
+    adapter: Adapter, base: ModelConfig, base_name: str, for_engine: bool = False
+) -> Iterator[Problem]:
+    """Every way in which the adapter and the base model's architecture don't fit.
+
+    A module that SGLang-KT can't apply is an error if that is what will serve (``for_engine``), and
+    a warning else, because other engines apply it.
+    """
     named = adapter.base_model
-    if named and last_part(named) != last_part(base_name):
+    if named and last_part(named) not in (
+        last_part(base_name),
+        base.path.resolve().name.casefold(),
+    ):
         yield problem("KTB601", str(adapter.path), f"names the base model {named!r}", base_name)
     if base.family is None:
         yield problem(
@@ -45,12 +40,7 @@ def check_base(adapter: Adapter, base: ModelConfig, base_name: str) -> Iterator[
         )
     if adapter.experts:
         yield from _experts(adapter, base)
-    yield from _nonexperts(adapter, base)
-
-
-def last_part(name: str) -> str:
-    """What two spellings of one model share: the last part of a path or Hub id."""
-    return os.path.basename(os.path.normpath(name)).casefold()
+    yield from _nonexperts(adapter, base, "error" if for_engine else "warning")
 
 
 def _experts(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
@@ -59,13 +49,18 @@ def _experts(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
         yield problem("KTB609", str(base.path), "has no routed experts", "a MoE model")
         return
     have, need = set(adapter.expert_layers()), set(base.moe_layers)
+    draft = {layer for layer in have - need if layer in _draft_layers(base)}
+    if draft:
+        found = f"has experts in layers {_numbers(draft)}, which are for drafting (MTP)"
+        yield problem("KTB207", where, found, f"{len(need)} MoE layers")
+        have -= draft
     if have != need:
-        parts = []
+        texts = []
         if need - have:
-            parts.append(f"lacks layers {_numbers(need - have)}")
+            texts.append(f"lacks layers {_numbers(need - have)}")
         if have - need:
-            parts.append(f"has layers {_numbers(have - need)}, where the base has no experts")
-        yield problem("KTB603", where, " and ".join(parts), f"{len(need)} MoE layers")
+            texts.append(f"has layers {_numbers(have - need)}, where the base has no experts")
+        yield problem("KTB603", where, " and ".join(texts), f"{len(need)} MoE layers")
     if adapter.num_experts() != base.num_experts:
         yield problem(
             "KTB604", where, f"{adapter.num_experts()} experts a layer", f"{base.num_experts}"
@@ -74,63 +69,76 @@ def _experts(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
     hidden, inner = base.hidden_size, base.intermediate_size
     for (_, projection, half), stack in adapter.experts.items():
         size = hidden if (projection == "down") == (half == "B") else inner
-        for part in stack.sources:
-            shape = part.entry.shape[1:] if stack.fused is not None else part.entry.shape
-            if len(shape) == 2 and shape[1 if half == "A" else 0] != size:
-                wrong.append(part)
+        for shape, parts in by_shape(stack).items():
+            matrix = shape[1:] if stack.fused is not None else shape
+            if len(matrix) == 2 and matrix[1 if half == "A" else 0] != size:
+                wrong += parts
     yield from many("KTB605", wrong, "doesn't fit the experts", f"H = {hidden}, I = {inner}")
 
 
-def _nonexperts(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
-    beyond, narrow, unserved = [], [], []
+def _draft_layers(base: ModelConfig) -> range:
+    """Layers beyond the decoder's own, where DeepSeek and GLM keep what drafts (MTP)."""
+    count = base.text.get("num_nextn_predict_layers")
+    return range(base.num_layers, base.num_layers + (count if type(count) is int else 0))
+
+
+def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Iterator[Problem]:
+    sizes, drafting = linear_sizes(base), _draft_layers(base)
+    known = base.family.nonexpert_targets if base.family else ()
+    beyond: list[Part] = []
+    draft: list[Part] = []
+    unserved: list[Part] = []
+    narrow: dict[str, list[Part]] = defaultdict(list)
     layers: dict[str, set[int]] = defaultdict(set)
     for part in adapter.nonexpert.values():
         key = part.key
         if key.layer < 0 or key.is_vision or key.is_draft:
             continue
         if key.layer >= base.num_layers:
-            beyond.append(part)
+            (draft if key.layer in drafting else beyond).append(part)
             continue
-        suffix = key.module.rpartition(f"layers.{key.layer}.")[2]
-        layers[suffix].add(key.layer)
-        if len(part.entry.shape) == 2 and _misfits(part, suffix, base):
-            narrow.append(part)
-        known = base.family.nonexpert_targets if base.family else ()
-        if known and suffix not in known:
+        layers[key.suffix].add(key.layer)
+        reads, writes = sizes.get(key.suffix, (None, None))
+        shape = part.entry.shape
+        side, size = (1, reads) if key.half == "A" else (0, writes)
+        if size is not None and len(shape) == 2 and shape[side] != size:
+            narrow[f"{'in' if side else 'out'} = {size}"].append(part)
+        if known and key.suffix not in known:
             unserved.append(part)
     yield from many("KTB606", beyond, "is beyond the last layer", f"{base.num_layers} layers")
-    yield from many("KTB605", narrow, "doesn't fit the base model", f"H = {base.hidden_size}")
-    yield from many("KTB608", unserved, "is not applied by SGLang-KT for this family")
-    if base.family is None or chose_layers(adapter):
+    yield from many(
+        "KTB207", draft, "is for a layer that drafts (MTP)", f"{base.num_layers} layers"
+    )
+    for expected, parts in narrow.items():
+        yield from many("KTB605", parts, f"has shape {list(parts[0].entry.shape)}", expected)
+    found = "is not applied by SGLang-KT for this family"
+    yield from many("KTB608", unserved, found, severity=unapplied)
+    if base.family is None:
         return
     for suffix, present in sorted(layers.items()):
-        absent = _expected_layers(suffix, base) - present
-        if absent:
-            where = f"{adapter.path}: {suffix}"
-            yield problem("KTB607", where, f"has no LoRA in layers {_numbers(absent)}")
+        expected_layers = _expected_layers(suffix, base)
+        where = f"{adapter.path}: {suffix}"
+        if expected_layers is None:
+            continue
+        if present - expected_layers:
+            found = f"has LoRA in layers {_numbers(present - expected_layers)}"
+            yield problem("KTB610", where, found, "layers that have such a module")
+        if expected_layers - present and not chose_layers(adapter):
+            found = f"has no LoRA in layers {_numbers(expected_layers - present)}"
+            yield problem("KTB607", where, found)
 
 
-def _misfits(part: Part, suffix: str, base: ModelConfig) -> bool:
-    owner, _, leaf = suffix.rpartition(".")
-    rows, columns = part.entry.shape
-    if part.key.half == "A":
-        return leaf in _READS_H.get(owner, ()) and columns != base.hidden_size
-    if suffix == "mlp.gate":
-        return rows != base.num_experts
-    return leaf in _WRITES_H.get(owner, ()) and rows != base.hidden_size
-
-
-def _expected_layers(suffix: str, base: ModelConfig) -> set[int]:
-    """The layers that have a module, as far as the architecture tells; else none."""
+def _expected_layers(suffix: str, base: ModelConfig) -> set[int] | None:
+    """The layers that have a module, as far as the architecture tells; None where it doesn't."""
     moe, every = set(base.moe_layers), set(range(base.num_layers))
     if suffix in _SPARSE_ONLY or suffix.startswith("mlp.shared_expert"):
         return moe
-    if suffix.startswith("mlp."):
+    if suffix in _DENSE_ONLY:
         return every - moe
     linear = {i for i, kind in enumerate(base.layer_types or ()) if "linear" in kind}
     if suffix.startswith("linear_attn."):
         return linear
-    return every - linear if suffix.startswith("self_attn.") else set()
+    return every - linear if suffix.startswith("self_attn.") else None
 
 
 def _numbers(layers: Iterable[int]) -> str:

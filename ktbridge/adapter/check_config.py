@@ -7,9 +7,9 @@ what conversion folds away (rsLoRA, a second alpha, a regular expression as targ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number, last_part
+from ktbridge.adapter.check_foreign import is_foreign
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import Problem
@@ -32,6 +32,9 @@ _UNREAD = (
     ("monteclora_config", "KTB115"),
     ("kasa_config", "KTB115"),
 )
+# With these PEFT describes fused expert LoRA, which has a rule of its own.
+_DESCRIBES_FUSED = {"rank_pattern", "alpha_pattern", "target_parameters"}
+_WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 # Initialisations that subtract their start from the base weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Names under which training may target routed experts: their LoRA is in the expert half.
@@ -42,7 +45,7 @@ def check_config(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     """Every finding about one directory's configuration and manifest."""
     where = str(adapter.path / CONFIG_FILE)
     yield from _basics(adapter, where)
-    yield from _unread(adapter.config, where)
+    yield from _unread(adapter, where)
     yield from _manifest_agrees(adapter, serving)
     if adapter.base_model is None:
         yield problem("KTB116", where, "names no base model")
@@ -69,9 +72,11 @@ def _basics(adapter: Adapter, where: str) -> Iterator[Problem]:
         yield problem("KTB103", where, f"lora_alpha is {alpha!r}", "a positive number")
 
 
-def _unread(config: dict[str, Any], where: str) -> Iterator[Problem]:
+def _unread(adapter: Adapter, where: str) -> Iterator[Problem]:
+    config = adapter.config
+    skipped = _DESCRIBES_FUSED if is_foreign(adapter) else ()
     for name, code in _UNREAD:
-        if config.get(name):
+        if config.get(name) and name not in skipped:
             yield problem(code, where, f"{name} is set")
     bias = config.get("bias")
     if bias not in (None, "none"):
@@ -100,6 +105,16 @@ def _manifest_agrees(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     ):
         yield problem("KTB010", where, "its lora entry has no usable rank and alpha")
         return
+    stored = manifest.get("expert_weight_format")
+    if stored is not None and stored not in _WEIGHT_FORMATS:
+        found = f"expert_weight_format is {stored!r}"
+        yield problem("KTB120", where, found[:200], ", ".join(_WEIGHT_FORMATS))
+    named, base = adapter.config.get("base_model_name_or_path"), manifest.get("base")
+    other = base.get("model_name_or_path") if isinstance(base, dict) else None
+    both = isinstance(named, str) and isinstance(other, str) and named and other
+    if both and last_part(str(named)) != last_part(str(other)):
+        found = f"names the base model {other!r}"
+        yield problem("KTB119", where, found, f"{named!r} as in {CONFIG_FILE}")
     alpha, own = _manifest_alpha(adapter), adapter.config.get("lora_alpha")
     if alpha is not None and is_number(own) and float(own) != alpha:
         found = f"alpha is {alpha:g} here and {own:g} in {CONFIG_FILE}"

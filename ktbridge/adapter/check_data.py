@@ -1,4 +1,4 @@
-"""One streamed pass over an adapter's values: NaN and Inf, tensors that change nothing, hashes.
+"""One streamed pass over an adapter's values: NaN and Inf, and pairs that change nothing.
 
 A pair whose A or B is all zero contributes nothing. Training starts with B = 0, so an expert that
 no token was routed to keeps it, and that alone is no fault; a whole projection, a whole layer or a
@@ -7,24 +7,20 @@ whole half that is zero means that training never reached it.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.check_inventory import FLOATS, many
-from ktbridge.adapter.manifest import hash_file
+from ktbridge.adapter.check_inventory import many
+from ktbridge.adapter.check_values import FORMATS, Flags, Run, scan_run
 from ktbridge.adapter.rules import problem
-from ktbridge.adapter.values import Scan, scan_values
 from ktbridge.errors import Problem
+from ktbridge.model import TensorFile
 
 OnProgress = Callable[[int, int], None]
-_BATCH_BYTES = 1 << 25
-_RELEASE_BYTES = 1 << 26
 
 
 @dataclass
@@ -37,109 +33,81 @@ class _Findings:
 
 def check_data(adapter: Adapter, on_progress: OnProgress | None = None) -> Iterator[Problem]:
     """Read every value once and report; ``on_progress(bytes done, bytes in all)``."""
-    with ThreadPoolExecutor(1) as pool:
-        hashes = _start_hashes(adapter, pool)
-        findings = _scan(adapter, on_progress)
-        yield from many("KTB401", findings.bad, "has NaN or infinite values")
-        yield from many("KTB304", findings.rounds, f"is {_dtypes(findings.rounds)}", "BF16")
-        yield from _expert_zeros(adapter, findings)
-        yield from _nonexpert_zeros(adapter, findings)
-        for name, expected, future in hashes:
-            actual = future.result()
-            if actual != expected:
-                found = f"has SHA-256 {actual[:16]}…"
-                yield problem("KTB012", str(adapter.path / name), found, f"{str(expected)[:16]}…")
+    findings = _scan(adapter, on_progress)
+    yield from many("KTB401", findings.bad, "has NaN or infinite values")
+    yield from many("KTB304", findings.rounds, f"is {_dtypes(findings.rounds)}", "BF16")
+    yield from _expert_zeros(adapter, findings)
+    yield from _nonexpert_zeros(adapter, findings)
 
 
 def _dtypes(parts: list[Part]) -> str:
     return " and ".join(sorted({part.entry.dtype for part in parts}))
 
 
-def _start_hashes(
-    adapter: Adapter, pool: ThreadPoolExecutor
-) -> list[tuple[str, object, Future[str]]]:
-    artifacts = (adapter.manifest or {}).get("artifacts")
-    jobs: list[tuple[str, object, Future[str]]] = []
-    for name, record in artifacts.items() if isinstance(artifacts, dict) else ():
-        path = adapter.path / name
-        if name != os.path.basename(name) or not isinstance(record, dict):
-            continue
-        # A file of another size is reported by the structural checks; hashing it tells nothing.
-        if path.is_file() and path.stat().st_size == record.get("size") and "sha256" in record:
-            jobs.append((name, record["sha256"], pool.submit(hash_file, path)))
-    return jobs
-
-
 def _scan(adapter: Adapter, on_progress: OnProgress | None) -> _Findings:
     findings = _Findings()
     total = sum(file.size for file in adapter.files)
-    done = unreleased = 0
-    for batch in _batches(adapter):
-        first, last = batch[0], batch[-1]
-        data = first.file.view(first.entry.start, last.entry.end)
-        fused = len(batch) == 1 and first.key.kind == "fused" and len(first.entry.shape) == 3
-        count = first.entry.shape[0] if fused else len(batch)
-        if count:
-            scan = scan_values(data, first.entry.dtype, count)
-            _file_results(findings, batch, scan, fused)
-        done += len(data)
-        unreleased += len(data)
-        if unreleased > _RELEASE_BYTES:
-            # Without this the pages of the map pile up to the adapter's size.
-            first.file.release()
-            unreleased = 0
+    done = 0
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
         if on_progress is not None:
             on_progress(done, total)
-    if on_progress is not None:
-        on_progress(total, total)
+
+    for file, run, parts in _runs(adapter):
+        _file_results(findings, parts, scan_run(file, run, tell))
+    tell(total - done)
     return findings
 
 
-def _file_results(findings: _Findings, batch: list[Part], scan: Scan, fused: bool) -> None:
-    if fused:
-        part = batch[0]
-        slot = (part.key.layer, part.key.projection, part.key.half)
-        findings.fused_zero[slot] = scan.zero
-        if scan.bad.any():
+def _file_results(findings: _Findings, parts: list[Part], flags: Flags) -> None:
+    if len(parts) != len(flags.zero):  # one fused tensor, a matrix an expert
+        part = parts[0]
+        findings.fused_zero[part.key.layer, part.key.projection, part.key.half] = flags.zero
+        if flags.bad.any():
             findings.bad.append(part)
-        if scan.rounds.any():
+        if flags.rounds.any():
             findings.rounds.append(part)
         return
-    for index, part in enumerate(batch):
-        if scan.bad[index]:
-            findings.bad.append(part)
-        if scan.rounds[index]:
-            findings.rounds.append(part)
-        if scan.zero[index]:
-            findings.zero_names.add(part.entry.name)
+    findings.bad += [parts[index] for index in np.flatnonzero(flags.bad)]
+    findings.rounds += [parts[index] for index in np.flatnonzero(flags.rounds)]
+    findings.zero_names.update(parts[index].entry.name for index in np.flatnonzero(flags.zero))
 
 
-def _batches(adapter: Adapter) -> Iterator[list[Part]]:
-    """Neighbours of one size and dtype, at most 32 MB together: one numpy call scans a batch."""
+def _runs(adapter: Adapter) -> Iterator[tuple[TensorFile, Run, list[Part]]]:
+    """The adapter's float tensors as runs of neighbours of one format, in file order.
+
+    A fused tensor is a run of its own, of a matrix an expert.
+    """
     parts = [*adapter.nonexpert.values()]
     for stack in adapter.experts.values():
         parts += stack.sources
-    order = {id(file): number for number, file in enumerate(adapter.files)}
-    parts.sort(key=lambda part: (order[id(part.file)], part.entry.start))
-    batch: list[Part] = []
+    by_file: dict[TensorFile, list[Part]] = {file: [] for file in adapter.files}
     for part in parts:
-        entry = part.entry
-        if entry.dtype not in FLOATS:
-            continue
-        if batch:
-            last = batch[-1].entry
-            joins = (
-                part.key.kind != "fused"
-                and batch[-1].file is part.file
-                and (last.end, last.nbytes, last.dtype) == (entry.start, entry.nbytes, entry.dtype)
-                and entry.end - batch[0].entry.start <= _BATCH_BYTES
-            )
-            if not joins:
-                yield batch
-                batch = []
-        batch.append(part)
-    if batch:
-        yield batch
+        if part.entry.dtype in FORMATS:
+            by_file[part.file].append(part)
+    for file, group in by_file.items():
+        group.sort(key=lambda part: part.entry.start)
+        run: list[Part] = []
+        for part in group:
+            entry = part.entry
+            if part.key.kind == "fused" and len(entry.shape) == 3 and entry.shape[0] > 1:
+                stride = entry.nbytes // entry.shape[0]
+                bounds = entry.start + stride * np.arange(entry.shape[0] + 1, dtype=np.int64)
+                yield file, Run(entry.dtype, bounds), [part]
+                continue
+            if run and (run[-1].entry.end, run[-1].entry.dtype) != (entry.start, entry.dtype):
+                yield file, _joined(run), run
+                run = []
+            run.append(part)
+        if run:
+            yield file, _joined(run), run
+
+
+def _joined(parts: list[Part]) -> Run:
+    starts = [part.entry.start for part in parts]
+    return Run(parts[0].entry.dtype, np.array([*starts, parts[-1].entry.end], np.int64))
 
 
 def _expert_zeros(adapter: Adapter, findings: _Findings) -> Iterator[Problem]:

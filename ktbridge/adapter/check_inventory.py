@@ -10,24 +10,28 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, expert_slots
-from ktbridge.adapter.keys import FUSED_NAMES
+from ktbridge.adapter.check_foreign import FOREIGN, check_foreign
+from ktbridge.adapter.keys import FUSED_NAMES, parse_key
 from ktbridge.adapter.manifest import MANIFEST_FILE, fused_record
 from ktbridge.adapter.rules import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, Severity
 
 _ENGINE_KEY = re.compile(
     r"(?:base_model\.(?:model\.(?:model\.)?)?)?model\.layers\.\d+\.mlp\.experts\.\d+"
     r"\.(?:gate|up|down)_proj\.lora_[AB]\.(?:default\.)?weight"
 )
 _LEFTOVER_CODES = {
-    "peft-fused": ("KTB208", "is expert LoRA in PEFT's fused layout"),
     "lora-experts": ("KTB211", "is of a method that adds whole LoRA experts"),
     "dora": ("KTB110", "is a DoRA magnitude"),
     "lora-bias": ("KTB111", "is a LoRA bias"),
     "embedding": ("KTB213", "adapts an embedding"),
 }
+_NO_TIME = 315_619_200  # 2 January 1980: what zip, Nix and image builders write for "no time"
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -35,8 +39,9 @@ def check_inventory(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     """Every finding about one directory's files, keys, pairs, shapes and dtypes."""
     yield from _files(adapter, serving)
     yield from _leftovers(adapter.leftovers)
+    yield from check_foreign(adapter)
     yield from _experts(adapter)
-    yield from _expert_spelling(adapter, serving)
+    yield from _expert_keys(adapter, serving)
     yield from _nonexpert_pairs(adapter)
     yield from _misplaced(adapter)
     yield from _attention_partners(adapter)
@@ -44,12 +49,18 @@ def check_inventory(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     yield from _shapes(adapter)
 
 
-def many(code: str, parts: list[Part], found: str, expected: str = "") -> Iterator[Problem]:
+def many(
+    code: str,
+    parts: list[Part],
+    found: str,
+    expected: str = "",
+    severity: Severity | None = None,
+) -> Iterator[Problem]:
     """One problem for all of ``parts``, placed at the first; nothing when there are none."""
     if parts:
         if len(parts) > 1:
             found += f" ({len(parts)} tensors like it)"
-        yield problem(code, parts[0].where, found, expected)
+        yield problem(code, parts[0].where, found, expected, severity=severity)
 
 
 def _files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
@@ -58,6 +69,12 @@ def _files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
         for path in sorted(adapter.path.glob("*.safetensors")):
             if path.name not in ours:
                 yield problem("KTB007", str(path), "would be loaded as part of the adapter")
+    if adapter.layout == "merged":
+        for weights in adapter.files:
+            if os.stat(weights.path).st_mtime <= _NO_TIME:
+                yield problem(
+                    "KTB015", str(weights.path), "is dated 1980 or before", "its real time"
+                )
     for name in sorted([*ours, "adapter_config.json"]):
         mode = os.stat(adapter.path / name).st_mode
         if not mode & 0o004 and not mode & 0o040:
@@ -98,6 +115,8 @@ def _files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
 def _leftovers(parts: Iterable[Part]) -> Iterator[Problem]:
     by_rule: dict[tuple[str, str], list[Part]] = defaultdict(list)
     for part in parts:
+        if part.key.kind in FOREIGN:
+            continue
         rule = _LEFTOVER_CODES.get(part.key.kind)
         if rule is None:
             whole = "lora" not in part.entry.name
@@ -138,21 +157,44 @@ def _missing(stack: ExpertStack, count: int) -> list[int]:
     return [expert for expert in range(count) if expert not in stack.parts]
 
 
-def _expert_spelling(adapter: Adapter, serving: bool) -> Iterator[Problem]:
-    if not serving:
-        return
-    odd = [
-        part
-        for stack in adapter.experts.values()
-        for part in stack.parts.values()
-        if not _ENGINE_KEY.fullmatch(part.entry.name)
-    ]
-    # Engines fall back to comparing ends of keys: right, but quadratic in the number of tensors.
-    slow = [p for p in odd if re.search(r"model\.layers\.\d+\.mlp\.experts\.", p.entry.name)
-            and "_proj." in p.entry.name]  # fmt: skip
-    yield from many("KTB205", slow, "has a prefix engines don't expect", "model.layers.…")
-    unread = [part for part in odd if part not in slow]
-    yield from many("KTB214", unread, "is spelled as in training", "model.layers.….mlp.experts.…")
+class _Spelling(NamedTuple):
+    """How engines take a way of writing expert keys. Thousands of keys are written in a few ways."""
+
+    normal: bool
+    searched: bool  # found, but only by comparing it with the end of every key
+    vision: bool
+    draft: bool
+
+
+@lru_cache(maxsize=4096)
+def _spelling(before: str, after: str) -> _Spelling:
+    name = f"{before}.experts.0.{after}"
+    key = parse_key(name)
+    searched = re.search(r"model\.layers\.\d+\.mlp\.experts\.", name) and "_proj." in name
+    normal = _ENGINE_KEY.fullmatch(name) is not None
+    return _Spelling(normal, bool(searched), key.is_vision, key.is_draft)
+
+
+def _expert_keys(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+    found: dict[str, list[Part]] = defaultdict(list)
+    for stack in adapter.experts.values():
+        for part in stack.parts.values():
+            before, _, rest = part.entry.name.rpartition(".experts.")
+            spelling = _spelling(before, rest.partition(".")[2])
+            if spelling.vision:
+                found["KTB206"].append(part)
+            if spelling.draft:
+                found["KTB207"].append(part)
+            if serving and not spelling.normal:
+                found["KTB205" if spelling.searched else "KTB214"].append(part)
+    yield from many(
+        "KTB205", found["KTB205"], "has a prefix engines don't expect", "model.layers.…"
+    )
+    yield from many(
+        "KTB214", found["KTB214"], "is spelled as in training", "model.layers.….mlp.experts.…"
+    )
+    yield from many("KTB206", found["KTB206"], "belongs to the vision tower")
+    yield from many("KTB207", found["KTB207"], "belongs to a draft layer")
 
 
 def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
@@ -165,7 +207,6 @@ def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
 
 def _misplaced(adapter: Adapter) -> Iterator[Problem]:
     parts = [*adapter.nonexpert.values()]
-    parts += [part for stack in adapter.experts.values() for part in stack.parts.values()]
     vision = [part for part in parts if part.key.is_vision]
     yield from many("KTB206", vision, "belongs to the vision tower")
     draft = [part for part in parts if part.key.is_draft]
@@ -197,6 +238,25 @@ def _attention_partners(adapter: Adapter) -> Iterator[Problem]:
             headless.append(modules["up_proj"])
     yield from many("KTB209", lonely, "is adapted without its partner", "q_proj and v_proj")
     yield from many("KTB210", headless, "is adapted without gate_proj", "gate_proj and up_proj")
+
+
+def check_gaps(adapter: Adapter) -> Iterator[Problem]:
+    """Layers that may be missing, as far as that can be told without the base model.
+
+    Adapted layers of one architecture come in a regular order: all, from some layer on, every
+    fourth, three of four.
+    """
+    parts = adapter.nonexpert.values()
+    layers = sorted({p.key.layer for p in parts if p.key.layer >= 0} | {*adapter.expert_layers()})
+    steps = [after - before for before, after in pairwise(layers)]
+    regular = any(
+        all(a == b for a, b in zip(steps, steps[period:], strict=False))
+        for period in range(1, min(4, len(steps) // 2) + 1)
+    )
+    if not regular and len(set(steps)) > 1 and not chose_layers(adapter):
+        gap = next(i for i, step in enumerate(steps) if step != min(steps))
+        found = f"has nothing between layers {layers[gap]} and {layers[gap + 1]}"
+        yield problem("KTB215", str(adapter.path), found, "layers in a regular order")
 
 
 def chose_layers(adapter: Adapter) -> bool:
@@ -262,22 +322,29 @@ def _expert_shapes(adapter: Adapter, rank: object, code: str) -> Iterator[Proble
     wrong: list[Part] = []
     odd: list[Part] = []
     for (_, projection, half), stack in adapter.experts.items():
-        for part in stack.sources:
-            shape = part.entry.shape
-            fused = stack.fused is not None
+        fused = stack.fused is not None
+        for shape, parts in by_shape(stack).items():
             if len(shape) != (3 if fused else 2) or 0 in shape:
-                odd.append(part)
+                odd += parts
                 continue
             matrix = shape[1:] if fused else shape
             if (matrix[0] if half == "A" else matrix[1]) != rank:
-                wrong.append(part)
+                wrong += parts
             other = matrix[1] if half == "A" else matrix[0]
             name = "H" if (projection == "down") == (half == "B") else "I"
             if sizes.setdefault(name, other) != other:
-                odd.append(part)
+                odd += parts
     expected = ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items()))
     yield from many(code, wrong, "has another rank than the adapter's", f"rank {rank}")
     yield from many("KTB302", odd, "has a shape unlike the other experts'", expected)
+
+
+def by_shape(stack: ExpertStack) -> dict[tuple[int, ...], list[Part]]:
+    """The tensors behind a stack by their shape: nearly always there is one."""
+    groups: dict[tuple[int, ...], list[Part]] = {}
+    for part in stack.sources:
+        groups.setdefault(part.entry.shape, []).append(part)
+    return groups
 
 
 def _all_parts(adapter: Adapter) -> Iterator[Part]:

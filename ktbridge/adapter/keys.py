@@ -7,6 +7,7 @@ fused          layers.L.experts.{gate,up,down}_lora_{a,b}                       
 expert         [prefix.]layers.L.mlp.experts.E.{gate,up,down}_proj.lora_{A,B}.weight serving
 lora           [base_model.model.]MODULE.lora_{A,B}.weight                           PEFT
 peft-fused     MODULE.experts[.base_layer].lora_{A,B}.weight                         PEFT >= 0.17
+sglang-3d      MODULE.experts.{gate,up,down}_proj.lora_{A,B}.weight, three axes      SGLang
 lora-experts   MODULE.lora_experts.E.le_{gate,up,down}.weight                        another method
 dora           MODULE.lora_magnitude_vector[.weight]                                 PEFT DoRA
 lora-bias      MODULE.lora_{A,B}.bias                                                PEFT
@@ -14,7 +15,8 @@ embedding      MODULE.lora_embedding_{A,B}                                      
 other          anything else: a whole weight, or not ours
 =============  ====================================================================  ==========
 
-``MODULE`` is the module's path in the base model. PEFT's ``base_model.model.`` and its adapter
+Only a shape tells sglang-3d from lora, so this parser calls it lora, and who opens the file calls it
+by its name. ``MODULE`` is the module's path in the base model. PEFT's ``base_model.model.`` and its adapter
 name ``default``, KT's ``orig_module`` wrapper, and Mixtral's w1/w3/w2 are spellings of the same
 thing and parse to the same :class:`Key`.
 """
@@ -22,11 +24,12 @@ thing and parse to the same :class:`Key`.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    "fused", "expert", "lora", "peft-fused", "lora-experts", "dora", "lora-bias", "embedding",
-    "other",
+    "fused", "expert", "lora", "peft-fused", "sglang-3d", "lora-experts", "dora", "lora-bias",
+    "embedding", "other",
 ]  # fmt: skip
 
 PEFT_PREFIX = "base_model.model."
@@ -42,8 +45,12 @@ _EXPERT_MODULE = re.compile(
     rf"(?:[^\n]*\.)?layers\.{_NUMBER}\.(?:mlp|block_sparse_moe)\.experts\.{_NUMBER}"
     r"\.(gate_proj|up_proj|down_proj|w1|w3|w2)"
 )
+_EXPERTS = re.compile(
+    rf"(?:base_model\.model\.)?((?:[^\n]*\.)?layers\.{_NUMBER}\.(?:mlp|block_sparse_moe)\.experts)"
+)
 _LAYER = re.compile(rf"(?:^|\.)layers\.{_NUMBER}\.")
 _LE = re.compile(r"\.lora_experts\.[0-9]+\.le_(?:gate|up|down)\.")
+_HALF = {"lora_A": "A", "lora_B": "B"}
 _CANONICAL = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -72,6 +79,11 @@ class Key(NamedTuple):
         return self.module.rpartition(".")[2]
 
     @property
+    def suffix(self) -> str:
+        """The module's path within its layer ("self_attn.q_proj")."""
+        return self.module.rpartition(f"layers.{self.layer}.")[2]
+
+    @property
     def is_vision(self) -> bool:
         """Whether the module belongs to a vision tower rather than to the text model."""
         return not _VISION.isdisjoint(self.module.split("."))
@@ -84,6 +96,25 @@ class Key(NamedTuple):
 
 def parse_key(name: str) -> Key:
     """Parse any tensor key; never fails: what isn't understood has kind "other"."""
+    # Adapters have tens of thousands of expert keys and few other ones: those take a short way.
+    return _plain_expert_key(name) or _parse_any(name)
+
+
+def _plain_expert_key(name: str) -> Key | None:
+    parts = name.rsplit(".", 4)
+    if len(parts) != 5 or parts[4] != "weight":
+        return None
+    projection, half = _CANONICAL.get(parts[2]), _HALF.get(parts[3])
+    if projection is None or half is None:
+        return None
+    experts, layer = _experts_of(parts[0])
+    expert = _number(parts[1])
+    if layer < 0 or expert < 0:
+        return None
+    return Key("expert", f"{experts}.{parts[1]}.{parts[2]}", half, layer, expert, projection)
+
+
+def _parse_any(name: str) -> Key:
     match = _LORA.fullmatch(name)
     if match:
         module, half = match.groups()
@@ -104,6 +135,20 @@ def parse_key(name: str) -> Key:
         layer, projection, half = match.groups()
         return Key("fused", "", half.upper(), int(layer), -1, projection)
     return _parse_foreign(name)
+
+
+@lru_cache(maxsize=4096)
+def _experts_of(path: str) -> tuple[str, int]:
+    """The module that holds a layer's experts, and its layer; ("", -1) for any other path."""
+    match = _EXPERTS.fullmatch(path)
+    if match is None or ".lora_" in path:
+        return "", -1
+    return match.group(1).replace(".orig_module", ""), int(match.group(2))
+
+
+@lru_cache(maxsize=4096)
+def _number(text: str) -> int:
+    return int(text) if re.fullmatch(_NUMBER, text) else -1
 
 
 def _parse_foreign(name: str) -> Key:

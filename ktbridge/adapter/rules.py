@@ -2,8 +2,9 @@
 
 Codes never change meaning. The hundreds tell the subject: 0 files, 1 configuration, 2 keys and
 inventory, 3 shapes and dtypes, 4 values, 5 several directories together, 6 the base model,
-7 conversion. A rule's severity is what it means for serving; where the same finding is harmless
-(an rsLoRA adapter that has yet to be converted), the check says so by passing its own.
+7 conversion, 9 one engine version (8 is the evaluation's). A rule's severity is what it means for
+serving; where the same finding is harmless (an rsLoRA adapter that has yet to be converted), the
+check says so by passing its own. docs/rules.md is written from this table by scripts/make_rules.py.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB012", "error", "a file's content is not what the manifest's hash says", _RESAVE),
     Rule("KTB013", "error", "the fused file's tensors are not those in the manifest", _RESAVE),
     Rule("KTB014", "error", "one tensor is given twice, under two keys or in two files", _RESAVE),
+    Rule("KTB015", "info", "the weights' time stamp says nothing (an archive's or an image's fixed one):"
+         " an engine that keeps a split copy by path, time and size may serve the old one",
+         "touch the file after replacing an adapter in place"),
+    Rule("KTB016", "error", "the adapter is a GGUF file, which KT engines don't read",
+         "ktbridge convert FILE --from gguf --to raw --output-dir D"),
     Rule("KTB101", "error", "peft_type is not LORA", _RETRAIN),
     Rule("KTB102", "error", "r is missing or not a positive integer", "set r in adapter_config.json"),
     Rule("KTB103", "error", "lora_alpha is missing or not a positive number: engines assume scale 1",
@@ -72,6 +78,10 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB117", "warning", "a targeted module has no tensors: it was not found in training",
          "check target_modules against the base model and train again"),
     Rule("KTB118", "error", "tensors belong to a module that target_modules doesn't list", _CONVERT),
+    Rule("KTB119", "warning", "configuration and manifest name different base models",
+         "check which of the two the adapter was trained upon"),
+    Rule("KTB120", "warning", "the manifest's expert_weight_format is none that is known",
+         "check it against the KTransformers version that trained the adapter"),
     Rule("KTB201", "error", "a tensor is not LoRA of a known kind: it would go nowhere",
          "remove it, or report the key as a bug"),
     Rule("KTB202", "error", "a LoRA A has no B or the reverse: engines skip the pair silently",
@@ -85,7 +95,7 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB207", "error", "a tensor belongs to a draft (MTP) layer, which engines don't adapt",
          "exclude the MTP layers in training"),
     Rule("KTB208", "error", "expert LoRA is in PEFT's fused layout, which KT engines don't read",
-         "convert it to the raw layout first"),
+         "ktbridge convert DIR --from peft-fused --to raw --output-dir D"),
     Rule("KTB209", "warning", "q_proj and v_proj are not both adapted: engines fail at start-up",
          "train both, or serve with the embedded engine"),
     Rule("KTB210", "warning", "up_proj is adapted without gate_proj: engines fail at start-up",
@@ -97,6 +107,10 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB213", "error", "an embedding or head is adapted, which engines ignore", _RETRAIN),
     Rule("KTB214", "error", "an expert key is spelled as in training, which KT engines don't find",
          _CONVERT),
+    Rule("KTB215", "info", "layers without LoRA lie irregularly between others: whether they are missing"
+         " can't be told without the base model", "add --base-model (a config.json is enough)"),
+    Rule("KTB216", "error", "expert LoRA of all experts is one tensor (upstream SGLang's layout), which KT"
+         " engines don't read", "ktbridge convert DIR --from sglang-3d --to raw --output-dir D"),
     Rule("KTB301", "error", "a tensor's rank is not the configuration's", _RESAVE),
     Rule("KTB302", "error", "a tensor's shape doesn't fit the others'", _RESAVE),
     Rule("KTB303", "error", "a tensor's dtype is not a float that engines load",
@@ -135,6 +149,8 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB608", "warning", "a module is adapted that SGLang-KT can't apply in this family",
          "serve with the embedded engine, or train without it"),
     Rule("KTB609", "error", "the base model has no routed experts", "pass the model trained upon"),
+    Rule("KTB610", "error", "a module is adapted in a layer where the base model has no such module",
+         "check that adapter and base belong together"),
     Rule("KTB701", "error", "the output directory can't be written", "choose another directory"),
     Rule("KTB702", "error", "one configuration can't hold two ranks",
          "write the split layout: --expert-output-dir and --nonexpert-output-dir"),
@@ -145,6 +161,22 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB706", "error", "output directories contain each other or the input",
          "give every output a directory of its own"),
     Rule("KTB707", "info", "--lora-alpha overrides what the adapter says", "check that it is meant"),
+    Rule("KTB720", "error", "the requested format can't hold the adapter exactly",
+         "choose another format"),
+    Rule("KTB721", "info", "a conversion did more than move bytes", "nothing to do if that is meant"),
+    Rule("KTB901", "error", "the engine version doesn't accept this layout", _CONVERT),
+    Rule("KTB902", "info", "the engine version is none of those looked at: the next known contract holds",
+         "nothing to do if the adapter serves; report where it doesn't"),
+    Rule("KTB903", "error", "the engine version reads a module's LoRA and never applies it",
+         "serve with sglang-kt 0.7.2, or with the embedded engine"),
+    Rule("KTB904", "warning", "the engine version has no method for the weights experts were trained upon",
+         "serve with a newer version, or from bf16 weights and compare with ktbridge verify"),
+    Rule("KTB905", "error", "the engine's method for these expert weights has LoRA of one rank only",
+         "train with that rank, or serve from another weight format"),
+    Rule("KTB906", "warning", "a name has a colon: requests MODEL:ADAPTER are cut at the first one, and"
+         " the base model answers", "serve it under another --served-model-name"),
+    Rule("KTB907", "error", "the engine's expert LoRA has no kernel for this activation",
+         "serve with the embedded engine"),
 )  # fmt: skip
 
 _BY_CODE = {rule.code: rule for rule in RULES}

@@ -29,6 +29,8 @@ from ktbridge.model import TensorFile, open_tensor_file
 
 _SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetensors")
 
+_STACKED = re.compile(r"\.experts\.(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])$")
+
 
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     """Open an adapter directory of any layout.
@@ -36,6 +38,13 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     Raises KtbridgeError in one sentence when the directory can't be used at all: missing, without
     configuration or weights, pickled, truncated. Whether its content makes sense is for
     ``validate_adapter`` to say.
+
+    Example::
+
+        adapter = read_adapter("raw")
+        print(adapter.layout, adapter.rank, adapter.alpha, adapter.expert_layers())
+        gate_a = adapter.expert_tensor(0, "gate_lora_a")
+        print(gate_a.dtype, gate_a.shape)  # BF16 (E, r, H)
     """
     adapter, problems = scan_adapter(path)
     errors = [finding for finding in problems if finding.severity == "error"]
@@ -50,6 +59,8 @@ def scan_adapter(path: str | os.PathLike[str]) -> tuple[Adapter | None, list[Pro
     """Open an adapter and collect what is wrong with its files; no adapter if nothing is usable."""
     path = Path(path).expanduser()
     problems: list[Problem] = []
+    if path.suffix == ".gguf" and path.is_file():
+        return None, [_gguf(path)]
     if not path.is_dir():
         found = "is a file, not an adapter directory" if path.exists() else "does not exist"
         return None, [problem("KTB001", str(path), found, "an adapter directory")]
@@ -76,9 +87,18 @@ def scan_adapter(path: str | os.PathLike[str]) -> tuple[Adapter | None, list[Pro
     return adapter, problems
 
 
+def _gguf(path: Path) -> Problem:
+    step = f"ktbridge convert {path} --from gguf --to raw --output-dir D"
+    return problem("KTB016", str(path), "is a GGUF adapter", next_step=step)
+
+
 def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     file = path / CONFIG_FILE
     if not file.is_file():
+        gguf = sorted(path.glob("*.gguf"))
+        if gguf:
+            problems.append(_gguf(gguf[0]))
+            return None
         problems.append(problem("KTB001", str(path), f"has no {CONFIG_FILE}", CONFIG_FILE))
         return None
     try:
@@ -116,10 +136,13 @@ def _weight_files(path: Path, problems: list[Problem]) -> list[str]:
         elif shards:
             found += shards
             problems += _missing_shards(path, shards)
-    if not found and any(name.startswith("kt_full_experts") for name in names):
-        problems.append(problem("KTB006", str(path), "holds fully trained experts, not LoRA"))
+    full = [name for name in names if name.startswith("kt_full_experts")]
+    if full:
+        problems.append(problem("KTB006", str(path / full[0]), "holds fully trained experts"))
     elif not found and "adapter_model.bin" in names:
         problems.append(problem("KTB004", str(path / "adapter_model.bin"), "is a pickle file"))
+    elif not found and (gguf := sorted(path.glob("*.gguf"))):
+        problems.append(_gguf(gguf[0]))
     elif not found:
         expected = f"{MODEL_FILE} or {FUSED_FILE}"
         problems.append(problem("KTB003", str(path), "has no adapter weights", expected))
@@ -155,6 +178,8 @@ def _file_tensors(adapter: Adapter, file: TensorFile, problems: list[Problem]) -
             else:
                 other = stack.fused or stack.parts.get(key.expert)
                 stack.parts.setdefault(key.expert, part)
+        elif key.kind == "lora" and len(entry.shape) == 3 and _STACKED.search(key.module):
+            adapter.leftovers.append(part._replace(key=key._replace(kind="sglang-3d")))
         elif key.kind == "lora":
             other = adapter.nonexpert.setdefault(peft_key(key.module, key.half), part)
         else:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.check_base import check_base
 from ktbridge.adapter.check_config import check_config
-from ktbridge.adapter.check_data import check_data
-from ktbridge.adapter.check_inventory import check_inventory, many
+from ktbridge.adapter.check_engine import check_engine
+from ktbridge.adapter.check_hashes import Hashes
+from ktbridge.adapter.check_inventory import check_gaps, check_inventory, many
 from ktbridge.adapter.check_set import check_set
+from ktbridge.adapter.engines import contract_for
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.errors import Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig, read_model_config
@@ -32,6 +35,7 @@ class ValidationReport:
     problems: list[Problem] = field(default_factory=list)
     adapters: list[dict[str, Any]] = field(default_factory=list)
     structure_only: bool = False
+    engine: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -39,10 +43,11 @@ class ValidationReport:
         return not has_errors(self.problems)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: ``ok``, ``structure_only``, ``adapters``, ``problems``."""
+        """JSON-ready, as docs/validate.schema.json says."""
         return {
             "ok": self.ok,
             "structure_only": self.structure_only,
+            "engine": self.engine,
             "adapters": self.adapters,
             "problems": [finding.as_dict() for finding in self.problems],
         }
@@ -52,58 +57,88 @@ def validate_adapter(
     dirs: Sequence[str | os.PathLike[str]],
     *,
     base_model: str | os.PathLike[str] | None = None,
+    engine: str | None = None,
     structure_only: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ValidationReport:
     """Check adapter directories of any layout, singly or as one set.
 
     ``base_model``: a directory with config.json (weights are not needed), to check shapes and
-    inventories against. ``structure_only`` leaves values unread. ``on_progress(done, total)``
-    counts bytes. Content never raises: it is reported. Raises UsageError without directories and
-    KtbridgeError when ``base_model`` can't be read.
+    inventories against. ``engine``: "sglang-kt==0.7.2", to apply that version's contract.
+    ``structure_only`` leaves values unread. ``on_progress(done, total)`` counts bytes. Content
+    never raises: it is reported. Raises UsageError without directories or for an unknown engine,
+    and KtbridgeError when ``base_model`` can't be read.
 
     Example::
 
-        report = validate_adapter(["out/expert", "out/nonexpert"], base_model="models/base")
+        report = validate_adapter(["out/expert", "out/nonexpert"], engine="sglang-kt==0.6.4")
         print("serves what was trained" if report.ok else report.problems[0])
     """
     if not dirs:
         raise UsageError("there is no directory to validate", "name at least one")
+    if engine is not None:
+        contract_for(engine)
     base = read_model_config(base_model) if base_model is not None else None
-    report = ValidationReport(structure_only=structure_only)
+    base_name = os.fspath(base_model) if base_model is not None else ""
+    report = ValidationReport(structure_only=structure_only, engine=engine)
     adapters: list[Adapter] = []
-    for path in dirs:
-        adapter, findings = scan_adapter(path)
-        report.problems += findings
-        if adapter is not None:
-            adapters.append(adapter)
-            serving = adapter.layout != "raw"
-            name = os.fspath(base_model) if base_model is not None else ""
-            report.problems += check_structure(adapter, serving, base, name)
-            if structure_only:
+    with Hashes() as hashes:
+        if not structure_only:
+            for path in dirs:
+                hashes.start(Path(path).expanduser())
+        for path in dirs:
+            adapter, findings = scan_adapter(path)
+            report.problems += findings
+            if adapter is not None:
+                adapters.append(adapter)
+                serving = adapter.layout != "raw"
+                report.problems += check_structure(
+                    adapter, serving, base, base_name, engine is not None
+                )
+                if base is None:
+                    report.problems += check_gaps(adapter)
+            report.adapters.append(_summary(path, adapter))
+        if engine is not None:
+            report.problems += check_engine(adapters, engine, base, base_name)
+        if structure_only:
+            for adapter in adapters:
                 report.problems += _rounded_dtypes(adapter)
-        report.adapters.append(_summary(path, adapter))
-    if not structure_only:
-        sizes = [sum(file.size for file in adapter.files) for adapter in adapters]
-        for number, adapter in enumerate(adapters):
-            progress = _shifted(on_progress, sum(sizes[:number]), sum(sizes))
-            report.problems += check_data(adapter, progress)
-    if len(adapters) > 1:
-        report.problems += check_set(adapters, compare_data=not structure_only)
+        else:
+            report.problems += _values(adapters, hashes, on_progress)
+        if len(adapters) > 1:
+            report.problems += check_set(adapters, compare_data=not structure_only)
     report.problems.sort(key=lambda finding: _ORDER[finding.severity])
     return report
 
 
+def _values(
+    adapters: Sequence[Adapter], hashes: Hashes, on_progress: OnProgress | None
+) -> Iterator[Problem]:
+    from ktbridge.adapter.check_data import check_data  # numpy: structure needs none
+
+    sizes = [sum(file.size for file in adapter.files) for adapter in adapters]
+    for number, adapter in enumerate(adapters):
+        progress = _shifted(on_progress, sum(sizes[:number]), sum(sizes))
+        yield from check_data(adapter, progress)
+    for adapter in adapters:
+        yield from hashes.check(adapter)
+
+
 def check_structure(
-    adapter: Adapter, serving: bool, base: ModelConfig | None = None, base_name: str = ""
+    adapter: Adapter,
+    serving: bool,
+    base: ModelConfig | None = None,
+    base_name: str = "",
+    for_engine: bool = False,
 ) -> list[Problem]:
     """Everything that headers and configuration tell of one directory.
 
-    ``serving`` says whether the directory is to be served as it is, or is about to be converted.
+    ``serving`` says whether the directory is to be served as it is, or is about to be converted;
+    ``for_engine`` whether SGLang-KT is sure to be what serves it.
     """
     findings = [*check_config(adapter, serving), *check_inventory(adapter, serving)]
     if base is not None:
-        findings += check_base(adapter, base, base_name)
+        findings += check_base(adapter, base, base_name, for_engine)
     return findings
 
 

@@ -1,0 +1,100 @@
+"""Checks against one engine version's contract: would that version serve these directories?
+
+A raw adapter beside serving directories is what they are compared with and isn't judged itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ktbridge.adapter.adapter import Adapter, Part
+from ktbridge.adapter.check_inventory import many
+from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
+from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import Problem
+from ktbridge.model import ModelConfig
+
+_SPLIT = "--expert-output-dir E --nonexpert-output-dir N"
+_MERGED = "--merged-output-dir D"
+
+
+def check_engine(
+    adapters: Sequence[Adapter], engine: str, base: ModelConfig | None = None, base_name: str = ""
+) -> Iterator[Problem]:
+    """Everything about the directories that the version ``engine`` refuses, drops or misreads."""
+    contract, known = contract_for(engine)
+    if not known:
+        seen = ", ".join(row.name for row in CONTRACTS)
+        found = f"is not one of the versions looked at: the contract of {contract.name} is applied"
+        yield problem("KTB902", engine, found, seen)
+    yield from _layouts(adapters, contract)
+    for adapter in adapters:
+        if adapter.layout != "raw" or len(adapters) == 1:
+            yield from _unapplied(adapter, contract, base)
+        yield from _weight_format(adapter, contract)
+    if base is not None and any(adapter.experts for adapter in adapters):
+        yield from _activation(base, contract)
+    for name in dict.fromkeys([base_name, *(adapter.base_model or "" for adapter in adapters)]):
+        if ":" in name:
+            found = "has a colon, and is what the served model is called by default"
+            yield problem("KTB906", name, found)
+
+
+def _layouts(adapters: Sequence[Adapter], contract: Contract) -> Iterator[Problem]:
+    by_layout = {adapter.layout: adapter for adapter in adapters}
+    raw = by_layout.pop("raw", None)
+    source = str(raw.path) if raw is not None else "RAW_DIR"
+    better = _MERGED if contract.merged else _SPLIT
+    step = f"ktbridge convert {source} {better}"
+    if not (contract.merged or contract.split):
+        step = f"use {ENGINE} {CONTRACTS[-1].name}"
+    if raw is not None and not by_layout:
+        found = "is a raw training directory"
+        yield problem("KTB901", str(raw.path), found, "a serving directory", next_step=step)
+    expert, nonexpert = by_layout.get("expert"), by_layout.get("nonexpert")
+    told = f"what {ENGINE} {contract.name} serves"
+    if expert is not None and nonexpert is not None and contract.expert and not contract.split:
+        found = f"is one half of a split pair with {nonexpert.path}"
+        yield problem("KTB901", str(expert.path), found, told, next_step=step)
+    alone = {"expert": contract.expert, "merged": contract.merged, "nonexpert": contract.nonexpert}
+    for layout, accepted in alone.items():
+        adapter = by_layout.get(layout)  # type: ignore[call-overload]
+        if adapter is not None and not accepted:
+            found = f"is in the {layout} layout"
+            yield problem("KTB901", str(adapter.path), found, told, next_step=step)
+
+
+def _unapplied(adapter: Adapter, contract: Contract, base: ModelConfig | None) -> Iterator[Problem]:
+    family = base.family.name if base is not None and base.family is not None else ""
+    if not family and any(".linear_attn.in_proj_qkv" in name for name in adapter.nonexpert):
+        family = "Qwen3.5-MoE"
+    dropped: list[Part] = [
+        part
+        for part in adapter.nonexpert.values()
+        if part.key.suffix in contract.unapplied.get(family, ())
+    ]
+    found = f"is never applied by {ENGINE} {contract.name} in {family}"
+    yield from many("KTB903", dropped, found)
+
+
+def _weight_format(adapter: Adapter, contract: Contract) -> Iterator[Problem]:
+    stored = (adapter.manifest or {}).get("expert_weight_format")
+    if not adapter.experts or not isinstance(stored, str):
+        return
+    where = str(adapter.path / MANIFEST_FILE)
+    if stored not in contract.expert_formats:
+        found = f"experts were trained upon {stored} weights"
+        yield problem("KTB904", where, found, ", ".join(contract.expert_formats))
+    rank = contract.only_rank.get(stored)
+    if rank is not None and adapter.config.get("r") != rank:
+        found = f"rank {adapter.config.get('r')} upon {stored} weights"
+        yield problem("KTB905", where, found, f"rank {rank}")
+
+
+def _activation(base: ModelConfig, contract: Contract) -> Iterator[Problem]:
+    activation = base.text.get("hidden_act", base.text.get("hidden_activation"))
+    interleaved = base.family is not None and base.family.storage == "fused-interleaved"
+    if interleaved or (isinstance(activation, str) and activation not in contract.activations):
+        found = "experts use " + ("a clamped SwiGLU" if interleaved else str(activation))
+        yield problem("KTB907", str(base.path), found, " or ".join(contract.activations))

@@ -1,0 +1,112 @@
+"""Reading every value of a file once, at the speed of memory: NaN, zero, rounding, per matrix.
+
+Floats are judged by their bit patterns. With the sign bit masked off, bit patterns of one format
+order as the numbers do, infinities and NaNs last; so one maximum per matrix tells both whether it
+is all zero and whether it is finite. Bytes go through one buffer small enough to stay in the
+processor's cache, and ``reduceat`` takes the maxima of all matrices in it in one call; memory
+doesn't depend on the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import TensorFile
+
+_BUFFER = 1 << 19
+_TELL_BYTES = 1 << 25
+
+
+class _Format(NamedTuple):
+    integer: Any
+    magnitude: int  # every bit but the sign
+    infinity: int  # bit pattern of +inf: whatever is not below is infinite or NaN
+    rounded: int  # fraction bits that bfloat16, which has 7 of them, doesn't keep
+
+
+FORMATS = {
+    "BF16": _Format(np.uint16, 0x7FFF, 0x7F80, 0),
+    "F16": _Format(np.uint16, 0x7FFF, 0x7C00, 0x7),
+    "F32": _Format(np.uint32, 0x7FFFFFFF, 0x7F800000, 0xFFFF),
+}
+
+
+class Run(NamedTuple):
+    """Matrices of one float format that lie end to end: ``bounds`` are their n + 1 byte offsets."""
+
+    dtype: str
+    bounds: NDArray[np.int64]
+
+
+class Flags(NamedTuple):
+    """Per matrix: is it all zero, has it NaN or Inf, would bfloat16 round a value of it."""
+
+    zero: NDArray[np.bool_]
+    bad: NDArray[np.bool_]
+    rounds: NDArray[np.bool_]
+
+
+def scan_run(
+    file: TensorFile, run: Run, on_bytes: Callable[[int], None] = lambda count: None
+) -> Flags:
+    """Read the run's bytes once. ``on_bytes(n)`` is told of every n bytes more.
+
+    Raises KtbridgeError when the file can't be read or became shorter.
+    """
+    layout = FORMATS[run.dtype]
+    count = len(run.bounds) - 1
+    top, low = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
+    # reduceat takes a segment of no length for one of length 1: empty matrices are left out.
+    filled = np.flatnonzero(np.diff(run.bounds))
+    bounds = np.append(run.bounds[filled], run.bounds[-1])
+    width = np.dtype(layout.integer).itemsize
+    masked = np.empty(_BUFFER // width, layout.integer)
+    for start, words in _words(file, int(bounds[0]), int(bounds[-1]), layout.integer, on_bytes):
+        end = start + words.nbytes
+        first = int(np.searchsorted(bounds, start, "right")) - 1
+        last = int(np.searchsorted(bounds, end, "left"))
+        offsets = (np.maximum(bounds[first:last], start) - start) // width
+        part = filled[first:last]
+        magnitudes = np.bitwise_and(words, layout.magnitude, out=masked[: len(words)])
+        top[part] = np.maximum(top[part], np.maximum.reduceat(magnitudes, offsets))
+        if layout.rounded:
+            low[part] |= np.bitwise_or.reduceat(words, offsets)
+    return Flags(top == 0, top >= layout.infinity, (low & layout.rounded) != 0)
+
+
+def _words(
+    file: TensorFile, start: int, end: int, integer: Any, on_bytes: Callable[[int], None]
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """The bytes ``start:end`` as integers, a buffer at a time, each with where it begins."""
+    buffer = memoryview(bytearray(min(_BUFFER, max(end - start, 1))))
+    untold = 0
+    try:
+        with open(file.path, "rb", buffering=0) as source:
+            source.seek(start)
+            while start < end:
+                view = buffer[: min(len(buffer), end - start)]
+                filled = 0
+                while filled < len(view):
+                    got = source.readinto(view[filled:])
+                    if not got:
+                        raise KtbridgeError(
+                            f"{file.path} became shorter while it was being read",
+                            "wait until nothing writes to it, then run again",
+                        )
+                    filled += got
+                yield start, np.frombuffer(view, integer)
+                start += len(view)
+                untold += len(view)
+                if untold >= _TELL_BYTES or start == end:
+                    on_bytes(untold)
+                    untold = 0
+    except OSError as error:
+        raise KtbridgeError(
+            f"{file.path} can't be read: {os.strerror(error.errno or 0)}"
+        ) from error

@@ -1,0 +1,122 @@
+"""What each version of SGLang-KT accepts of an adapter directory: one table, one row a contract.
+
+Read from the wheels and seen running; the row that holds for a version is found by ``contract_for``.
+What the loaders ignore (rsLoRA, alpha_pattern, DoRA, ...) is the same in all versions seen, so it is
+no column here but a rule each, see ``ktbridge.adapter.rules``.
+
+Example::
+
+    contract, known = contract_for("sglang-kt==0.7.2")
+    assert known and not contract.split and contract.merged
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from ktbridge.errors import UsageError
+
+ENGINE = "sglang-kt"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What one range of versions, ``first`` to ``last`` (both included), does with adapters.
+
+    ``split``: an expert and a non-expert directory served together (``--kt-expert-lora-path`` with
+    ``--lora-paths``). ``expert``, ``nonexpert``, ``merged``: such a directory served alone.
+    ``expert_formats``: values of the manifest's expert_weight_format that a ``--kt-method`` serves;
+    ``only_rank`` restricts some of them to one LoRA rank. ``unapplied``: by family, the modules
+    (path suffixes) whose LoRA is read and then never applied. ``activations``: of the experts.
+    """
+
+    first: str
+    last: str
+    split: bool
+    merged: bool
+    expert: bool
+    nonexpert: bool = True
+    expert_formats: tuple[str, ...] = ("bf16", "int8")
+    only_rank: dict[str, int] = field(default_factory=dict)
+    unapplied: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    activations: tuple[str, ...] = ("silu", "swish")
+
+    @property
+    def name(self) -> str:
+        """The range of versions in words: "0.6.3 to 0.7.0"."""
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
+
+
+# In 0.6.x and 0.7.0 the pattern for attention LoRA keys misses these modules of Qwen3.5.
+_QWEN35_MISSED = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    "mlp.gate",
+    "mlp.shared_expert_gate",
+    *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+CONTRACTS: tuple[Contract, ...] = (
+    Contract(
+        first="0",
+        last="0.6.2",
+        split=False,
+        merged=False,
+        expert=False,  # --kt-expert-lora-path is unknown
+        unapplied={"Qwen3.5-MoE": _QWEN35_MISSED},
+    ),
+    Contract(
+        first="0.6.3",
+        last="0.7.0",
+        split=True,
+        merged=True,
+        expert=True,
+        unapplied={"Qwen3.5-MoE": _QWEN35_MISSED},
+    ),
+    Contract(
+        first="0.7.2",
+        last="0.7.2",
+        split=False,  # ValueError at start-up
+        merged=True,
+        expert=True,
+        expert_formats=("bf16", "int8", "fp8", "rawint4", "mxfp4"),
+        only_rank={"rawint4": 8},
+    ),
+)
+
+_VERSION = re.compile(
+    r"v?(\d{1,9}(?:\.\d{1,9}){0,5})"
+    r"(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|post|rev|r|dev)[._-]?\d*){0,3}"
+    r"(?:\+[a-z0-9._-]+)?",
+    re.IGNORECASE | re.ASCII,
+)
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The release of a PEP 440 version, without the zeros at its end: (0, 7) for "0.7.0.post1".
+
+    Pre- and post-releases count as their release. UsageError for anything else.
+    """
+    match = _VERSION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a version", "write it like 0.7.2")
+    release = [int(part) for part in match[1].split(".")]
+    while len(release) > 1 and release[-1] == 0:
+        release.pop()
+    return tuple(release)
+
+
+def contract_for(engine: str) -> tuple[Contract, bool]:
+    """The contract of ``sglang-kt==X``, and whether that version is one of those looked at.
+
+    A version between two rows gets the newer row, one beyond all rows the newest. Raises UsageError
+    when ``engine`` is spelled otherwise or names another engine.
+    """
+    name, separator, text = engine.partition("==")
+    if re.sub(r"[-_.]+", "-", name.strip()).lower() != ENGINE or not separator:
+        raise UsageError(f"the engine {engine!r} is not known", f"write it like {ENGINE}==0.7.2")
+    version = parse_version(text)
+    for contract in CONTRACTS:
+        if version <= parse_version(contract.last):
+            return contract, version >= parse_version(contract.first)
+    return CONTRACTS[-1], False

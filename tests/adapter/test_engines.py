@@ -1,0 +1,180 @@
+"""The table of engine versions: which row holds, and what validate makes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from adapterfaults import edit, edit_config, fill
+
+from ktbridge.adapter import RULES, convert_adapter, validate_adapter
+from ktbridge.adapter.engines import CONTRACTS, contract_for, parse_version
+from ktbridge.errors import UsageError
+
+Make = Callable[..., Path]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("version", "row", "known"),
+    [
+        ("0.5.0", "0 to 0.6.2", True),
+        ("0.6.2", "0 to 0.6.2", True),
+        ("0.6.2.post3", "0 to 0.6.2", True),
+        ("0.6.3", "0.6.3 to 0.7.0", True),
+        ("0.6.3rc1", "0.6.3 to 0.7.0", True),
+        ("0.6.10", "0.6.3 to 0.7.0", True),
+        ("0.7", "0.6.3 to 0.7.0", True),
+        ("0.7.0", "0.6.3 to 0.7.0", True),
+        ("0.7.1", "0.7.2", False),
+        ("0.7.2", "0.7.2", True),
+        ("0.7.2.0+cu130", "0.7.2", True),
+        ("0.7.3", "0.7.2", False),
+        ("0.10", "0.7.2", False),
+        ("1.0.0.dev1", "0.7.2", False),
+    ],
+)
+def test_which_contract_holds(version: str, row: str, known: bool) -> None:
+    contract, looked_at = contract_for(f"sglang-kt=={version}")
+    assert (contract.name, looked_at) == (row, known)
+    assert contract_for(f"SGLang_KT == v{version}") == (contract, known)
+
+
+def test_rows_are_in_order_and_apart() -> None:
+    ends = [parse_version(end) for row in CONTRACTS for end in (row.first, row.last)]
+    assert ends == sorted(ends)
+    assert all(a.last != b.first for a, b in pairwise(CONTRACTS))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["sglang-kt", "sglang-kt==", "sglang-kt==new", "sglang==0.5.2", "0.7.2", "sglang-kt>=0.7.2", "",
+     "sglang-kt==0.7.*", "sglang-kt==1e400", "sglang-kt==" + "9" * 400],
+)  # fmt: skip
+def test_a_bad_engine_is_a_usage_error(engine: str, make_raw: Make) -> None:
+    with pytest.raises(UsageError) as caught:
+        validate_adapter([make_raw()], engine=engine)
+    assert "sglang-kt==0.7.2" in caught.value.next_step or "0.7.2" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"),
+    [
+        ("0.6.2", {"n"}),
+        ("0.6.4", {"e", "n", "e n", "m", "raw e n", "raw m"}),
+        ("0.7.2", {"e", "n", "m", "raw m"}),
+    ],
+)
+def test_which_layouts_a_version_serves(make_raw: Make, version: str, accepted: set[str]) -> None:
+    raw = make_raw()
+    outputs = {name: raw.parent / name for name in "enm"}
+    convert_adapter(raw, expert_output_dir=outputs["e"], nonexpert_output_dir=outputs["n"],
+                    merged_output_dir=outputs["m"])  # fmt: skip
+    paths = {"raw": raw, **outputs}
+    for sets in ("raw", "e", "n", "m", "e n", "raw e n", "raw m"):
+        report = validate_adapter(
+            [paths[name] for name in sets.split()], engine=f"sglang-kt=={version}"
+        )
+        refused = {p.code for p in report.problems if p.severity == "error"}
+        assert refused == (set() if sets in accepted else {"KTB901"}), sets
+
+
+def test_qwen35_is_known_by_its_keys(make_raw: Make) -> None:
+    """Without a base model, linear attention tells the family that old versions serve in part."""
+    from ktbridge.adapter import Tensor
+
+    table = {}
+    for layer, module in ((0, "linear_attn.in_proj_qkv"), (1, "self_attn.q_proj")):
+        for half, shape in (("A", (4, 16)), ("B", (8, 4))):
+            name = (
+                f"base_model.model.model.language_model.layers.{layer}.{module}.lora_{half}.weight"
+            )
+            table[name] = Tensor(name, "BF16", shape, b"\x80\x3f" * (shape[0] * shape[1]))
+    raw = make_raw(nonexpert=table, target_modules=["in_proj_qkv", "q_proj"])
+    convert_adapter(raw, merged_output_dir=raw.parent / "m")
+    for version, expected in (("0.6.4", ["KTB903"]), ("0.7.2", [])):
+        report = validate_adapter([raw.parent / "m"], engine=f"sglang-kt=={version}")
+        found = [p for p in report.problems if p.severity == "error"]
+        assert [p.code for p in found] == expected
+        assert all("self_attn.q_proj" in p.where for p in found)
+
+
+@pytest.fixture
+def ktbridge(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        code = "from ktbridge.cli import main; main(prog_name='ktbridge')"
+        return subprocess.run(
+            [sys.executable, "-c", code, "validate", *map(str, args)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    return run
+
+
+def test_exit_codes(make_raw: Make, ktbridge: Callable[..., Any]) -> None:
+    raw = make_raw()
+    convert_adapter(raw, merged_output_dir=raw.parent / "m")
+    assert ktbridge("m", "--engine", "sglang-kt==0.7.2", "--strict").returncode == 0
+    assert ktbridge("m", "--engine", "sglang-kt==0.6.2").returncode == 1
+    bad = ktbridge("m", "--engine", "vllm==1")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "sglang-kt==0.7.2" in bad.stderr
+    # An info never fails, a warning does with --strict only, an error always.
+    newer = ktbridge("m", "--engine", "sglang-kt==9.9", "--strict")
+    assert newer.returncode == 0
+    assert "KTB902" in newer.stderr
+    edit(raw.parent / "m", fill("q_proj.lora_B", b"\x00"))
+    assert ktbridge("m").returncode == 0
+    assert ktbridge("m", "--strict").returncode == 1
+    edit(raw.parent / "m", fill("lora_B", b"\x00"))
+    assert ktbridge("m").returncode == 1
+    assert ktbridge("m", "--structure-only", "--strict").returncode == 0
+
+
+def test_json_is_as_its_schema_says(make_raw: Make, ktbridge: Callable[..., Any]) -> None:
+    schema = json.loads((ROOT / "docs" / "validate.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    check = jsonschema.Draft202012Validator(schema)
+    raw = make_raw()
+    convert_adapter(raw, merged_output_dir=raw.parent / "m", expert_output_dir=raw.parent / "e",
+                    nonexpert_output_dir=raw.parent / "n")  # fmt: skip
+    edit_config(raw.parent / "n", r="four", lora_alpha="absent", base_model_name_or_path="absent")
+    edit(raw.parent / "m", fill("lora_B", b"\xff"))
+    for args in (
+        ["raw"],
+        ["raw", "e", "n", "m", "nowhere", "--engine", "sglang-kt==0.7.2"],
+        ["e", "--structure-only"],
+    ):
+        document = json.loads(ktbridge(*args, "--json").stdout)
+        check.validate(document)
+        assert [a["path"] for a in document["adapters"]] == [a for a in args[:5] if a[0] != "-"]
+        order = [problem["severity"] for problem in document["problems"]]
+        assert order == sorted(order, key=["error", "warning", "info"].index)
+        known = {rule.code for rule in RULES}
+        assert {problem["code"] for problem in document["problems"]} <= known
+    with pytest.raises(jsonschema.ValidationError):
+        check.validate({**document, "ok": "yes"})
+
+
+def test_the_page_of_rules_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("make_rules", ROOT / "scripts" / "make_rules.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.PATH.read_text(encoding="utf-8")
+    assert page == module.render(), "run: python scripts/make_rules.py"
+    for rule in RULES:
+        assert page.count(f"| {rule.code} | {rule.severity} | ") == 1

@@ -1,0 +1,109 @@
+"""Ways to break an adapter directory that was whole, for tests of whatever reads adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ktbridge.adapter import Tensor
+from ktbridge.model import open_tensor_file
+from ktbridge.model.tensorfile import write_tensor_file
+
+Tensors = dict[str, Tensor]
+
+
+def edit(directory: Path, change: Callable[[Tensors], None]) -> Path:
+    """Change a serving directory's tensors; its manifest, no longer true, goes."""
+    path = directory / "adapter_model.safetensors"
+    file = open_tensor_file(path)
+    tensors = {
+        name: Tensor(name, e.dtype, e.shape, bytes(file.tensor(name).data))
+        for name, e in file.entries.items()
+    }
+    change(tensors)
+    path.unlink()
+    write_tensor_file(path, tensors.values(), {"format": "pt"})
+    (directory / "kt_adapter_manifest.json").unlink(missing_ok=True)
+    return directory
+
+
+def edit_config(directory: Path, **changes: Any) -> Path:
+    path = directory / "adapter_config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+    (directory / "kt_adapter_manifest.json").unlink(missing_ok=True)
+    return directory
+
+
+def edit_manifest(directory: Path, **changes: Any) -> Path:
+    path = directory / "kt_adapter_manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return directory
+
+
+def rename(old: str, new: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if old in name]:
+            t = tensors.pop(name)
+            name = name.replace(old, new)
+            tensors[name] = Tensor(name, t.dtype, t.shape, t.data)
+
+    return change
+
+
+def drop(part: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    return change
+
+
+def fill(part: str, byte: bytes) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            t = tensors[name]
+            tensors[name] = Tensor(name, t.dtype, t.shape, (byte * t.nbytes)[: t.nbytes])
+
+    return change
+
+
+def retype(part: str, dtype: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            t = tensors[name]
+            tensors[name] = Tensor(name, dtype, t.shape, t.data)
+
+    return change
+
+
+def add(name: str, shape: tuple[int, ...] = (4, 16)) -> Callable[[Tensors], None]:
+    size = 2
+    for length in shape:
+        size *= length
+
+    def change(tensors: Tensors) -> None:
+        tensors[name] = Tensor(name, "BF16", shape, b"\x80\x3f" * (size // 2))
+
+    return change
+
+
+def widen(part: str, low: bytes = b"\x01\x00") -> Callable[[Tensors], None]:
+    """Store as float32 what was bfloat16; ``low`` are the bits below, lost in rounding."""
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            t = tensors[name]
+            data = bytes(t.data)
+            words = [low + data[i : i + 2] for i in range(0, len(data), 2)]
+            tensors[name] = Tensor(name, "F32", t.shape, b"".join(words))
+
+    return change
+
+
+def swap_gate_and_up(tensors: Tensors) -> None:
+    rename("gate_proj", "tmp_proj")(tensors)
+    rename("up_proj", "gate_proj")(tensors)
+    rename("tmp_proj", "up_proj")(tensors)
