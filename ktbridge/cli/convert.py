@@ -1,4 +1,4 @@
-"""``ktbridge convert``: a raw adapter into the directories that engines serve."""
+"""``ktbridge convert``: an adapter into the directories that engines serve, or another format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import click
 
 from ktbridge.cli._app import Command
 
+_KT_LAYOUTS = ("raw", "expert", "nonexpert", "merged")
 _NUMERIC = ("tensors", "bytes", "rank", "alpha")
 
 
@@ -16,6 +17,25 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
 @click.option("--expert-output-dir", metavar="D", help="Write the expert LoRA here (split layout).")
 @click.option("--nonexpert-output-dir", metavar="D", help="Write everything else here (split).")
 @click.option("--merged-output-dir", metavar="D", help="Write one directory with both halves.")
+@click.option(
+    "--to",
+    "to",
+    default="kt-split",
+    show_default=True,
+    metavar="FORMAT",
+    help="kt-split, kt-merged, raw, peft-fused, vllm, sglang-3d or gguf.",
+)
+@click.option(
+    "--from",
+    "from_format",
+    default="auto",
+    show_default=True,
+    metavar="FORMAT",
+    help="The format of RAW_DIR where it can't be told: any of --to, peft-0.18 or unsloth-legacy.",
+)
+@click.option(
+    "--output-dir", metavar="D", help="The directory of a format that is one (not kt-split)."
+)
 @click.option(
     "--base-model-name-or-path",
     metavar="B",
@@ -27,37 +47,28 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     metavar="A",
     help="The alpha the experts were trained with.  [default: the manifest's, else the config's]",
 )
+@click.option(
+    "--dtype",
+    default="keep",
+    show_default=True,
+    metavar="keep|bf16",
+    help="bf16 rounds wider tensors to bfloat16.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace output directories that hold an adapter.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(
-    raw_dir: str,
-    expert_output_dir: str | None,
-    nonexpert_output_dir: str | None,
-    merged_output_dir: str | None,
-    base_model_name_or_path: str | None,
-    lora_alpha: float | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Turn the adapter in RAW_DIR into serving directories, in one pass over it.
 
     Tensor bytes stay as they are. Each output is complete or as it was before, whatever happens.
-    Name one output at least.
+    Name one output at least. With --to and --from, adapters go to and come from PEFT, vLLM,
+    SGLang and llama.cpp; what a format can't hold exactly is refused with the reason.
     """
-    from ktbridge.adapter import execute_plan, plan_convert
+    from ktbridge.adapter.conversion import execute_conversion, plan_conversion
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
 
-    plan = plan_convert(
-        raw_dir,
-        expert_output_dir=expert_output_dir,
-        nonexpert_output_dir=nonexpert_output_dir,
-        merged_output_dir=merged_output_dir,
-        base_model=base_model_name_or_path,
-        lora_alpha=lora_alpha,
-        overwrite=overwrite,
-    )
+    options["base_model"] = options.pop("base_model_name_or_path")
+    plan = plan_conversion(raw_dir, overwrite=overwrite, **options)
     if dry_run:
         if as_json:
             emit_json(plan.as_dict())
@@ -67,18 +78,19 @@ def command(
             stderr.print("dry run: nothing was written")
         return
     with progress_bar("converting", "bytes") as on_progress:
-        report = execute_plan(plan, on_progress)
+        report = execute_conversion(plan, on_progress)
     if as_json:
         emit_json(report.as_dict())
         return
     print_problems(report.findings)
     _print_summary(report.as_dict())
-    written = " ".join(str(output["path"]) for output in report.outputs)
-    stderr.print(
-        f"done in {report.seconds:.2f} s; next: ktbridge validate {raw_dir} {written}",
-        soft_wrap=True,
-        markup=False,
-    )
+    text = f"done in {report.seconds:.2f} s"
+    if options["to"] in ("kt-split", "kt-merged", "raw"):
+        # A set of directories is checked together; what KT engines don't read is no part of it.
+        with_source = options["to"] != "raw" and report.layout in _KT_LAYOUTS
+        checked = [raw_dir] * with_source + [str(output["path"]) for output in report.outputs]
+        text += f"; next: ktbridge validate {' '.join(checked)}"
+    stderr.print(text, soft_wrap=True, markup=False)
 
 
 def _print_summary(report: dict[str, Any]) -> None:

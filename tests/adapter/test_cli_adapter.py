@@ -71,3 +71,50 @@ def test_exit_codes(
     make_raw("unfound", target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "nowhere"])
     assert ktbridge("validate", "unfound").returncode == 0
     assert ktbridge("validate", "unfound", "--strict").returncode == 1
+
+
+def test_formats_on_the_command_line(
+    make_raw: Make, tmp_path: Path, ktbridge: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    make_raw()
+    dry = ktbridge(
+        "convert", "raw", "--to", "peft-fused", "--output-dir", "p", "--dry-run", "--json"
+    )
+    (output,) = json.loads(dry.stdout)["outputs"]
+    assert (output["layout"], output["tensors"], os.listdir(tmp_path)) == (
+        "peft-fused",
+        24,
+        ["raw"],
+    )
+    done = ktbridge("convert", "raw", "--to", "peft-fused", "--output-dir", "p")
+    assert (done.returncode, "gate_up_proj" in done.stdout) == (0, True)
+    assert "Traceback" not in done.stderr
+    split = ("--expert-output-dir", "e", "--nonexpert-output-dir", "n")
+    assert ktbridge("convert", "p", "--from", "peft-fused", *split).returncode == 0
+    checked = ktbridge("validate", "raw", "e", "n", "--json")
+    assert (checked.returncode, json.loads(checked.stdout)["problems"]) == (0, [])
+    back = ktbridge("convert", "p", "--to", "raw", "--output-dir", "r", "--json")
+    assert json.loads(back.stdout)["outputs"][0]["layout"] == "raw"
+    for name in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
+        assert (tmp_path / "r" / name).read_bytes() == (tmp_path / "raw" / name).read_bytes()
+    for wrong, says in (
+        (("--to", "gguf"), "--output-dir"),
+        (("--to", "unsloth-legacy", "--output-dir", "x"), "can't be done"),
+        (("--to", "vllm", "--expert-output-dir", "x"), "one directory"),
+        (("--from", "nonsense", "--expert-output-dir", "x"), "unsloth-legacy"),
+    ):
+        result = ktbridge("convert", "raw", *wrong)
+        assert (result.returncode, says in result.stderr) == (2, True), result.stderr
+        assert "Traceback" not in result.stderr
+    gguf = ktbridge("convert", "raw", "--to", "gguf", "--output-dir", "x")
+    assert (gguf.returncode, "config.json" in gguf.stderr) == (1, True)
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_help_names_every_format(
+    ktbridge: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    from ktbridge.adapter.dialects import READABLE, WRITABLE
+
+    text = ktbridge("convert", "--help").stdout
+    assert all(name in text for name in (*READABLE, *WRITABLE))

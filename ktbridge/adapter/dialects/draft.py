@@ -1,0 +1,67 @@
+"""One directory about to be written, as a writer describes it; nothing has been read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ktbridge.adapter.dialects.source import Block, Source
+from ktbridge.adapter.keys import parse_key
+
+
+class Piece(NamedTuple):
+    """One tensor of an output file."""
+
+    key: str
+    block: Block
+
+
+@dataclass
+class Draft:
+    """One output directory: configuration and tensors by file.
+
+    ``layout``, ``rank`` and ``alpha`` go into the manifest; ``experts`` does so too, so that we read
+    our own directories back as they were. ``gguf`` has the metadata of a GGUF file, by key.
+    ``record`` adds to what the manifest says of the last file.
+    """
+
+    layout: str
+    config: dict[str, Any]
+    pieces: dict[str, list[Piece]]
+    rank: int
+    alpha: float
+    experts: dict[str, Any] = field(default_factory=dict)
+    gguf: dict[str, Any] = field(default_factory=dict)
+    weight_format: str | None = None
+    record: Callable[[Path], dict[str, Any]] | None = None
+
+    @property
+    def tensors(self) -> int:
+        return sum(len(pieces) for pieces in self.pieces.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.block.nbytes for pieces in self.pieces.values() for piece in pieces)
+
+
+def config_of(source: Source, rank: int, alpha: float) -> dict[str, Any]:
+    """The adapter_config.json fields that every dialect has; target_modules is the writer's."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        **source.kept,
+        "base_model_name_or_path": source.base_model,
+        "bias": "none",
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "use_rslora": False,
+    }
+
+
+def nonexpert_modules(source: Source) -> list[str]:
+    """Own names of the adapted non-expert modules ("q_proj"), sorted."""
+    return sorted({parse_key(key).leaf for key in source.nonexpert})

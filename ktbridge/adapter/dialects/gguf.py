@@ -1,0 +1,338 @@
+"""llama.cpp's GGUF adapters, through the ``gguf`` package (PyPI), which is imported when needed.
+
+Experts are stacked tensors ``blk.L.ffn_{gate,up,down}_exps.weight.lora_{a,b}`` [E,r,in], [E,out,r];
+everything else has the name that llama.cpp gives the base tensor, as gguf's tensor map tells.
+llama.cpp scales by ``adapter.lora.alpha`` / the tensor's own rank (1 where there is no alpha), so
+halves of different rank fit as long as their alphas agree, or differ by a power of two.
+
+What the converter of the base model moves around, an adapter must move as well: q and k rows of
+llama-type models (Mixtral) are permuted here; the value heads of linear attention (Qwen3.5,
+Qwen3-Next) and kv_b_proj of DeepSeek are rearranged in ways this doesn't follow, and are refused.
+Facts: llama.cpp's convert_lora_to_gguf.py, conversion scripts and src/llama-adapter.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktbridge.adapter.adapter import CONFIG_FILE, is_number
+from ktbridge.adapter.dialects.draft import Draft, Piece, config_of, nonexpert_modules
+from ktbridge.adapter.dialects.kt import module_prefix, one_scale
+from ktbridge.adapter.dialects.opened import fail_if, local_config
+from ktbridge.adapter.dialects.source import Bits, Block, Source, check_source, refusal
+from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
+from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.model import ModelConfig
+
+GGUF_FILE = "adapter_model.gguf"
+# config.json's model_type -> llama.cpp's architecture.
+_ARCHITECTURES = {
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_moe": "qwen35moe",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_vl_moe": "qwen3vlmoe",
+    "qwen3_vl_moe_text": "qwen3vlmoe",
+    "mixtral": "llama",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "kimi_k2": "deepseek2",
+    "kimi_k25": "deepseek2",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+}
+_MODULES = (
+    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")),
+    "self_attn.kv_a_proj_with_mqa",
+    "mlp.gate",
+    "mlp.shared_expert_gate",
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+_SHARED = ("shared_expert", "shared_experts")
+_NAME = re.compile(r"blk\.([0-9]{1,6})\.([a-z_0-9]+)\.weight\.lora_([ab])")
+_EXPERTS = {f"ffn_{name}_exps": name for name in ("gate", "up", "down")}
+_MOVED = "llama.cpp rearranges this module's weights, and an adapter to it would have to follow"
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise KtbridgeError(
+            "reading and writing GGUF needs the Python package gguf, which is not installed",
+            "pip install gguf",
+        ) from error
+    return gguf
+
+
+def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
+    """One GGUF file, with adapter_config.json beside it."""
+    package = _package()
+    architecture = _ARCHITECTURES.get(base.model_type) if base else None
+    if base is None or architecture is None:
+        what = f"for {base.model_type!r}" if base else "without the base model's config.json"
+        step = "pass --base-model-name-or-path with a model directory of a supported family"
+        found = f"can't be named as llama.cpp names tensors {what}"
+        return [], [refusal(str(source.path), found, step)]
+    # llama.cpp divides alpha by each tensor's rank: only the alphas have to agree.
+    rank, alpha, factor, problems = one_scale(source, same_rank=False)
+    names = _names(package, architecture, max((*source.layers, base.num_layers)) + 1)
+    pieces = [
+        Piece(f"blk.{layer}.ffn_{projection}_exps.weight.lora_{half.lower()}", block)
+        for (layer, projection, half), block in sorted(source.experts.items())
+    ]
+    for key, block in sorted(source.nonexpert.items()):
+        parsed = parse_key(key)
+        name = names.get(_plain(parsed))
+        reason = _refused(parsed, architecture)
+        if name is None or reason:
+            if parsed.half == "A":
+                found = reason or f"has no name in llama.cpp's {architecture}"
+                step = "leave the module out of training, or merge it into the base model"
+                problems.append(refusal(f"{source.path}: {key}", found, step))
+            continue
+        if parsed.half == "B":
+            block = _permuted(block, parsed, architecture, base, back=False)
+            block = block.times(factor, f"{source.path}: {key}")
+        pieces.append(Piece(f"{name}.weight.lora_{parsed.half.lower()}", block))
+    config = config_of(source, rank, alpha)
+    experts = [f"{projection}_proj" for projection in source.projections]
+    config["target_modules"] = sorted({*experts, *nonexpert_modules(source)})
+    draft = Draft("gguf", config, {GGUF_FILE: pieces}, rank, alpha)
+    draft.gguf = {
+        "general.architecture": architecture,
+        "general.type": "adapter",
+        "general.name": Path(str(source.base_model or "adapter")).name,
+        "adapter.type": "lora",
+        "adapter.lora.alpha": alpha,
+        # Ours, because llama.cpp's names have no room for them; loaders skip unknown keys.
+        "ktbridge.base_model": str(source.base_model or ""),
+        "ktbridge.module_prefix": module_prefix(source, base),
+    }
+    if float(np.float32(alpha)) != alpha:
+        found = f"alpha {alpha!r} is not a float32, which is what GGUF holds"
+        problems.append(refusal(str(source.path / CONFIG_FILE), found, "choose another format"))
+    return [draft], problems
+
+
+def save_gguf(path: Path, draft: Draft, tell: Any) -> None:
+    """Write the file tensor by tensor; ``tell(bytes)`` after each."""
+    package = _package()
+    types = package.GGMLQuantizationType
+    writer = package.GGUFWriter(path, draft.gguf["general.architecture"])
+    for key, value in draft.gguf.items():
+        if key == "general.architecture":
+            continue  # the writer's own
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_float32(key, value)
+    (pieces,) = draft.pieces.values()
+    try:
+        for key, block in pieces:
+            # The type is told outright; numpy's only says that these are no bytes to be unpacked.
+            kind = types[block.dtype]
+            writer.add_tensor_info(key, block.shape, np.dtype("u2"), block.nbytes, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for _, block in pieces:
+            writer.write_tensor_data(np.ascontiguousarray(block.load()))
+            tell(block.nbytes)
+    finally:
+        writer.close()
+
+
+def read_gguf(path: Path, base: ModelConfig | None) -> Source:
+    """A GGUF adapter: a file, or the one ``.gguf`` file in a directory.
+
+    Raises KtbridgeError for anything but a LoRA adapter whose tensors are BF16, F16 or F32.
+    """
+    package = _package()
+    file = path
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise UsageError(f"{path} has {len(files)} .gguf files", "name the file itself")
+        file = files[0]
+    try:
+        reader = _strict_reader(package)(file)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = list(reader.tensors)
+    except OSError as error:
+        raise KtbridgeError(f"{file} can't be read: {error.strerror}") from error
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError) as error:
+        raise KtbridgeError(
+            f"{file} is not a GGUF file that can be read: {error}", "copy or convert it again"
+        ) from error
+    kind = (fields.get("general.type"), fields.get("adapter.type"))
+    if kind != ("adapter", "lora"):
+        raise KtbridgeError(f"{file} is not a LoRA adapter", "pass an adapter, not a model")
+    return _source(package, file, path, fields, tensors, base)
+
+
+def _strict_reader(package: Any) -> Any:
+    """gguf's reader, ending with the file: it takes what lies beyond for empty, and loops on."""
+
+    class Reader(package.GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: Any = 1, *rest: Any, **named: Any) -> Any:
+            found = super()._get(offset, dtype, count, *rest, **named)
+            if len(found) != int(count):
+                raise ValueError(f"it ends inside what begins at byte {int(offset)}")
+            return found
+
+    return Reader
+
+
+def _source(
+    package: Any, file: Path, path: Path, fields: dict[str, Any], tensors: list[Any],
+    base: ModelConfig | None,
+) -> Source:  # fmt: skip
+    config = _beside(path, CONFIG_FILE)
+    base_model = config.get("base_model_name_or_path") or fields.get("ktbridge.base_model") or None
+    base = base or local_config(str(base_model))
+    prefix = fields.get("ktbridge.module_prefix")
+    if not isinstance(prefix, str):
+        prefix = base.prefix if base else "model."
+    architecture = str(fields.get("general.architecture"))
+    if architecture not in _ARCHITECTURES.values():
+        raise KtbridgeError(f"{file} is for {architecture!r}, a family we don't know", "")
+    modules = {
+        name: module for module, name in _names(package, architecture, _layers(tensors)).items()
+    }
+    alpha = fields.get("adapter.lora.alpha")
+    source = Source(file, "gguf", 0, 0.0, 0, 0.0, base_model=base_model, prefix=prefix)
+    if config.get("task_type"):
+        source.kept["task_type"] = config["task_type"]
+    findings: list[Problem] = []
+    for tensor in tensors:
+        match = _NAME.fullmatch(tensor.name)
+        block = _block(file, tensor)
+        where = f"{file}: {tensor.name}"
+        if match is None or block is None:
+            what = "has no place in a LoRA adapter" if match is None else "is quantised"
+            findings.append(problem("KTB201" if match is None else "KTB303", where, what))
+            continue
+        layer, name, half = int(match[1]), match[2], match[3].upper()
+        if name in _EXPERTS:
+            source.experts[layer, _EXPERTS[name], half] = block
+            source.rank = source.rank or (block.shape[1 if half == "A" else 2])
+            continue
+        module = modules.get(f"blk.{layer}.{name}")
+        if module is None:
+            findings.append(problem("KTB201", where, f"is no module of {architecture} we know"))
+            continue
+        key = peft_key(f"{prefix}{module.removeprefix('model.')}", half)
+        if reason := _refused(parse_key(key), architecture):
+            findings.append(refusal(where, reason, "convert the adapter from its training output"))
+            continue
+        if half == "B":
+            block = _permuted(block, parse_key(key), architecture, base, back=True)
+        source.nonexpert[key] = block
+        source.nonexpert_rank = source.nonexpert_rank or block.shape[0 if half == "A" else 1]
+    source.rank = source.rank or source.nonexpert_rank
+    source.nonexpert_rank = source.nonexpert_rank or source.rank
+    # llama.cpp: no alpha means a scale of one.
+    source.alpha = float(alpha) if is_number(alpha) else float(source.rank)
+    source.nonexpert_alpha = float(alpha) if is_number(alpha) else float(source.nonexpert_rank)
+    source.tensors_in = len(tensors)
+    if not tensors:
+        findings.append(problem("KTB003", str(file), "has no LoRA tensors"))
+    fail_if(file, [*findings, *check_source(source)])
+    return source
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """A JSON file of our own directories; other GGUF adapters are single files."""
+    if not path.is_dir() or not (path / MANIFEST_FILE).is_file() or not (path / name).is_file():
+        return {}
+    return read_json_object(path / name)
+
+
+def _layers(tensors: list[Any]) -> int:
+    layers = [int(match[1]) for t in tensors if (match := _NAME.fullmatch(t.name))]
+    return min(max(layers, default=0) + 1, 10_000)
+
+
+def _block(file: Path, tensor: Any) -> Block | None:
+    dtype = tensor.tensor_type.name
+    if dtype not in ("BF16", "F16", "F32"):
+        return None
+    bits = np.dtype("<u4" if dtype == "F32" else "<u2")
+    shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
+    offset = int(tensor.data_offset)
+
+    def load() -> Bits:
+        return np.memmap(file, bits, "r", offset, shape)
+
+    return Block(dtype, shape, load)
+
+
+def _names(package: Any, architecture: str, layers: int) -> dict[str, str]:
+    """model.layers.L.self_attn.q_proj -> blk.L.attn_q, for the modules that can be adapted."""
+    kinds = package.MODEL_ARCH_NAMES
+    arch = next((key for key, name in kinds.items() if name == architecture), None)
+    if arch is None:
+        raise KtbridgeError(
+            f"the installed gguf package doesn't know {architecture!r}", "pip install -U gguf"
+        )
+    table = package.get_tensor_name_map(arch, layers)
+    names: dict[str, str] = {}
+    shared = _SHARED[1] if architecture in ("deepseek2", "glm4moe") else _SHARED[0]
+    for layer in range(layers):
+        for module in _candidates(shared):
+            hf = f"model.layers.{layer}.{module}"
+            name = table.get_name(hf)
+            if name is not None:
+                names[hf] = name
+    return names
+
+
+def _candidates(shared: str) -> Iterator[str]:
+    yield from _MODULES
+    for name in ("gate", "up", "down"):
+        yield f"mlp.{shared}.{name}_proj"
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"):
+        yield f"linear_attn.{name}"
+
+
+def _plain(key: Key) -> str:
+    """The module path as text-only models have it, which is what gguf's map knows."""
+    module = re.sub(r"^.*?(?=layers\.[0-9])", "model.", key.module)
+    return module.replace(".block_sparse_moe.", ".mlp.")
+
+
+def _refused(key: Key, architecture: str) -> str:
+    if ".linear_attn." in key.module or (key.leaf == "kv_b_proj" and architecture == "deepseek2"):
+        return _MOVED
+    return ""
+
+
+def _permuted(
+    block: Block, key: Key, architecture: str, base: ModelConfig | None, *, back: bool
+) -> Block:
+    """q and k rows in the order of ggml's rotary embedding, for architectures that use it."""
+    if architecture != "llama" or key.leaf not in ("q_proj", "k_proj"):
+        return block
+    name = "num_attention_heads" if key.leaf == "q_proj" else "num_key_value_heads"
+    text = base.text if base else {}
+    heads = text.get(name) or text.get("num_attention_heads")
+    if type(heads) is not int or heads <= 0 or block.shape[0] % (2 * heads):
+        raise KtbridgeError(
+            f"{PEFT_PREFIX}{key.module} can't be permuted without the base model's {name}",
+            "pass --base-model-name-or-path with the model's directory",
+        )
+    half = block.shape[0] // heads // 2
+    split = (heads, half, 2) if back else (heads, 2, half)
+    return block.then(
+        block.shape,
+        lambda bits: bits.reshape(*split, -1).swapaxes(1, 2).reshape(block.shape),
+    )

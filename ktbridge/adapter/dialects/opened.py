@@ -1,0 +1,137 @@
+"""Opening a directory for a dialect's reader: files and configuration checked, keys parsed."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
+from ktbridge.adapter.check_config import check_config
+from ktbridge.adapter.dialects.source import BITS, Source, block_of
+from ktbridge.adapter.keys import parse_key, peft_key
+from ktbridge.adapter.rules import problem
+from ktbridge.adapter.scan import scan_adapter
+from ktbridge.errors import Problem, ProblemsError, has_errors
+from ktbridge.model import ModelConfig, read_model_config
+
+# Where non-expert LoRA is attached: kept, so that whoever loads the result does the same.
+KEPT = ("task_type", "layers_to_transform", "layers_pattern", "exclude_modules", "revision")
+# What dialects of their own give meaning to; everything else that changes results is refused.
+_OWN = ("rank_pattern", "alpha_pattern", "target_parameters", "target_modules")
+
+
+@dataclass
+class Opened:
+    """A directory of safetensors with its configuration; ``parts`` are all its tensors."""
+
+    path: Path
+    config: dict[str, Any]
+    manifest: dict[str, Any] | None
+    parts: list[Part]
+    adapter: Adapter
+    findings: list[Problem]
+
+    @property
+    def rank(self) -> int:
+        return int(self.config["r"])
+
+    @property
+    def alpha(self) -> float:
+        return float(self.config["lora_alpha"])
+
+    @property
+    def hint(self) -> dict[str, Any]:
+        """What our own manifest says of the experts' arrangement; empty for others' adapters."""
+        value = (self.manifest or {}).get("experts")
+        return value if isinstance(value, dict) else {}
+
+    def new_source(self, name: str, rank: int, alpha: float) -> Source:
+        """An empty source with this directory's numbers; rank and alpha are the experts'."""
+        return Source(
+            path=self.path,
+            format=name,
+            rank=rank,
+            alpha=alpha,
+            nonexpert_rank=self.rank,
+            nonexpert_alpha=self.alpha,
+            use_rslora=bool(self.config.get("use_rslora")),
+            base_model=self.adapter.base_model,
+            kept={key: self.config[key] for key in KEPT if self.config.get(key) is not None},
+            files=self.adapter.files,
+            tensors_in=len(self.parts),
+            findings=[item for item in self.findings if item.severity != "error"],
+        )
+
+
+def open_foreign(path: str | os.PathLike[str]) -> Opened:
+    """Open an adapter that another tool wrote.
+
+    Raises ProblemsError with everything that makes it unreadable, or that changes what it computes
+    in a way no dialect can carry (DoRA, biases, saved modules, ...).
+    """
+    adapter, found = scan_adapter(path)
+    # Keys are the reader's business; files and configuration are the same for all.
+    findings = [item for item in found if item.code < "KTB014"]
+    if adapter is None:
+        raise ProblemsError(f"{path} can't be converted", found)
+    config = adapter.config
+    adapter.config = {key: value for key, value in config.items() if key not in _OWN}
+    findings += [item for item in check_config(adapter, serving=False) if item.severity == "error"]
+    adapter.config = config
+    if config.get("r") is None or not is_number(config.get("lora_alpha")):
+        where = str(adapter.path / CONFIG_FILE)
+        if not has_errors(findings):
+            findings.append(problem("KTB103", where, "has no usable r and lora_alpha"))
+    parts = [
+        Part(file, entry, parse_key(entry.name))
+        for file in adapter.files
+        for entry in file.entries.values()
+    ]
+    odd = [part for part in parts if part.entry.dtype not in BITS]
+    if odd:
+        found_dtype = f"is {odd[0].entry.dtype} ({len(odd)} tensors)"
+        findings.append(problem("KTB303", odd[0].where, found_dtype, "BF16, F16 or F32"))
+    if has_errors(findings):
+        raise ProblemsError(f"{path} can't be converted", findings)
+    return Opened(adapter.path, config, adapter.manifest, parts, adapter, findings)
+
+
+def file_nonexpert(source: Source, parts: list[Part], findings: list[Problem]) -> None:
+    """Take ordinary LoRA tensors into ``source``; whatever else is left is a problem each."""
+    strange = []
+    for part in parts:
+        if part.key.kind != "lora":
+            strange.append(part)
+            continue
+        key = peft_key(part.key.module, part.key.half)
+        if key in source.nonexpert:
+            findings.append(problem("KTB014", part.where, "gives a tensor again"))
+        source.nonexpert[key] = block_of(part.file, part.entry)
+    if strange:
+        count = f" ({len(strange)} tensors like it)" if len(strange) > 1 else ""
+        found = f"has no place in a {source.format} adapter{count}"
+        findings.append(problem("KTB201", strange[0].where, found))
+
+
+def expert_alpha(scale: float, rank: int) -> float:
+    """The alpha of experts that are served at ``scale``, without rounding where there is none."""
+    alpha = scale * rank
+    near = round(alpha)
+    return float(near) if math.isclose(alpha, near, rel_tol=1e-15) else alpha
+
+
+def local_config(*names: str | None) -> ModelConfig | None:
+    """The first of these base models that is a directory with config.json here."""
+    for name in names:
+        if name and (Path(name).expanduser() / "config.json").is_file():
+            return read_model_config(name)
+    return None
+
+
+def fail_if(path: Path, findings: list[Problem]) -> None:
+    """Raise once, with all that was found, if anything is an error."""
+    if has_errors(findings):
+        raise ProblemsError(f"{path} can't be converted", findings)

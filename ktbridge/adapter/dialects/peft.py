@@ -1,0 +1,374 @@
+"""PEFT's ``target_parameters`` adapters: experts' LoRA as one flat matrix a parameter.
+
+With E experts of rank R on a parameter W [E,out,in] of a module called ``experts``::
+
+    peft-fused (PEFT >= 0.19)   A [E*R, in]   row e*R+k       B [out, R*E]  column k*E+e
+    peft-0.18 (0.17 and 0.18)   A [E*R, out]  row e*R+k = B_e transposed
+                                B [in, R*E]   column k*E+e = A_e transposed
+    unsloth-legacy              as peft-fused, but B's column is e*R+k
+
+``gate_up_proj`` [E,2I,H] is wrapped first and so is the inner module, ``experts.base_layer``;
+``down_proj`` [E,H,I] is the outer one, ``experts``. A parameter that is targeted alone is ``experts``.
+
+gate and up have separate LoRA in KT and one in PEFT. Three arrangements are exact:
+
+block   A = [gate A; up A] (rank 2r), B = blockdiag(gate B, up B), alpha doubled as well
+shared  gate A equals up A everywhere: A as it is, B = [gate B; up B] (rank r)
+single  only one of the two is adapted: its A, and its B above or below zeros (rank r)
+
+Reading, an arrangement is recognised by its zeros, which must be there in every layer: "block"
+first, then "single" (a B half that is all zero adds nothing; its projection is left out), else
+"shared", which gives gate and up a copy of A each. Our manifest says which one we wrote, in case
+zeros in the data itself would mislead.
+
+PEFT's layout: ``peft.tuners.lora.layer.ParamWrapper``; Unsloth's: its ``_extract_lora_weights``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktbridge.adapter.adapter import CONFIG_FILE, Part, is_number
+from ktbridge.adapter.dialects.opened import (
+    Opened,
+    expert_alpha,
+    fail_if,
+    file_nonexpert,
+    local_config,
+    open_foreign,
+)
+from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, takes_turns, unpack
+from ktbridge.adapter.dialects.source import (
+    Block,
+    Source,
+    block_of,
+    check_source,
+    note,
+    refusal,
+)
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
+from ktbridge.model import ModelConfig
+
+PEFT_DIALECTS = ("peft-fused", "peft-0.18", "unsloth-legacy")
+# PEFT matches patterns as regular expressions; these can't take exponential time.
+_PLAIN_PATTERN = re.compile(r"(?:[\w^$|-]|\\?\.|\.\*|\\d\+?|\[0-9\]\+?)*")
+
+
+class Pair:
+    """A and B of one parameter of one layer, as they lie in the file."""
+
+    def __init__(self, a: Part, b: Part) -> None:
+        self.a, self.b = a, b
+
+    @property
+    def columns(self) -> int:
+        return self.a.entry.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.b.entry.shape[0]
+
+
+def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
+    """Whether in and out are exchanged (PEFT 0.17/0.18); None where shapes can't tell.
+
+    With both parameters, gate_up's input is down's output, and gate_up's output twice down's
+    input. With one of them, the hidden size tells (0: unknown), unless its matrices are square.
+    """
+    gate_up, down = pairs.get(GATE_UP), pairs.get(DOWN)
+    if gate_up and down:
+        now = gate_up.columns == down.rows and gate_up.rows == 2 * down.columns
+        old = gate_up.rows == down.columns and gate_up.columns == 2 * down.rows
+        return old if now != old else None
+    pair = gate_up or down
+    if pair is None or pair.columns == pair.rows or hidden not in (pair.columns, pair.rows):
+        return None
+    inner = pair.columns if gate_up else pair.rows
+    return inner != hidden
+
+
+def read_peft(path: Path, base: ModelConfig | None, dialect: str) -> Source:
+    """An adapter with LoRA on fused expert parameters, in one of the three dialects.
+
+    "auto" accepts what shapes prove. Raises UsageError where they can't and ProblemsError with all
+    that doesn't fit.
+    """
+    opened = open_foreign(path)
+    base = base or local_config(opened.adapter.base_model)
+    findings: list[Problem] = []
+    layers, rest = _pairs(opened, findings)
+    fail_if(path, findings)
+    if not layers:  # an ordinary PEFT adapter
+        source = opened.new_source(dialect, opened.rank, opened.alpha)
+        _file_rest(opened, source, rest, findings)
+        return source
+    dialect, exchanged = _orientation(opened, layers, rest, base, dialect)
+    order = "e*R+k" if dialect == "unsloth-legacy" else "k*E+e"
+    stacks: dict[str, dict[int, tuple[Block, Block]]] = defaultdict(dict)
+    scales: dict[str, set[float]] = defaultdict(set)
+    experts: set[int] = set()
+    for layer, (module, pairs) in sorted(layers.items()):
+        for parameter, pair in pairs.items():
+            rank, scale, problems = _rank_and_scale(opened.config, f"{module}.{parameter}", pair)
+            findings += problems
+            if has_errors(problems):
+                continue
+            count = pair.a.entry.shape[0] // rank
+            experts.add(count)
+            scales[parameter].add(scale)
+            stacks[parameter][layer] = unpack(
+                block_of(pair.a.file, pair.a.entry),
+                block_of(pair.b.file, pair.b.entry),
+                count, rank, exchanged, order,
+            )  # fmt: skip
+    if len(experts) > 1 or (base is not None and experts - {base.num_experts}):
+        found = f"rank and shapes make {sorted(experts)} experts"
+        expected = f"{base.num_experts} experts" if base else "one number"
+        findings.append(problem("KTB204", str(path), found, expected))
+    fail_if(path, findings)
+    source = _arranged(opened, dialect, stacks, scales, base, findings)
+    source.prefix = re.split(r"layers\.[0-9]+\.", next(iter(layers.values()))[0], maxsplit=1)[0]
+    _file_rest(opened, source, rest, findings)
+    return source
+
+
+def _file_rest(opened: Opened, source: Source, rest: list[Part], findings: list[Problem]) -> None:
+    _check_nonexpert_patterns(opened, rest, findings)
+    file_nonexpert(source, rest, findings)
+    fail_if(opened.path, [*findings, *check_source(source)])
+    source.findings += findings
+
+
+def _pairs(
+    opened: Opened, findings: list[Problem]
+) -> tuple[dict[int, tuple[str, dict[str, Pair]]], list[Part]]:
+    """layer -> (module path, parameter -> its A and B); and every other tensor."""
+    found: dict[int, dict[str, dict[str, Part]]] = defaultdict(lambda: defaultdict(dict))
+    modules: dict[int, str] = {}
+    rest: list[Part] = []
+    for part in opened.parts:
+        if part.key.kind != "peft-fused":
+            rest.append(part)
+            continue
+        inner = part.key.module.endswith(".base_layer")
+        found[part.key.layer]["inner" if inner else "outer"][part.key.half] = part
+        modules[part.key.layer] = part.key.module.removesuffix(".base_layer")
+    layers: dict[int, tuple[str, dict[str, Pair]]] = {}
+    for layer, places in found.items():
+        pairs: dict[str, Pair] = {}
+        for place, halves in places.items():
+            parameter = _parameter(opened, modules[layer], place, places)
+            if len(halves) != 2:
+                where = next(iter(halves.values())).where
+                findings.append(problem("KTB202", where, "has no counterpart", "lora_A and lora_B"))
+            elif any(
+                len(part.entry.shape) != 2 or 0 in part.entry.shape for part in halves.values()
+            ):
+                where = halves["A"].where
+                findings.append(problem("KTB302", where, "or its counterpart is not a matrix"))
+            elif parameter is None:
+                found_text = "is LoRA on a parameter that target_parameters doesn't tell"
+                expected = f"{GATE_UP} or {DOWN}"
+                findings.append(problem("KTB201", halves["A"].where, found_text, expected))
+            else:
+                pairs[parameter] = Pair(halves["A"], halves["B"])
+        layers[layer] = (modules[layer], pairs)
+    if -1 in layers:
+        findings.append(problem("KTB201", str(opened.path), "has experts outside decoder layers"))
+    return layers, rest
+
+
+def _parameter(opened: Opened, module: str, place: str, places: Any) -> str | None:
+    """gate_up_proj is inside down_proj; one that is alone must be named by target_parameters."""
+    if "inner" in places:
+        return GATE_UP if place == "inner" else DOWN
+    targets = opened.config.get("target_parameters")
+    if not isinstance(targets, list):
+        return None
+    named = {
+        parameter
+        for parameter in (GATE_UP, DOWN)
+        for target in targets
+        if isinstance(target, str) and f".{module}.{parameter}".endswith(f".{target}")
+    }
+    return named.pop() if len(named) == 1 else None
+
+
+def _orientation(
+    opened: Opened, layers: Any, rest: list[Part], base: ModelConfig | None, dialect: str
+) -> tuple[str, bool]:
+    """The dialect, and whether in and out are exchanged; UsageError where that can't be told."""
+    hidden = base.hidden_size if base else 0
+    for part in rest:
+        if not hidden and part.key.leaf in ("q_proj", "k_proj", "v_proj") and part.key.half == "A":
+            hidden = part.entry.shape[-1]
+    verdicts = {swapped(pairs, hidden) for _, pairs in layers.values()}
+    verdict = verdicts.pop() if len(verdicts) == 1 else None
+    flags = "--from peft-fused, --from peft-0.18 or --from unsloth-legacy"
+    if dialect == "auto" and (opened.manifest or {}).get("layout") == "peft-fused":
+        dialect = "peft-fused"  # our own directory
+    if dialect == "auto":
+        if verdict:
+            return "peft-0.18", True
+        reason = (
+            "PEFT and older Unsloth write the same keys and shapes with B in another order"
+            if verdict is False
+            else "neither keys nor shapes tell which of three dialects wrote its expert LoRA"
+        )
+        raise UsageError(f"{opened.path} is ambiguous: {reason}", f"pass {flags}")
+    if dialect == "peft-fused" and verdict is True:
+        raise UsageError(
+            f"{opened.path} has in and out exchanged, as PEFT 0.17 and 0.18 wrote them",
+            "pass --from peft-0.18",
+        )
+    if dialect == "peft-0.18" and verdict is False:
+        raise UsageError(
+            f"{opened.path} has in and out as PEFT 0.19 and later write them",
+            "pass --from peft-fused",
+        )
+    return dialect, dialect == "peft-0.18" or (dialect == "unsloth-legacy" and bool(verdict))
+
+
+def _rank_and_scale(
+    config: dict[str, Any], name: str, pair: Pair
+) -> tuple[int, float, list[Problem]]:
+    rank = _pattern(config, "rank_pattern", name, config["r"])
+    alpha = _pattern(config, "alpha_pattern", name, config["lora_alpha"])
+    rows, columns = pair.a.entry.shape[0], pair.b.entry.shape[1]
+    if type(rank) is not int or rank <= 0 or not is_number(alpha):
+        return 1, 1.0, [problem("KTB102", name, f"rank is {rank!r} and alpha {alpha!r}")]
+    if rows != columns or rows % rank:
+        found = f"has A of {rows} rows and B of {columns} columns"
+        return 1, 1.0, [problem("KTB301", pair.a.where, found, f"a multiple of rank {rank}, alike")]
+    return rank, alpha / (sqrt(rank) if config.get("use_rslora") else rank), []
+
+
+def _pattern(config: dict[str, Any], field: str, name: str, default: Any) -> Any:
+    """What PEFT's get_pattern_key finds: the first pattern that the end of the name matches."""
+    patterns = config.get(field) or {}
+    if not isinstance(patterns, dict):
+        raise KtbridgeError(f"{field} of {CONFIG_FILE} is not a table", "save the adapter again")
+    for pattern, value in patterns.items():
+        if not _PLAIN_PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > 4:
+            raise KtbridgeError(
+                f"{field} of {CONFIG_FILE} has the pattern {pattern[:80]!r}, which is not plain",
+                "write it with module names, dots and .* only",
+            )
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
+
+
+def _arranged(
+    opened: Opened, dialect: str, stacks: Any, scales: dict[str, set[float]],
+    base: ModelConfig | None, findings: list[Problem],
+) -> Source:  # fmt: skip
+    """gate_up taken apart, and one rank and scale for all; what needs zeros says so."""
+    interleaved = takes_turns(base, opened.adapter.base_model)
+    gate_up: dict[int, tuple[Block, Block]] = stacks.get(GATE_UP, {})
+    down: dict[int, tuple[Block, Block]] = stacks.get(DOWN, {})
+    parts: dict[str, dict[int, tuple[Block, Block]]] = {}
+    scale_of: dict[str, float] = {}
+    how = _arrangement(opened, gate_up, interleaved)
+    for name in ("gate", "up") if gate_up else ():
+        if how in ("gate", "up") and name != how:
+            continue
+        parts[name] = {
+            layer: _half(a, b, name, how == "block", interleaved)
+            for layer, (a, b) in gate_up.items()
+        }
+        scale_of[name] = max(scales[GATE_UP])
+    if down:
+        parts["down"] = down
+        scale_of["down"] = max(scales[DOWN])
+    if how in ("gate", "up") and not opened.hint:
+        other = "up" if how == "gate" else "gate"
+        found = f"the B of every {other}_proj is all zero and adds nothing: it is left out"
+        findings.append(note(str(opened.path), found))
+    ranks = {name: next(iter(layers.values()))[0].shape[1] for name, layers in parts.items()}
+    rank = max(ranks.values())
+    if len({s for values in scales.values() for s in values}) > 1:
+        said = ", ".join(f"{name} {scale:g}" for name, scale in scale_of.items())
+        found = f"alpha/rank differs between expert parameters: {said}"
+        step = "train with one alpha/rank, or merge the adapter with PEFT"
+        findings.append(refusal(str(opened.path / CONFIG_FILE), found, step, "one scale"))
+    low = sorted(name for name, value in ranks.items() if value < rank)
+    if low:
+        found = (
+            f"{', '.join(low)} has rank {ranks[low[0]]} and is padded with zeros to {rank}, "
+            "because KT has one rank for all experts; its product stays the same"
+        )
+        findings.append(note(str(opened.path), found))
+    source = opened.new_source(dialect, rank, expert_alpha(next(iter(scale_of.values())), rank))
+    for name, layers in parts.items():
+        for layer, (a, b) in layers.items():
+            source.experts[layer, name, "A"] = _padded(a, 1, rank)
+            source.experts[layer, name, "B"] = _padded(b, 2, rank)
+    return source
+
+
+def _arrangement(opened: Opened, gate_up: dict[int, tuple[Block, Block]], interleaved: bool) -> str:
+    """ "block", "gate", "up" (only that one is adapted) or "shared"; reads every B once."""
+    rank = next((a.shape[1] for a, _ in gate_up.values()), 0)
+    fits = {"block": rank % 2 == 0, "gate": True, "up": True}
+    for _, b in gate_up.values():
+        bits = b.load() << 1  # without the sign, so that -0.0 is zero
+        for file in opened.adapter.files:
+            file.release()
+        gate, up = (bits[:, pick] for pick in gate_up_rows(b.shape[1], interleaved))
+        half = rank // 2
+        fits["gate"] = fits["gate"] and not up.any()
+        fits["up"] = fits["up"] and not gate.any()
+        fits["block"] = fits["block"] and not gate[:, :, half:].any() and not up[:, :, :half].any()
+        if not any(fits.values()):
+            break
+    hint = opened.hint.get("gate_up")
+    if hint == "shared" or fits.get(str(hint)):
+        return str(hint)
+    if all(fits.values()):  # nothing but zeros: no evidence of anything
+        return "shared"
+    return next((name for name, fit in fits.items() if fit), "shared")
+
+
+def _half(a: Block, b: Block, name: str, block: bool, interleaved: bool) -> tuple[Block, Block]:
+    count, rank, wide = a.shape
+    size = b.shape[1] // 2
+    pick = gate_up_rows(b.shape[1], interleaved)[0 if name == "gate" else 1]
+    part = slice(None)
+    if block:
+        rank //= 2
+        part = slice(0, rank) if name == "gate" else slice(rank, None)
+    return (
+        a.then((count, rank, wide), lambda bits: bits[:, part]),
+        b.then((count, size, rank), lambda bits: bits[:, pick, part]),
+    )
+
+
+def _padded(block: Block, axis: int, rank: int) -> Block:
+    if block.shape[axis] == rank:
+        return block
+    missing = [(0, 0)] * 3
+    missing[axis] = (0, rank - block.shape[axis])
+    shape = (*block.shape[:axis], rank, *block.shape[axis + 1 :])
+    return block.then(shape, lambda bits: np.pad(bits, missing))
+
+
+def _check_nonexpert_patterns(opened: Opened, rest: list[Part], findings: list[Problem]) -> None:
+    """The raw layout has one rank and alpha for all non-expert modules."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        default = opened.config["r" if field == "rank_pattern" else "lora_alpha"]
+        modules = {part.key.module for part in rest if part.key.kind == "lora"}
+        other = [
+            m for m in sorted(modules) if _pattern(opened.config, field, m, default) != default
+        ]
+        if other:
+            found = f"{field} gives {other[0]} another value than {default}"
+            step = "train non-expert modules with one rank and alpha"
+            findings.append(refusal(str(opened.path / CONFIG_FILE), found, step))

@@ -1,0 +1,363 @@
+"""Other tools' adapters, written here element by element: what is read, what is refused, and why."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rawadapter import write_config, write_raw
+from safetensors.numpy import load_file, save_file
+
+from ktbridge.adapter import Adapter, convert_adapter, read_adapter
+from ktbridge.adapter.dialects import DIALECTS
+from ktbridge.adapter.values import as_float32
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+
+E, R, H, INTER = 3, 2, 8, 6
+RNG = np.random.default_rng(5)
+
+
+def random(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def save(path: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA", "r": R, "lora_alpha": 6, "base_model_name_or_path": "models/base",
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps({**settings, **config}))
+    return path
+
+
+def flat(a: np.ndarray, b: np.ndarray, dialect: str) -> tuple[np.ndarray, np.ndarray]:
+    """Stacks A [E,R,in], B [E,out,R] as a dialect's flat matrices, one element at a time."""
+    count, rank, inner = a.shape
+    out = b.shape[1]
+    wide, high = (out, inner) if dialect == "peft-0.18" else (inner, out)
+    flat_a = np.zeros((count * rank, wide), np.float32)
+    flat_b = np.zeros((high, count * rank), np.float32)
+    for e in range(count):
+        for k in range(rank):
+            column = e * rank + k if dialect == "unsloth-legacy" else k * count + e
+            if dialect == "peft-0.18":
+                flat_a[e * rank + k], flat_b[:, column] = b[e, :, k], a[e, k]
+            else:
+                flat_a[e * rank + k], flat_b[:, column] = a[e, k], b[e, :, k]
+    return flat_a, flat_b
+
+
+def peft_tensors(
+    dialect: str, parameters: dict[str, tuple[np.ndarray, np.ndarray]], layer: int = 4
+) -> dict[str, np.ndarray]:
+    stem = f"base_model.model.model.layers.{layer}.mlp.experts"
+    tensors = {}
+    for name, (a, b) in parameters.items():
+        place = f"{stem}.base_layer" if name == "gate_up" and len(parameters) == 2 else stem
+        tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = flat(a, b, dialect)
+    return tensors
+
+
+def delta(adapter: Adapter, layer: int, projection: str) -> np.ndarray:
+    a, b = (
+        as_float32(t.data, t.dtype).reshape(t.shape)
+        for t in (adapter.expert_tensor(layer, f"{projection}_lora_{h}") for h in "ab")
+    )
+    return adapter.alpha / adapter.rank * b @ a
+
+
+def back(path: Path, **options: Any) -> Adapter:
+    target = path.parent / "raw-back"
+    convert_adapter(path, to="raw", output_dir=target, **options)
+    return read_adapter(target)
+
+
+@pytest.mark.parametrize("dialect", ["peft-fused", "peft-0.18", "unsloth-legacy"])
+def test_the_three_dialects_that_share_keys(tmp_path: Path, dialect: str) -> None:
+    gate_up, down = (
+        (random(E, R, H), random(E, 2 * INTER, R)),
+        (random(E, R, INTER), random(E, H, R)),
+    )
+    tensors = peft_tensors(dialect, {"gate_up": gate_up, "down": down})
+    raw = back(save(tmp_path / "in", tensors), from_format=dialect)
+    whole = 3.0 * gate_up[1] @ gate_up[0]
+    np.testing.assert_array_equal(delta(raw, 4, "gate"), whole[:, :INTER])
+    np.testing.assert_array_equal(delta(raw, 4, "up"), whole[:, INTER:])
+    np.testing.assert_array_equal(delta(raw, 4, "down"), 3.0 * down[1] @ down[0])
+    assert (raw.rank, raw.alpha) == (R, 6.0)
+
+
+def test_only_exchanged_axes_are_told_by_shape(tmp_path: Path) -> None:
+    parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
+             "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
+    old = save(tmp_path / "old", peft_tensors("peft-0.18", parts))
+    new = save(tmp_path / "new", peft_tensors("peft-fused", parts))
+    assert back(old).expert_modules() == ("down_proj", "gate_proj", "up_proj")
+    with pytest.raises(UsageError, match="ambiguous") as error:
+        convert_adapter(new, to="raw", output_dir=tmp_path / "out")
+    assert "--from unsloth-legacy" in error.value.next_step
+    for path, flag, right in ((old, "peft-fused", "peft-0.18"), (new, "peft-0.18", "peft-fused")):
+        with pytest.raises(UsageError) as error:
+            convert_adapter(path, to="raw", from_format=flag, output_dir=tmp_path / "out")
+        assert error.value.next_step == f"pass --from {right}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_square_and_lone_parameters_need_the_flag(tmp_path: Path) -> None:
+    down = (random(E, R, H), random(E, H, R))
+    target = {"target_parameters": ["mlp.experts.down_proj"]}
+    square = save(tmp_path / "square", peft_tensors("peft-0.18", {"down": down}), **target)
+    with pytest.raises(UsageError, match="neither keys nor shapes"):
+        convert_adapter(square, to="raw", output_dir=tmp_path / "out")
+    raw = back(square, from_format="peft-0.18")
+    np.testing.assert_array_equal(delta(raw, 4, "down"), 3.0 * down[1] @ down[0])
+    # The base model's hidden size tells, where the matrices aren't square.
+    lone = peft_tensors("peft-0.18", {"down": (random(E, R, INTER), random(E, H, R))})
+    lone_path = save(tmp_path / "lone", lone, **target)
+    base = write_config(tmp_path / "base", hidden_size=H, num_experts=E)
+    convert_adapter(lone_path, to="raw", output_dir=tmp_path / "told", base_model=str(base))
+    assert read_adapter(tmp_path / "told").expert_modules() == ("down_proj",)
+
+
+def test_gate_up_is_taken_apart_where_zeros_prove_it(tmp_path: Path) -> None:
+    a = random(E, 2 * R, H)
+    b = random(E, 2 * INTER, 2 * R)
+    b[:, :INTER, R:] = 0
+    b[:, INTER:, :R] = -0.0
+    down = (random(E, R, INTER), random(E, H, R))
+    tensors = peft_tensors("peft-fused", {"gate_up": (a, b), "down": down})
+    patterns = {"rank_pattern": {r".*\.gate_up_proj": 2 * R},
+                "alpha_pattern": {r".*\.gate_up_proj": 12}}  # fmt: skip
+    raw = back(save(tmp_path / "in", tensors, **patterns), from_format="peft-fused")
+    assert raw.rank == R
+    np.testing.assert_array_equal(delta(raw, 4, "gate"), 3.0 * b[:, :INTER, :R] @ a[:, :R])
+    np.testing.assert_array_equal(delta(raw, 4, "up"), 3.0 * b[:, INTER:, R:] @ a[:, R:])
+
+
+def test_a_projection_of_zeros_is_left_out_and_said(tmp_path: Path) -> None:
+    b = random(E, 2 * INTER, R)
+    b[:, :INTER] = 0
+    tensors = peft_tensors("peft-fused", {"gate_up": (random(E, R, H), b)})
+    path = save(tmp_path / "in", tensors, target_parameters=["mlp.experts.gate_up_proj"])
+    report = convert_adapter(path, to="raw", from_format="peft-fused", output_dir=tmp_path / "raw")
+    assert read_adapter(tmp_path / "raw").expert_modules() == ("up_proj",)
+    assert any("gate_proj is all zero" in finding.found for finding in report.findings)
+
+
+def test_gpt_oss_rows_take_turns(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base", "gpt_oss", hidden_size=H, num_local_experts=E,
+                        intermediate_size=INTER)  # fmt: skip
+    a, b = random(E, R, H), random(E, 2 * INTER, R)
+    down = (random(E, R, INTER), random(E, H, R))
+    path = save(tmp_path / "in", peft_tensors("peft-fused", {"gate_up": (a, b), "down": down}))
+    raw = back(path, from_format="peft-fused", base_model=str(base))
+    np.testing.assert_array_equal(delta(raw, 4, "gate"), 3.0 * b[:, 0::2] @ a)
+    np.testing.assert_array_equal(delta(raw, 4, "up"), 3.0 * b[:, 1::2] @ a)
+    convert_adapter(raw.path, to="peft-fused", output_dir=tmp_path / "again")
+    first, second = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("in", "again")
+    )
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+
+
+def test_gpt_oss_without_its_config_is_not_guessed(tmp_path: Path) -> None:
+    parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
+             "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
+    path = save(tmp_path / "in", peft_tensors("peft-fused", parts),
+                base_model_name_or_path="openai/gpt-oss-20b")  # fmt: skip
+    with pytest.raises(KtbridgeError, match="take turns"):
+        convert_adapter(path, to="raw", from_format="peft-fused", output_dir=tmp_path / "out")
+
+
+def test_rslora_of_vllm_reaches_the_experts_and_of_kt_does_not(tmp_path: Path) -> None:
+    raw = write_raw(tmp_path / "raw", rank=4)
+    convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
+    (tmp_path / "vllm" / "kt_adapter_manifest.json").unlink()
+    config = json.loads((tmp_path / "vllm" / "adapter_config.json").read_text())
+    (tmp_path / "vllm" / "adapter_config.json").write_text(
+        json.dumps({**config, "use_rslora": True})
+    )
+    scales = {}
+    for flag in ("vllm", "kt-merged"):
+        convert_adapter(
+            tmp_path / "vllm", to="raw", from_format=flag, output_dir=tmp_path / f"raw-{flag}"
+        )
+        adapter = read_adapter(tmp_path / f"raw-{flag}")
+        scales[flag] = (adapter.alpha / adapter.rank, adapter.nonexpert_scale)
+    assert scales == {"vllm": (4.0, 4.0), "kt-merged": (2.0, 4.0)}
+
+
+def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_raw(tmp_path / "raw")
+    monkeypatch.chdir(tmp_path)
+    text = str(convert_adapter.__doc__).partition("Example::")[2]
+    exec(textwrap.dedent(text), {"convert_adapter": convert_adapter})
+    assert {path.name for path in tmp_path.iterdir()} == {"raw", "expert", "rest", "peft"}
+
+
+def test_rslora_of_other_tools_reaches_the_experts(tmp_path: Path) -> None:
+    parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
+             "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
+    path = save(tmp_path / "in", peft_tensors("peft-fused", parts), use_rslora=True)
+    raw = back(path, from_format="peft-fused")
+    assert raw.alpha / raw.rank == pytest.approx(6 / math.sqrt(R), rel=1e-15)
+
+
+def test_sglang_and_vllm_keys_and_shapes(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base", "mixtral")
+    raw = write_raw(tmp_path / "raw", layers=(2,), base_model=str(base))
+    convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
+    convert_adapter(raw, to="sglang-3d", output_dir=tmp_path / "sglang")
+    source = read_adapter(raw)
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    vllm, sglang = tmp_path / "vllm", read_adapter_tensors(tmp_path / "sglang")
+    tensors = read_adapter_tensors(vllm)
+    for (layer, projection, half), _ in source.experts.items():
+        whole = source.expert_tensor(layer, f"{projection}_lora_{half.lower()}")
+        stem = f"base_model.model.model.layers.{layer}"
+        key = f"{stem}.mlp.experts.{projection}_proj.lora_{half}.weight"
+        assert (sglang[key].shape, bytes(sglang[key].data)) == (whole.shape, bytes(whole.data))
+        step = whole.nbytes // 3
+        for e in range(3):
+            key = f"{stem}.block_sparse_moe.experts.{e}.{names[projection]}.lora_{half}.weight"
+            assert tensors[key].shape == whole.shape[1:]
+            assert bytes(tensors[key].data) == bytes(whole.data)[e * step : (e + 1) * step]
+    assert len(tensors) == 3 * 6 + 8
+
+
+def read_adapter_tensors(path: Path) -> dict[str, Any]:
+    file = read_adapter(path).files[0]
+    return {name: file.tensor(name) for name in file.entries}
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "says"),
+    [
+        ("vllm", {"other_rank": 2}, "experts have rank 4, everything else has rank 2"),
+        ("sglang-3d", {"other_alpha": 5.0}, "can't hold both without rounding"),
+        ("kt-merged", {"other_rank": 2}, "rank"),
+        ("gguf", {"other_alpha": 5.0}, "can't hold both without rounding"),
+        ("vllm", {"rslora": True, "rank": 2}, "can't hold both without rounding"),
+        ("gguf", {"modules": {"in_proj_qkv": (4, 16)}, "block": "linear_attn"}, "rearranges"),
+        ("gguf", {"modules": {"odd_proj": (4, 16)}}, "has no name in llama.cpp's qwen35moe"),
+        ("gguf", {"base_model": "org/elsewhere"}, "without the base model's config.json"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(
+    tmp_path: Path, to: str, options: dict[str, Any], says: str
+) -> None:
+    base = write_config(tmp_path / "base", "qwen3_5_moe_text")
+    raw = write_raw(tmp_path / "raw", **{"base_model": str(base), **options})
+    with pytest.raises(ProblemsError) as error:
+        convert_adapter(raw, to=to, output_dir=tmp_path / "out")
+    errors = [item for item in error.value.problems if item.severity == "error"]
+    assert any(says in item.found for item in errors)
+    assert all(item.next_step for item in errors)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "code"),
+    [
+        ({"use_dora": True}, {}, "KTB110"),
+        ({}, {"base_model.model.model.norm.weight": random(4)}, "KTB201"),
+        ({"modules_to_save": ["lm_head"]}, {}, "KTB112"),
+        ({"alpha_pattern": {"down_proj": 99}}, {}, "KTB720"),
+        ({"r": 5}, {}, "KTB301"),
+        ({}, {"base_model.model.model.layers.4.self_attn.q_proj.lora_A.weight": random(R, H)}, "KTB202"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_is_refused(
+    tmp_path: Path, config: dict[str, Any], extra: dict[str, np.ndarray], code: str
+) -> None:
+    parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
+             "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
+    path = save(tmp_path / "in", {**peft_tensors("peft-fused", parts), **extra}, **config)
+    with pytest.raises(ProblemsError) as error:
+        convert_adapter(path, to="raw", from_format="peft-fused", output_dir=tmp_path / "out")
+    assert code in {item.code for item in error.value.problems}
+
+
+def test_a_pattern_that_could_hang_is_refused(tmp_path: Path) -> None:
+    parts = {"down": (random(E, R, INTER), random(E, H, R))}
+    path = save(tmp_path / "in", peft_tensors("peft-fused", parts), rank_pattern={"(.*)*x": 4},
+                target_parameters=["mlp.experts.down_proj"])  # fmt: skip
+    with pytest.raises(KtbridgeError, match="not plain"):
+        convert_adapter(path, to="raw", from_format="peft-fused", output_dir=tmp_path / "out")
+
+
+def test_bf16_rounds_what_is_wider_and_says_so(tmp_path: Path) -> None:
+    raw = write_raw(tmp_path / "raw", dtype="F32")
+    report = convert_adapter(raw, to="peft-fused", dtype="bf16", output_dir=tmp_path / "out")
+    assert any("rounded to bfloat16" in finding.found for finding in report.findings)
+    torch = pytest.importorskip("torch")
+    convert_adapter(tmp_path / "out", to="raw", output_dir=tmp_path / "back")
+    before, after = read_adapter(raw), read_adapter(tmp_path / "back")
+    for key in before.nonexpert_keys():
+        wide, narrow = (x.nonexpert_tensor(key) for x in (before, after))
+        assert narrow.dtype == "BF16"
+        expected = torch.frombuffer(bytearray(wide.data), dtype=torch.float32).to(torch.bfloat16)
+        assert bytes(narrow.data) == expected.view(torch.int16).numpy().tobytes()
+
+
+def test_a_failure_halfway_leaves_nothing(tmp_path: Path) -> None:
+    # The ratio of scales is a power of two, which the smallest numbers still can't take.
+    raw = write_raw(tmp_path / "raw", other_alpha=1.0, projections=("gate",))
+    file = read_adapter(raw).files[1]
+    entry = file.entries["base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"]
+    with open(file.path, "r+b") as handle:
+        handle.seek(entry.start)
+        handle.write(b"\x01\x00")
+    with pytest.raises(KtbridgeError, match="without rounding"):
+        convert_adapter(raw, to="vllm", output_dir=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    raw = write_raw(tmp_path / "raw", base_model=str(write_config(tmp_path / "base")))
+    for to in ("peft-fused", "gguf"):
+        convert_adapter(raw, to=to, output_dir=tmp_path / to)
+        for path in (tmp_path / to).iterdir():
+            assert path.stat().st_mode & 0o777 == raw.stat().st_mode & 0o666
+
+
+def test_requests_that_make_no_sense(tmp_path: Path) -> None:
+    raw = write_raw(tmp_path / "raw")
+    out = tmp_path / "out"
+    for options, says in (
+        ({"to": "pickle", "output_dir": out}, "not a name we know"),
+        ({"to": "peft-0.18", "output_dir": out}, "can't be done"),
+        ({"to": "gguf"}, "nowhere to write"),
+        ({"to": "raw", "expert_output_dir": out}, "writes one directory"),
+        ({"to": "kt-split", "output_dir": out}, "two directories"),
+        ({"dtype": "fp8", "expert_output_dir": out}, "--dtype fp8"),
+        ({}, "nothing to write"),
+    ):
+        with pytest.raises(UsageError, match=says) as error:
+            convert_adapter(raw, **options)
+        assert error.value.next_step
+    assert not out.exists()
+    with pytest.raises(ProblemsError):
+        convert_adapter(raw, to="raw", output_dir=raw)
+
+
+def test_every_dialect_says_what_loads_it_and_what_is_exact() -> None:
+    assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS) == 9
+    assert all(dialect.loaded_by and dialect.exact for dialect in DIALECTS)
+
+
+def test_gguf_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = write_raw(tmp_path / "raw", base_model=str(write_config(tmp_path / "base")))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(KtbridgeError, match="not installed") as error:
+        convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
+    assert error.value.next_step == "pip install gguf"

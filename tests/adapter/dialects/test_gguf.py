@@ -1,0 +1,202 @@
+"""GGUF, looked at with the gguf package: names, order of axes, types, metadata, scale."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rawadapter import random_bits, write_config, write_raw
+
+from ktbridge.adapter import convert_adapter, read_adapter
+from ktbridge.adapter.values import as_float32
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+
+gguf = pytest.importorskip("gguf")
+
+
+def opened(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    reader = gguf.GGUFReader(path / "adapter_model.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    return fields, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def test_names_axes_types_and_metadata(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base", "qwen3_5_moe")
+    modules = {"q_proj": (24, 16), "o_proj": (16, 24)}
+    raw = write_raw(tmp_path / "raw", layers=(3,), modules=modules, alpha=6.0, base_model=str(base),
+                    prefix="model.language_model.")  # fmt: skip
+    convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
+    fields, tensors = opened(tmp_path / "out")
+    expected = {"general.architecture": "qwen35moe", "general.type": "adapter",
+                "adapter.type": "lora", "adapter.lora.alpha": 6.0}  # fmt: skip
+    assert {name: fields[name] for name in expected} == expected
+    source = read_adapter(raw)
+    names = {f"ffn_{name}_exps": f"{name}_lora_" for name in ("gate", "up", "down")}
+    for name, fused in names.items():
+        for half in "ab":
+            ours = tensors.pop(f"blk.3.{name}.weight.lora_{half}")
+            theirs = source.expert_tensor(3, fused + half)
+            # ggml counts axes from the fastest one: [E, r, in] is ne = (in, r, E).
+            assert tuple(reversed(ours.shape.tolist())) == theirs.shape
+            assert ours.tensor_type == gguf.GGMLQuantizationType.BF16
+            assert ours.data.tobytes() == bytes(theirs.data)
+    for module, name in (("q_proj", "attn_q"), ("o_proj", "attn_output")):
+        for half in "ab":
+            ours = tensors.pop(f"blk.3.{name}.weight.lora_{half}")
+            key = f"base_model.model.model.language_model.layers.3.self_attn.{module}"
+            theirs = source.nonexpert_tensor(f"{key}.lora_{half.upper()}.weight")
+            assert tuple(reversed(ours.shape.tolist())) == theirs.shape
+            assert ours.data.tobytes() == bytes(theirs.data)
+    assert not tensors
+
+
+def test_every_module_of_a_family_has_its_name(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base", "qwen2_moe")
+    modules = {"gate": (3, 16), "shared_expert.gate_proj": (8, 16), "shared_expert_gate": (1, 16)}
+    raw = write_raw(tmp_path / "raw", modules=modules, block="mlp", base_model=str(base))
+    convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
+    _, tensors = opened(tmp_path / "out")
+    for name in ("ffn_gate_inp", "ffn_gate_shexp", "ffn_gate_inp_shexp"):
+        assert f"blk.1.{name}.weight.lora_a" in tensors
+    convert_adapter(tmp_path / "out", to="raw", output_dir=tmp_path / "back")
+    assert read_adapter(tmp_path / "back").nonexpert_keys() == read_adapter(raw).nonexpert_keys()
+
+
+def test_mixtral_rows_follow_llama_cpps_rotary_order(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base", "mixtral", num_attention_heads=2, num_key_value_heads=1)
+    modules = {"q_proj": (16, 16), "k_proj": (8, 16), "v_proj": (8, 16)}
+    raw = write_raw(tmp_path / "raw", layers=(0,), modules=modules, base_model=str(base))
+    convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
+    _, tensors = opened(tmp_path / "out")
+    source = read_adapter(raw)
+    for module, name, heads in (
+        ("q_proj", "attn_q", 2),
+        ("k_proj", "attn_k", 1),
+        ("v_proj", "attn_v", 0),
+    ):
+        key = f"base_model.model.model.layers.0.self_attn.{module}.lora_B.weight"
+        rows = np.frombuffer(source.nonexpert_tensor(key).data, np.uint16).reshape(-1, 4)
+        got = np.frombuffer(tensors[f"blk.0.{name}.weight.lora_b"].data.tobytes(), np.uint16)
+        expected = rows.copy()
+        # Each head's first half goes to even rows, its second half to odd ones.
+        for head in range(heads):
+            for number in range(4):
+                expected[head * 8 + 2 * number] = rows[head * 8 + number]
+                expected[head * 8 + 2 * number + 1] = rows[head * 8 + 4 + number]
+        np.testing.assert_array_equal(got.reshape(-1, 4), expected)
+    convert_adapter(tmp_path / "out", to="raw", output_dir=tmp_path / "back")
+    again = read_adapter(tmp_path / "back")
+    for key in source.nonexpert_keys():
+        assert bytes(again.nonexpert_tensor(key).data) == bytes(source.nonexpert_tensor(key).data)
+
+
+def llama_cpp_adapter(
+    path: Path, alpha: float | None, architecture: str = "qwen3moe"
+) -> dict[str, Any]:
+    """As llama.cpp's own converter writes it: float32, no directory, nothing of ours."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    if alpha is not None:
+        writer.add_float32("adapter.lora.alpha", alpha)
+    rng = np.random.default_rng(2)
+    shapes = {"ffn_gate_exps": (3, 2, 8, 6), "ffn_down_exps": (3, 2, 6, 8), "attn_q": (0, 2, 8, 12)}
+    tensors = {}
+    for name, (experts, rank, inner, out) in shapes.items():
+        lead = (experts,) if experts else ()
+        for half, shape in (("a", (*lead, rank, inner)), ("b", (*lead, out, rank))):
+            values = np.frombuffer(random_bits(rng, shape, "F32"), np.float32).reshape(shape)
+            tensors[f"blk.5.{name}.weight.lora_{half}"] = values
+            writer.add_tensor(f"blk.5.{name}.weight.lora_{half}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+@pytest.mark.parametrize("alpha", [None, 8.0])
+def test_an_adapter_of_llama_cpp_is_read(tmp_path: Path, alpha: float | None) -> None:
+    tensors = llama_cpp_adapter(tmp_path / "a.gguf", alpha)
+    with pytest.raises(ProblemsError, match="can't be converted"):  # it names no base model
+        convert_adapter(tmp_path / "a.gguf", to="raw", output_dir=tmp_path / "raw")
+    convert_adapter(tmp_path / "a.gguf", to="raw", output_dir=tmp_path / "raw", base_model="org/m")
+    raw = read_adapter(tmp_path / "raw")
+    # Without an alpha llama.cpp's scale is one.
+    assert (raw.rank, raw.alpha) == (2, alpha or 2.0)
+    assert raw.expert_modules() == ("down_proj", "gate_proj")
+    for name, fused in (("ffn_gate_exps", "gate_lora_"), ("ffn_down_exps", "down_lora_")):
+        for half in "ab":
+            ours = raw.expert_tensor(5, fused + half)
+            values = as_float32(ours.data, ours.dtype).reshape(ours.shape)
+            np.testing.assert_array_equal(values, tensors[f"blk.5.{name}.weight.lora_{half}"])
+    key = "base_model.model.model.layers.5.self_attn.q_proj.lora_A.weight"
+    assert key in raw.nonexpert_keys()
+
+
+def test_what_is_no_adapter_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    llama_cpp_adapter(tmp_path / "a.gguf", 8.0)
+    whole = (tmp_path / "a.gguf").read_bytes()
+    for size in (0, 3, 20, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut.gguf").write_bytes(whole[:size])
+        with pytest.raises(KtbridgeError):
+            convert_adapter(
+                tmp_path / "cut.gguf", to="raw", output_dir=tmp_path / "o", base_model="m"
+            )
+    model = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe")
+    model.write_header_to_file()
+    model.write_kv_data_to_file()
+    model.close()
+    with pytest.raises(KtbridgeError, match="not a LoRA adapter"):
+        convert_adapter(tmp_path / "m.gguf", to="raw", output_dir=tmp_path / "o")
+    llama_cpp_adapter(tmp_path / "x.gguf", 8.0, "falcon")
+    with pytest.raises(KtbridgeError, match="falcon"):
+        convert_adapter(tmp_path / "x.gguf", to="raw", output_dir=tmp_path / "o")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"0 \.gguf files"):
+        convert_adapter(tmp_path / "empty", to="raw", from_format="gguf", output_dir=tmp_path / "o")
+
+
+@settings(max_examples=150, deadline=2000)
+@given(st.lists(st.tuples(st.integers(0, 1200), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damaged_headers_end_in_a_sentence(damage: list[tuple[int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "a.gguf"
+        llama_cpp_adapter(path, 8.0)
+        data = bytearray(path.read_bytes())
+        for place, value in damage:
+            data[place] = value
+        path.write_bytes(data)
+        with contextlib.suppress(KtbridgeError):
+            convert_adapter(path, to="raw", output_dir=Path(name) / "o", base_model="m")
+
+
+def test_an_endless_array_ends(tmp_path: Path) -> None:
+    # 2**60 elements are announced, none is there: gguf's own reader would count them all.
+    key = b"endless"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
+    (tmp_path / "a.gguf").write_bytes(head + struct.pack("<IIQ", 9, 0, 1 << 60))
+    with pytest.raises(KtbridgeError, match="ends inside"):
+        convert_adapter(tmp_path / "a.gguf", to="raw", output_dir=tmp_path / "o", base_model="m")
+
+
+def test_overwriting_a_gguf_directory(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base")
+    raw = write_raw(tmp_path / "raw", base_model=str(base))
+    convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
+    with pytest.raises(ProblemsError) as error:
+        convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
+    assert "--overwrite" in error.value.problems[0].next_step
+    convert_adapter(raw, to="gguf", output_dir=tmp_path / "out", overwrite=True)
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 4
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ProblemsError):
+        convert_adapter(raw, to="gguf", output_dir=tmp_path / "out", overwrite=True)
