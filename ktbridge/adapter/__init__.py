@@ -1,7 +1,8 @@
-"""What an adapter is on disk: read it, check it, convert it. Needs only numpy, never torch.
+"""What an adapter is on disk: read it, check it, convert it, merge it. Needs only numpy, never torch.
 
-One adapter takes four forms: *raw* (what training writes), *expert* and *nonexpert* (the split
-serving layout), *merged* (one serving directory with both)::
+One adapter takes four forms of KT's: *raw* (what training writes), *expert* and *nonexpert* (the
+split serving layout), *merged* (one serving directory with both). ``convert_adapter`` also reads and
+writes those of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.dialects``)::
 
     from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 
@@ -14,6 +15,7 @@ serving layout), *merged* (one serving directory with both)::
 from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.convert import ConvertPlan, plan_convert
 from ktbridge.adapter.execute import ConvertReport, convert_adapter, execute_plan
+from ktbridge.adapter.merge import MergeReport, merge_adapter
 from ktbridge.adapter.raw import write_raw_adapter
 from ktbridge.adapter.rules import RULES, Rule
 from ktbridge.adapter.scan import read_adapter
@@ -25,11 +27,13 @@ __all__ = [
     "Adapter",
     "ConvertPlan",
     "ConvertReport",
+    "MergeReport",
     "Rule",
     "Tensor",
     "ValidationReport",
     "convert_adapter",
     "execute_plan",
+    "merge_adapter",
     "plan_convert",
     "read_adapter",
     "validate_adapter",

@@ -53,7 +53,7 @@ class Hashes:
             if name != os.path.basename(name) or not isinstance(record, dict):
                 continue
             # A file of another size is reported by its size; hashing it tells nothing more.
-            if path.is_file() and path.stat().st_size == record.get("size") and "sha256" in record:
+            if "sha256" in record and size_of(path) == record.get("size"):
                 jobs.append((name, record["sha256"], self._pool.submit(self._hash, path)))
 
     def check(self, adapter: Adapter) -> Iterator[Problem]:
@@ -74,6 +74,14 @@ class Hashes:
         except OSError as error:
             raise KtbridgeError(f"{path} can't be read: {error.strerror}") from error
         return None if self._stop.is_set() else digest.hexdigest()
+
+
+def size_of(path: Path) -> int | None:
+    """The size of a regular file; None where there is none, or could be none by that name."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except (OSError, ValueError):
+        return None
 
 
 def _artifacts(directory: Path) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, expert_slots
 from ktbridge.adapter.check_foreign import FOREIGN, check_foreign
+from ktbridge.adapter.check_hashes import size_of
 from ktbridge.adapter.keys import FUSED_NAMES, parse_key
 from ktbridge.adapter.manifest import MANIFEST_FILE, fused_record
 from ktbridge.adapter.rules import problem
@@ -94,7 +95,7 @@ def _files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
             yield problem("KTB010", str(where), f"lists {name!r}, which is not a file beside it")
             continue
         path = adapter.path / name
-        size = path.stat().st_size if path.is_file() else None
+        size = size_of(path)
         if size != record.get("size"):
             found = "is missing" if size is None else f"is {size} bytes"
             yield problem("KTB011", str(path), found, f"{record.get('size')} bytes")

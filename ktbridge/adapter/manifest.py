@@ -18,6 +18,7 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import TensorFile
+from ktbridge.model.jsonfile import read_small_file
 
 MANIFEST_FILE = "kt_adapter_manifest.json"
 _CHUNK = 1 << 22
@@ -25,18 +26,11 @@ _CHUNK = 1 << 22
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """A small JSON object file; KtbridgeError in one sentence otherwise."""
+    text = read_small_file(path)
     try:
-        value = json.loads(
-            path.read_text(encoding="utf-8"),
-            parse_constant=str,
-            parse_int=_bounded,
-            parse_float=_finite,
-        )
-        json.dumps(
-            value, ensure_ascii=False
-        ).encode()  # half a character could not be shown or written
-    except OSError as error:
-        raise KtbridgeError(f"{path} can't be read: {error.strerror}") from error
+        value = json.loads(text, parse_constant=str, parse_int=_bounded, parse_float=_finite)
+        # Half a character could not be shown or written.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise KtbridgeError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

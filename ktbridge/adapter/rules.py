@@ -25,7 +25,7 @@ class Rule(NamedTuple):
 
 _CONVERT = "run ktbridge convert on the raw adapter"
 _RESAVE = "save the adapter again from training"
-_RETRAIN = "train without it, or merge the adapter into the base weights"
+_RETRAIN = "train without it, or merge the adapter with PEFT"
 _RECONVERT = "convert the adapter again from the raw directory"
 
 RULES: tuple[Rule, ...] = (
@@ -164,6 +164,22 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB720", "error", "the requested format can't hold the adapter exactly",
          "choose another format"),
     Rule("KTB721", "info", "a conversion did more than move bytes", "nothing to do if that is meant"),
+    Rule("KTB731", "error", "an adapter tensor has no weight in the base model to be merged into",
+         "merge into the model that the adapter was trained on"),
+    Rule("KTB732", "error", "a weight to be merged into is quantised",
+         "dequantise the checkpoint to bfloat16 first, or serve the adapter beside it"),
+    Rule("KTB733", "error", "a weight to be merged into is tied to another",
+         "train without it: merged, it would change the tied weight's other use as well"),
+    Rule("KTB734", "error", "an adapter tensor's shape doesn't fit the weight it belongs to",
+         "merge into the model that the adapter was trained on"),
+    Rule("KTB735", "error", "two adapter tensors belong to one place in a weight",
+         "remove one of the two"),
+    Rule("KTB736", "error", "the merged model's directory can't be written",
+         "choose another output directory"),
+    Rule("KTB737", "error", "the disk has too little space for the merged model",
+         "free space, or choose an output directory on another disk"),
+    Rule("KTB738", "error", "a rank_pattern or alpha_pattern is more than module names",
+         "merge it with PEFT, which has the model in memory"),
     Rule("KTB901", "error", "the engine version doesn't accept this layout", _CONVERT),
     Rule("KTB902", "info", "the engine version is none of those looked at: the next known contract holds",
          "nothing to do if the adapter serves; report where it doesn't"),

@@ -6,7 +6,6 @@ copy, the checkpoint's own. Only safetensors are read; pickled weights are refus
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,8 +13,11 @@ from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.config import ModelConfig, read_model_config
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, open_tensor_file
 
+# A plain file name: no directory, no hidden file, nothing that a file system or a terminal minds.
+_SHARD = re.compile(r"[A-Za-z0-9_][\w.+=@ -]{0,200}\.safetensors", re.ASCII)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -44,6 +46,24 @@ class Checkpoint:
         """File names of the shards, sorted."""
         return tuple(sorted(set(self._shard_of.values())))
 
+    def shard(self, name: str) -> str:
+        """The file name of the shard that holds ``name``; KtbridgeError if none does."""
+        shard = self._shard_of.get(name)
+        if shard is None:
+            raise KtbridgeError(f"{self.path} has no tensor {name!r}")
+        return shard
+
+    def file(self, shard: str) -> TensorFile:
+        """An opened shard; KtbridgeError when its header is malformed."""
+        if shard not in self._open:
+            path = self.path / shard
+            if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+                raise KtbridgeError(
+                    f"{path} is not a regular file", "download the checkpoint again"
+                )
+            self._open[shard] = open_tensor_file(path)
+        return self._open[shard]
+
     def entry(self, name: str) -> Entry:
         """Dtype, shape and place of a tensor; KtbridgeError if there is none by that name."""
         entry = self._file(name).entries.get(name)
@@ -65,12 +85,7 @@ class Checkpoint:
             self.entry(name)
 
     def _file(self, name: str) -> TensorFile:
-        shard = self._shard_of.get(name)
-        if shard is None:
-            raise KtbridgeError(f"{self.path} has no tensor {name!r}")
-        if shard not in self._open:
-            self._open[shard] = open_tensor_file(self.path / shard)
-        return self._open[shard]
+        return self.file(self.shard(name))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -101,22 +116,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise KtbridgeError(
-            f"{index} is not a checkpoint index: {error}", "download the checkpoint again"
-        ) from error
+    table = read_json_file(index, unique_keys=True).get("weight_map")
     if not isinstance(table, dict) or not table:
-        raise KtbridgeError(f"{index} lists no tensors", "download the checkpoint again")
+        raise KtbridgeError(
+            f"{index} is not a checkpoint index: it lists no tensors",
+            "download the checkpoint again",
+        )
     for name, shard in table.items():
-        if (
-            not isinstance(shard, str)
-            or shard != os.path.basename(shard)
-            or not shard.endswith(".safetensors")
-        ):
+        if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
             raise KtbridgeError(
-                f"{index} puts {name!r} into {shard!r}, which is not a shard beside it",
+                f"{index} puts {name!r:.200} into {shard!r:.200}, which is not a shard beside it",
                 "download the checkpoint again from a source you trust",
             )
     return table
@@ -153,7 +162,7 @@ def _from_hub_cache(model_id: str) -> Path | None:
     repository = cache / f"models--{model_id.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, ValueError):
         return None
     snapshot = repository / "snapshots" / os.path.basename(revision)
     return snapshot if snapshot.is_dir() else None

@@ -6,7 +6,6 @@ model of which only ``config.json`` is at hand.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,12 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.families import Family, family_of
+from ktbridge.model.jsonfile import read_json_file
 
+# Far beyond any model; what is larger is damage, and would make lists of that length.
+_MAX_SIZE = 1 << 31
+_MAX_LAYERS = 10_000
+_MAX_EXPERTS = 1 << 16
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
 
@@ -27,7 +31,8 @@ class ModelConfig:
     is one routed expert's I, ``num_experts`` is E.
     ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry a layer
     ("full_attention", "linear_attention", ...) where the config or the family says. ``text`` is the
-    text model's part of config.json as it is; ``auto_map`` tells whether loading would run code.
+    text model's part of config.json as it is; ``auto_map`` tells whether loading would run code,
+    ``tied`` whether it says that input and output embeddings are one weight.
     """
 
     path: Path
@@ -42,6 +47,7 @@ class ModelConfig:
     moe_layers: tuple[int, ...]
     layer_types: tuple[str, ...] | None
     auto_map: bool
+    tied: bool
     text: dict[str, Any] = field(repr=False)
 
     @property
@@ -58,26 +64,19 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
     file = Path(path).expanduser()
     if file.is_dir() or file.suffix != ".json":
         file = file / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         raise KtbridgeError(
             f"{file.parent} has no config.json",
             "point at a model directory as transformers saves it",
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise KtbridgeError(
-            f"{file} can't be read as JSON: {error}", "download or save the model again"
-        ) from error
-    if not isinstance(config, dict):
-        raise KtbridgeError(f"{file} is not a JSON object", "download or save the model again")
+        )
+    config = read_json_file(file)
     nested = config.get("text_config")
     text: dict[str, Any] = nested if isinstance(nested, dict) else config
     model_type = config.get("model_type") or text.get("model_type")
     if not isinstance(model_type, str):
         raise KtbridgeError(f"{file} has no model_type", "point at a transformers model directory")
     family = family_of(model_type) or family_of(str(text.get("model_type")))
-    num_layers = _size(file, text, ("num_hidden_layers",))
+    num_layers = _size(file, text, ("num_hidden_layers",), largest=_MAX_LAYERS)
     size_name = family.expert_size if family else "moe_intermediate_size"
     return ModelConfig(
         path=file.parent,
@@ -88,24 +87,30 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
         num_layers=num_layers,
         hidden_size=_size(file, text, ("hidden_size",)),
         intermediate_size=_size(file, text, (size_name, "intermediate_size"), default=0),
-        num_experts=_size(file, text, _EXPERT_COUNTS, default=0),
+        num_experts=_size(file, text, _EXPERT_COUNTS, default=0, largest=_MAX_EXPERTS),
         experts_per_token=_size(file, text, _EXPERTS_PER_TOKEN, default=0),
         moe_layers=_moe_layers(text, num_layers),
         layer_types=_layer_types(text, num_layers),
         auto_map=bool(config.get("auto_map")),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
         text=text,
     )
 
 
 def _size(
-    file: Path, text: dict[str, Any], names: tuple[str, ...], default: int | None = None
+    file: Path,
+    text: dict[str, Any],
+    names: tuple[str, ...],
+    default: int | None = None,
+    largest: int = _MAX_SIZE,
 ) -> int:
     for name in names:
         value = text.get(name)
         if value is None:
             continue
-        if type(value) is not int or value < 0:
-            raise KtbridgeError(f"{file}: {name} is {value!r}, not a size", "repair config.json")
+        if type(value) is not int or not 0 <= value <= largest:
+            shown = f"{value!r:.80}"
+            raise KtbridgeError(f"{file}: {name} is {shown}, not a size", "repair config.json")
         return value
     if default is None:
         raise KtbridgeError(

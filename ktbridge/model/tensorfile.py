@@ -137,6 +137,8 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
     """
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():
+            _fail(path, "is not a regular file")  # a pipe would block for ever
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
@@ -150,6 +152,8 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
             raw = file.read(length)
     except OSError as error:
         raise TensorFileError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the path
+        raise TensorFileError(f"{str(path)!r} can't be read: {error}") from error
     header = _parse_header(path, raw)
     metadata = header.pop("__metadata__", {})
     if not _is_metadata(metadata):
@@ -190,10 +194,15 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         if raw[:1] != b"{":
             raise ValueError("it does not begin with '{'")
+        # A tensor has three brackets in some hundred bytes; gigabytes of empty lists are no header.
+        if raw.count(b"[") + raw.count(b"{") > max(1_000_000, len(raw) // 12):
+            raise ValueError("it is mostly brackets")
         text = raw.decode("utf-8")
         header = json.loads(text, parse_constant=_no_constant)
         if text.count('"') != _quotes(header):
             header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        if "\\u" in text:  # half a character could not be shown or written
+            json.dumps(header, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         detail = str(error) if not isinstance(error, RecursionError) else "it is nested too deeply"
         _fail(path, f"has a header that can't be parsed: {detail}", error)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rawadapter import random_bits, write_config, write_raw
 
 import ktbridge.adapter
 import ktbridge.model
-from ktbridge.adapter import RULES
+from ktbridge.adapter import (
+    RULES,
+    Tensor,
+    convert_adapter,
+    merge_adapter,
+    read_adapter,
+    validate_adapter,
+)
+from ktbridge.model.tensorfile import write_tensor_file
 
 
 @pytest.mark.parametrize("package", [ktbridge.adapter, ktbridge.model])
@@ -44,7 +56,7 @@ def test_importing_adapters_imports_no_framework() -> None:
 def test_every_rule_is_used_and_has_one_code() -> None:
     used: set[str] = set()
     folder = Path(ktbridge.adapter.__file__).parent
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         if path.name != "rules.py":
             used |= set(re.findall(r"KTB\d{3}", path.read_text()))
     listed = [rule.code for rule in RULES]
@@ -56,5 +68,42 @@ def test_every_rule_is_used_and_has_one_code() -> None:
 def test_modules_stay_small() -> None:
     for package in ("adapter", "model"):
         folder = Path(importlib.import_module(f"ktbridge.{package}").__file__ or "").parent
-        for path in folder.glob("*.py"):
+        for path in folder.rglob("*.py"):
             assert len(path.read_text().splitlines()) <= 400, path.name
+
+
+FACES = (read_adapter, validate_adapter, convert_adapter, merge_adapter)
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
+def test_examples_in_docstrings_run(face, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    """Where the examples say raw, out/expert, out/nonexpert and models/base, there are such."""
+    text = inspect.cleandoc(face.__doc__)
+    example = textwrap.dedent(text.partition("Example::")[2])
+    assert example.strip()
+    sizes = {"layers": (0, 1), "experts": 3, "modules": {"q_proj": (16, 16), "v_proj": (16, 16)}}
+    write_raw(tmp_path / "raw", **sizes)
+    write_checkpoint(tmp_path / "models" / "base")
+    monkeypatch.chdir(tmp_path)
+    if face is validate_adapter:
+        convert_adapter("raw", expert_output_dir="out/expert", nonexpert_output_dir="out/nonexpert")
+    names = {name: getattr(ktbridge.adapter, name) for name in ktbridge.adapter.__all__}
+    exec(example, names)
+    assert capsys.readouterr().out.strip()
+
+
+def write_checkpoint(path: Path) -> None:
+    """A Qwen3-MoE of two layers that ``write_raw``'s adapter fits, in bfloat16."""
+    path.parent.mkdir()
+    write_config(path, num_hidden_layers=2)
+    shapes = {"self_attn.q_proj": (16, 16), "self_attn.v_proj": (16, 16)}
+    for expert in range(3):
+        shapes |= {f"mlp.experts.{expert}.{name}_proj": (8, 16) for name in ("gate", "up")}
+        shapes[f"mlp.experts.{expert}.down_proj"] = (16, 8)
+    rng = np.random.default_rng(1)
+    tensors = [
+        Tensor(f"model.layers.{layer}.{name}.weight", "BF16", shape, random_bits(rng, shape))
+        for layer in range(2)
+        for name, shape in shapes.items()
+    ]
+    write_tensor_file(path / "model.safetensors", tensors)

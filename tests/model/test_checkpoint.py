@@ -18,6 +18,7 @@ from ktbridge.model import (
     read_model_config,
     resolve_model,
 )
+from ktbridge.model.locate import expert_home, module_weights
 
 QWEN3 = {
     "model_type": "qwen3_moe",
@@ -192,3 +193,48 @@ def test_family_rows_name_what_transformers_saves(tmp_path: Path, model_type: st
     gate, _, down = expert_names(read, 0)[:3]
     assert checkpoint.entry(gate).shape == (read.intermediate_size, read.hidden_size)
     assert checkpoint.entry(down).shape == (read.hidden_size, read.intermediate_size)
+
+
+@pytest.mark.parametrize(
+    ("stored", "module", "found"),
+    [
+        ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate", True),
+        ("model.layers.0.block_sparse_moe.gate", "model.layers.0.mlp.gate", True),
+        ("model.language_model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj", True),
+        ("language_model.model.layers.0.mlp.gate", "model.language_model.layers.0.mlp.gate", True),
+        ("language_model.lm_head", "lm_head", True),
+        ("model.layers.0.self_attn.q_proj", "model.visual.layers.0.self_attn.q_proj", False),
+        ("mtp.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj", False),
+        ("model.layers.1.mlp.gate", "model.layers.0.mlp.gate", False),
+    ],
+)
+def test_a_module_in_memory_finds_its_weight_on_disk(
+    tmp_path: Path, stored: str, module: str, found: bool
+) -> None:
+    path = model_dir(tmp_path / "m", QWEN3, {f"{stored}.weight": np.zeros(2, np.float32)})
+    expected = (f"{stored}.weight",) if found else ()
+    assert module_weights(open_checkpoint(path), module) == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "base", "names"),
+    [
+        ("model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts", "gate_proj"),
+        ("model.layers.0.block_sparse_moe.experts.0.w1.weight",
+         "model.layers.0.block_sparse_moe.experts", "w1"),
+        ("model.language_model.layers.0.mlp.experts.gate_up_proj",
+         "model.language_model.layers.0.mlp.experts", None),
+        ("model.layers.0.mlp.experts.0.gate_proj.weight_packed", "model.layers.0.mlp.experts",
+         "gate_proj"),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "model.layers.0.mlp.experts", None),
+        ("mtp.layers.0.mlp.experts.gate_up_proj", None, None),
+    ],
+)  # fmt: skip
+def test_experts_are_where_the_checkpoint_has_them(
+    tmp_path: Path, stored: str, base: str | None, names: str | None
+) -> None:
+    path = model_dir(tmp_path / "m", QWEN3, {stored: np.zeros(2, np.float32)})
+    home = expert_home(open_checkpoint(path), read_model_config(path), 0)
+    assert (home.base if home else None) == base
+    if home:
+        assert home.names[:1] == ((names,) if names else ())

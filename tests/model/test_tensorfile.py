@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,23 @@ def test_writer_refuses_data_of_another_length(tmp_path: Path) -> None:
     with pytest.raises(KtbridgeError, match="5 bytes"):
         write_tensor_file(tmp_path / "t.safetensors", [Tensor("a", "BF16", (3,), b"12345")])
     assert not (tmp_path / "t.safetensors").exists()
+
+
+def test_half_a_character_and_mostly_brackets_are_refused_soon(tmp_path: Path) -> None:
+    for text, expected in (
+        ('{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "surrogates"),
+        ('{"a":[' + "[]," * 1_000_001 + "[]]}", "mostly brackets"),
+    ):
+        raw = text.encode()
+        file = tmp_path / "a.safetensors"
+        file.write_bytes(len(raw).to_bytes(8, "little") + raw)
+        with pytest.raises(TensorFileError, match=expected):
+            open_tensor_file(file)
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(TensorFileError, match="not a regular file"):
+        open_tensor_file(tmp_path / "pipe.safetensors")
+    with pytest.raises(TensorFileError, match="can't be read"):
+        open_tensor_file(f"{tmp_path}/a\0b")

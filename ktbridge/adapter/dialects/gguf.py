@@ -164,9 +164,10 @@ def read_gguf(path: Path, base: ModelConfig | None) -> Source:
             raise UsageError(f"{path} has {len(files)} .gguf files", "name the file itself")
         file = files[0]
     try:
-        reader = _strict_reader(package)(file)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = list(reader.tensors)
+        with np.errstate(all="ignore"):  # sizes of a hostile file overflow
+            reader = _strict_reader(package)(file)
+            fields = {name: field.contents() for name, field in reader.fields.items()}
+            tensors = list(reader.tensors)
     except OSError as error:
         raise KtbridgeError(f"{file} can't be read: {error.strerror}") from error
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError) as error:

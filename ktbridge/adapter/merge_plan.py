@@ -1,0 +1,287 @@
+"""Planning a merge: which stored matrix gets which LoRA pair, at which scale. Reads headers only.
+
+W' = W + scale·B·A, with scale = alpha/r for routed experts (KT trains them so even under rsLoRA)
+and what PEFT applied to everything else: alpha/r, or alpha/sqrt(r) under rsLoRA, each module at
+its own rank and ``alpha_pattern``. Where W lies is the checkpoint's business
+(``ktbridge.model.locate``); how the delta lies in it:
+
+====================  ===========  ================================  =============================
+stored                gate, up     delta of gate / up                delta of down
+====================  ===========  ================================  =============================
+per expert            [I,H]        all rows                          all rows of [H,I]
+fused                 [E,2I,H]     rows 0..I / I..2I                 all rows of [E,H,I]
+fused, transposed     [E,H,2I]     columns 0..I / I..2I              all columns of [E,I,H]
+fused, interleaved    [E,H,2I]     columns 0,2,4… / 1,3,5…           all columns of [E,I,H]
+====================  ===========  ================================  =============================
+
+Findings of the adapter and of the pair are those of validation; a merge's own are KTB731 to KTB738.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice, is_number
+from ktbridge.adapter.keys import PROJECTIONS
+from ktbridge.adapter.rules import problem
+from ktbridge.adapter.validate import check_structure
+from ktbridge.errors import Problem, has_errors
+from ktbridge.model import Checkpoint, Entry, ModelConfig
+from ktbridge.model.locate import ExpertHome, expert_home, module_weights
+
+FLOATS = ("BF16", "F16", "F32")
+_SHOWN = 20  # problems of one kind that are listed by key
+# What is no obstacle to a merge, though it is one to serving: other ranks and scales are merged as
+# they are, towers and draft layers have weights like any other, and no engine is involved.
+_NO_MATTER = {"KTB108", "KTB109", "KTB206", "KTB207", "KTB209", "KTB210", "KTB602", "KTB608"}
+
+
+class Pair(NamedTuple):
+    """One LoRA pair: A [r, in], B [out, r]; output k is stored at ``first + k * step``."""
+
+    a: Slice
+    b: Slice
+    scale: float
+    first: int = 0
+    step: int = 1
+
+
+class Matrix(NamedTuple):
+    """One matrix of a weight: its first byte in the shard, and what is added to it."""
+
+    start: int
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Everything that is added to one tensor of the checkpoint.
+
+    ``rows`` and ``columns`` are those of one stored matrix; ``transposed`` means stored [in, out].
+    ``label`` is the module as a reader knows it ("experts.gate_proj", "self_attn.q_proj").
+    """
+
+    entry: Entry
+    label: str
+    layer: int
+    rank: int
+    scale: float
+    rows: int
+    columns: int
+    transposed: bool
+    matrices: tuple[Matrix, ...]
+
+
+@dataclass
+class Deltas:
+    """What planning finds: deltas by shard, then by tensor in file order; and every problem."""
+
+    by_shard: dict[str, list[Delta]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Delta]:
+        for deltas in self.by_shard.values():
+            yield from deltas
+
+
+def plan_deltas(
+    adapter: Adapter, base: Path, checkpoint: Checkpoint, config: ModelConfig
+) -> Deltas:
+    """Find the weight of every tensor of the adapter; whatever finds none is a problem."""
+    result = Deltas()
+    patterned = bool(adapter.config.get("rank_pattern"))
+    result.problems += [
+        item
+        for item in check_structure(adapter, False, config, str(base))
+        if item.code not in _NO_MATTER and not (item.code == "KTB301" and patterned)
+    ]
+    if has_errors(result.problems):
+        return result
+    found: list[tuple[str, Delta]] = []
+    for kind in (_experts(adapter, checkpoint, config), _rest(adapter, checkpoint, config)):
+        collected: dict[str, list[Problem]] = {}
+        for item in kind:
+            if isinstance(item, Problem):
+                collected.setdefault(item.code, []).append(item)
+            else:
+                found.append(item)
+        for problems in collected.values():
+            result.problems += problems[:_SHOWN]
+            if len(problems) > _SHOWN:
+                first = problems[0]
+                more = f"is one of {len(problems)} like it, of which {_SHOWN} are listed"
+                result.problems.append(problem(first.code, first.where, more))
+    by_name: dict[str, Delta] = {}
+    for shard, delta in sorted(found, key=lambda item: (item[0], item[1].entry.start)):
+        other = by_name.setdefault(delta.entry.name, delta)
+        if other is not delta:
+            text = f"gets a delta twice: as {other.label} and as {delta.label}"
+            result.problems.append(problem("KTB735", delta.entry.name, text))
+        result.by_shard.setdefault(shard, []).append(delta)
+    return result
+
+
+def _experts(
+    adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig
+) -> Iterator[Problem | tuple[str, Delta]]:
+    scale = adapter.alpha / adapter.rank if adapter.experts else 0.0
+    for layer in adapter.expert_layers():
+        home = expert_home(checkpoint, config, layer)
+        if home is None:
+            where = f"{adapter.path}: experts of layer {layer}"
+            yield problem("KTB731", where, f"have no weights in {checkpoint.path}")
+            continue
+        stacks = {
+            (projection, half): dict(adapter.experts[layer, projection, half].slices())
+            for projection in PROJECTIONS
+            for half in "AB"
+        }
+        if home.names:
+            for projection in PROJECTIONS:
+                for expert, a in stacks[projection, "A"].items():
+                    pair = Pair(a, stacks[projection, "B"][expert], scale)
+                    label = f"experts.{projection}_proj"
+                    yield _plain(checkpoint, home.stem(projection, expert), label, layer, pair)
+            continue
+        for names in (("gate", "up"), ("down",)):
+            pairs = [
+                [Pair(stacks[name, "A"][e], stacks[name, "B"][e], scale) for name in names]
+                for e in stacks[names[0], "A"]
+            ]
+            yield _fused(checkpoint, home, names, layer, pairs)
+
+
+def _fused(
+    checkpoint: Checkpoint,
+    home: ExpertHome,
+    names: tuple[str, ...],
+    layer: int,
+    experts: list[list[Pair]],
+) -> Problem | tuple[str, Delta]:
+    """The delta of a tensor [E, ...] that holds all experts of a layer."""
+    stem = home.stem(names[0], 0)
+    name, obstacle = _usable(checkpoint, stem)
+    if obstacle is not None:
+        return obstacle
+    entry = checkpoint.entry(name)
+    out, inputs = experts[0][0].b.shape[0], experts[0][0].a.shape[1]
+    straight = (len(experts), len(names) * out, inputs)
+    turned = (len(experts), inputs, len(names) * out)
+    fitting = [turned] if home.interleaved else [straight, turned]
+    if entry.shape not in fitting:
+        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(fitting))
+        return problem("KTB734", name, f"is {list(entry.shape)} in the base model", expected)
+    # A square matrix is taken as transformers takes it: untransposed, except in gpt-oss.
+    transposed = home.interleaved or entry.shape != straight
+    stride = entry.nbytes // len(experts)
+    interleaved = home.interleaved and len(names) > 1
+    matrices = []
+    for expert, pairs in enumerate(experts):
+        placed = [
+            pair._replace(first=number, step=len(names))
+            if interleaved
+            else pair._replace(first=number * out)
+            for number, pair in enumerate(pairs)
+        ]
+        matrices.append(Matrix(entry.start + expert * stride, tuple(placed)))
+    first = experts[0][0]
+    return checkpoint.shard(name), Delta(
+        entry=entry,
+        label=f"experts.{'_'.join(names)}_proj",
+        layer=layer,
+        rank=first.a.shape[0],
+        scale=first.scale,
+        rows=entry.shape[1],
+        columns=entry.shape[2],
+        transposed=transposed,
+        matrices=tuple(matrices),
+    )
+
+
+def _rest(
+    adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig
+) -> Iterator[Problem | tuple[str, Delta]]:
+    """Everything but routed experts: one weight [out, in] a module."""
+    patterns = adapter.config.get("alpha_pattern") or {}
+    if not _plain_patterns(patterns):
+        where = str(adapter.path / CONFIG_FILE)
+        yield problem("KTB738", where, "alpha_pattern is not a table of module names and numbers")
+        return
+    modules: dict[str, dict[str, Part]] = {}
+    for part in adapter.nonexpert.values():
+        modules.setdefault(part.key.module, {})[part.key.half] = part
+    for module, halves in sorted(modules.items()):
+        where = f"{adapter.path}: {module}"
+        names = module_weights(checkpoint, module)
+        leaf = module.rpartition(".")[2]
+        if leaf in ("lm_head", "embed_tokens") and (config.tied or not names):
+            yield problem("KTB733", where, "shares its weight with the other end of the model")
+            continue
+        if len(names) != 1:
+            text = f"may be any of {', '.join(names)}" if names else "has no weight"
+            yield problem("KTB731", where, f"{text} in {checkpoint.path}")
+            continue
+        a, b = _slice(halves["A"]), _slice(halves["B"])
+        rank = a.shape[0]
+        if len(a.shape) != 2 or b.shape[1:] != (rank,):
+            yield problem("KTB734", where, f"has A {list(a.shape)} and B {list(b.shape)}")
+            continue
+        alpha = _alpha_of(module, patterns, adapter.nonexpert_alpha)
+        scale = alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank)
+        stem = names[0].removesuffix(".weight")
+        label = module.rpartition(f"layers.{halves['A'].key.layer}.")[2]
+        yield _plain(checkpoint, stem, label, halves["A"].key.layer, Pair(a, b, scale))
+
+
+def _plain(
+    checkpoint: Checkpoint, stem: str, label: str, layer: int, pair: Pair
+) -> Problem | tuple[str, Delta]:
+    """The delta of one weight [out, in]."""
+    name, obstacle = _usable(checkpoint, stem)
+    if obstacle is not None:
+        return obstacle
+    entry = checkpoint.entry(name)
+    rows, columns = pair.b.shape[0], pair.a.shape[1]
+    if entry.shape != (rows, columns):
+        found = f"is {list(entry.shape)} in the base model"
+        return problem("KTB734", name, found, f"[{rows}, {columns}] as {label} of the adapter")
+    matrix = Matrix(entry.start, (pair,))
+    rank = pair.a.shape[0]
+    delta = Delta(entry, label, layer, rank, pair.scale, rows, columns, False, (matrix,))
+    return checkpoint.shard(name), delta
+
+
+def _usable(checkpoint: Checkpoint, stem: str) -> tuple[str, Problem | None]:
+    """The tensor behind ``stem``, or why nothing can be added to it."""
+    names = module_weights(checkpoint, stem)
+    if not names:
+        return stem, problem("KTB731", stem, f"is not in {checkpoint.path}")
+    name = names[0]
+    dtype = checkpoint.entry(name).dtype
+    if name not in (stem, f"{stem}.weight") or dtype not in FLOATS:
+        found = f"is quantised ({dtype}): a merged weight would have to be quantised again"
+        return name, problem("KTB732", name, found, "BF16, F16 or F32")
+    return name, None
+
+
+def _slice(part: Part) -> Slice:
+    return Slice(part.file, part.entry.start, part.entry.end, part.entry.dtype, part.entry.shape)
+
+
+def _plain_patterns(patterns: Any) -> bool:
+    return isinstance(patterns, dict) and all(
+        re.fullmatch(r"\^?[\w.]+", name) and is_number(value) for name, value in patterns.items()
+    )
+
+
+def _alpha_of(module: str, patterns: dict[str, float], default: float) -> float:
+    """PEFT's rule: the first pattern that is the module's path or ends it at a dot."""
+    for name, alpha in patterns.items():
+        if module == name.removeprefix("^") or module.endswith(f".{name}"):
+            return float(alpha)
+    return default
