@@ -66,6 +66,10 @@ def _share(value: Any) -> float:
     return number
 
 
+def _flag_or_text(value: Any) -> bool | str:
+    return value if isinstance(value, bool) else _text(value)
+
+
 def _whole(least: int, most: int = 2**31 - 1) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -140,6 +144,12 @@ class TrainConfig:
     weight_decay: float = _option(_number, 0.0)
     max_grad_norm: float = _option(_number, 1.0)
     logging_steps: int = _option(_whole(1), 10)
+    save_steps: int = _option(_whole(0), 500)
+    """Steps between checkpoints, which are kept beside output_dir until the run is finished; 0: none."""
+    save_total_limit: int = _option(_whole(1), 1)
+    """How many checkpoints are kept."""
+    resume_from_checkpoint: bool | str = _option(_flag_or_text, False)
+    """true: go on from the last checkpoint, if there is one; or the path of one."""
     plot_loss: bool = _option(_flag, True)
     overwrite_output_dir: bool = _option(_flag, False)
     bf16: bool = _option(_flag, True)
@@ -294,6 +304,11 @@ def _resolved(config: TrainConfig, root: Path) -> TrainConfig:
         model_name_or_path=str(model) if model.exists() else config.model_name_or_path,
         dataset=tuple(str(resolve(name)) for name in config.dataset),
         output_dir=str(resolve(config.output_dir)),
+        resume_from_checkpoint=(
+            str(resolve(config.resume_from_checkpoint))
+            if isinstance(config.resume_from_checkpoint, str)
+            else config.resume_from_checkpoint
+        ),
     )
 
 

@@ -8,7 +8,6 @@ transformers' business.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,11 +19,11 @@ from ktbridge.adapter import Adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.sft.expert_call import LORA_NAMES
 from ktbridge.sft.experts import MoELoRAExperts
+from ktbridge.sft.modules import LAYER, experts_modules, given_experts
 from ktbridge.sft.tensors import to_torch
-from ktbridge.sft.weights import PROJECTIONS
+from ktbridge.sft.weights import PROJECTIONS, Stack
 
 IMPLEMENTATION = "ktbridge"
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def wrap_experts(
@@ -42,7 +41,8 @@ def wrap_experts(
 
     Works in place and returns the model. The experts' own weights are frozen and used where they are; LoRA
     starts at B = 0, so the model's outputs are unchanged until something is trained or loaded.
-    ``lora_rank=0`` adds no LoRA. Weights must be bfloat16 on the CPU. The options are
+    ``lora_rank=0`` adds no LoRA. Weights must be bfloat16 on the CPU, or mapped from a checkpoint
+    (``ktbridge.sft.loading.load_mapped``) in any storage that the kernels read. The options are
     ``MoELoRAExperts``'s.
 
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
@@ -60,13 +60,10 @@ def wrap_experts(
     if any(hasattr(module, "kt") for _, module in found):
         raise UsageError("this model's experts are wrapped already.")
     for _, module in found:
-        module.gate_up_proj.requires_grad_(False)
-        module.down_proj.requires_grad_(False)
-        gate_up, down = module.gate_up_proj.data, module.down_proj.data
-        inner = gate_up.shape[1] // 2
+        gate, up, down = given_experts(module) or _own_experts(module)
         module.kt = MoELoRAExperts.from_tensors(
-            gate_up[:, :inner],
-            gate_up[:, inner:],
+            gate,
+            up,
             down,
             lora_rank,
             lora_alpha,
@@ -78,6 +75,15 @@ def wrap_experts(
         )
     _base(model).set_experts_implementation(IMPLEMENTATION)
     return model
+
+
+def _own_experts(module: Any) -> tuple[Stack, Stack, Stack]:
+    """gate, up and down as views of the module's own parameters, frozen."""
+    module.gate_up_proj.requires_grad_(False)
+    module.down_proj.requires_grad_(False)
+    gate_up, down = module.gate_up_proj.data, module.down_proj.data
+    inner = gate_up.shape[1] // 2
+    return gate_up[:, :inner], gate_up[:, inner:], down
 
 
 def expert_layers(model: nn.Module) -> dict[int, MoELoRAExperts]:
@@ -170,7 +176,7 @@ def _experts_forward(
             "an experts module asked for the ktbridge kernels but was never wrapped.",
             "Call ktbridge.sft.wrap_experts(model) instead of set_experts_implementation.",
         )
-    if module.gate_up_proj.data_ptr() != layer.weights_address:
+    if given_experts(module) is None and module.gate_up_proj.data_ptr() != layer.weights_address:
         raise KtbridgeError(
             "the experts' weights were moved, converted or copied after wrap_experts.",
             "Convert or copy the model first, then wrap it.",
@@ -187,14 +193,6 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
 def _base(model: Any) -> Any:
     """The transformers model inside a PeftModel, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each fused-experts module that transformers dispatches, wrapped or not."""
-    # `use_experts_implementation` leaves these attributes on each instance of a decorated class.
-    for name, module in model.named_modules():
-        if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed"):
-            yield name, module
 
 
 def _unserved(name: str, module: Any) -> Iterator[Problem]:
@@ -235,6 +233,8 @@ def _unserved(name: str, module: Any) -> Iterator[Problem]:
         module, "has_post_expert_norm", False
     ):
         yield problem("a gating or norm of its own", "silu(gate) * up")
+    if given_experts(module) is not None:
+        return
     if module.gate_up_proj.dtype != torch.bfloat16 or module.gate_up_proj.device.type != "cpu":
         yield problem(
             f"{module.gate_up_proj.dtype} on {module.gate_up_proj.device}", "torch.bfloat16 on cpu"

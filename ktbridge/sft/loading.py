@@ -1,32 +1,125 @@
-"""A checkpoint into transformers, whole or not at all."""
+"""A checkpoint into transformers, whole or not at all; its experts mapped where the kernels can read them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    FineGrainedFP8Config,
+)
 from transformers.utils import logging
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.sft.mapped import CantMap, MappedExperts, experts_left_out
+from ktbridge.sft.modules import LAYER, experts_modules, give_experts
 
 
 def load_model(path: Path, dtype: torch.dtype) -> Any:
-    """The causal language model in ``path`` on the CPU, in eval mode, without gradients.
+    """The language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
 
     Raises KtbridgeError when it does not load, or when weights are missing that transformers would
     fill with random numbers.
     """
-    logging.disable_progress_bar()  # callers have their own way to tell
+    with _told_in_a_sentence(path):
+        cls, config = _model_class(AutoConfig.from_pretrained(path))
+        return _loaded(cls, path, config, dtype, {})
+
+
+def load_for_kernels(path: Path, dtype: torch.dtype) -> Any:
+    """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
+
+    Else they are loaded, in bfloat16. ``dtype`` is that of everything else. Raises as ``load_model``.
+    """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, output_loading_info=True
+        return load_mapped(path, dtype)
+    except CantMap:
+        model = load_model(path, dtype)
+    for _, experts in experts_modules(model):
+        experts.to(torch.bfloat16)
+    return model
+
+
+def load_mapped(path: Path, dtype: torch.dtype) -> Any:
+    """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
+
+    ``dtype`` is that of everything else; the experts keep the checkpoint's storage. Until it is wrapped
+    the model can't run. Raises ``CantMap`` where the kernels can't read the checkpoint's experts in
+    place, and KtbridgeError as ``load_model`` does.
+    """
+    mapped = MappedExperts(path)
+    with _told_in_a_sentence(path):
+        whole, config = _model_class(AutoConfig.from_pretrained(path))
+        with experts_left_out(whole) as cls:
+            model = _loaded(cls, path, config, dtype, _unquantised(config, mapped))
+    for name, module in experts_modules(model):
+        match = LAYER.search(name)
+        if match is None:
+            raise CantMap(
+                f"{name} of {path} is not in a decoder layer", "load it with transformers"
+            )
+        give_experts(module, mapped.layer(int(match.group(1))))
+    return model
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer in ``path``. Raises KtbridgeError when it does not load."""
+    with _told_in_a_sentence(path, "tokenizer"):
+        return AutoTokenizer.from_pretrained(path)
+
+
+def _model_class(config: Any) -> tuple[type[Any], Any]:
+    """The class of a configuration's language model, and the part of the configuration it takes.
+
+    As transformers' own Auto classes choose: the text model alone where it can be had from a multimodal
+    checkpoint, else the multimodal model around it.
+    """
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            found: Any = auto._model_mapping[type(config)]
+            cls = found[0] if isinstance(found, tuple | list) else found
+            text = config.sub_configs.get("text_config")
+            own = text is not None and cls.config_class == text
+            return cls, config.get_text_config() if own else config
+    raise ValueError(f"transformers has no language model for {config.model_type}")
+
+
+def _unquantised(config: Any, mapped: MappedExperts) -> dict[str, Any]:
+    """Options to load what isn't an expert in plain floats, from a quantised checkpoint."""
+    quantised = getattr(config, "quantization_config", None)
+    if not quantised:
+        return {}
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if method == "fp8":
+        return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    packed = [name for name in mapped.checkpoint if name.endswith(".weight_packed")]
+    if any(".experts." not in name for name in packed):
+        raise CantMap(
+            f"{mapped.path} has packed weights outside its routed experts",
+            "dequantise the checkpoint to bfloat16 first",
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _unusable(path, "model", error) from error
-    model, info = loaded
+    del config.quantization_config  # nothing but experts is quantised, and those are ours to read
+    return {}
+
+
+def _loaded(cls: Any, path: Path, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    logging.disable_progress_bar()  # callers have their own way to tell
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # the experts that are left out are no surprise
+    try:
+        model, info = cls.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, **options
+        )
+    finally:
+        logging.set_verbosity(before)
     if missing := sorted(info["missing_keys"]):
         raise KtbridgeError(
             f"the model in {path} lacks {missing[0]} ({len(missing)} weights in all).",
@@ -35,17 +128,13 @@ def load_model(path: Path, dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer in ``path``. Raises KtbridgeError when it does not load."""
+@contextmanager
+def _told_in_a_sentence(path: Path, what: str = "model") -> Iterator[None]:
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _unusable(path, "tokenizer", error) from error
-
-
-def _unusable(path: Path, what: str, error: Exception) -> KtbridgeError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return KtbridgeError(
-        f"the {what} in {path} cannot be loaded: {first}",
-        "check that it holds config.json, safetensors weights and a tokenizer",
-    )
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise KtbridgeError(
+            f"the {what} in {path} cannot be loaded: {first}",
+            "check that it holds config.json, safetensors weights and a tokenizer",
+        ) from error

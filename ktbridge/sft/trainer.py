@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ from transformers import (
     set_seed,
 )
 from transformers.utils import logging as transformers_logging
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import resolve_model
@@ -36,8 +39,10 @@ from ktbridge.sft.checkpoint import save_raw_adapter
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import load_conversations
-from ktbridge.sft.inject import LAYER, expert_layers, experts_modules, wrap_experts
-from ktbridge.sft.loading import load_model, load_tokenizer
+from ktbridge.sft.inject import expert_layers, wrap_experts
+from ktbridge.sft.loading import load_for_kernels, load_tokenizer
+from ktbridge.sft.modules import LAYER
+from ktbridge.sft.resume import ResumableTrainer, checkpoints_dir, find_checkpoint, identity
 
 LOG_FILE = "trainer_log.jsonl"
 PLOT_FILE = "training_loss.png"
@@ -80,19 +85,24 @@ def train(
     check_output_dir(config)
     conversations = load_conversations(config.dataset, config.max_samples)
     base = resolve_model(config.model_name_or_path)
+    own = identity(config, base)
+    checkpoint = find_checkpoint(config, own)
     set_seed(config.seed)
     tokenizer = _load_tokenizer(base)
-    model = _attach_lora(load_base(base, bf16=config.bf16), config)
+    model = _attach_lora(
+        load_for_kernels(base, torch.bfloat16 if config.bf16 else torch.float32), config
+    )
 
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = SFTTrainer(
+    with tempfile.TemporaryDirectory() as scratch, _Interrupts() as interrupts:
+        trainer = ResumableTrainer(
             model=model,
             args=_trainer_arguments(config, scratch),
             train_dataset=Dataset.from_list([{"messages": rows} for rows in conversations]),
             processing_class=tokenizer,
-            callbacks=[_Watch(on_progress, on_log)],
+            callbacks=[_Watch(on_progress, on_log, interrupts)],
         )
+        trainer.remember(checkpoints_dir(config), own, config.save_total_limit)
         prepared: Any = trainer.train_dataset
         lengths = [len(ids) for ids in prepared["input_ids"]]
         if not lengths:
@@ -101,10 +111,13 @@ def train(
                 "Raise cutoff_len.",
             )
         trainer.remove_callback(PrinterCallback)
+        tokens_before = _tokens_seen(checkpoint)
         started = time.perf_counter()
-        trainer.train()
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         seconds = time.perf_counter() - started
 
+    if interrupts.caught:
+        raise _interrupted(trainer.state.global_step, checkpoints_dir(config))
     _refuse_nan(model)
     log = [record for record in trainer.state.log_history if "loss" in record]
     beside = {LOG_FILE: "".join(json.dumps(record) + "\n" for record in log).encode()}
@@ -117,7 +130,8 @@ def train(
         overwrite=config.overwrite_output_dir,
         extra_files=beside,
     )
-    tokens = trainer.state.num_input_tokens_seen
+    shutil.rmtree(checkpoints_dir(config), ignore_errors=True)  # what they led to is in place
+    tokens = trainer.state.num_input_tokens_seen - tokens_before
     return TrainResult(
         output_dir=str(output),
         steps=trainer.state.global_step,
@@ -143,19 +157,6 @@ def _refuse_nan(model: nn.Module) -> None:
                 f"training diverged: {name} holds NaN or infinity; nothing was saved.",
                 "Lower learning_rate, or set warmup_ratio.",
             )
-
-
-def load_base(path: Path, *, bf16: bool = True) -> PreTrainedModel:
-    """A causal language model on the CPU with its experts in bfloat16.
-
-    With ``bf16=False`` everything but the experts is float32, which trains better where the CPU has no
-    bfloat16 arithmetic.
-    """
-    model = load_model(path, torch.bfloat16 if bf16 else torch.float32)
-    if not bf16:
-        for _, experts in experts_modules(model):
-            experts.to(torch.bfloat16)
-    return model
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -232,7 +233,9 @@ def _trainer_arguments(config: TrainConfig, scratch: str) -> SFTConfig:
         max_length=config.cutoff_len,
         assistant_only_loss=True,
         include_num_input_tokens_seen="non_padding",
-        save_strategy="no",
+        save_strategy="steps" if config.save_steps else "no",
+        save_steps=config.save_steps or 500,
+        save_total_limit=None,  # older ones go when a newer one is whole: see ResumableTrainer
         use_cpu=True,
         bf16=False,  # the weights are loaded in the dtype asked for; autocast would add a third
         gradient_checkpointing=False,
@@ -241,15 +244,57 @@ def _trainer_arguments(config: TrainConfig, scratch: str) -> SFTConfig:
     )
 
 
+class _Interrupts:
+    """Ctrl-C and SIGTERM end a run after its step, with a checkpoint; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.caught = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _catch(self, number: int, frame: Any) -> None:
+        if self.caught:
+            raise KeyboardInterrupt
+        self.caught = number
+
+
+def _interrupted(step: int, root: Path) -> KtbridgeError:
+    error = KtbridgeError(
+        f"interrupted after step {step}, which is saved in {root}.",
+        "Go on with resume_from_checkpoint=true.",
+    )
+    error.exit_code = 130
+    return error
+
+
+def _tokens_seen(checkpoint: Path | None) -> int:
+    if checkpoint is None:
+        return 0
+    seen = json.loads((checkpoint / "trainer_state.json").read_text())["num_input_tokens_seen"]
+    return int(seen)
+
+
 class _Watch(TrainerCallback):
     """Hands steps and log records to the caller, and stops at a loss that is not a number."""
 
-    def __init__(self, progress: Any, log: Any) -> None:
-        self._progress, self._log = progress, log
+    def __init__(self, progress: Any, log: Any, interrupts: _Interrupts) -> None:
+        self._progress, self._log, self._interrupts = progress, log, interrupts
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last loss is told whatever logging_steps is
+            control.should_save = False  # the adapter itself follows
+        elif self._interrupts.caught:
+            control.should_save = control.should_training_stop = True
         if self._progress:
             self._progress(state.global_step, state.max_steps)
 

@@ -17,7 +17,7 @@ from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.plan import ServePlan
 from ktbridge.serve.local.text import Tokens
 from ktbridge.sft import expert_layers, load_expert_lora, wrap_experts
-from ktbridge.sft.loading import load_model, load_tokenizer
+from ktbridge.sft.loading import load_for_kernels, load_tokenizer
 
 
 class Engine:
@@ -93,7 +93,7 @@ def load_engine(plan: ServePlan) -> Engine:
     """Load what ``plan`` names. Raises KtbridgeError when an adapter does not fit the model."""
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    model, tokenizer = load_model(plan.model, torch.bfloat16), load_tokenizer(plan.model)
+    model, tokenizer = load_for_kernels(plan.model, torch.bfloat16), load_tokenizer(plan.model)
     expert = read_adapter(plan.expert) if plan.expert is not None else None
     wrap_experts(
         model,

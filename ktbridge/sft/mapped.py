@@ -1,0 +1,138 @@
+"""A base model whose routed experts stay in the checkpoint: mapped, never loaded, never copied.
+
+transformers loads everything else. The kernels read the experts' pages where the files have them, so a
+start costs what attention costs, and what is read stays in the page cache, which all processes share
+and the system may drop. bfloat16, block FP8 (``weight_scale_inv``), INT4 (``weight_packed`` of
+compressed-tensors, groups of 32 and more) and INT8 (``weight_scale``, one an output row) are read as
+shipped; a fused-transposed checkpoint
+(Qwen3-VL-MoE's published one) has no contiguous rows and can't be mapped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
+from ktbridge.model.locate import ExpertHome, expert_home
+from ktbridge.sft.modules import Triple, experts_modules
+from ktbridge.sft.weights import PROJECTIONS, ExpertWeights
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "I8": torch.int8,
+}
+
+
+class CantMap(KtbridgeError):
+    """The kernels can't read this checkpoint's experts where they lie; transformers can load them."""
+
+
+class MappedExperts:
+    """The routed experts of a checkpoint, layer by layer, as views into its mapped shards.
+
+    Raises KtbridgeError where the directory is no checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: ModelConfig = read_model_config(path)
+        self.checkpoint: Checkpoint = open_checkpoint(path)
+
+    def layer(self, layer: int) -> Triple:
+        """gate, up [E, I, H] and down [E, H, I] of a layer, for ``MoELoRAExperts.from_tensors``.
+
+        Raises ``CantMap`` where the checkpoint keeps them in a form that the kernels can't read in place.
+        """
+        home = expert_home(self.checkpoint, self.config, layer)
+        if home is None:
+            raise CantMap(
+                f"{self.path} has no routed experts for layer {layer}",
+                "download the checkpoint again, or load the model with transformers and wrap it",
+            )
+        if not home.names:
+            return self._fused(home)
+        gate, up, down = (self._stack(home, projection) for projection in PROJECTIONS)
+        return gate, up, down
+
+    def _fused(self, home: ExpertHome) -> Triple:
+        gate_up, down = (
+            self._tensor(f"{home.base}.gate_up_proj"),
+            self._tensor(f"{home.base}.down_proj"),
+        )
+        inner, hidden = self.config.intermediate_size, self.config.hidden_size
+        if home.interleaved or gate_up.shape[1:] != (2 * inner, hidden):
+            raise CantMap(
+                f"{home.base}.gate_up_proj of {self.path} is {list(gate_up.shape)}, which the kernels "
+                f"can't read in place (expected [E, {2 * inner}, {hidden}], gate rows first)",
+                "load the model with transformers, which turns it round in memory, and wrap it",
+            )
+        return (
+            ExpertWeights.bf16(gate_up[:, :inner]),
+            ExpertWeights.bf16(gate_up[:, inner:]),
+            ExpertWeights.bf16(down),
+        )
+
+    def _stack(self, home: ExpertHome, projection: str) -> ExpertWeights:
+        stems = [home.stem(projection, expert) for expert in range(self.config.num_experts)]
+        first = stems[0]
+        if f"{first}.weight_packed" in self.checkpoint:
+            packed = [self._tensor(f"{stem}.weight_packed") for stem in stems]
+            scales = [self._tensor(f"{stem}.weight_scale") for stem in stems]
+            columns = (
+                self.config.intermediate_size if projection == "down" else self.config.hidden_size
+            )
+            return ExpertWeights.int4(packed, scales, columns // scales[0].shape[1])
+        weights = [self._tensor(f"{stem}.weight") for stem in stems]
+        if f"{first}.weight_scale_inv" in self.checkpoint:
+            return ExpertWeights.fp8(
+                weights, [self._tensor(f"{stem}.weight_scale_inv") for stem in stems]
+            )
+        if weights[0].dtype == torch.int8 and f"{first}.weight_scale" in self.checkpoint:
+            return ExpertWeights.int8(
+                weights, [self._tensor(f"{stem}.weight_scale") for stem in stems]
+            )
+        return ExpertWeights.bf16(weights)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        entry: Entry = self.checkpoint.entry(name)
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise CantMap(
+                f"{name} of {self.path} is {entry.dtype}, which the kernels don't read",
+                "convert the checkpoint's experts to BF16, FP8, INT8 or INT4",
+            )
+        file = self.checkpoint.file(self.checkpoint.shard(name))
+        with warnings.catch_warnings():
+            # The map is read-only, as is what the kernels do with it. A writable one would be private, and
+            # counted against the memory that the process may have.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            data = torch.frombuffer(file.view(entry.start, entry.end), dtype=dtype)
+        return data.reshape(entry.shape)
+
+
+@contextmanager
+def experts_left_out(cls: type[Any]) -> Iterator[type[Any]]:
+    """A subclass of a transformers model whose experts modules have nothing to load.
+
+    Empty tensors stand where their parameters would be, so ``from_pretrained`` finds the checkpoint's
+    experts unexpected and doesn't read them.
+    """
+
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, config, *args, **kwargs)
+        for _, module in experts_modules(self):
+            for name in list(module._parameters):
+                del module._parameters[name]
+                setattr(module, name, torch.empty(0, dtype=torch.bfloat16, device="cpu"))
+
+    yield type(cls.__name__, (cls,), {"__init__": build, "__module__": cls.__module__})

@@ -1,0 +1,33 @@
+"""Finding a transformers model's experts modules, and where mapped weights hang on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ktbridge.sft.weights import ExpertWeights
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of each fused-experts module that transformers dispatches, wrapped or not."""
+    # `use_experts_implementation` leaves these attributes on each instance of a decorated class.
+    for name, module in model.named_modules():
+        if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed"):
+            yield name, module
+
+
+def give_experts(module: Any, weights: Triple) -> None:
+    """Hand a module that was built without experts its gate, up and down."""
+    module.mapped_experts = weights
+
+
+def given_experts(module: Any) -> Triple | None:
+    """The weights handed to a module that has none of its own; None for one that loaded them."""
+    found: Triple | None = getattr(module, "mapped_experts", None)
+    return found

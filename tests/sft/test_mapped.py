@@ -1,0 +1,155 @@
+"""Experts that stay in the checkpoint: every storage, bounded memory, and what can't be mapped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tinymoe import tiny_config, tiny_model
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model.tensorfile import build_header
+from ktbridge.sft import wrap_experts
+from ktbridge.sft.loading import load_mapped, load_model
+from ktbridge.sft.mapped import CantMap
+
+IDS = torch.arange(40).reshape(2, 20) % 64
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return wrap_experts(model, lora_rank=0)(IDS).logits
+
+
+def test_mapped_and_loaded_experts_give_the_same_bits(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    assert torch.equal(
+        logits(load_mapped(tmp_path, torch.bfloat16)), logits(load_model(tmp_path, torch.bfloat16))
+    )
+
+
+def requantised(path: Path, method: str) -> dict[str, torch.Tensor]:
+    """Store the experts of a saved model as ``method`` does; what each then stands for, by name."""
+    tensors = load_file(path / "model.safetensors")
+    means = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        weight = tensors.pop(name).float()
+        if method == "fp8":
+            scale = weight.abs().max().reshape(1, 1) / 448
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
+            means[name] = tensors[name].float() * scale
+        else:
+            groups = weight.reshape(weight.shape[0], -1, 32)
+            scale = (groups.abs().amax(-1) / 7).bfloat16()
+            values = (groups / scale.float()[..., None]).round().clamp(-8, 7)
+            nibbles = (values.reshape(weight.shape[0], -1, 8) + 8).to(torch.int64)
+            packed = (nibbles << (4 * torch.arange(8))).sum(-1)
+            stem = name.removesuffix(".weight")
+            tensors[f"{stem}.weight_packed"] = packed.to(torch.uint32).view(torch.int32)
+            tensors[f"{stem}.weight_scale"] = scale
+            tensors[f"{stem}.weight_shape"] = torch.tensor(weight.shape)
+            means[name] = (values * scale.float()[..., None]).reshape(weight.shape)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "int4": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    }[method]
+    (path / "config.json").write_text(json.dumps(config))
+    return means
+
+
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+def test_quantised_experts_are_read_as_shipped(tmp_path: Path, method: str) -> None:
+    tiny_model().save_pretrained(tmp_path / "plain")
+    tiny_model().save_pretrained(tmp_path / "stored")
+    means = requantised(tmp_path / "stored", method)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    tensors.update({name: value.bfloat16() for name, value in means.items()})
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    expected = logits(load_mapped(tmp_path / "plain", torch.bfloat16))
+    found = logits(load_mapped(tmp_path / "stored", torch.bfloat16))
+    assert torch.equal(found, expected)
+
+
+SCRIPT = """
+import sys
+import ktbridge.sft
+import torch
+from pathlib import Path
+from ktbridge.sft import wrap_experts
+from ktbridge.sft.loading import load_mapped
+model = wrap_experts(load_mapped(Path(sys.argv[1]), torch.bfloat16), 4, 8, threads=1)
+with torch.no_grad():
+    assert model(torch.tensor([[1]])).logits.isfinite().all()
+status = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
+print(int(status["RssAnon"].split()[0]) * 1024)
+"""
+
+
+def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
+    """A file with holes: 6 GB of experts in no space, of which a process takes no memory of its own."""
+    config = tiny_config(hidden_size=1024, moe_intermediate_size=4096, num_experts=128)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        from transformers import Qwen3MoeForCausalLM
+
+        rest = {
+            name: tuple(value.shape)
+            for name, value in Qwen3MoeForCausalLM(config).state_dict().items()
+            if ".experts." not in name and name != "lm_head.weight"
+        }
+    experts = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight": shape
+        for layer in range(2)
+        for expert in range(128)
+        for name, shape in (("gate", (4096, 1024)), ("up", (4096, 1024)), ("down", (1024, 4096)))
+    }
+    header = build_header([(name, "BF16", shape) for name, shape in {**rest, **experts}.items()])
+    size = len(header) + 2 * sum(
+        torch.Size(shape).numel() for shape in (*rest.values(), *experts.values())
+    )
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(header)
+        file.truncate(size)
+    assert size > 6 << 30
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1 << 30
+
+
+def test_what_the_kernels_cant_read_in_place_is_said(tmp_path: Path) -> None:
+    tiny_model(moe_intermediate_size=48).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        names = [name for name in tensors if f"layers.{layer}.mlp.experts." in name]
+        stacks = {
+            part: torch.stack([tensors[n] for n in names if f".{part}_proj" in n]).mT
+            for part in ("gate", "up", "down")
+        }
+        for name in names:
+            del tensors[name]
+        base = f"model.layers.{layer}.mlp.experts"
+        tensors[f"{base}.gate_up_proj"] = torch.cat((stacks["gate"], stacks["up"]), -1).contiguous()
+        tensors[f"{base}.down_proj"] = stacks["down"].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CantMap, match=r"gate_up_proj of .* can't read in place"):
+        load_mapped(tmp_path, torch.bfloat16)
+
+
+def test_a_checkpoint_without_a_layers_experts_is_refused(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        kept = {n: file.get_tensor(n) for n in file.keys() if "layers.1.mlp.experts" not in n}  # noqa: SIM118
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(KtbridgeError, match="no routed experts for layer 1"):
+        load_mapped(tmp_path, torch.bfloat16)
