@@ -85,6 +85,11 @@ class MappedExperts:
     def _stack(self, home: ExpertHome, projection: str) -> ExpertWeights:
         stems = [home.stem(projection, expert) for expert in range(self.config.num_experts)]
         first = stems[0]
+        if f"{first}.weight_zero_point" in self.checkpoint:
+            raise CantMap(
+                f"{first} of {self.path} has a zero point; the kernels read symmetric weights",
+                "dequantise the checkpoint to bfloat16 first",
+            )
         if f"{first}.weight_packed" in self.checkpoint:
             packed = [self._tensor(f"{stem}.weight_packed") for stem in stems]
             scales = [self._tensor(f"{stem}.weight_scale") for stem in stems]
