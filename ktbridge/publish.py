@@ -9,6 +9,7 @@ Modes follow the umask: nothing here comes from ``tempfile``, whose files are pr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -53,6 +54,7 @@ def write_text(path: Path, text: str) -> None:
 class Staging:
     """A directory being made: write into ``path``, then ``commit()``; without it, nothing stays.
 
+    ``committed`` tells whether the new directory is in place.
     ``target`` may be a symlink to a directory: the directory it points to is replaced. ``refusal`` says
     which existing targets may be; what they hold is deleted. A missing target is always free.
     Raises ``KtbridgeError`` where ``refusal`` objects, here or at the commit.
@@ -61,7 +63,10 @@ class Staging:
     def __init__(self, target: str | os.PathLike[str], refusal: Refusal) -> None:
         self.target = Path(os.path.realpath(os.path.expanduser(target)))
         self._refusal = refusal
+        self.committed = False
         self._refuse_if_occupied()
+        parents = self.target.parents
+        self._made = [parent for parent in parents if not os.path.lexists(parent)]
         self.target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(self.target)
         self.path = self.target.parent / f".{self.target.name}.partial-{secrets.token_hex(4)}"
@@ -109,6 +114,7 @@ class Staging:
         else:
             old = None
             os.rename(self.path, self.target)
+        self.committed = True
         fsync_directory(self.target.parent)
         if old is not None:
             # The new one is in place; what can't be removed now is the next run's to sweep up.
@@ -120,6 +126,10 @@ class Staging:
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._release()
+            if not self.committed:
+                with contextlib.suppress(OSError):  # something else may have moved in
+                    for parent in self._made:
+                        parent.rmdir()
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -27,18 +27,34 @@ are those of `ktbridge eval`.
 
 A command that makes no sense (an unknown engine, no directory) ends with exit code 2.
 
-The severity below is the one for serving. It differs where the place does: rsLoRA in a raw adapter
-(KTB107) and a second alpha (KTB104) are infos, because `ktbridge convert` folds them exactly or
-refuses; KTB502 is a warning against the raw adapter, because conversion may rename the base; KTB608
-is an error with `--engine`, because then SGLang-KT is what will serve.
+The severity below is the one for serving. It differs where the place does: in a raw adapter rsLoRA
+(KTB107), a second alpha (KTB104) and alpha_pattern (KTB109) are infos where `ktbridge convert` folds
+them exactly, and a head (KTB213) is a warning, because `ktbridge merge` takes it; KTB502 is a warning
+against the source, because conversion may rename the base; KTB608 is an error with `--engine`, because
+then SGLang-KT is what will serve.
 
 **Zeros.** Training starts with B = 0. A half whose pairs are all zero changes nothing, so it is an
 error (KTB402). One projection, layer or module that is zero beside others that are not (KTB403) is
 a warning: serving it gives exactly what training left, but training rarely means to leave it. Single
 experts at zero (KTB404) are an info: no token was routed to them.
 
+In the next steps DIR is the directory that was validated, D a new one, FILE a file and RAW_DIR the
+directory that training wrote; the command prints real paths in the shell's quotes where it knows them.
+
+**Several directories** are compared with their source: the raw directory, else the first given whose
+layout covers all others (merged covers expert and non-expert, each covers its like). So put the input
+of a conversion before its outputs. Values count as the same where conversion rounded them to bfloat16
+or moved a power of two of the scale into B. Without a source, rank and alpha of an expert and a
+non-expert directory are compared alone (KTB501), unless both have manifests that `ktbridge convert`
+wrote: training may scale the halves differently, and then each configuration has its own, on purpose.
+
+**Holes.** Without a base model, a module's layers are compared with those of everything else in the
+set: a few missing ones are a warning (KTB212), an irregular order is an info (KTB215). Regular orders
+(hybrid models) and what the configuration excludes are neither.
+
 **`--engine sglang-kt==X`** applies that version's contract (`ktbridge/adapter/engines.py`): KTB901 and
-following. **`--base-model`** needs a config.json only: KTB601 and following.
+following. **`--base-model`** needs a config.json only: KTB601 and following. Of families that are not
+in `ktbridge/model/families.py` only the hidden size and the number of layers are compared.
 
 **`--json`** prints one document; `docs/validate.schema.json` is its schema. Fields may be added, and
 those there keep name, type and meaning. `ok` is true when nothing is an error; `adapters` has one

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -84,7 +85,7 @@ class Adapter:
 
     Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None);
     ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that
-    are neither; ``files``.
+    are neither; ``files``; ``trained_as``, the configuration that says which layers were chosen.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
@@ -96,6 +97,7 @@ class Adapter:
         self.experts: dict[tuple[int, str, str], ExpertStack] = {}
         self.nonexpert: dict[str, Part] = {}
         self.leftovers: list[Part] = []
+        self.trained_as = config
 
     @property
     def rank(self) -> int:
@@ -214,8 +216,21 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def last_part(name: str) -> str:
-    """What two spellings of one model share: the last part of a path or Hub id."""
-    return os.path.basename(os.path.normpath(name)).casefold()
+    """What two spellings of one model share: the last part of a path or Hub id.
+
+    A path into the Hub's cache, ``.../models--ORG--NAME/snapshots/SHA``, gives NAME.
+    """
+    parts = os.path.normpath(name).casefold().split(os.sep)
+    for folder, inside in pairwise(parts):
+        if folder.startswith("models--") and inside == "snapshots":
+            return folder.split("--", 2)[-1]
+    return parts[-1]
+
+
+def convert_step(adapter: Adapter) -> str:
+    """The command that writes the directory anew as its layout should be."""
+    layout = "merged" if adapter.layout == "raw" else adapter.layout
+    return f"ktbridge convert {shlex.quote(str(adapter.path))} --{layout}-output-dir D"
 
 
 def expert_slots(layer: int) -> Iterator[tuple[int, str, str]]:

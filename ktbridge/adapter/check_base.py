@@ -7,12 +7,13 @@ error here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ktbridge.adapter.adapter import Adapter, Part, last_part
-from ktbridge.adapter.check_inventory import by_shape, chose_layers, many
+from ktbridge.adapter.check_inventory import by_shape
+from ktbridge.adapter.check_layers import numbers, other_layer, targeted
 from ktbridge.adapter.check_shapes import linear_sizes
-from ktbridge.adapter.rules import problem
+from ktbridge.adapter.rules import many, problem
 from ktbridge.errors import Problem, Severity
 from ktbridge.model import ModelConfig
 
@@ -31,7 +32,7 @@ def check_base(
     named = adapter.base_model
     if named and last_part(named) not in (
         last_part(base_name),
-        base.path.resolve().name.casefold(),
+        last_part(str(base.path.resolve())),
     ):
         yield problem("KTB601", str(adapter.path), f"names the base model {named!r}", base_name)
     if base.family is None:
@@ -39,11 +40,13 @@ def check_base(
             "KTB602", str(base.path), f"model type {base.model_type!r} is not in our table"
         )
     if adapter.experts:
-        yield from _experts(adapter, base)
+        if base.family is not None:
+            yield from _expert_layers(adapter, base)
+        yield from _expert_sizes(adapter, base)
     yield from _nonexperts(adapter, base, "error" if for_engine else "warning")
 
 
-def _experts(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
+def _expert_layers(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
     where = str(adapter.path)
     if not base.is_moe:
         yield problem("KTB609", str(base.path), "has no routed experts", "a MoE model")
@@ -51,29 +54,37 @@ def _experts(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
     have, need = set(adapter.expert_layers()), set(base.moe_layers)
     draft = {layer for layer in have - need if layer in _draft_layers(base)}
     if draft:
-        found = f"has experts in layers {_numbers(draft)}, which are for drafting (MTP)"
+        found = f"has experts in layers {numbers(draft)}, which are for drafting (MTP)"
         yield problem("KTB207", where, found, f"{len(need)} MoE layers")
         have -= draft
     if have != need:
         texts = []
         if need - have:
-            texts.append(f"lacks layers {_numbers(need - have)}")
+            texts.append(f"lacks layers {numbers(need - have)}")
         if have - need:
-            texts.append(f"has layers {_numbers(have - need)}, where the base has no experts")
+            texts.append(f"has layers {numbers(have - need)}, where the base has no experts")
         yield problem("KTB603", where, " and ".join(texts), f"{len(need)} MoE layers")
     if adapter.num_experts() != base.num_experts:
         yield problem(
             "KTB604", where, f"{adapter.num_experts()} experts a layer", f"{base.num_experts}"
         )
+
+
+def _expert_sizes(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
+    """H and I; for families that aren't in the table H alone, whose name in config.json is sure."""
+    if not base.is_moe and base.family is not None:
+        return
     wrong: list[Part] = []
-    hidden, inner = base.hidden_size, base.intermediate_size
+    hidden = base.hidden_size
+    inner = base.intermediate_size if base.family is not None else None
     for (_, projection, half), stack in adapter.experts.items():
         size = hidden if (projection == "down") == (half == "B") else inner
         for shape, parts in by_shape(stack).items():
             matrix = shape[1:] if stack.fused is not None else shape
-            if len(matrix) == 2 and matrix[1 if half == "A" else 0] != size:
+            if size is not None and len(matrix) == 2 and matrix[half == "A"] != size:
                 wrong += parts
-    yield from many("KTB605", wrong, "doesn't fit the experts", f"H = {hidden}, I = {inner}")
+    expected = f"H = {hidden}" if inner is None else f"H = {hidden}, I = {inner}"
+    yield from many("KTB605", wrong, "doesn't fit the experts", expected)
 
 
 def _draft_layers(base: ModelConfig) -> range:
@@ -89,7 +100,7 @@ def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Ite
     draft: list[Part] = []
     unserved: list[Part] = []
     narrow: dict[str, list[Part]] = defaultdict(list)
-    layers: dict[str, set[int]] = defaultdict(set)
+    layers: dict[str, dict[int, Part]] = defaultdict(dict)
     for part in adapter.nonexpert.values():
         key = part.key
         if key.layer < 0 or key.is_vision or key.is_draft:
@@ -97,7 +108,7 @@ def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Ite
         if key.layer >= base.num_layers:
             (draft if key.layer in drafting else beyond).append(part)
             continue
-        layers[key.suffix].add(key.layer)
+        layers[key.suffix][key.layer] = part
         reads, writes = sizes.get(key.suffix, (None, None))
         shape = part.entry.shape
         side, size = (1, reads) if key.half == "A" else (0, writes)
@@ -120,12 +131,17 @@ def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Ite
         where = f"{adapter.path}: {suffix}"
         if expected_layers is None:
             continue
-        if present - expected_layers:
-            found = f"has LoRA in layers {_numbers(present - expected_layers)}"
+        if present.keys() - expected_layers:
+            found = f"has LoRA in layers {numbers(present.keys() - expected_layers)}"
             yield problem("KTB610", where, found, "layers that have such a module")
-        if expected_layers - present and not chose_layers(adapter):
-            found = f"has no LoRA in layers {_numbers(expected_layers - present)}"
-            yield problem("KTB607", where, found)
+        some = next(iter(present.values()))
+        missing = {
+            layer
+            for layer in expected_layers - present.keys()
+            if targeted(adapter.trained_as, other_layer(some, layer), layer)
+        }
+        if missing:
+            yield problem("KTB607", where, f"has no LoRA in layers {numbers(missing)}")
 
 
 def _expected_layers(suffix: str, base: ModelConfig) -> set[int] | None:
@@ -139,9 +155,3 @@ def _expected_layers(suffix: str, base: ModelConfig) -> set[int] | None:
     if suffix.startswith("linear_attn."):
         return linear
     return every - linear if suffix.startswith("self_attn.") else None
-
-
-def _numbers(layers: Iterable[int]) -> str:
-    ordered = sorted(layers)
-    text = ", ".join(map(str, ordered[:6]))
-    return f"{text}, … ({len(ordered)} layers)" if len(ordered) > 6 else text

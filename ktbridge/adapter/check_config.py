@@ -6,18 +6,19 @@ what conversion folds away (rsLoRA, a second alpha, a regular expression as targ
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number, last_part
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, convert_step, is_number, last_part
 from ktbridge.adapter.check_foreign import is_foreign
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.rules import problem
+from ktbridge.adapter.scales import fold_patterns
 from ktbridge.errors import Problem
 
 # Fields that change what the adapter computes and that no engine reads.
 _UNREAD = (
-    ("rank_pattern", "KTB108"),
-    ("alpha_pattern", "KTB109"),
     ("use_dora", "KTB110"),
     ("lora_bias", "KTB111"),
     ("modules_to_save", "KTB112"),
@@ -32,8 +33,6 @@ _UNREAD = (
     ("monteclora_config", "KTB115"),
     ("kasa_config", "KTB115"),
 )
-# With these PEFT describes fused expert LoRA, which has a rule of its own.
-_DESCRIBES_FUSED = {"rank_pattern", "alpha_pattern", "target_parameters"}
 _WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 # Initialisations that subtract their start from the base weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -44,14 +43,17 @@ _EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w
 def check_config(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     """Every finding about one directory's configuration and manifest."""
     where = str(adapter.path / CONFIG_FILE)
-    yield from _basics(adapter, where)
+    yield from _basics(adapter, where, serving)
     yield from _unread(adapter, where)
+    if not is_foreign(adapter):  # there patterns describe expert LoRA, which has a rule of its own
+        yield from _patterns(adapter, where)
     yield from _manifest_agrees(adapter, serving)
     if adapter.base_model is None:
         yield problem("KTB116", where, "names no base model")
     if adapter.config.get("use_rslora") and (serving or adapter.nonexpert):
         if serving:
-            yield problem("KTB107", where, "use_rslora is true", "use_rslora false")
+            found, step = "use_rslora is true", convert_step(adapter)
+            yield problem("KTB107", where, found, "use_rslora false", next_step=step)
         else:
             step = "nothing: ktbridge convert folds it where that is exact"
             found = "use_rslora is true for the non-expert LoRA"
@@ -59,9 +61,11 @@ def check_config(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     yield from _targets(adapter, where, serving)
 
 
-def _basics(adapter: Adapter, where: str) -> Iterator[Problem]:
+def _basics(adapter: Adapter, where: str, serving: bool) -> Iterator[Problem]:
     config = adapter.config
-    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+    if "peft_type" not in config and serving and adapter.nonexpert:
+        yield problem("KTB101", where, "has no peft_type", "LORA", next_step=convert_step(adapter))
+    elif str(config.get("peft_type", "LORA")).upper() != "LORA":
         yield problem("KTB101", where, f"peft_type is {config['peft_type']!r}", "LORA")
     rank = config.get("r")
     if type(rank) is not int or rank <= 0:
@@ -74,9 +78,9 @@ def _basics(adapter: Adapter, where: str) -> Iterator[Problem]:
 
 def _unread(adapter: Adapter, where: str) -> Iterator[Problem]:
     config = adapter.config
-    skipped = _DESCRIBES_FUSED if is_foreign(adapter) else ()
+    foreign = is_foreign(adapter)
     for name, code in _UNREAD:
-        if config.get(name) and name not in skipped:
+        if config.get(name) and not (foreign and name == "target_parameters"):
             yield problem(code, where, f"{name} is set")
     bias = config.get("bias")
     if bias not in (None, "none"):
@@ -84,6 +88,38 @@ def _unread(adapter: Adapter, where: str) -> Iterator[Problem]:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         yield problem("KTB114", where, f"init_lora_weights is {start!r}")
+
+
+def folded(adapter: Adapter) -> tuple[Adapter, dict[str, float], list[Problem]]:
+    """The adapter without rank_pattern and alpha_pattern, factors for B instead, and findings.
+
+    As conversion does it: infos where the factors are exact, errors elsewhere.
+    """
+    patterns = [adapter.config.get(name) for name in ("rank_pattern", "alpha_pattern")]
+    if not any(isinstance(pattern, dict) and pattern for pattern in patterns):
+        return adapter, {}, []
+    without = copy.copy(adapter)
+    factors, findings = fold_patterns(without)
+    return (
+        without,
+        factors,
+        [replace(item, found=item.found[:300], expected=item.expected[:300]) for item in findings],
+    )
+
+
+def _patterns(adapter: Adapter, where: str) -> Iterator[Problem]:
+    for name, code in (("rank_pattern", "KTB108"), ("alpha_pattern", "KTB109")):
+        value = adapter.config.get(name)
+        if value and not isinstance(value, dict):
+            yield problem(code, where, f"{name} is {value!r}"[:300], "a table of module names")
+    _, factors, findings = folded(adapter)
+    for item in findings:
+        if item.severity == "info":
+            found = f"alpha_pattern gives {next(iter(factors))} another alpha"
+            if len(factors) > 1:
+                found += f" (and {len(factors) - 1} more modules)"
+            item = problem("KTB109", where, found[:300], next_step=convert_step(adapter))
+        yield item
 
 
 def _manifest_alpha(adapter: Adapter) -> float | None:
@@ -132,7 +168,8 @@ def _targets(adapter: Adapter, where: str, serving: bool) -> Iterator[Problem]:
         # The expert loader reads r and lora_alpha only.
         if serving and adapter.nonexpert:
             found = f"target_modules is {targets!r}"
-            yield problem("KTB106", where, found[:200], "a list of module names")
+            step = convert_step(adapter)
+            yield problem("KTB106", where, found[:200], "a list of module names", next_step=step)
         return
     assert isinstance(targets, list)
     modules = {part.key.module for part in adapter.nonexpert.values()}
@@ -146,11 +183,12 @@ def _targets(adapter: Adapter, where: str, serving: bool) -> Iterator[Problem]:
     if absent:
         found = f"targets {', '.join(sorted(absent)[:6])}, for which there are no tensors"
         yield problem("KTB117", where, found)
-    if serving and adapter.layout != "expert":
+    if serving and adapter.layout != "expert" and not is_foreign(adapter):
         stray = sorted(m for m in modules if not any(_names(target, m) for target in targets))
         if stray:
             found = f"does not target {stray[0]}" + _and_more(stray, "modules")
-            yield problem("KTB118", where, found, "every adapted module in target_modules")
+            expected, step = "every adapted module in target_modules", convert_step(adapter)
+            yield problem("KTB118", where, found, expected, next_step=step)
 
 
 def _names(target: str, module: str) -> bool:

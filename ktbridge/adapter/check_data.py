@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.check_inventory import many
 from ktbridge.adapter.check_values import FORMATS, Flags, Run, scan_run
-from ktbridge.adapter.rules import problem
+from ktbridge.adapter.rules import many, problem
 from ktbridge.errors import Problem
 from ktbridge.model import TensorFile
 

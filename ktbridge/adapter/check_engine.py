@@ -5,18 +5,20 @@ A raw adapter beside serving directories is what they are compared with and isn'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from shlex import quote
 
-from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.check_inventory import many
+from ktbridge.adapter.adapter import Adapter, Part, last_part
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
 from ktbridge.adapter.manifest import MANIFEST_FILE
-from ktbridge.adapter.rules import problem
+from ktbridge.adapter.rules import many, problem
 from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig
 
 _SPLIT = "--expert-output-dir E --nonexpert-output-dir N"
 _MERGED = "--merged-output-dir D"
+_QWEN35 = re.compile(r"qwen3[._]5.*-a\d+b")  # a MoE's name says how much of it is active
 
 
 def check_engine(
@@ -31,7 +33,7 @@ def check_engine(
     yield from _layouts(adapters, contract)
     for adapter in adapters:
         if adapter.layout != "raw" or len(adapters) == 1:
-            yield from _unapplied(adapter, contract, base)
+            yield from _unapplied(adapter, contract, _family(adapter, base, base_name))
         yield from _weight_format(adapter, contract)
     if base is not None and any(adapter.experts for adapter in adapters):
         yield from _activation(base, contract)
@@ -44,7 +46,7 @@ def check_engine(
 def _layouts(adapters: Sequence[Adapter], contract: Contract) -> Iterator[Problem]:
     by_layout = {adapter.layout: adapter for adapter in adapters}
     raw = by_layout.pop("raw", None)
-    source = str(raw.path) if raw is not None else "RAW_DIR"
+    source = quote(str(raw.path)) if raw is not None else "RAW_DIR"
     better = _MERGED if contract.merged else _SPLIT
     step = f"ktbridge convert {source} {better}"
     if not (contract.merged or contract.split):
@@ -65,10 +67,16 @@ def _layouts(adapters: Sequence[Adapter], contract: Contract) -> Iterator[Proble
             yield problem("KTB901", str(adapter.path), found, told, next_step=step)
 
 
-def _unapplied(adapter: Adapter, contract: Contract, base: ModelConfig | None) -> Iterator[Problem]:
-    family = base.family.name if base is not None and base.family is not None else ""
-    if not family and any(".linear_attn.in_proj_qkv" in name for name in adapter.nonexpert):
-        family = "Qwen3.5-MoE"
+def _family(adapter: Adapter, base: ModelConfig | None, base_name: str) -> str:
+    """The family, from the base model or else from what keys and names tell."""
+    if base is not None:
+        return base.family.name if base.family is not None else ""
+    named = any(_QWEN35.search(last_part(name)) for name in (base_name, adapter.base_model or ""))
+    qwen = named or any(".linear_attn.in_proj_qkv." in name for name in adapter.nonexpert)
+    return "Qwen3.5-MoE" if qwen else ""
+
+
+def _unapplied(adapter: Adapter, contract: Contract, family: str) -> Iterator[Problem]:
     dropped: list[Part] = [
         part
         for part in adapter.nonexpert.values()

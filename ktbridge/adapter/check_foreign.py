@@ -8,6 +8,7 @@ the pair of them tells which it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shlex import quote
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.rules import problem
@@ -28,7 +29,9 @@ def check_foreign(adapter: Adapter) -> Iterator[Problem]:
         if len(parts) > 1:
             found += f" ({len(parts)} tensors like it)"
         layout = _peft_layout(parts) if kind == "peft-fused" else kind
-        step = f"ktbridge convert {adapter.path} --from {layout} --to raw --output-dir D"
+        step = (
+            f"ktbridge convert {quote(str(adapter.path))} --from {layout} --to raw --output-dir D"
+        )
         yield problem(code, parts[0].where, found, "one tensor an expert", next_step=step)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,8 @@ class Hashes:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2)
         self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.done = self.total = 0
         self._jobs: dict[Path, list[tuple[str, object, Future[str | None]]]] = {}
 
     def __enter__(self) -> Hashes:
@@ -53,27 +56,49 @@ class Hashes:
             if name != os.path.basename(name) or not isinstance(record, dict):
                 continue
             # A file of another size is reported by its size; hashing it tells nothing more.
-            if "sha256" in record and size_of(path) == record.get("size"):
+            size = size_of(path)
+            if "sha256" in record and size is not None and size == record.get("size"):
+                self.total += size
                 jobs.append((name, record["sha256"], self._pool.submit(self._hash, path)))
 
-    def check(self, adapter: Adapter) -> Iterator[Problem]:
-        """Wait for one directory's hashes; every file whose content is another."""
+    def check(
+        self, adapter: Adapter, on_bytes: Callable[[], None] | None = None
+    ) -> Iterator[Problem]:
+        """Wait for one directory's hashes; every file whose content is another.
+
+        ``on_bytes()`` is called now and then meanwhile: ``done`` of ``total`` bytes are hashed.
+        """
         for name, expected, future in self._jobs.get(adapter.path, []):
-            actual = future.result()
+            path = adapter.path / name
+            while on_bytes is not None and not wait([future], timeout=0.2).done:
+                on_bytes()
+            try:
+                actual = future.result()
+            except OSError as error:
+                found = f"can't be read: {error.strerror}"
+                step: str | None = f"chmod a+r {quote(str(path))}"
+                yield problem("KTB011", str(path), found, "a readable file", next_step=step)
+                continue
             if actual is not None and actual != expected:
-                where = str(adapter.path / name)
-                yield problem("KTB012", where, f"has SHA-256 {actual[:16]}…", f"{expected!s:.16}…")
+                found = f"has SHA-256 {actual[:16]}…"
+                step = resave_step(adapter)
+                yield problem("KTB012", str(path), found, f"{expected!s:.16}…", next_step=step)
 
     def _hash(self, path: Path) -> str | None:
         digest = hashlib.sha256()
         buffer = memoryview(bytearray(_BUFFER))
-        try:
-            with open(path, "rb", buffering=0) as file:
-                while (count := file.readinto(buffer)) and not self._stop.is_set():
-                    digest.update(buffer[:count])
-        except OSError as error:
-            raise KtbridgeError(f"{path} can't be read: {error.strerror}") from error
+        with open(path, "rb", buffering=0) as file:
+            while (count := file.readinto(buffer)) and not self._stop.is_set():
+                digest.update(buffer[:count])
+                with self._lock:
+                    self.done += count
         return None if self._stop.is_set() else digest.hexdigest()
+
+
+def resave_step(adapter: Adapter) -> str | None:
+    """What to do where a manifest doesn't fit; None (the rule's step) for what training saved."""
+    converted = (adapter.manifest or {}).get("layout")
+    return "convert the adapter again from the raw directory" if converted else None
 
 
 def size_of(path: Path) -> int | None:

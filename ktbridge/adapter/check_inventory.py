@@ -6,21 +6,19 @@ broken adapter of 60,000 tensors stays readable.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
-from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, expert_slots
+from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, convert_step, expert_slots
+from ktbridge.adapter.check_files import check_files
 from ktbridge.adapter.check_foreign import FOREIGN, check_foreign
-from ktbridge.adapter.check_hashes import size_of
-from ktbridge.adapter.keys import FUSED_NAMES, parse_key
-from ktbridge.adapter.manifest import MANIFEST_FILE, fused_record
-from ktbridge.adapter.rules import problem
-from ktbridge.errors import Problem, Severity
+from ktbridge.adapter.check_layers import check_uneven
+from ktbridge.adapter.keys import FUSED_NAMES
+from ktbridge.adapter.rules import many, problem
+from ktbridge.errors import Problem
+from ktbridge.model import ModelConfig
 
 _ENGINE_KEY = re.compile(
     r"(?:base_model\.(?:model\.(?:model\.)?)?)?model\.layers\.\d+\.mlp\.experts\.\d+"
@@ -32,105 +30,68 @@ _LEFTOVER_CODES = {
     "lora-bias": ("KTB111", "is a LoRA bias"),
     "embedding": ("KTB213", "adapts an embedding"),
 }
-_NO_TIME = 315_619_200  # 2 January 1980: what zip, Nix and image builders write for "no time"
+_ELSEWHERE = {
+    "vision": ("KTB206", "belongs to a vision or audio tower"),
+    "draft": ("KTB207", "belongs to a draft layer"),
+}
+# What precedes layers.N in text models. "base" is what PEFT calls a base model without a head.
+_TEXT_MODEL = re.compile(
+    r"(?:base\.)?(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.)?layers\."
+)
 FLOATS = ("BF16", "F16", "F32")
 
 
-def check_inventory(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+def check_inventory(
+    adapter: Adapter, serving: bool, base: ModelConfig | None = None
+) -> Iterator[Problem]:
     """Every finding about one directory's files, keys, pairs, shapes and dtypes."""
-    yield from _files(adapter, serving)
-    yield from _leftovers(adapter.leftovers)
+    yield from check_files(adapter, serving)
+    yield from _leftovers(adapter)
     yield from check_foreign(adapter)
     yield from _experts(adapter)
-    yield from _expert_keys(adapter, serving)
-    yield from _nonexpert_pairs(adapter)
-    yield from _misplaced(adapter)
-    yield from _attention_partners(adapter)
-    yield from _uneven_layers(adapter)
-    yield from _shapes(adapter)
-
-
-def many(
-    code: str,
-    parts: list[Part],
-    found: str,
-    expected: str = "",
-    severity: Severity | None = None,
-) -> Iterator[Problem]:
-    """One problem for all of ``parts``, placed at the first; nothing when there are none."""
-    if parts:
-        if len(parts) > 1:
-            found += f" ({len(parts)} tensors like it)"
-        yield problem(code, parts[0].where, found, expected, severity=severity)
-
-
-def _files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
-    ours = {file.name for file in adapter.files}
     if serving:
-        for path in sorted(adapter.path.glob("*.safetensors")):
-            if path.name not in ours:
-                yield problem("KTB007", str(path), "would be loaded as part of the adapter")
-    if adapter.layout == "merged":
-        for weights in adapter.files:
-            if os.stat(weights.path).st_mtime <= _NO_TIME:
-                yield problem(
-                    "KTB015", str(weights.path), "is dated 1980 or before", "its real time"
-                )
-    for name in sorted([*ours, "adapter_config.json"]):
-        mode = os.stat(adapter.path / name).st_mode
-        if not mode & 0o004 and not mode & 0o040:
-            found = f"has mode {mode & 0o777:04o}"
-            yield problem(
-                "KTB009", str(adapter.path / name), found, "readable by the server's user"
-            )
-    artifacts = (adapter.manifest or {}).get("artifacts")
-    if adapter.manifest is None or artifacts is None:
-        return
-    where = adapter.path / MANIFEST_FILE
-    if not isinstance(artifacts, dict) or not all(isinstance(v, dict) for v in artifacts.values()):
-        yield problem("KTB010", str(where), "its artifacts are not a table of files")
-        return
-    for name, record in sorted(artifacts.items()):
-        if name != os.path.basename(name):
-            yield problem("KTB010", str(where), f"lists {name!r}, which is not a file beside it")
-            continue
-        path = adapter.path / name
-        size = size_of(path)
-        if size != record.get("size"):
-            found = "is missing" if size is None else f"is {size} bytes"
-            yield problem("KTB011", str(path), found, f"{record.get('size')} bytes")
-        file = next((file for file in adapter.files if file.name == name), None)
-        if file is not None and record.get("tensors") is not None:
-            actual = fused_record(file)["tensors"]
-            if record["tensors"] != actual:
-                listed = record["tensors"]
-                if not isinstance(listed, dict):
-                    found = "lists its tensors in an unknown form"
-                elif listed.keys() == actual.keys():
-                    found = "lists other shapes or dtypes than the file has"
-                else:
-                    found = f"lists {len(listed)} tensors, the file has {len(actual)}"
-                yield problem("KTB013", f"{where}: {name}", found)
+        yield from _expert_keys(adapter)
+    yield from _nonexpert_pairs(adapter)
+    yield from _misplaced(adapter, serving)
+    if base is None or "kv_lora_rank" not in base.text:  # latent attention has no v_proj
+        yield from _attention_partners(adapter)
+    yield from check_uneven(adapter)
+    yield from _shapes(adapter)
+    yield from _odd_sizes(adapter)
 
 
-def _leftovers(parts: Iterable[Part]) -> Iterator[Problem]:
+def _leftovers(adapter: Adapter) -> Iterator[Problem]:
     by_rule: dict[tuple[str, str], list[Part]] = defaultdict(list)
-    for part in parts:
+    heads = {part.key.module for part in adapter.nonexpert.values() if _is_head(part)}
+    heads |= {part.key.module for part in adapter.leftovers if part.key.kind == "embedding"}
+    for part in adapter.leftovers:
         if part.key.kind in FOREIGN:
             continue
-        rule = _LEFTOVER_CODES.get(part.key.kind)
-        if rule is None:
-            whole = "lora" not in part.entry.name
-            rule = (
-                ("KTB112", "is a whole weight") if whole else ("KTB201", "is no LoRA key we know")
-            )
+        module = part.key.module.removesuffix(".base_layer")
+        if part.key.kind == "expert":
+            rule = _ELSEWHERE["vision" if part.key.is_vision else "draft"]
+        elif part.key.kind in _LEFTOVER_CODES:
+            rule = _LEFTOVER_CODES[part.key.kind]
+        elif module in heads:  # PEFT saves the whole weight of a targeted head as well
+            leaf = module.rpartition(".")[2]
+            rule = ("KTB213", f"is a whole weight, saved because {leaf} was targeted")
+        elif "lora" in part.entry.name:
+            rule = ("KTB201", "is no LoRA key we know")
+        else:
+            rule = ("KTB112", "is a whole weight")
         by_rule[rule].append(part)
     for (code, found), group in by_rule.items():
         yield from many(code, group, found)
 
 
+def _is_head(part: Part) -> bool:
+    return part.key.layer < 0 and part.key.leaf in ("lm_head", "embed_tokens")
+
+
 def _experts(adapter: Adapter) -> Iterator[Problem]:
+    """Missing halves, projections and experts, told once a directory: at the first layer."""
     counts: dict[int, list[int]] = defaultdict(list)
+    lacking: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for layer in adapter.expert_layers():
         stacks = {slot: adapter.experts.get(slot) for slot in expert_slots(layer)}
         where = f"{adapter.path}: layer {layer}"
@@ -138,7 +99,7 @@ def _experts(adapter: Adapter) -> Iterator[Problem]:
         if absent:
             pairs = {name[:-1] for name in absent}
             code = "KTB202" if len(pairs) == len(absent) else "KTB203"
-            yield problem(code, where, f"has no {', '.join(absent)}", ", ".join(FUSED_NAMES))
+            lacking[code].append((where, f"has no {', '.join(absent)}", ", ".join(FUSED_NAMES)))
         present = [stack for stack in stacks.values() if stack is not None]
         count = max(stack.count for stack in present)
         counts[count].append(layer)
@@ -146,10 +107,15 @@ def _experts(adapter: Adapter) -> Iterator[Problem]:
             missing = [] if stack is None else _missing(stack, count)
             if missing:
                 found = f"{slot[1]}_proj.lora_{slot[2]} lacks {len(missing)} experts"
-                yield problem("KTB203", where, f"{found}, first {missing[0]}", f"{count} experts")
+                told = (where, f"{found}, first {missing[0]}", f"{count} experts")
+                lacking["KTB203"].append(told)
+    for code, findings in lacking.items():
+        where, found, expected = findings[0]
+        more = f" (and {len(findings) - 1} like it)" if len(findings) > 1 else ""
+        yield problem(code, where, found + more, expected)
     if len(counts) > 1:
         found = ", ".join(f"{count} in layer {layers[0]}" for count, layers in counts.items())
-        yield problem("KTB204", str(adapter.path), f"numbers of experts differ: {found}")
+        yield problem("KTB204", str(adapter.path), f"numbers of experts differ: {found}"[:300])
 
 
 def _missing(stack: ExpertStack, count: int) -> list[int]:
@@ -158,44 +124,34 @@ def _missing(stack: ExpertStack, count: int) -> list[int]:
     return [expert for expert in range(count) if expert not in stack.parts]
 
 
-class _Spelling(NamedTuple):
-    """How engines take a way of writing expert keys. Thousands of keys are written in a few ways."""
-
-    normal: bool
-    searched: bool  # found, but only by comparing it with the end of every key
-    vision: bool
-    draft: bool
-
-
 @lru_cache(maxsize=4096)
-def _spelling(before: str, after: str) -> _Spelling:
+def _spelling(before: str, after: str) -> str:
+    """The rule that a way of writing expert keys breaks. Thousands of keys are written in a few."""
     name = f"{before}.experts.0.{after}"
-    key = parse_key(name)
+    if _ENGINE_KEY.fullmatch(name):
+        return ""
+    # Found, but only by comparing it with the end of every key.
     searched = re.search(r"model\.layers\.\d+\.mlp\.experts\.", name) and "_proj." in name
-    normal = _ENGINE_KEY.fullmatch(name) is not None
-    return _Spelling(normal, bool(searched), key.is_vision, key.is_draft)
+    return "KTB205" if searched else "KTB214"
 
 
-def _expert_keys(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+def _expert_keys(adapter: Adapter) -> Iterator[Problem]:
     found: dict[str, list[Part]] = defaultdict(list)
     for stack in adapter.experts.values():
+        if stack.fused is not None:
+            found["fused"].append(stack.fused)
         for part in stack.parts.values():
             before, _, rest = part.entry.name.rpartition(".experts.")
-            spelling = _spelling(before, rest.partition(".")[2])
-            if spelling.vision:
-                found["KTB206"].append(part)
-            if spelling.draft:
-                found["KTB207"].append(part)
-            if serving and not spelling.normal:
-                found["KTB205" if spelling.searched else "KTB214"].append(part)
-    yield from many(
-        "KTB205", found["KTB205"], "has a prefix engines don't expect", "model.layers.…"
-    )
-    yield from many(
-        "KTB214", found["KTB214"], "is spelled as in training", "model.layers.….mlp.experts.…"
-    )
-    yield from many("KTB206", found["KTB206"], "belongs to the vision tower")
-    yield from many("KTB207", found["KTB207"], "belongs to a draft layer")
+            code = _spelling(before, rest.partition(".")[2])
+            if code:
+                found[code].append(part)
+    for kind, says, expected in (
+        ("KTB205", "has a prefix engines don't expect", "model.layers.…"),
+        ("KTB214", "is spelled as in training", "model.layers.….mlp.experts.…"),
+        ("fused", "is one tensor for all experts, as in training", "one tensor an expert"),
+    ):
+        code, step = ("KTB214" if kind == "fused" else kind), convert_step(adapter)
+        yield from many(code, found[kind], says, expected, next_step=step)
 
 
 def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
@@ -206,20 +162,30 @@ def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
     yield from many("KTB202", single, "has no counterpart", "lora_A and lora_B")
 
 
-def _misplaced(adapter: Adapter) -> Iterator[Problem]:
-    parts = [*adapter.nonexpert.values()]
-    vision = [part for part in parts if part.key.is_vision]
-    yield from many("KTB206", vision, "belongs to the vision tower")
-    draft = [part for part in parts if part.key.is_draft]
-    yield from many("KTB207", draft, "belongs to a draft layer")
-    nowhere = [
-        part
-        for part in adapter.nonexpert.values()
-        if part.key.layer < 0
-        and part.key.leaf not in ("lm_head", "embed_tokens")
-        and not part.key.is_vision
-        and not part.key.is_draft
-    ]
+def _misplaced(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+    vision: list[Part] = []
+    draft: list[Part] = []
+    head: list[Part] = []
+    nowhere: list[Part] = []
+    towers: dict[bool, list[Part]] = defaultdict(list)
+    for part in adapter.nonexpert.values():
+        if part.key.is_vision:
+            vision.append(part)
+        elif part.key.is_draft:
+            draft.append(part)
+        elif part.key.layer < 0:
+            (head if _is_head(part) else nowhere).append(part)
+        else:
+            towers[_TEXT_MODEL.match(part.key.module) is not None].append(part)
+    for kind, parts in (("vision", vision), ("draft", draft)):
+        code, found = _ELSEWHERE[kind]
+        yield from many(code, parts, found)
+    if towers[True]:  # by itself, a path that isn't known may be the text model's
+        yield from many("KTB206", towers[False], "is in another part of the model than others are")
+    # A merge takes it; whatever serves the directory doesn't.
+    yield from many(
+        "KTB213", head, "adapts an embedding or head", severity=None if serving else "warning"
+    )
     yield from many("KTB201", nowhere, "belongs to no decoder layer")
 
 
@@ -239,59 +205,6 @@ def _attention_partners(adapter: Adapter) -> Iterator[Problem]:
             headless.append(modules["up_proj"])
     yield from many("KTB209", lonely, "is adapted without its partner", "q_proj and v_proj")
     yield from many("KTB210", headless, "is adapted without gate_proj", "gate_proj and up_proj")
-
-
-def check_gaps(adapter: Adapter) -> Iterator[Problem]:
-    """Layers that may be missing, as far as that can be told without the base model.
-
-    Adapted layers of one architecture come in a regular order: all, from some layer on, every
-    fourth, three of four.
-    """
-    parts = adapter.nonexpert.values()
-    layers = sorted({p.key.layer for p in parts if p.key.layer >= 0} | {*adapter.expert_layers()})
-    steps = [after - before for before, after in pairwise(layers)]
-    regular = any(
-        all(a == b for a, b in zip(steps, steps[period:], strict=False))
-        for period in range(1, min(4, len(steps) // 2) + 1)
-    )
-    if not regular and len(set(steps)) > 1 and not chose_layers(adapter):
-        gap = next(i for i, step in enumerate(steps) if step != min(steps))
-        found = f"has nothing between layers {layers[gap]} and {layers[gap + 1]}"
-        yield problem("KTB215", str(adapter.path), found, "layers in a regular order")
-
-
-def chose_layers(adapter: Adapter) -> bool:
-    """Whether the configuration adapts some layers only, on purpose."""
-    config = adapter.config
-    return bool(
-        config.get("layers_to_transform") is not None
-        or config.get("exclude_modules")
-        or not isinstance(config.get("target_modules"), list)
-    )
-
-
-def _uneven_layers(adapter: Adapter) -> Iterator[Problem]:
-    """Layers whose block (self_attn, linear_attn, ...) lacks modules that a like block has.
-
-    Only a strict subset counts: hybrid models have blocks of one name with different modules. The
-    block "mlp" itself is left out, because dense and sparse layers share that name.
-    """
-    if chose_layers(adapter):
-        return
-    blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for part in adapter.nonexpert.values():
-        owner, _, leaf = part.key.module.rpartition(".")
-        block = owner.rpartition(f"layers.{part.key.layer}.")[2]
-        if part.key.layer >= 0 and block != "mlp":
-            blocks[block][part.key.layer].add(leaf)
-    for block, layers in sorted(blocks.items()):
-        for layer, modules in sorted(layers.items()):
-            fuller = [other for other in layers.values() if modules < other]
-            if fuller:
-                lacking = ", ".join(sorted(fuller[0] - modules))
-                where = f"{adapter.path}: layer {layer} {block}"
-                yield problem("KTB212", where, f"has no {lacking}", "the modules of other layers")
-                break
 
 
 def _shapes(adapter: Adapter) -> Iterator[Problem]:
@@ -338,6 +251,29 @@ def _expert_shapes(adapter: Adapter, rank: object, code: str) -> Iterator[Proble
     expected = ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items()))
     yield from many(code, wrong, "has another rank than the adapter's", f"rank {rank}")
     yield from many("KTB302", odd, "has a shape unlike the other experts'", expected)
+
+
+def _odd_sizes(adapter: Adapter) -> Iterator[Problem]:
+    """A module whose size is another in one layer, and there alone of its block.
+
+    Where a whole block differs, the architecture may want it so: layers of some models do.
+    """
+    shapes: dict[tuple[str, str], dict[tuple[int, ...], list[Part]]] = {}
+    for part in adapter.nonexpert.values():
+        if part.key.layer >= 0 and len(part.entry.shape) == 2:
+            sizes = shapes.setdefault((part.key.suffix, part.key.half), {})
+            sizes.setdefault(part.entry.shape, []).append(part)
+    blocks: dict[str, list[tuple[Part, tuple[int, ...]]]] = defaultdict(list)
+    for sizes in shapes.values():
+        usual = max(sizes, key=lambda shape: len(sizes[shape]))
+        for shape, parts in sizes.items():
+            if shape != usual and len(sizes[usual]) > 1 and len(parts) == 1:
+                blocks[parts[0].key.module.rpartition(".")[0]].append((parts[0], usual))
+    for odd in blocks.values():
+        if len(odd) == 1:
+            part, usual = odd[0]
+            found = f"has shape {list(part.entry.shape)}, alone of its kind"
+            yield problem("KTB302", part.where, found, f"{list(usual)}", severity="warning")
 
 
 def by_shape(stack: ExpertStack) -> dict[tuple[int, ...], list[Part]]:

@@ -1,8 +1,9 @@
-"""Checks of several directories that belong together: one raw adapter and what was made of it.
+"""Checks of several directories that belong together: a source and what was made of it.
 
-Rank, alpha and base must agree, each half must be somewhere, and with the raw adapter at hand every
-serving tensor is compared with the one it came from. Scale is compared as well, tensor by tensor:
-an engine multiplies B·A by alpha/r of the directory that it loads, training multiplied by its own.
+The source is the raw directory, else the first whose layout covers all others. Rank, alpha and base
+must agree, each half must be somewhere, and every tensor is compared with the one it came from,
+rounded to bfloat16 where conversion did that. Scale is compared as well, tensor by tensor: an engine
+multiplies B·A by alpha/r of the directory that it loads, training multiplied by its own.
 """
 
 from __future__ import annotations
@@ -11,44 +12,62 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, last_part
+from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice, last_part
+from ktbridge.adapter.check_config import folded
 from ktbridge.adapter.rules import problem
-from ktbridge.adapter.values import scaled_exactly
+from ktbridge.adapter.values import scaled_exactly, to_bf16
 from ktbridge.errors import KtbridgeError, Problem
+
+
+def source_of(adapters: Sequence[Adapter]) -> Adapter | None:
+    """The directory that the others are compared with; None where none covers them all."""
+    if len(adapters) < 2:
+        return None
+    for adapter in adapters:
+        if adapter.layout == "raw":
+            return adapter
+    for adapter in adapters:
+        if all(adapter.layout in ("merged", other.layout) for other in adapters):
+            return adapter
+    return None
 
 
 def check_set(adapters: Sequence[Adapter], compare_data: bool) -> Iterator[Problem]:
     """Every disagreement between the directories; values are compared only if asked."""
+    source = source_of(adapters)
+    for first, second in combinations(adapters, 2):
+        yield from _bases(first, second, source in (first, second))
+    if source is None:
+        yield from _without_source(adapters)
+        return
+    others = [adapter for adapter in adapters if adapter is not source]
+    yield from _halves_present(source, others)
+    for adapter in others:
+        yield from _same_inventory(source, adapter)
+        try:
+            scale, wrong = _scale(source, adapter)
+        except KtbridgeError:
+            continue  # a missing alpha or rank is a problem of its own directory
+        yield from wrong
+        if compare_data:
+            yield from _same_values(source, adapter, scale)
+
+
+def _without_source(adapters: Sequence[Adapter]) -> Iterator[Problem]:
     by_layout: dict[str, Adapter] = {}
     for adapter in adapters:
         other = by_layout.setdefault(adapter.layout, adapter)
         if other is not adapter:
             found = f"is a second {adapter.layout} directory beside {other.path}"
             yield problem("KTB506", str(adapter.path), found)
-    for first, second in combinations(by_layout.values(), 2):
-        yield from _bases(first, second)
-    raw = by_layout.pop("raw", None)
-    if raw is None:
-        expert, nonexpert = by_layout.get("expert"), by_layout.get("nonexpert")
-        if expert is not None and nonexpert is not None:
-            yield from _same_numbers(expert, nonexpert)
-        return
-    yield from _halves_present(raw, by_layout)
-    for adapter in by_layout.values():
-        try:
-            yield from _scales(raw, adapter)
-        except KtbridgeError:
-            continue  # a missing alpha or rank is a problem of its own directory
-        yield from _same_inventory(raw, adapter)
-        if compare_data:
-            yield from _same_values(raw, adapter)
+    if "expert" in by_layout and "nonexpert" in by_layout:
+        yield from _same_numbers(by_layout["expert"], by_layout["nonexpert"])
 
 
-def _bases(first: Adapter, second: Adapter) -> Iterator[Problem]:
+def _bases(first: Adapter, second: Adapter, apart: bool) -> Iterator[Problem]:
     names = first.base_model, second.base_model
     if names[0] and names[1] and last_part(names[0]) != last_part(names[1]):
         # Conversion may rename the base model; two halves served together may not differ in it.
-        apart = "raw" in (first.layout, second.layout)
         yield problem(
             "KTB502",
             str(second.path),
@@ -69,52 +88,63 @@ def _same_numbers(expert: Adapter, nonexpert: Adapter) -> Iterator[Problem]:
             yield problem("KTB501", str(nonexpert.path), found, f"{one!r} as in {expert.path}")
 
 
-def _halves_present(raw: Adapter, others: dict[str, Adapter]) -> Iterator[Problem]:
-    if not others:
-        return
-    for half, parts in (("expert", raw.experts), ("nonexpert", raw.nonexpert)):
-        if parts and half not in others and "merged" not in others:
-            where = ", ".join(str(adapter.path) for adapter in others.values())
+def _halves_present(source: Adapter, others: list[Adapter]) -> Iterator[Problem]:
+    layouts = {adapter.layout for adapter in others}
+    if source.layout != "raw" and (source.manifest or {}).get("layout"):
+        return  # a serving directory itself, which lacks nothing
+    for half, parts in (("expert", source.experts), ("nonexpert", source.nonexpert)):
+        if parts and not layouts & {half, "merged", "raw"}:
+            where = ", ".join(str(adapter.path) for adapter in others)
             yield problem("KTB503", where, f"the {half.replace('non', 'non-')} half is missing")
 
 
-def _scales(raw: Adapter, adapter: Adapter) -> Iterator[Problem]:
-    # Non-expert B may carry part of the scale (rsLoRA in a merged directory); the comparison of
-    # values accounts for it, so only the split layout is judged by its configuration.
-    served = adapter.nonexpert_alpha / adapter.nonexpert_rank
-    where = str(adapter.path)
-    if adapter.experts:
-        trained = raw.alpha / raw.rank
-        if not math.isclose(served, trained, rel_tol=1e-9):
-            found = f"experts are served at alpha/r = {served:g}"
-            yield problem("KTB505", where, found, f"{trained:g}, as trained")
-    if adapter.layout == "nonexpert" and raw.nonexpert:
-        trained = raw.nonexpert_scale
-        if not math.isclose(served, trained, rel_tol=1e-9):
-            found = f"non-expert LoRA is served at alpha/r = {served:g}"
-            yield problem("KTB505", where, found, f"{trained:g}, as trained")
+def _scale(source: Adapter, adapter: Adapter) -> tuple[float, list[Problem]]:
+    """What the adapter's non-expert B must be of the source's, and where its own scale is wrong.
+
+    Non-expert B may carry part of the scale (rsLoRA in a merged directory); the comparison of
+    values accounts for it, so only the split layout is judged by its configuration. Where that is
+    wrong, values are compared as if it were right: it is one fault, not two.
+    """
+    where, wrong = str(adapter.path), []
+    served = adapter.nonexpert_scale
+    if adapter.experts and source.experts:
+        trained, now = source.alpha / source.rank, adapter.alpha / adapter.rank
+        if adapter.layout != "raw":
+            now = adapter.nonexpert_alpha / adapter.nonexpert_rank
+        if not math.isclose(now, trained, rel_tol=1e-9):
+            found = f"experts are served at alpha/r = {now:g}"
+            wrong.append(problem("KTB505", where, found, f"{trained:g}, as trained"))
+            served = trained
+    if not adapter.nonexpert or not source.nonexpert:
+        return 1.0, wrong
+    trained = source.nonexpert_scale
+    if adapter.layout == "nonexpert" and not math.isclose(served, trained, rel_tol=1e-9):
+        found = f"non-expert LoRA is served at alpha/r = {served:g}"
+        wrong.append(problem("KTB505", where, found, f"{trained:g}, as trained"))
+        served = trained
+    return trained / served, wrong
 
 
-def _same_inventory(raw: Adapter, adapter: Adapter) -> Iterator[Problem]:
+def _same_inventory(source: Adapter, adapter: Adapter) -> Iterator[Problem]:
     where = str(adapter.path)
-    if adapter.layout in ("expert", "merged"):
-        odd = raw.experts.keys() ^ adapter.experts.keys()
+    if adapter.layout != "nonexpert" and source.experts:
+        odd = source.experts.keys() ^ adapter.experts.keys()
         if odd:
             layer, projection, half = sorted(odd)[0]
-            side = "lacks" if (layer, projection, half) in raw.experts else "adds"
+            side = "lacks" if (layer, projection, half) in source.experts else "adds"
             found = f"{side} {projection}_proj.lora_{half} of layer {layer}"
-            yield problem("KTB504", where, found, "the raw adapter's experts")
-    if adapter.layout in ("nonexpert", "merged"):
-        odd_keys = sorted(raw.nonexpert.keys() ^ adapter.nonexpert.keys())
+            yield problem("KTB504", where, found, f"the experts of {source.path}")
+    if adapter.layout != "expert" and source.nonexpert:
+        odd_keys = sorted(source.nonexpert.keys() ^ adapter.nonexpert.keys())
         if odd_keys:
-            side = "lacks" if odd_keys[0] in raw.nonexpert else "adds"
+            side = "lacks" if odd_keys[0] in source.nonexpert else "adds"
             found = f"{side} {odd_keys[0]}"
-            yield problem("KTB504", where, found, "the raw adapter's non-expert tensors")
+            yield problem("KTB504", where, found, f"the non-expert tensors of {source.path}")
 
 
-def _same_values(raw: Adapter, adapter: Adapter) -> Iterator[Problem]:
-    for slot in sorted(raw.experts.keys() & adapter.experts.keys()):
-        theirs, ours = raw.experts[slot], adapter.experts[slot]
+def _same_values(source: Adapter, adapter: Adapter, scale: float) -> Iterator[Problem]:
+    for slot in sorted(source.experts.keys() & adapter.experts.keys()):
+        theirs, ours = source.experts[slot], adapter.experts[slot]
         differing = _first_difference(theirs, ours)
         if differing is not None:
             layer, projection, half = slot
@@ -122,48 +152,56 @@ def _same_values(raw: Adapter, adapter: Adapter) -> Iterator[Problem]:
                 f"{adapter.path}: layer {layer} expert {differing} {projection}_proj.lora_{half}"
             )
             twin = {"gate": "up", "up": "gate"}.get(projection)
-            swapped = twin and (layer, twin, half) in raw.experts
-            if swapped and _first_difference(raw.experts[layer, str(twin), half], ours) is None:
-                yield problem("KTB504", where, "gate and up are swapped", "the raw adapter's gate")
+            swapped = twin and (layer, twin, half) in source.experts
+            if swapped and _first_difference(source.experts[layer, str(twin), half], ours) is None:
+                expected = f"gate as in {source.path}"
+                yield problem("KTB504", where, "gate and up are swapped", expected)
             else:
-                yield problem("KTB504", where, "differs from the raw adapter")
+                yield problem("KTB504", where, f"differs from {source.path}")
             break
-        _release(raw, adapter)
-    ratio = 1.0
-    if adapter.nonexpert and raw.nonexpert:
-        ratio = raw.nonexpert_scale / (adapter.nonexpert_alpha / adapter.nonexpert_rank)
-    for key in sorted(raw.nonexpert.keys() & adapter.nonexpert.keys()):
-        if not _same_nonexpert(raw.nonexpert[key], adapter.nonexpert[key], ratio):
-            yield problem("KTB504", f"{adapter.path}: {key}", "differs from the raw adapter")
+        _release(source, adapter)
+    _, factors, _ = folded(source)
+    for key in sorted(source.nonexpert.keys() & adapter.nonexpert.keys()):
+        one, other = source.nonexpert[key], adapter.nonexpert[key]
+        factor = scale * factors.get(one.key.module, 1.0) if one.key.half == "B" else 1.0
+        if not _same_nonexpert(one, other, factor):
+            yield problem("KTB504", f"{adapter.path}: {key}", f"differs from {source.path}")
             break
 
 
 def _first_difference(one: ExpertStack, other: ExpertStack) -> int | None:
-    """The first expert whose bytes, shape or dtype differ; None when all are equal."""
+    """The first expert whose values or shape differ; None when all are as conversion makes them."""
     left, right = dict(one.slices()), dict(other.slices())
     for expert in sorted(left.keys() | right.keys()):
         a, b = left.get(expert), right.get(expert)
-        if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
-            return expert
-        # Views compare element by element in Python's own loop, bytes at the speed of memory.
-        if bytes(a.file.view(a.start, a.end)) != bytes(b.file.view(b.start, b.end)):
+        if a is None or b is None or a.shape != b.shape or _bytes(a, b.dtype) != _bytes(b, b.dtype):
             return expert
     return None
 
 
-def _same_nonexpert(raw: Part, served: Part, ratio: float) -> bool:
-    one, other = raw.entry, served.entry
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _same_nonexpert(one: Part, other: Part, factor: float) -> bool:
+    source, served = _slice(one), _slice(other)
+    if source.shape != served.shape:
         return False
-    source = raw.file.view(one.start, one.end)
-    target = bytes(served.file.view(other.start, other.end))
-    if bytes(source) == target:
+    data, target = _bytes(source, served.dtype), _bytes(served, served.dtype)
+    if math.isclose(factor, 1.0, rel_tol=1e-9):
         # Equal bytes are right as long as the configuration carries the whole scale.
-        return raw.key.half == "A" or math.isclose(ratio, 1.0, rel_tol=1e-9)
-    if raw.key.half == "A":
-        return False
-    scaled = scaled_exactly(source, one.dtype, ratio)
+        return data == target
+    scaled = None if data is None else scaled_exactly(memoryview(data), served.dtype, factor)
     return scaled is not None and scaled == target
+
+
+def _slice(part: Part) -> Slice:
+    return Slice(part.file, part.entry.start, part.entry.end, part.entry.dtype, part.entry.shape)
+
+
+def _bytes(piece: Slice, dtype: str) -> bytes | None:
+    """A matrix in ``dtype``, as conversion writes it; None where it doesn't."""
+    view = piece.file.view(piece.start, piece.end)
+    if piece.dtype == dtype:
+        # Views compare element by element in Python's own loop, bytes at the speed of memory.
+        return bytes(view)
+    return to_bf16(view, piece.dtype) if dtype == "BF16" and piece.dtype in ("F16", "F32") else None
 
 
 def _release(*adapters: Adapter) -> None:

@@ -6,11 +6,14 @@ config.json doesn't tell is None and isn't compared.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ktbridge.model import ModelConfig
 
 Size = int | None
 # A module's (columns, rows): what it reads and what it writes.
 Linear = tuple[Size, Size]
+_GATED = ("Qwen3.5-MoE", "Qwen3-Next")  # q_proj also writes the gate of the output
 
 
 def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
@@ -19,7 +22,10 @@ def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
     With H hidden, I intermediate, h heads of d: q is [H, h·d], twice as wide where a gate comes
     with it (Qwen3.5), k and v are [H, h_kv·d]. Latent attention (DeepSeek, Kimi) goes through
     q_lora_rank and kv_lora_rank. Gated DeltaNet has h_k·d_k twice and h_v·d_v in in_proj_qkv.
+    Of a family that isn't in the table only H is compared: other names may mean other things.
     """
+    if base.family is None:
+        base = replace(base, text={}, num_experts=0)
     attention = _latent(base) if _get(base, "kv_lora_rank") else _plain(base)
     return {**attention, **_linear_attention(base), **_mlps(base)}
 
@@ -31,7 +37,7 @@ def _plain(base: ModelConfig) -> dict[str, Linear]:
     if head is None and family in ("Qwen2-MoE", "Mixtral") and heads:
         head = hidden // heads
     wide, narrow = _times(heads, head), _times(_get(base, "num_key_value_heads"), head)
-    gated = family == "Qwen3.5-MoE" and base.text.get("attn_output_gate", True)
+    gated = family in _GATED and base.text.get("attn_output_gate", True)
     return {
         "self_attn.q_proj": (hidden, _times(wide, 2) if gated else wide),
         "self_attn.k_proj": (hidden, narrow),
@@ -61,6 +67,8 @@ def _linear_attention(base: ModelConfig) -> dict[str, Linear]:
     values = _times(heads, _get(base, "linear_value_head_dim"))
     return {
         "linear_attn.in_proj_qkv": (hidden, _plus(_times(keys, 2), values)),
+        "linear_attn.in_proj_qkvz": (hidden, _plus(_times(keys, 2), _times(values, 2))),
+        "linear_attn.in_proj_ba": (hidden, _times(heads, 2)),
         "linear_attn.in_proj_z": (hidden, values),
         "linear_attn.in_proj_b": (hidden, heads),
         "linear_attn.in_proj_a": (hidden, heads),
@@ -71,7 +79,7 @@ def _linear_attention(base: ModelConfig) -> dict[str, Linear]:
 def _mlps(base: ModelConfig) -> dict[str, Linear]:
     hidden = base.hidden_size
     sizes: dict[str, Linear] = {
-        "mlp.gate": (hidden, base.num_experts),
+        "mlp.gate": (hidden, base.num_experts or None),
         "mlp.shared_expert_gate": (hidden, 1),
     }
     shared = _times(_get(base, "n_shared_experts"), base.intermediate_size)

@@ -6,7 +6,6 @@ bytes); everything else goes through ``plan_transcode``, which is imported only 
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from ktbridge.adapter.convert import ConvertPlan, plan_convert
 from ktbridge.adapter.dialects import DIALECTS, READABLE, WRITABLE
 from ktbridge.adapter.execute import ConvertReport, OnProgress, execute_plan
+from ktbridge.adapter.publish import PathLike
 from ktbridge.errors import UsageError
 from ktbridge.model.tensorfile import MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
     from ktbridge.adapter.transcode import TranscodePlan
 
-PathLike = str | os.PathLike[str]
 _KT = ("auto", "raw", "kt-split", "kt-merged")
 _SIGNS = {
     "peft": re.compile(rb"\.experts\.(?:base_layer\.)?lora_[AB]\."),
@@ -100,11 +99,6 @@ def _outputs(
             )
         if merged is not None:
             outputs["merged"] = merged
-        if not outputs:
-            raise UsageError(
-                "there is nothing to write",
-                "name at least one of the expert, non-expert and merged output directories",
-            )
         return outputs
     if to == "kt-merged" and merged is not None and whole is None:
         merged, whole = None, merged
@@ -131,7 +125,7 @@ def check_names(to: str, from_format: str, dtype: str) -> None:
 def _unknown(flag: str, value: str) -> str:
     dialect = next((row for row in DIALECTS if row.name == value), None)
     if dialect is not None:  # a format that is only read
-        return f"{flag} {value} can't be done ({dialect.exact})"
+        return f"{flag} {value} can't be done: it is {dialect.exact.rpartition('; ')[2]}"
     return f"{flag} {value} is not a name we know"
 
 
@@ -145,9 +139,14 @@ def detect_format(path: PathLike) -> str:
     if place.suffix == ".gguf" or (place.is_dir() and any(place.glob("*.gguf"))):
         return "gguf"
     for file in sorted(place.glob("adapter_model*.safetensors")) if place.is_dir() else ():
-        with open(file, "rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            header = handle.read(min(length, MAX_HEADER_BYTES))
+        if not file.is_file():  # opening a pipe would wait for ever
+            continue
+        try:
+            with open(file, "rb") as handle:
+                length = int.from_bytes(handle.read(8), "little")
+                header = handle.read(min(length, MAX_HEADER_BYTES))
+        except OSError:
+            continue
         for name, pattern in _SIGNS.items():
             if pattern.search(header):
                 return name

@@ -20,29 +20,27 @@ See ``ktbridge.adapter.scales``.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Layout, Part, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key
-from ktbridge.adapter.publish import why_not_writable
+from ktbridge.adapter.lora_config import build_config, kept_fields, peft_findings
+from ktbridge.adapter.publish import PathLike, check_halves, check_places, check_request
 from ktbridge.adapter.rules import problem
-from ktbridge.adapter.scales import apply_alpha, fold_patterns, merged_factor
+from ktbridge.adapter.scales import Numbers, apply_alpha, common_scale, fold_patterns, plain_alpha
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.validate import check_structure
+from ktbridge.adapter.values import rounding_findings
 from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
 from ktbridge.model import TensorFile
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 
-PathLike = str | os.PathLike[str]
 ServingLayout = Literal["expert", "nonexpert", "merged"]
 _SERVING: tuple[ServingLayout, ...] = ("expert", "nonexpert", "merged")
-# LoraConfig fields that say where non-expert LoRA is attached, kept so that PEFT does the same.
-_KEPT = ("layers_to_transform", "layers_pattern", "exclude_modules", "revision")
 
 
 class Copy(NamedTuple):
@@ -147,41 +145,28 @@ def plan_convert(
     Raises UsageError when no output is asked for, the alpha is no positive number or the dtype is
     unknown, and ProblemsError with everything that stands in the way.
     """
-    wanted: dict[ServingLayout, PathLike | None] = {
+    wanted: dict[str, PathLike | None] = {
         "expert": expert_output_dir,
         "nonexpert": nonexpert_output_dir,
         "merged": merged_output_dir,
     }
-    paths = {
-        layout: Path(os.path.realpath(os.path.expanduser(path)))
-        for layout, path in wanted.items()
-        if path is not None
-    }
-    if not paths:
-        raise UsageError(
-            "there is nothing to write",
-            "name at least one of the expert, non-expert and merged output directories",
-        )
-    if lora_alpha is not None and not is_number(lora_alpha):
-        raise UsageError(f"lora_alpha is {lora_alpha}, not a positive number", "correct it")
+    paths = check_request(raw_dir, wanted, lora_alpha)
     if dtype not in ("keep", "bf16"):
         raise UsageError(f"dtype {dtype!r} is neither keep nor bf16", "correct it")
-    adapter, findings = scan_adapter(raw_dir)
-    if adapter is None:
-        raise ProblemsError(f"{raw_dir} can't be converted", findings)
-    findings += apply_alpha(adapter, lora_alpha)
-    factors, folded = fold_patterns(adapter)
-    findings += folded
-    findings += check_structure(adapter, serving=False)
-    findings += _check_paths(adapter.path, paths, overwrite)
+    adapter, factors, findings = open_scaled(raw_dir, lora_alpha, base_model)
+    where = str(adapter.path / CONFIG_FILE)
+    findings += check_places(adapter.path, paths, overwrite)
     base = base_model or adapter.base_model
     if not base:
-        findings.append(problem("KTB705", str(adapter.path / CONFIG_FILE), "names no base model"))
+        findings.append(problem("KTB705", where, "names no base model"))
     findings = [item for item in findings if not (item.code == "KTB116" and base)]
-    findings += _check_requests(adapter, paths)
+    halves = {"experts": bool(adapter.experts), "nonexpert": bool(adapter.nonexpert)}
+    findings += check_halves(str(adapter.path), paths, **halves)
+    findings += peft_findings(str(adapter.path), adapter.nonexpert_modules(), paths)
     factor = 1.0
-    if "merged" in paths and not has_errors(findings):
-        factor, refusals = merged_factor(adapter)
+    if "merged" in paths and all(halves.values()) and not has_errors(findings):
+        numbers = Numbers(adapter.rank, adapter.alpha), _nonexpert_numbers(adapter)
+        factor, refusals = common_scale(where, *numbers, bool(adapter.config.get("use_rslora")))
         findings += refusals
     if has_errors(findings):
         raise ProblemsError(f"{raw_dir} can't be converted", findings)
@@ -190,65 +175,57 @@ def plan_convert(
         for layout in _SERVING
         if layout in paths
     ]
-    runs = list(_runs(adapter, set(paths), factors, factor, dtype == "bf16"))
+    runs = list(_runs(adapter, {output.layout for output in outputs}, factors, factor, dtype))
     copies = _copies(adapter, outputs, runs)
-    findings += _rounded(adapter, runs)
+    if dtype == "bf16":
+        taken = (run.dtype for run in runs if run.keys.keys() & paths.keys())
+        findings += rounding_findings(str(adapter.path), taken)
     tensors_in = len(adapter.nonexpert) + sum(len(s.sources) for s in adapter.experts.values())
     return ConvertPlan(adapter, outputs, copies, tensors_in, findings, overwrite)
 
 
-def _check_paths(
-    source: Path, paths: Mapping[ServingLayout, Path], overwrite: bool
-) -> Iterator[Problem]:
-    for path in paths.values():
-        reason = why_not_writable(path, overwrite)
-        if reason:
-            yield problem("KTB701", str(path), reason[0], next_step=reason[1])
-    places = [Path(os.path.realpath(source)), *paths.values()]
-    for number, first in enumerate(places):
-        for second in places[number + 1 :]:
-            if first == second or first in second.parents or second in first.parents:
-                yield problem("KTB706", str(second), f"overlaps {first}")
+def open_scaled(
+    path: PathLike, lora_alpha: float | None, base_model: str | None = None
+) -> tuple[Adapter, dict[str, float], list[Problem]]:
+    """Open one of KT's layouts for conversion, whatever it is converted to.
+
+    Returns the adapter with an explicit alpha in force and alpha_pattern taken out, the factors for
+    B by module that stand for it, and every finding. With both an alpha and a base model given, the
+    adapter needs no adapter_config.json. ProblemsError if it can't be opened at all.
+    """
+    stand_in = None
+    if lora_alpha is not None and base_model:
+        stand_in = {
+            "peft_type": "LORA",
+            "lora_alpha": lora_alpha,
+            "base_model_name_or_path": base_model,
+            "target_modules": [],
+        }
+    adapter, findings = scan_adapter(path, stand_in)
+    if adapter is None:
+        raise ProblemsError(f"{path} can't be converted", findings)
+    findings += apply_alpha(adapter, lora_alpha)
+    factors, folded = fold_patterns(adapter)
+    findings += folded
+    findings += check_structure(adapter, serving=False)
+    return adapter, factors, findings
 
 
-def _check_requests(adapter: Adapter, paths: Mapping[ServingLayout, Path]) -> Iterator[Problem]:
-    halves = {"expert": adapter.experts, "non-expert": adapter.nonexpert}
-    for half in (name for name, parts in halves.items() if not parts):
-        if half.replace("-", "") in paths:
-            found = f"has no {half} LoRA for the {half} output"
-            yield problem("KTB704", str(adapter.path), found)
-        if "merged" in paths:
-            found = f"has no {half} LoRA: the merged output is without it"
-            step = "nothing if none was trained"
-            yield problem("KTB704", str(adapter.path), found, severity="warning", next_step=step)
+def _nonexpert_numbers(adapter: Adapter) -> Numbers:
+    return Numbers(adapter.nonexpert_rank, adapter.nonexpert_alpha)
 
 
-def _config(adapter: Adapter, layout: Layout, base_model: str) -> dict[str, Any]:
-    source = adapter.config
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": source.get("task_type") or "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "bias": "none",
-        "inference_mode": True,
-        "lora_dropout": source.get("lora_dropout") or 0.0,
-    }
-    if "use_rslora" in source:
-        config["use_rslora"] = False
-    modules: tuple[str, ...] = ()
-    if layout != "nonexpert":
-        config["r"], alpha = adapter.rank, adapter.alpha
-        modules += adapter.expert_modules()
-    if layout != "expert":
-        modules += adapter.nonexpert_modules()
-        config.update({name: source[name] for name in _KEPT if source.get(name) is not None})
-    if layout == "nonexpert":
-        config["r"], alpha = adapter.nonexpert_rank, adapter.nonexpert_alpha
-        if source.get("use_rslora"):
-            alpha *= math.sqrt(adapter.nonexpert_rank)
-    config["lora_alpha"] = int(alpha) if float(alpha).is_integer() else alpha
-    config["target_modules"] = sorted(set(modules))
-    return config
+def _config(adapter: Adapter, layout: ServingLayout, base_model: str) -> dict[str, Any]:
+    """The configuration of one output; where there are experts, it has their rank and alpha."""
+    experts = adapter.expert_modules() if layout != "nonexpert" else ()
+    rest = adapter.nonexpert_modules() if layout != "expert" else ()
+    if experts:
+        rank, alpha = adapter.rank, adapter.alpha
+    else:
+        rank = adapter.nonexpert_rank
+        alpha = plain_alpha(_nonexpert_numbers(adapter), bool(adapter.config.get("use_rslora")))
+    kept = kept_fields(adapter.config)
+    return build_config(kept, base_model, rank, alpha, experts + rest, nonexpert=layout != "expert")
 
 
 class _Run(NamedTuple):
@@ -269,13 +246,13 @@ def _runs(
     layouts: Set[ServingLayout],
     factors: Mapping[str, float],
     merged_factor: float,
-    to_bf16: bool,
+    to_dtype: str,
 ) -> Iterator[_Run]:
     """What the input holds for ``layouts``. ``factors`` scale B by module, in either directory."""
 
     def run(part: Part, shape: tuple[int, ...], **more: Any) -> _Run:
         entry = part.entry
-        written = "BF16" if to_bf16 else entry.dtype
+        written = "BF16" if to_dtype == "bf16" else entry.dtype
         return _Run(part.file, entry.start, entry.end, entry.dtype, written, shape, **more)
 
     for (layer, projection, half), stack in adapter.experts.items():
@@ -331,11 +308,3 @@ def _copies(adapter: Adapter, outputs: list[Output], runs: list[_Run]) -> list[C
         else:
             copies.append(copy)
     return copies
-
-
-def _rounded(adapter: Adapter, runs: list[_Run]) -> Iterator[Problem]:
-    """Say what will be rounded."""
-    counts = Counter(run.dtype for run in runs if run.written_dtype != run.dtype)
-    for dtype, count in sorted(counts.items()):
-        found = f"has {count} tensors in {dtype}, which are rounded to BF16 as asked for"
-        yield problem("KTB304", str(adapter.path), found, next_step="nothing")

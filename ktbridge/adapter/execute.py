@@ -8,7 +8,6 @@ directories are renamed into place.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import time
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE
-from ktbridge.adapter.convert import ConvertPlan, Copy, Output, PathLike, describe
+from ktbridge.adapter.convert import ConvertPlan, Copy, Output, describe
 from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json
-from ktbridge.adapter.publish import stage_adapter
+from ktbridge.adapter.publish import PathLike, explained, stage_adapter
 from ktbridge.adapter.values import scaled_exactly, to_bf16
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.publish import Staging, start_writeback
@@ -118,24 +117,16 @@ def convert_adapter(
 def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> ConvertReport:
     """Do what ``plan_convert`` planned."""
     started = time.perf_counter()
-    finished: list[str] = []
-    try:
-        _write(plan, on_progress, finished)
-    except OSError as error:
-        left = f"only {', '.join(finished)} is in place" if finished else "nothing was written"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            need = sum(describe(output)["bytes"] for output in plan.outputs)
-            raise KtbridgeError(
-                f"the disk is full: {need / 1e9:.2f} GB are needed in all, {left}",
-                "free space, or choose output directories on another disk",
-            ) from error
-        raise KtbridgeError(f"writing failed, {left}: {error}", "try again") from error
+    stagings: list[Staging] = []
+    outputs = tuple(describe(output) for output in plan.outputs)
+    with explained(stagings, sum(output["bytes"] for output in outputs)):
+        _write(plan, on_progress, stagings)
     return ConvertReport(
         source=str(plan.source.path),
         layout=plan.source.layout,
         tensors_in=plan.tensors_in,
         bytes_in=plan.bytes_in,
-        outputs=tuple(describe(output) for output in plan.outputs),
+        outputs=outputs,
         findings=tuple(plan.findings),
         seconds=time.perf_counter() - started,
     )
@@ -194,12 +185,13 @@ class _Sink:
         os.close(self._file)
 
 
-def _write(plan: ConvertPlan, on_progress: OnProgress | None, finished: list[str]) -> None:
-    """Write all outputs; the paths of those in place are appended to ``finished``."""
+def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Staging]) -> None:
+    """Write all outputs; every one that is begun is appended to ``stagings``."""
     with ExitStack() as stack:
         sinks: list[_Sink] = []
         for output in plan.outputs:
-            staging = stack.enter_context(stage_adapter(output.path, overwrite=plan.overwrite))
+            staging = stage_adapter(output.path, overwrite=plan.overwrite, layout=output.layout)
+            stagings.append(stack.enter_context(staging))
             sinks.append(_Sink(staging, output))
             stack.callback(sinks[-1].close)
         _copy_all(plan, sinks, on_progress)
@@ -209,7 +201,6 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, finished: list[str
             sink.finish()
         for sink in sinks:
             sink.staging.commit()
-            finished.append(str(sink.output.path))
 
 
 def _copy_all(plan: ConvertPlan, sinks: list[_Sink], on_progress: OnProgress | None) -> None:

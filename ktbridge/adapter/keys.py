@@ -59,7 +59,10 @@ _CANONICAL = {
     "w3": "up",
     "w2": "down",
 }
-_VISION = frozenset({"visual", "vision_tower", "vision_model", "vision_encoder"})
+_VISION = frozenset(
+    {"visual", "vision", "vision_tower", "vision_model", "vision_encoder", "image_encoder"}
+    | {"audio", "audio_tower", "audio_model", "audio_encoder"}
+)
 _DRAFT = frozenset({"mtp", "mtp_layers", "nextn", "draft", "eagle"})
 
 
@@ -85,7 +88,7 @@ class Key(NamedTuple):
 
     @property
     def is_vision(self) -> bool:
-        """Whether the module belongs to a vision tower rather than to the text model."""
+        """Whether the module belongs to a vision or audio tower rather than to the text model."""
         return not _VISION.isdisjoint(self.module.split("."))
 
     @property

@@ -207,6 +207,9 @@ def _rest(
     adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig
 ) -> Iterator[Problem | tuple[str, Delta]]:
     """Everything but routed experts: one weight [out, in] a module."""
+    for part in adapter.leftovers:
+        if part.key.kind == "expert":
+            yield problem("KTB731", part.where, "is expert LoRA of a tower or draft block")
     patterns = adapter.config.get("alpha_pattern") or {}
     if not _plain_patterns(patterns):
         where = str(adapter.path / CONFIG_FILE)

@@ -1,13 +1,20 @@
-"""Which directories an adapter may be written to."""
+"""What may be written where, and what is said when writing fails or is stopped."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from ktbridge.adapter.adapter import is_number
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.publish import Staging
 
+PathLike = str | os.PathLike[str]
 # An adapter, and what `ktbridge train` leaves beside it. A README may be a user's own work.
 _OURS = re.compile(
     r"adapter_config\.json|kt_adapter_manifest\.json"
@@ -15,34 +22,127 @@ _OURS = re.compile(
     r"|adapter_model\.safetensors\.index\.json|adapter_model\.gguf"
     r"|trainer_log\.jsonl|training_loss\.png"
 )
+# What only training leaves: a conversion can be repeated, training costs days.
+_TRAINED = re.compile(r"fused_expert_lora.*|trainer_log\.jsonl|training_loss\.png")
+_ELSEWHERE = "choose another output directory"
 
 
-def stage_adapter(target: str | os.PathLike[str], *, overwrite: bool = False) -> Staging:
+def stage_adapter(target: PathLike, *, overwrite: bool = False, layout: str = "raw") -> Staging:
     """Start writing an adapter directory; an existing one is replaced only with ``overwrite``."""
-    return Staging(target, lambda path: why_not_writable(path, overwrite))
+    return Staging(target, lambda path: why_not_writable(path, overwrite, layout))
 
 
-def why_not_writable(target: Path, overwrite: bool) -> tuple[str, str] | None:
+def why_not_writable(target: Path, overwrite: bool, layout: str = "raw") -> tuple[str, str] | None:
     """Why ``target`` may not be (re)placed, as (found, next step); None when it may.
 
     A missing or empty directory is free. An existing one is replaced only with ``overwrite``, and
-    only when it holds an adapter and nothing else: replacing deletes what was there.
+    only when it holds an adapter and nothing else: replacing deletes what was there. A training
+    output gives way to another raw ``layout`` only.
     """
     if not os.path.lexists(target):
         return None
     if not target.is_dir():
-        return "exists and is not a directory", "choose another output directory"
+        return "exists and is not a directory", _ELSEWHERE
     entries = sorted(os.listdir(target))
     if not entries:
         return None
     foreign = [name for name in entries if not _OURS.fullmatch(name) or (target / name).is_dir()]
     if "adapter_config.json" not in entries:
-        return "exists and is not an adapter directory", "choose another output directory"
+        return "exists and is not an adapter directory", _ELSEWHERE
     if foreign:
         return (
             f"holds {foreign[0]!r} besides an adapter, which replacing it would delete",
-            "choose another output directory",
+            _ELSEWHERE,
         )
+    trained = [name for name in entries if _TRAINED.fullmatch(name)]
+    if trained and layout != "raw":
+        return f"is a training output ({trained[0]}), which replacing it would delete", _ELSEWHERE
     if not overwrite:
-        return "exists", "pass --overwrite to replace it, or choose another output directory"
+        return "exists", f"pass --overwrite to replace it, or {_ELSEWHERE}"
     return None
+
+
+def check_request(
+    source: PathLike, outputs: Mapping[str, PathLike | None], lora_alpha: float | None
+) -> dict[str, Path]:
+    """The wanted outputs' real paths by layout; UsageError where the request makes no sense."""
+    wanted = {layout: path for layout, path in outputs.items() if path is not None}
+    if not wanted:
+        raise UsageError(
+            "there is nothing to write",
+            "name at least one of the expert, non-expert and merged output directories",
+        )
+    if not all(os.fspath(path) for path in (source, *wanted.values())):
+        raise UsageError("a directory's name is empty", "name it; the current directory is '.'")
+    if lora_alpha is not None and not is_number(lora_alpha):
+        raise UsageError(f"lora_alpha is {lora_alpha}, not a positive number", "correct it")
+    return {
+        layout: Path(os.path.realpath(os.path.expanduser(path))) for layout, path in wanted.items()
+    }
+
+
+def check_places(source: Path, paths: Mapping[str, Path], overwrite: bool) -> Iterator[Problem]:
+    """Whether every output (layout -> real path) can be written without harm to another directory."""
+    for layout, path in paths.items():
+        above = next(parent for parent in path.parents if os.path.lexists(parent))
+        reason = why_not_writable(path, overwrite, layout)
+        if not above.is_dir():
+            reason = f"lies inside {above}, which is not a directory", _ELSEWHERE
+        elif not os.access(above, os.W_OK | os.X_OK):
+            reason = f"lies in {above}, where nothing can be written", _ELSEWHERE
+        if reason:
+            yield problem("KTB701", str(path), reason[0], next_step=reason[1])
+    places = [Path(os.path.realpath(source)), *paths.values()]
+    for number, first in enumerate(places):
+        for second in places[number + 1 :]:
+            if first == second or first in second.parents or second in first.parents:
+                yield problem("KTB706", str(second), f"overlaps {first}")
+
+
+def check_halves(
+    where: str, layouts: Collection[str], *, experts: bool, nonexpert: bool
+) -> Iterator[Problem]:
+    """Whether the adapter has what KT's layouts are asked to hold."""
+    for half, present in (("expert", experts), ("non-expert", nonexpert)):
+        if not present and half.replace("-", "") in layouts:
+            yield problem("KTB704", where, f"has no {half} LoRA for the {half} output")
+        if not present and "merged" in layouts:
+            found = f"has no {half} LoRA: the merged output is without it"
+            step = "nothing if none was trained"
+            yield problem("KTB704", where, found, severity="warning", next_step=step)
+
+
+@contextmanager
+def explained(stagings: list[Staging], need: int) -> Iterator[None]:
+    """Turn an OSError into a sentence, and tell an interrupt, with which outputs are in place.
+
+    ``need`` is the number of bytes that all outputs take.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise type(stop)(_in_place(stagings)) from stop
+    except OSError as error:
+        left = _in_place(stagings)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise KtbridgeError(
+                f"the disk is full: {_size(need)} are needed in all, {left}",
+                "free space, or choose output directories on another disk",
+            ) from error
+        passing = error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
+        step = "try again" if passing else _ELSEWHERE
+        raise KtbridgeError(f"writing failed, {left}: {error}", step) from error
+
+
+def _in_place(stagings: list[Staging]) -> str:
+    done = [str(staging.target) for staging in stagings if staging.committed]
+    if not done:
+        return "nothing was written"
+    return f"{'' if len(done) == len(stagings) else 'only '}{', '.join(done)} is in place"
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"

@@ -9,9 +9,13 @@ check says so by passing its own. docs/rules.md is written from this table by sc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from ktbridge.errors import Problem, Severity
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.adapter import Part
 
 
 class Rule(NamedTuple):
@@ -23,7 +27,7 @@ class Rule(NamedTuple):
     next_step: str
 
 
-_CONVERT = "run ktbridge convert on the raw adapter"
+_CONVERT = "ktbridge convert DIR --merged-output-dir D, or the layout it has"
 _RESAVE = "save the adapter again from training"
 _RETRAIN = "train without it, or merge the adapter with PEFT"
 _RECONVERT = "convert the adapter again from the raw directory"
@@ -53,7 +57,9 @@ RULES: tuple[Rule, ...] = (
          "touch the file after replacing an adapter in place"),
     Rule("KTB016", "error", "the adapter is a GGUF file, which KT engines don't read",
          "ktbridge convert FILE --from gguf --to raw --output-dir D"),
-    Rule("KTB101", "error", "peft_type is not LORA", _RETRAIN),
+    Rule("KTB017", "error", "an expert or merged directory has weights in other files than"
+         " adapter_model.safetensors, the only one that expert loaders read", _CONVERT),
+    Rule("KTB101", "error", "peft_type is not LORA, or missing where engines read it", _RETRAIN),
     Rule("KTB102", "error", "r is missing or not a positive integer", "set r in adapter_config.json"),
     Rule("KTB103", "error", "lora_alpha is missing or not a positive number: engines assume scale 1",
          "set lora_alpha to the value used in training"),
@@ -62,8 +68,8 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB105", "error", "the manifest's rank is not the tensors' rank", _RESAVE),
     Rule("KTB106", "error", "target_modules is not a list, which engines need", _CONVERT),
     Rule("KTB107", "error", "use_rslora is set: engines serve alpha/r all the same", _CONVERT),
-    Rule("KTB108", "error", "rank_pattern gives modules different ranks", _RETRAIN),
-    Rule("KTB109", "error", "alpha_pattern gives modules different scales, which engines ignore",
+    Rule("KTB108", "error", "rank_pattern gives a module of the adapter another rank", _RETRAIN),
+    Rule("KTB109", "error", "alpha_pattern gives a module of the adapter another scale, which engines ignore",
          _RETRAIN),
     Rule("KTB110", "error", "the adapter uses DoRA, whose magnitudes engines ignore", _RETRAIN),
     Rule("KTB111", "error", "the adapter has bias terms, which engines ignore", _RETRAIN),
@@ -90,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB204", "error", "layers have different numbers of experts", _RESAVE),
     Rule("KTB205", "warning", "an expert key has a prefix that makes engines search every key",
          _CONVERT),
-    Rule("KTB206", "error", "a vision-tower tensor would land in the text layer of its number",
+    Rule("KTB206", "error", "a tensor of a vision or audio tower would land in the text layer of its number",
          "train the text model only"),
     Rule("KTB207", "error", "a tensor belongs to a draft (MTP) layer, which engines don't adapt",
          "exclude the MTP layers in training"),
@@ -105,8 +111,8 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB212", "warning", "layers of one kind are not adapted alike: the rest stays at the base",
          "check that training saved every layer"),
     Rule("KTB213", "error", "an embedding or head is adapted, which engines ignore", _RETRAIN),
-    Rule("KTB214", "error", "an expert key is spelled as in training, which KT engines don't find",
-         _CONVERT),
+    Rule("KTB214", "error", "expert keys are as in training, one tensor for all experts included: KT"
+         " engines don't find them", _CONVERT),
     Rule("KTB215", "info", "layers without LoRA lie irregularly between others: whether they are missing"
          " can't be told without the base model", "add --base-model (a config.json is enough)"),
     Rule("KTB216", "error", "expert LoRA of all experts is one tensor (upstream SGLang's layout), which KT"
@@ -128,11 +134,12 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB502", "error", "directories of a set name different base models", _RECONVERT),
     Rule("KTB503", "warning", "a half of the raw adapter is in none of the serving directories",
          "add its directory to the command, or convert again"),
-    Rule("KTB504", "error", "a serving directory's tensors are not the raw adapter's", _RECONVERT),
+    Rule("KTB504", "error", "a directory's tensors are not those of the source it is compared with",
+         _RECONVERT),
     Rule("KTB505", "error", "a serving directory scales its tensors otherwise than training did",
          _RECONVERT),
-    Rule("KTB506", "error", "two directories of a set have the same layout",
-         "validate them in separate commands"),
+    Rule("KTB506", "error", "two directories have one layout, and none given covers all the others to"
+         " compare them with", "validate them in separate commands"),
     Rule("KTB601", "warning", "the adapter names another base model", "check that it is the same"),
     Rule("KTB602", "info", "the base model's family is unknown: only its sizes are checked",
          "add a row to ktbridge/model/families.py"),
@@ -151,6 +158,8 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB609", "error", "the base model has no routed experts", "pass the model trained upon"),
     Rule("KTB610", "error", "a module is adapted in a layer where the base model has no such module",
          "check that adapter and base belong together"),
+    Rule("KTB611", "error", "the base model's config.json can't be read: nothing is checked against it",
+         "point at a model directory as transformers saves it"),
     Rule("KTB701", "error", "the output directory can't be written", "choose another directory"),
     Rule("KTB702", "error", "one configuration can't hold two ranks",
          "write the split layout: --expert-output-dir and --nonexpert-output-dir"),
@@ -161,6 +170,8 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB706", "error", "output directories contain each other or the input",
          "give every output a directory of its own"),
     Rule("KTB707", "info", "--lora-alpha overrides what the adapter says", "check that it is meant"),
+    Rule("KTB708", "info", "PEFT would take non-expert modules for routed experts and load them wrongly",
+         "nothing for engines; for PEFT, write --to peft-fused"),
     Rule("KTB720", "error", "the requested format can't hold the adapter exactly",
          "choose another format"),
     Rule("KTB721", "info", "a conversion did more than move bytes", "nothing to do if that is meant"),
@@ -217,3 +228,19 @@ def problem(
         expected=expected,
         next_step=rule.next_step if next_step is None else next_step,
     )
+
+
+def many(
+    code: str,
+    parts: list[Part],
+    found: str,
+    expected: str = "",
+    severity: Severity | None = None,
+    next_step: str | None = None,
+) -> Iterator[Problem]:
+    """One problem for all of ``parts``, placed at the first; nothing when there are none."""
+    if parts:
+        if len(parts) > 1:
+            found += f" ({len(parts)} tensors like it)"
+        where = parts[0].where
+        yield problem(code, where, found, expected, severity=severity, next_step=next_step)

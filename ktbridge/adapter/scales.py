@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number
 from ktbridge.adapter.rules import problem
@@ -37,15 +37,31 @@ def apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]
             step = "if PEFT trained them, pass --lora-alpha with lora_alpha times the root of r"
             yield problem("KTB107", where, found, severity="warning", next_step=step)
         return
-    lora = (adapter.manifest or {}).get("lora")
-    lora = dict(lora) if isinstance(lora, dict) else {}
-    said = lora.get("alpha", adapter.config.get("lora_alpha"))
-    if is_number(said) and float(said) != float(lora_alpha):
-        found = f"alpha {lora_alpha:g} is used for the experts instead of {said:g}"
-        yield problem("KTB707", str(adapter.path), found)
-    adapter.manifest = {**(adapter.manifest or {}), "lora": {**lora, "alpha": float(lora_alpha)}}
-    if adapter.config.get("lora_alpha") is None:
+    said = adapter.config.get("lora_alpha")
+    if adapter.experts:
+        lora = (adapter.manifest or {}).get("lora")
+        lora = dict(lora) if isinstance(lora, dict) else {}
+        said_of_experts = lora.get("alpha", said)
+        lora["alpha"] = float(lora_alpha)
+        adapter.manifest = {**(adapter.manifest or {}), "lora": lora}
+    else:
+        said_of_experts = said
+    yield from overridden(str(adapter.path), lora_alpha, said_of_experts, bool(adapter.experts))
+    if said is None:
         adapter.config = {**adapter.config, "lora_alpha": float(lora_alpha)}
+
+
+def overridden(where: str, lora_alpha: float, said: Any, experts: bool) -> Iterator[Problem]:
+    """Say what an explicit alpha does where the adapter itself says another."""
+    if not is_number(said) or float(said) == float(lora_alpha):
+        return
+    if experts:
+        found = f"alpha {lora_alpha:g} is used for the experts instead of {said:g}"
+        yield problem("KTB707", where, found)
+    else:
+        found = f"has no expert LoRA: --lora-alpha is not used, everything else keeps {said:g}"
+        step = "leave --lora-alpha out"
+        yield problem("KTB707", where, found, severity="warning", next_step=step)
 
 
 def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
@@ -89,24 +105,41 @@ def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
     return factors, findings
 
 
-def merged_factor(adapter: Adapter) -> tuple[float, list[Problem]]:
-    """By how much non-expert B must be scaled when the configuration has the experts' scale."""
-    where = str(adapter.path / CONFIG_FILE)
-    if not adapter.nonexpert or not adapter.experts:
-        return 1.0, []
-    rank, other = adapter.rank, adapter.nonexpert_rank
-    if rank != other:
-        found = f"experts have rank {rank}, everything else has rank {other}"
-        return 1.0, [problem("KTB702", where, found)]
-    divisor = math.isqrt(rank) if adapter.config.get("use_rslora") else rank
-    # (own / divisor) / (alpha / rank)
-    ratio = Fraction(adapter.nonexpert_alpha) * rank / (Fraction(adapter.alpha) * divisor)
-    rounded = adapter.config.get("use_rslora") and divisor * divisor != rank
-    if not rounded and is_power_of_two(ratio.numerator, ratio.denominator):
+class Numbers(NamedTuple):
+    """Rank and alpha of one half, as its configuration gives them."""
+
+    rank: int
+    alpha: float
+
+
+def plain_alpha(numbers: Numbers, rslora: bool) -> float:
+    """The alpha that gives the same scale without rsLoRA: alpha/sqrt(r) = alpha*sqrt(r)/r."""
+    return numbers.alpha * (math.sqrt(numbers.rank) if rslora else 1.0)
+
+
+def common_scale(
+    where: str, experts: Numbers, rest: Numbers, rslora: bool, same_rank: bool = True
+) -> tuple[float, list[Problem]]:
+    """By how much non-expert B must be scaled when one configuration has the experts' scale.
+
+    ``rslora`` is about ``rest`` alone. Without ``same_rank`` the loader divides alpha by each
+    tensor's own rank, so that ranks may differ.
+    """
+    step = "write kt-split, raw or peft-fused, which hold a rank and a scale for either half"
+    if same_rank and experts.rank != rest.rank:
+        found = f"experts have rank {experts.rank}, everything else has rank {rest.rank}"
+        return 1.0, [problem("KTB702", where, found, "one rank", next_step=step)]
+    root = math.isqrt(rest.rank) if rslora else 1
+    ratio = Fraction(rest.alpha) * root / Fraction(experts.alpha)
+    exact = not rslora or root * root == rest.rank
+    if exact and is_power_of_two(ratio.numerator, ratio.denominator):
         return float(ratio), []
-    scale = adapter.nonexpert_scale
-    found = f"experts are scaled by {adapter.alpha / rank:g}, everything else by {scale:g}"
-    return 1.0, [problem("KTB703", where, found, "a ratio that is a power of two")]
+    found = (
+        f"experts are scaled by {experts.alpha / experts.rank:g}, everything else by "
+        f"{plain_alpha(rest, rslora) / rest.rank:g}, and one configuration can't hold both "
+        "without rounding"
+    )
+    return 1.0, [problem("KTB703", where, found, "a ratio that is a power of two", next_step=step)]
 
 
 def _matching(patterns: Any, module: str, default: Any) -> Any:

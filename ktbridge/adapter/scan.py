@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from ktbridge.adapter.adapter import (
 )
 from ktbridge.adapter.keys import parse_key, peft_key
 from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
-from ktbridge.adapter.rules import problem
+from ktbridge.adapter.rules import many, problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import TensorFile, open_tensor_file
 
@@ -55,18 +57,35 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     return adapter
 
 
-def scan_adapter(path: str | os.PathLike[str]) -> tuple[Adapter | None, list[Problem]]:
-    """Open an adapter and collect what is wrong with its files; no adapter if nothing is usable."""
+def scan_adapter(
+    path: str | os.PathLike[str], config: dict[str, Any] | None = None
+) -> tuple[Adapter | None, list[Problem]]:
+    """Open an adapter and collect what is wrong with its files; no adapter if nothing is usable.
+
+    ``config`` stands in for a missing adapter_config.json; the tensors tell its rank.
+    """
     path = Path(path).expanduser()
     problems: list[Problem] = []
+    try:
+        return _scan(path, problems, config), problems
+    except OSError as error:
+        found = f"can't be read: {error.strerror}"
+        step = f"chmod a+rX {shlex.quote(str(path))}"
+        return None, [*problems, problem("KTB001", str(path), found, next_step=step)]
+
+
+def _scan(path: Path, problems: list[Problem], stand_in: dict[str, Any] | None) -> Adapter | None:
     if path.suffix == ".gguf" and path.is_file():
-        return None, [_gguf(path)]
+        problems.append(_gguf(path))
+        return None
     if not path.is_dir():
         found = "is a file, not an adapter directory" if path.exists() else "does not exist"
-        return None, [problem("KTB001", str(path), found, "an adapter directory")]
-    config = _read_config(path, problems)
+        problems.append(problem("KTB001", str(path), found, "an adapter directory"))
+        return None
+    absent = stand_in is not None and not (path / CONFIG_FILE).exists()
+    config = dict(stand_in or {}) if absent else _read_config(path, problems)
     if config is None:
-        return None, problems
+        return None
     manifest = _read_manifest(path, problems)
     adapter = Adapter(path, config, manifest)
     names = _weight_files(path, problems)
@@ -75,21 +94,41 @@ def scan_adapter(path: str | os.PathLike[str]) -> tuple[Adapter | None, list[Pro
             adapter.files.append(open_tensor_file(path / name))
         except KtbridgeError as error:
             text = str(error).removeprefix(f"{path / name} ")
-            problems.append(problem("KTB005", str(path / name), text))
+            step = _readable(path / name)
+            problems.append(problem("KTB005", str(path / name), text, next_step=step))
     if has_errors(problems):
-        return None, problems
+        return None
+    twice: list[tuple[Part, Part]] = []
     for file in adapter.files:
-        _file_tensors(adapter, file, problems)
+        _file_tensors(adapter, file, twice)
+    if twice:
+        found = f"gives again what {twice[0][1].where} gives"
+        problems += many("KTB014", [part for part, _ in twice], found, "each tensor once")
     if not adapter.experts and not adapter.nonexpert and not adapter.leftovers:
         problems.append(problem("KTB003", str(path), "has no LoRA tensors"))
-        return None, problems
+        return None
+    if absent:
+        config["r"] = _rank_of(adapter)
     adapter.layout = _layout_of(adapter)
-    return adapter, problems
+    return adapter
+
+
+def _rank_of(adapter: Adapter) -> int | None:
+    """The rank of the first A matrix there is."""
+    parts = [stack.sources[0] for (_, _, half), stack in adapter.experts.items() if half == "A"]
+    parts += [part for part in adapter.nonexpert.values() if part.key.half == "A"]
+    shapes = [part.entry.shape for part in parts if len(part.entry.shape) > 1]
+    return shapes[0][-2] if shapes else None
 
 
 def _gguf(path: Path) -> Problem:
-    step = f"ktbridge convert {path} --from gguf --to raw --output-dir D"
+    step = f"ktbridge convert {shlex.quote(str(path))} --from gguf --to raw --output-dir D"
     return problem("KTB016", str(path), "is a GGUF adapter", next_step=step)
+
+
+def _readable(path: Path) -> str | None:
+    """What to do about a file that may not be read; None where that isn't what is wrong."""
+    return None if os.access(path, os.R_OK) else f"chmod a+r {shlex.quote(str(path))}"
 
 
 def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
@@ -105,7 +144,8 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
         return read_json_object(file)
     except KtbridgeError as error:
         text = str(error).removeprefix(f"{file} ")
-        problems.append(problem("KTB002", str(file), text, "a JSON object"))
+        step = _readable(file)
+        problems.append(problem("KTB002", str(file), text, "a JSON object", next_step=step))
         return None
 
 
@@ -117,7 +157,8 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, Any] | None
         manifest = read_json_object(file)
     except KtbridgeError as error:
         text = str(error).removeprefix(f"{file} ")
-        problems.append(problem("KTB010", str(file), text, "a JSON object"))
+        step = _readable(file)
+        problems.append(problem("KTB010", str(file), text, "a JSON object", next_step=step))
         return None
     version, status = manifest.get("version"), manifest.get("status")
     if version != 1 or status != "ready":
@@ -127,20 +168,36 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, Any] | None
 
 
 def _weight_files(path: Path, problems: list[Problem]) -> list[str]:
-    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    entries = sorted(path.iterdir())
+    names = [entry.name for entry in entries if entry.is_file()]
+    for entry in entries:  # a link to nowhere would be half an adapter, left out without a word
+        ours = entry.name in (FUSED_FILE, MODEL_FILE) or _SHARD.fullmatch(entry.name)
+        if ours and entry.name not in names:
+            kind = "is a link to nowhere" if entry.is_symlink() else "is not a regular file"
+            problems.append(problem("KTB005", str(entry), kind))
     found: list[str] = []
     for whole in (FUSED_FILE, MODEL_FILE):
         shards = [name for name in names if _is_shard_of(name, whole)]
         if whole in names:
             found.append(whole)
+            if shards:
+                beside = f"lies beside {whole}, of which it would be a part"
+                problems.append(
+                    problem("KTB014", str(path / shards[0]), beside, "one or the other")
+                )
         elif shards:
             found += shards
             problems += _missing_shards(path, shards)
     full = [name for name in names if name.startswith("kt_full_experts")]
     if full:
         problems.append(problem("KTB006", str(path / full[0]), "holds fully trained experts"))
-    elif not found and "adapter_model.bin" in names:
-        problems.append(problem("KTB004", str(path / "adapter_model.bin"), "is a pickle file"))
+    elif "adapter_model.bin" in names:
+        pickled, where = "is a pickle file", str(path / "adapter_model.bin")
+        if found:
+            step = "remove it: some loaders take it instead of the safetensors beside it"
+            problems.append(problem("KTB004", where, pickled, severity="warning", next_step=step))
+        else:
+            problems.append(problem("KTB004", where, pickled))
     elif not found and (gguf := sorted(path.glob("*.gguf"))):
         problems.append(_gguf(gguf[0]))
     elif not found:
@@ -164,12 +221,22 @@ def _missing_shards(path: Path, shards: list[str]) -> Iterator[Problem]:
         yield problem("KTB008", str(path), found)
 
 
-def _file_tensors(adapter: Adapter, file: TensorFile, problems: list[Problem]) -> None:
+@lru_cache(maxsize=4096)
+def _elsewhere(experts: str) -> bool:
+    """Whether a path to a layer's experts is in a vision tower or a draft block."""
+    key = parse_key(f"{experts}.experts.0.up_proj.lora_A.weight")
+    return key.is_vision or key.is_draft
+
+
+def _file_tensors(adapter: Adapter, file: TensorFile, twice: list[tuple[Part, Part]]) -> None:
+    """File each tensor where it belongs; ``twice`` gets those given again, with the first."""
     for entry in file.entries.values():
         part = Part(file, entry, parse_key(entry.name))
         key = part.key
         other: Part | None = None
-        if key.kind in ("fused", "expert"):
+        if key.kind == "expert" and _elsewhere(entry.name.partition(".experts.")[0]):
+            adapter.leftovers.append(part)  # its layer number is not the text model's
+        elif key.kind in ("fused", "expert"):
             slot = (key.layer, key.projection, key.half)
             stack = adapter.experts.setdefault(slot, ExpertStack())
             if key.kind == "fused":
@@ -185,8 +252,7 @@ def _file_tensors(adapter: Adapter, file: TensorFile, problems: list[Problem]) -
         else:
             adapter.leftovers.append(part)
         if other is not None and other is not part:
-            found = f"gives again what {other.where} gives"
-            problems.append(problem("KTB014", part.where, found, "each tensor once"))
+            twice.append((part, other))
 
 
 def _layout_of(adapter: Adapter) -> Layout:

@@ -8,7 +8,6 @@ whole, manifest last. KT's own layouts among each other have a faster path: ``pl
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import time
@@ -21,25 +20,35 @@ from typing import Any
 
 import numpy as np
 
-from ktbridge.adapter.adapter import CONFIG_FILE, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE
 from ktbridge.adapter.dialects import gguf as gguf_dialect
 from ktbridge.adapter.dialects import kt, peft, peft_write
-from ktbridge.adapter.dialects.draft import Draft, Piece
+from ktbridge.adapter.dialects.draft import Draft, Piece, nonexpert_modules
 from ktbridge.adapter.dialects.opened import local_config
 from ktbridge.adapter.dialects.source import Source, bytes_of
+from ktbridge.adapter.lora_config import peft_findings
 from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, hash_file
-from ktbridge.adapter.publish import stage_adapter, why_not_writable
+from ktbridge.adapter.publish import (
+    PathLike,
+    check_halves,
+    check_places,
+    check_request,
+    explained,
+    stage_adapter,
+)
 from ktbridge.adapter.rules import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
+from ktbridge.adapter.scales import overridden
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import ModelConfig
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 from ktbridge.publish import Staging
 
 OnProgress = Callable[[int, int], None]
-PathLike = str | os.PathLike[str]
-_RELEASE_BYTES = 1 << 25
+_TELL = 1 << 25  # bytes between two reports of progress; what was read till then is let go
 _KT = ("raw", "kt-split", "kt-merged")
-_Reader = Callable[[Path, "ModelConfig | None"], Source]
+# Their reader applies an explicit alpha itself, to the configuration.
+_SCALED = ("kt", *_KT, "vllm")
+_Reader = Callable[[Path, "ModelConfig | None", "float | None"], Source]
 _Writer = Callable[[Source, "ModelConfig | None"], "tuple[list[Draft], list[Problem]]"]
 _READERS: Mapping[str, _Reader] = {
     **dict.fromkeys(("kt", *_KT), kt.read_kt),
@@ -123,16 +132,12 @@ def plan_transcode(
     Raises UsageError where the dialect can't be told, and ProblemsError with everything that stands
     in the way.
     """
-    if lora_alpha is not None and not is_number(lora_alpha):
-        raise UsageError(f"lora_alpha is {lora_alpha}, not a positive number", "correct it")
-    place = Path(path).expanduser()
-    source = _READERS[from_format](place, local_config(base_model))
+    paths = check_request(path, outputs, lora_alpha)
+    source = _READERS[from_format](Path(path).expanduser(), local_config(base_model), lora_alpha)
     base = local_config(base_model, source.base_model)
     findings = source.findings
-    if lora_alpha is not None and float(lora_alpha) != source.alpha:
-        found = f"alpha {lora_alpha:g} is used for the experts instead of {source.alpha:g}"
-        findings.append(problem("KTB707", str(source.path), found))
-        source.alpha = float(lora_alpha)
+    if lora_alpha is not None and from_format not in _SCALED:
+        findings += _override(source, lora_alpha)
     source.base_model = base_model or source.base_model
     if not source.base_model:
         findings.append(problem("KTB705", str(source.path), "names no base model"))
@@ -143,11 +148,24 @@ def plan_transcode(
         made, refusals = _WRITERS[name](source, base)
         drafts += made
         findings += refusals
-    placed = _placed(source, drafts, outputs, findings)
-    findings += _check_places(source.path, [p for p, _ in placed], overwrite)
+    where = str(source.path)
+    halves = {"experts": bool(source.experts), "nonexpert": bool(source.nonexpert)}
+    findings += check_halves(where, paths, **halves)
+    findings += check_places(source.path, paths, overwrite)
+    findings += peft_findings(where, nonexpert_modules(source), paths)
     if has_errors(findings):
         raise ProblemsError(f"{path} can't be converted to {to}", findings)
+    placed = [(paths[draft.layout], draft) for draft in drafts if draft.layout in paths]
     return TranscodePlan(source, placed, findings, overwrite)
+
+
+def _override(source: Source, lora_alpha: float) -> list[Problem]:
+    """An explicit alpha is the experts'; without experts there is nothing for it to do."""
+    experts = bool(source.experts)
+    said = source.alpha if experts else source.nonexpert_alpha
+    if experts:
+        source.alpha = float(lora_alpha)
+    return list(overridden(str(source.path), lora_alpha, said, experts))
 
 
 def _formats(to: str, outputs: Mapping[str, PathLike | None]) -> list[str]:
@@ -159,79 +177,38 @@ def _formats(to: str, outputs: Mapping[str, PathLike | None]) -> list[str]:
     return ["kt-split"] * split + ["kt-merged"] * merged
 
 
-def _placed(
-    source: Source, drafts: list[Draft], outputs: Mapping[str, PathLike | None],
-    findings: list[Problem],
-) -> list[tuple[Path, Draft]]:  # fmt: skip
-    wanted = {
-        layout: Path(os.path.realpath(os.path.expanduser(target)))
-        for layout, target in outputs.items()
-        if target is not None
-    }
-    made = {draft.layout for draft in drafts}
-    if not has_errors(findings):
-        for layout in sorted(wanted.keys() - made):
-            found = f"has nothing for the {layout} output"
-            findings.append(problem("KTB704", str(source.path), found))
-    return [(wanted[draft.layout], draft) for draft in drafts if draft.layout in wanted]
-
-
-def _check_places(source: Path, paths: list[Path], overwrite: bool) -> list[Problem]:
-    findings = []
-    for path in paths:
-        reason = why_not_writable(path, overwrite)
-        if reason:
-            findings.append(problem("KTB701", str(path), reason[0], next_step=reason[1]))
-    places = [Path(os.path.realpath(source)), *paths]
-    for number, first in enumerate(places):
-        for second in places[number + 1 :]:
-            if first == second or first in second.parents or second in first.parents:
-                findings.append(problem("KTB706", str(second), f"overlaps {first}"))
-    return findings
-
-
 def execute_transcode(plan: TranscodePlan, on_progress: OnProgress | None = None) -> float:
     """Do what ``plan_transcode`` planned; seconds it took.
 
     Every output is complete or as it was before; KtbridgeError when writing fails.
     """
     started = time.perf_counter()
-    finished: list[str] = []
-    try:
-        _write(plan, on_progress, finished)
-    except OSError as error:
-        left = f"only {', '.join(finished)} is in place" if finished else "nothing was written"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise KtbridgeError(
-                f"the disk is full: {plan.bytes_out / 1e9:.2f} GB are needed in all, {left}",
-                "free space, or choose output directories on another disk",
-            ) from error
-        raise KtbridgeError(f"writing failed, {left}: {error}", "try again") from error
+    stagings: list[Staging] = []
+    with explained(stagings, plan.bytes_out):
+        _write(plan, on_progress, stagings)
     return time.perf_counter() - started
 
 
-def _write(plan: TranscodePlan, on_progress: OnProgress | None, finished: list[str]) -> None:
-    done = unreleased = 0
+def _write(plan: TranscodePlan, on_progress: OnProgress | None, stagings: list[Staging]) -> None:
+    done = told = 0
+    total = plan.bytes_out
 
     def tell(count: int) -> None:
-        nonlocal done, unreleased
+        nonlocal done, told
         done += count
-        unreleased += count
-        if unreleased > _RELEASE_BYTES:
+        if done - told >= _TELL or done == total:
             plan.source.release()
-            unreleased = 0
-        if on_progress is not None:
-            on_progress(done, plan.bytes_out)
+            told = done
+            if on_progress is not None:
+                on_progress(done, total)
 
     with ExitStack() as stack:
-        stagings = []
         for path, draft in plan.drafts:
-            staging = stack.enter_context(stage_adapter(path, overwrite=plan.overwrite))
+            staging = stage_adapter(path, overwrite=plan.overwrite, layout=draft.layout)
+            stagings.append(stack.enter_context(staging))
             _fill(staging, draft, tell)
-            stagings.append(staging)
         for staging in stagings:
             staging.commit()
-            finished.append(str(staging.target))
 
 
 def _fill(staging: Staging, draft: Draft, tell: Callable[[int], None]) -> None:

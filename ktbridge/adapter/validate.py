@@ -14,14 +14,16 @@ from typing import Any
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.check_base import check_base
-from ktbridge.adapter.check_config import check_config
+from ktbridge.adapter.check_config import check_config, folded
 from ktbridge.adapter.check_engine import check_engine
 from ktbridge.adapter.check_hashes import Hashes
-from ktbridge.adapter.check_inventory import check_gaps, check_inventory, many
-from ktbridge.adapter.check_set import check_set
+from ktbridge.adapter.check_inventory import check_inventory
+from ktbridge.adapter.check_layers import check_gaps
+from ktbridge.adapter.check_set import check_set, source_of
 from ktbridge.adapter.engines import contract_for
+from ktbridge.adapter.rules import many, problem
 from ktbridge.adapter.scan import scan_adapter
-from ktbridge.errors import Problem, UsageError, has_errors
+from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig, read_model_config
 
 OnProgress = Callable[[int, int], None]
@@ -63,11 +65,14 @@ def validate_adapter(
 ) -> ValidationReport:
     """Check adapter directories of any layout, singly or as one set.
 
+    In a set, one directory is the source that the others are compared with: the raw one, else the
+    first of those whose layout covers all others (merged covers everything, each covers its like).
+
     ``base_model``: a directory with config.json (weights are not needed), to check shapes and
     inventories against. ``engine``: "sglang-kt==0.7.2", to apply that version's contract.
     ``structure_only`` leaves values unread. ``on_progress(done, total)`` counts bytes. Content
-    never raises: it is reported. Raises UsageError without directories or for an unknown engine,
-    and KtbridgeError when ``base_model`` can't be read.
+    never raises, the base model's included: it is reported. Raises UsageError without directories
+    or for an unknown engine.
 
     Example::
 
@@ -78,9 +83,15 @@ def validate_adapter(
         raise UsageError("there is no directory to validate", "name at least one")
     if engine is not None:
         contract_for(engine)
-    base = read_model_config(base_model) if base_model is not None else None
-    base_name = os.fspath(base_model) if base_model is not None else ""
     report = ValidationReport(structure_only=structure_only, engine=engine)
+    base, base_name = None, os.fspath(base_model) if base_model is not None else ""
+    if base_model is not None:
+        try:
+            base = read_model_config(base_model)
+        except KtbridgeError as error:
+            found, where = str(error).removeprefix(f"{base_name} "), base_name or "--base-model"
+            step = error.next_step or None
+            report.problems.append(problem("KTB611", where, found, next_step=step))
     adapters: list[Adapter] = []
     with Hashes() as hashes:
         if not structure_only:
@@ -91,37 +102,63 @@ def validate_adapter(
             report.problems += findings
             if adapter is not None:
                 adapters.append(adapter)
-                serving = adapter.layout != "raw"
-                report.problems += check_structure(
-                    adapter, serving, base, base_name, engine is not None
-                )
-                if base is None:
-                    report.problems += check_gaps(adapter)
             report.adapters.append(_summary(path, adapter))
+        source = source_of(adapters)
+        for adapter in adapters:
+            if source is not None:  # conversion keeps names of modules, not the layers chosen
+                adapter.trained_as = source.config
+            serving = adapter.layout != "raw" and not (adapter is source and _trained(adapter))
+            report.problems += _structure(adapter, serving, base, base_name, engine is not None)
+        if base is None or base.family is None:
+            report.problems += check_gaps(adapters)
         if engine is not None:
             report.problems += check_engine(adapters, engine, base, base_name)
         if structure_only:
             for adapter in adapters:
                 report.problems += _rounded_dtypes(adapter)
+            report.problems += check_set(adapters, compare_data=False)
         else:
             report.problems += _values(adapters, hashes, on_progress)
-        if len(adapters) > 1:
-            report.problems += check_set(adapters, compare_data=not structure_only)
     report.problems.sort(key=lambda finding: _ORDER[finding.severity])
     return report
+
+
+def _trained(adapter: Adapter) -> bool:
+    """Whether training wrote the directory, by its manifest: what convert writes has a layout."""
+    return adapter.manifest is not None and "layout" not in adapter.manifest
+
+
+def _structure(
+    adapter: Adapter, serving: bool, base: ModelConfig | None, base_name: str, for_engine: bool
+) -> list[Problem]:
+    findings: list[Problem] = []
+    if not serving:  # what conversion folds away is no fault of a source
+        adapter, _, findings = folded(adapter)
+    return findings + check_structure(adapter, serving, base, base_name, for_engine)
 
 
 def _values(
     adapters: Sequence[Adapter], hashes: Hashes, on_progress: OnProgress | None
 ) -> Iterator[Problem]:
+    """Read values, wait for hashes, compare; of each the bytes count as progress."""
     from ktbridge.adapter.check_data import check_data  # numpy: structure needs none
 
     sizes = [sum(file.size for file in adapter.files) for adapter in adapters]
-    for number, adapter in enumerate(adapters):
-        progress = _shifted(on_progress, sum(sizes[:number]), sum(sizes))
-        yield from check_data(adapter, progress)
+    compared = sum(sizes) if len(adapters) > 1 else 0
+    total, read = sum(sizes) + compared + hashes.total, 0
+
+    def tell(more: int = 0) -> None:
+        if on_progress is not None:
+            on_progress(read + more + hashes.done, total)
+
+    for adapter, size in zip(adapters, sizes, strict=True):
+        yield from check_data(adapter, lambda done, _: tell(done))
+        read += size
     for adapter in adapters:
-        yield from hashes.check(adapter)
+        yield from hashes.check(adapter, tell)
+    yield from check_set(adapters, compare_data=True)
+    if on_progress is not None:
+        on_progress(total, total)
 
 
 def check_structure(
@@ -136,7 +173,7 @@ def check_structure(
     ``serving`` says whether the directory is to be served as it is, or is about to be converted;
     ``for_engine`` whether SGLang-KT is sure to be what serves it.
     """
-    findings = [*check_config(adapter, serving), *check_inventory(adapter, serving)]
+    findings = [*check_config(adapter, serving), *check_inventory(adapter, serving, base)]
     if base is not None:
         findings += check_base(adapter, base, base_name, for_engine)
     return findings
@@ -168,10 +205,3 @@ def _summary(path: str | os.PathLike[str], adapter: Adapter | None) -> dict[str,
         "nonexpert_modules": list(adapter.nonexpert_modules()),
         "bytes": sum(file.size for file in adapter.files),
     }
-
-
-def _shifted(on_progress: OnProgress | None, before: int, total: int) -> OnProgress | None:
-    if on_progress is None:
-        return None
-    report = on_progress
-    return lambda done, _: report(before + done, total)

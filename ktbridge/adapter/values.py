@@ -1,65 +1,17 @@
-"""Looking at tensor bytes without a deep-learning framework: NaN, zero, rounding, scaling.
-
-Floats are judged by their bit patterns. With the sign bit masked off, bit patterns of one format
-order as the numbers do, infinities and NaNs last; so one maximum per tensor tells both whether it
-is all zero and whether it is finite.
-"""
+"""Tensor bytes without a deep-learning framework: rounding to bfloat16, exact scaling."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import Problem
 
 if TYPE_CHECKING:  # numpy is imported where values are looked at: most conversions look at none
     import numpy as np
     from numpy.typing import NDArray
-
-_CHUNK = 1 << 24
-
-
-class _Format(NamedTuple):
-    integer: str
-    magnitude: int  # every bit but the sign
-    infinity: int  # bit pattern of +inf: whatever is not below is infinite or NaN
-
-
-_FORMATS = {
-    "BF16": _Format("u2", 0x7FFF, 0x7F80),
-    "F16": _Format("u2", 0x7FFF, 0x7C00),
-    "F32": _Format("u4", 0x7FFFFFFF, 0x7F800000),
-}
-
-
-class Scan(NamedTuple):
-    """Per tensor of a run of equals: is it all zero, has it NaN/Inf, would bfloat16 round it."""
-
-    zero: NDArray[np.bool_]
-    bad: NDArray[np.bool_]
-    rounds: NDArray[np.bool_]
-
-
-def scan_values(data: memoryview, dtype: str, count: int) -> Scan:
-    """Scan ``count`` equally long tensors of ``dtype`` (BF16, F16, F32) that lie end to end."""
-    import numpy as np
-
-    layout = _FORMATS[dtype]
-    table = np.frombuffer(data, layout.integer).reshape(count, -1)
-    zero, bad = np.ones(count, bool), np.zeros(count, bool)
-    rounds = np.zeros(count, bool)
-    if table.shape[1] == 0:
-        return Scan(zero, bad, rounds)
-    rows = max(1, _CHUNK // max(1, table.shape[1] * table.itemsize))
-    for first in range(0, count, rows):
-        part = table[first : first + rows]
-        chosen = slice(first, first + len(part))
-        top = (part & layout.magnitude).max(axis=1)
-        zero[chosen] = top == 0
-        bad[chosen] = top >= layout.infinity
-        if dtype == "F32":
-            rounds[chosen] = (part & 0xFFFF).any(axis=1)
-        elif dtype == "F16":
-            # bfloat16 has 7 fraction bits, half precision 10.
-            rounds[chosen] = (part & 0x7).any(axis=1)
-    return Scan(zero, bad, rounds)
 
 
 def as_float32(data: memoryview | bytes | bytearray, dtype: str) -> NDArray[np.float32]:
@@ -87,6 +39,14 @@ def to_bf16(data: memoryview, dtype: str) -> bytes | None:
     if np.any(np.isfinite(values) & ((rounded & 0x7FFF) == 0x7F80)):
         return None
     return bytes(rounded.tobytes())
+
+
+def rounding_findings(where: str, dtypes: Iterable[str]) -> Iterator[Problem]:
+    """Say how many tensors of which dtype a conversion to bfloat16 rounds; ``dtypes``: one each."""
+    for dtype, count in sorted(Counter(dtypes).items()):
+        if dtype != "BF16":
+            found = f"has {count} tensors in {dtype}, which are rounded to bfloat16 as asked for"
+            yield problem("KTB304", where, found, next_step="nothing")
 
 
 def scaled_exactly(data: memoryview, dtype: str, factor: float) -> bytes | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -12,10 +15,15 @@ import click
 from ktbridge.errors import KtbridgeError, ProblemsError
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, taken like Ctrl-C: what was begun is cleaned up."""
+
+
 class Command(click.Command):
     """A click command that turns ``KtbridgeError`` into one sentence and an exit code.
 
-    ``--debug`` (or KTBRIDGE_DEBUG=1) lets the traceback through.
+    With ``--json``, stdout gets a document with ``ok`` false as well. ``--debug`` (or
+    KTBRIDGE_DEBUG=1) lets the traceback through.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,37 +46,66 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         if ctx.meta.get("ktbridge.debug"):
             return super().invoke(ctx)
+        as_json = bool(ctx.params.get("as_json"))
         try:
             return super().invoke(ctx)
         except KtbridgeError as error:
-            render(error)
+            render(error, as_json)
             sys.exit(error.exit_code)
         except BrokenPipeError:
             # The reader of our output went away (`| head`); that is not a failure of ours.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except OSError as error:
-            where = f" {error.filename!r}" if error.filename else ""
-            click.echo(f"error: {error.strerror or error}:{where}", err=True)
+            where = f": {error.filename!r}" if error.filename else ""
+            render(KtbridgeError(f"{error.strerror or error}{where}"), as_json)
             sys.exit(1)
         except ModuleNotFoundError as error:
-            click.echo(
-                f"error: the Python package {error.name!r} is not installed.\n"
-                f"  next: pip install 'ktbridge[all]'",
-                err=True,
-            )
+            message = f"the Python package {error.name!r} is not installed"
+            render(KtbridgeError(message, "pip install 'ktbridge[all]'"), as_json)
             sys.exit(1)
+        except KeyboardInterrupt as stop:
+            told = f"interrupted: {stop}" if str(stop) else "interrupted"
+            render(KtbridgeError(told), as_json)
+            number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+            sys.exit(128 + number)
 
 
-def render(error: KtbridgeError) -> None:
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end the block like Ctrl-C, unless something else takes it already."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Terminated
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def render(error: KtbridgeError, as_json: bool = False) -> None:
     """Print an error the same way everywhere: problems first, then the sentence, then what next."""
-    if isinstance(error, ProblemsError):
+    problems = error.problems if isinstance(error, ProblemsError) else ()
+    if problems:
         from ktbridge.cli._ui import print_problems
 
-        print_problems(error.problems)
-    click.echo(f"error: {str(error).rstrip('.')}", err=True)
-    if error.next_step:
-        click.echo(f"  next: {error.next_step.rstrip('.')}", err=True)
+        print_problems(problems)
+    from ktbridge.cli._ui import printable
+
+    for head, text in (("error", str(error)), ("  next", error.next_step)):
+        if text:
+            lines = "\n".join(map(printable, text.rstrip(".").split("\n")))
+            click.echo(f"{head}: {lines}", err=True)
+    if as_json:
+        from ktbridge.cli._ui import emit_json
+
+        found = [problem.as_dict() for problem in problems]
+        said = {"error": str(error), "next_step": error.next_step}
+        emit_json({"ok": False, **said, "problems": found})
 
 
 class LazyGroup(click.Group):

@@ -42,19 +42,31 @@ def emit_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def printable(text: str) -> str:
+    """``text`` with \\xNN for what a terminal would act upon: names in files may hold anything."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shown(text: str) -> str:
+    """``text`` as it is, for a console that knows markup."""
+    return escape(printable(text))
+
+
 def print_problems(problems: Iterable[Problem]) -> None:
     """Print problems to stderr, each with where, found against expected, and the next step."""
     for problem in problems:
         style = STYLES[problem.severity]
         stderr.print(
-            f"[{style}]{problem.severity}[/] {problem.code}  {escape(problem.where)}",
+            f"[{style}]{problem.severity}[/] {problem.code}  {shown(problem.where)}",
             soft_wrap=True,
         )
-        stderr.print(f"    found     {escape(problem.found)}", soft_wrap=True)
+        stderr.print(f"    found     {shown(problem.found)}", soft_wrap=True)
         if problem.expected:
-            stderr.print(f"    expected  {escape(problem.expected)}", soft_wrap=True)
+            stderr.print(f"    expected  {shown(problem.expected)}", soft_wrap=True)
         if problem.next_step:
-            stderr.print(f"    next      {escape(problem.next_step)}", soft_wrap=True)
+            stderr.print(f"    next      {shown(problem.next_step)}", soft_wrap=True)
 
 
 class Bar:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import shlex
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, terminable
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.execute import ConvertReport
 
 _KT_LAYOUTS = ("raw", "expert", "nonexpert", "merged")
 _NUMERIC = ("tensors", "bytes", "rank", "alpha")
@@ -71,26 +75,43 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
     plan = plan_conversion(raw_dir, overwrite=overwrite, **options)
     if dry_run:
         if as_json:
-            emit_json(plan.as_dict())
+            emit_json({"ok": True, **plan.as_dict()})
         else:
             print_problems(plan.findings)
             _print_summary(plan.as_dict())
             stderr.print("dry run: nothing was written")
         return
-    with progress_bar("converting", "bytes") as on_progress:
-        report = execute_conversion(plan, on_progress)
+    report = None
+    try:
+        with terminable(), progress_bar("converting", "bytes") as on_progress:
+            report = execute_conversion(plan, on_progress)
+    except KeyboardInterrupt as stop:
+        if report is None:
+            raise
+        raise type(stop)("every output is in place") from stop
     if as_json:
-        emit_json(report.as_dict())
+        emit_json({"ok": True, **report.as_dict()})
         return
     print_problems(report.findings)
     _print_summary(report.as_dict())
-    text = f"done in {report.seconds:.2f} s"
-    if options["to"] in ("kt-split", "kt-merged", "raw"):
-        # A set of directories is checked together; what KT engines don't read is no part of it.
-        with_source = options["to"] != "raw" and report.layout in _KT_LAYOUTS
-        checked = [raw_dir] * with_source + [str(output["path"]) for output in report.outputs]
-        text += f"; next: ktbridge validate {' '.join(checked)}"
+    text = f"done in {report.seconds:.2f} s; {_next(raw_dir, options['to'], report)}"
     stderr.print(text, soft_wrap=True, markup=False)
+
+
+def _next(raw_dir: str, to: str, report: ConvertReport) -> str:
+    """The command that checks what was written, or what loads a format of others'."""
+    from ktbridge.adapter.dialects import DIALECTS
+
+    if to not in ("kt-split", "kt-merged", "raw"):
+        return "for " + next(dialect.loaded_by for dialect in DIALECTS if dialect.name == to)
+    checked = [str(output["path"]) for output in report.outputs]
+    # The source is checked with them where it is what they are to be compared with: another of
+    # KT's layouts, of which nothing that was asked for is missing.
+    layouts = {output["layout"] for output in report.outputs}
+    halved = any(finding.code == "KTB704" for finding in report.findings)
+    if to != "raw" and report.layout in {*_KT_LAYOUTS} - layouts and not halved:
+        checked.insert(0, raw_dir)
+    return "next: " + shlex.join(["ktbridge", "validate", *checked])
 
 
 def _print_summary(report: dict[str, Any]) -> None:

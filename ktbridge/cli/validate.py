@@ -31,6 +31,9 @@ def command(
 ) -> None:
     """Check adapter directories (raw, expert, non-expert, merged), singly or as one set.
 
+    In a set, the others are compared with the raw directory, or else with the first whose layout
+    covers all others: put the input of a conversion before its outputs.
+
     Whatever would make an engine serve something other than what was trained, or nothing at all,
     is an error, and the exit code is 1.
     """
@@ -65,10 +68,9 @@ def command(
 
 
 def _print_summary(report: ValidationReport) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
-    from ktbridge.cli._ui import console
+    from ktbridge.cli._ui import console, shown
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("layout", "rank", "alpha", "experts", "non-expert", "directory"):
@@ -76,16 +78,16 @@ def _print_summary(report: ValidationReport) -> None:
                          overflow="fold")  # fmt: skip
     for adapter in report.adapters:
         if adapter["layout"] is None:
-            table.add_row("unreadable", "", "", "", "", escape(adapter["path"]))
+            table.add_row("unreadable", "", "", "", "", shown(adapter["path"]))
             continue
         experts = f"{adapter['expert_layers']} layers x {adapter['num_experts']}"
         table.add_row(
             adapter["layout"],
-            str(adapter["r"]),
-            str(adapter["lora_alpha"]),
+            shown(str(adapter["r"])[:40]),
+            shown(str(adapter["lora_alpha"])[:40]),
             experts if adapter["expert_layers"] else "none",
             f"{adapter['nonexpert_tensors']:,} tensors" if adapter["nonexpert_tensors"] else "none",
-            escape(adapter["path"]),
+            shown(adapter["path"]),
         )
     console.print(table)
 

@@ -19,8 +19,8 @@ from ktbridge.model.jsonfile import read_json_file
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 10_000
 _MAX_EXPERTS = 1 << 16
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
     if not isinstance(model_type, str):
         raise KtbridgeError(f"{file} has no model_type", "point at a transformers model directory")
     family = family_of(model_type) or family_of(str(text.get("model_type")))
-    num_layers = _size(file, text, ("num_hidden_layers",), largest=_MAX_LAYERS)
+    num_layers = _num_layers(file, text)
     size_name = family.expert_size if family else "moe_intermediate_size"
     return ModelConfig(
         path=file.parent,
@@ -95,6 +95,15 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
         text=text,
     )
+
+
+def _num_layers(file: Path, text: dict[str, Any]) -> int:
+    """LongCat counts pairs as ``num_layers``; Nemotron-H has a letter or a name for each layer."""
+    for name in ("layers_block_type", "hybrid_override_pattern"):
+        blocks = text.get(name)
+        if text.get("num_hidden_layers") is None and isinstance(blocks, list | str) and blocks:
+            return min(len(blocks), _MAX_LAYERS)
+    return _size(file, text, ("num_hidden_layers", "num_layers"), largest=_MAX_LAYERS)
 
 
 def _size(
@@ -123,8 +132,9 @@ def _moe_layers(text: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Layers with routed experts, by whichever of the families' conventions the config uses.
 
     Qwen: not in ``mlp_only_layers`` and (i+1) divisible by ``decoder_sparse_step``. DeepSeek, GLM,
-    Kimi: from ``first_k_dense_replace`` on, every ``moe_layer_freq``-th. transformers 5 may say
-    ``mlp_layer_types`` outright. Otherwise every layer.
+    Kimi: from ``first_k_dense_replace`` on, every ``moe_layer_freq``-th. ERNIE: every
+    ``moe_layer_interval``-th from ``moe_layer_start_index`` to ``moe_layer_end_index``.
+    transformers 5 may say ``mlp_layer_types`` outright. Otherwise every layer.
     """
     if not any(text.get(name) for name in _EXPERT_COUNTS):
         return ()
@@ -135,9 +145,13 @@ def _moe_layers(text: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     step = _positive(text.get("decoder_sparse_step"), 1)
     first = _positive(text.get("first_k_dense_replace"), 0)
     every = _positive(text.get("moe_layer_freq"), 1)
+    if "moe_layer_start_index" in text:
+        first = _positive(text["moe_layer_start_index"], 0)
+        step = _positive(text.get("moe_layer_interval"), 1)
+    last = _positive(text.get("moe_layer_end_index"), num_layers - 1)
     return tuple(
         layer
-        for layer in range(num_layers)
+        for layer in range(min(num_layers, last + 1))
         if layer not in dense and (layer + 1) % step == 0 and layer >= first and layer % every == 0
     )
 

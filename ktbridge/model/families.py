@@ -22,7 +22,7 @@ class Family:
     [E,2I,H] (gate rows first) and ``experts.down_proj`` [E,H,I]; "fused-transposed" = the same
     with the last two axes swapped; "fused-interleaved" = transposed, gate and up columns taking
     turns. ``names`` are gate, up and down of one expert. ``nonexpert_targets`` are the modules
-    (path suffixes) whose LoRA SGLang-KT can apply.
+    (path suffixes) whose LoRA SGLang-KT can apply; none where that isn't known.
     """
 
     name: str
@@ -54,6 +54,7 @@ def _gated(name: str) -> tuple[str, ...]:
 FAMILIES: tuple[Family, ...] = (
     Family("Qwen2-MoE", ("qwen2_moe",)),
     Family("Qwen3-MoE", ("qwen3_moe",), nonexpert_targets=(*_ATTENTION, "mlp.gate")),
+    Family("Qwen3-Next", ("qwen3_next",)),
     Family(
         "Qwen3.5-MoE",
         ("qwen3_5_moe", "qwen3_5_moe_text"),

@@ -19,8 +19,8 @@ from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.serve.verify import References, mean_distance
-from ktbridge.sft.modules import LAYER, experts_modules
 from ktbridge.sft.loading import load_model
+from ktbridge.sft.modules import LAYER, experts_modules
 from ktbridge.sft.tensors import to_torch
 
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")

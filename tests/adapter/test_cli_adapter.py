@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from ktbridge.adapter import convert_adapter
 
 Make = Callable[..., Path]
 
@@ -44,13 +47,57 @@ def test_convert_then_validate(
     assert (done.returncode, "next: ktbridge validate" in done.stderr) == (0, True)
     assert "36" in done.stdout
     again = ktbridge("convert", "raw", *outputs, "--json")
-    assert (again.returncode, again.stdout) == (1, "")
+    said = json.loads(again.stdout)
+    assert (again.returncode, said["ok"], said["error"]) == (1, False, "raw can't be converted")
+    assert {problem["code"] for problem in said["problems"]} >= {"KTB701"}
     assert "--overwrite" in again.stderr
     assert "Traceback" not in again.stderr
     over = ktbridge("convert", "raw", *outputs, "--overwrite", "--json")
-    assert json.loads(over.stdout)["tensors_in"] == 28
+    assert (json.loads(over.stdout)["ok"], json.loads(over.stdout)["tensors_in"]) == (True, 28)
+    unasked = json.loads(ktbridge("convert", "raw", "--json").stdout)
+    assert (unasked["ok"], unasked["problems"]) == (False, [])
+    assert "nothing to write" in unasked["error"]
     checked = ktbridge("validate", "raw", "e", "n", "--json")
     assert (checked.returncode, json.loads(checked.stdout)["problems"]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "compared"),
+    [
+        ("raw", ("--expert-output-dir", "my e", "--nonexpert-output-dir", "n"), True),
+        ("raw", ("--merged-output-dir", "m $1"), True),
+        ("rest", ("--nonexpert-output-dir", "my n"), False),
+        ("rest", ("--merged-output-dir", "m"), False),
+        ("only", ("--merged-output-dir", "m"), False),
+        ("merged", ("--expert-output-dir", "e", "--nonexpert-output-dir", "n"), True),
+        ("merged", ("--merged-output-dir", "m"), False),
+        ("raw", ("--to", "raw", "--output-dir", "r"), False),
+    ],
+)
+def test_the_next_command_works(
+    make_raw: Make, tmp_path: Path, ktbridge: Callable[..., subprocess.CompletedProcess[str]],
+    source: str, options: tuple[str, ...], compared: bool,
+) -> None:  # fmt: skip
+    path = make_raw(
+        "an adapter", **{"rest": {"expert": {}}, "only": {"nonexpert": {}}}.get(source, {})
+    )
+    if source == "merged":
+        convert_adapter(path, merged_output_dir=tmp_path / "one")
+        path = tmp_path / "one"
+    done = ktbridge("convert", path.name, *options)
+    command = shlex.split(done.stderr.partition("next: ")[2])
+    assert command[:2] == ["ktbridge", "validate"]
+    assert (command[2] == path.name) == compared
+    checked = ktbridge(*command[1:])
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_what_loads_another_format_is_said(
+    make_raw: Make, ktbridge: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    make_raw()
+    done = ktbridge("convert", "raw", "--to", "sglang-3d", "--output-dir", "s")
+    assert "for SGLang 0.5.2x and later on GPUs" in done.stderr
 
 
 def test_exit_codes(

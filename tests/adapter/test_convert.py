@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -459,28 +460,38 @@ def test_outputs_may_not_overlap(make_raw: Make, tmp_path: Path) -> None:
         {"merged_output_dir": raw / "inside"},
         {"expert_output_dir": tmp_path / "a", "nonexpert_output_dir": tmp_path / "a" / "b"},
         {"expert_output_dir": tmp_path / "a", "merged_output_dir": tmp_path / "a"},
+        {"to": "vllm", "output_dir": raw / "inside"},
     ):
         with pytest.raises(ProblemsError) as caught:
             convert_adapter(raw, overwrite=True, **kwargs)
         assert "KTB706" in codes(caught)
 
 
+@pytest.mark.parametrize("to", ["kt-merged", "vllm"])
+@pytest.mark.parametrize(
+    ("number", "says", "step"),
+    [
+        (errno.ENOSPC, r"the disk is full: 1?\d\.\d kB are needed", "free space"),
+        (errno.EROFS, "nothing was written.*Read-only", "choose another output directory"),
+        (errno.EIO, "nothing was written", "try again"),
+    ],
+)
 def test_a_failure_while_writing_leaves_nothing(
-    make_raw: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import errno
-
+    make_raw: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    to: str, number: int, says: str, step: str,
+) -> None:  # fmt: skip
     raw = make_raw()
     real = os.fsync
 
-    def full(descriptor: int) -> None:
+    def failing(descriptor: int) -> None:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(KtbridgeError, match="disk is full"):
-        convert_adapter(raw, expert_output_dir=tmp_path / "e", merged_output_dir=tmp_path / "m")
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(KtbridgeError, match=says) as caught:
+        convert_adapter(raw, to=to, output_dir=tmp_path / "new" / "parents" / "m")
+    assert caught.value.next_step.startswith(step)
     assert sorted(os.listdir(tmp_path)) == ["raw"]
 
 
@@ -587,25 +598,32 @@ def test_a_kill_at_any_moment_leaves_old_or_new(
     assert os.listdir(place) == ["m"]  # what killed runs left was swept up by later ones
 
 
-def test_a_failure_between_two_outputs_says_which_one_is_in_place(
-    make_raw: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stop", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("source", ["raw", "peft"])
+def test_a_stop_between_two_outputs_says_which_one_is_in_place(
+    make_raw: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: BaseException,
+    source: str,
 ) -> None:
     from ktbridge.publish import Staging
 
     raw = make_raw()
+    convert_adapter(raw, to="peft-fused", output_dir=tmp_path / "peft")
     commit, calls = Staging.commit, 0
 
     def failing(self: Staging) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
-            raise OSError(28, "No space left on device")
+            raise stop
         commit(self)
 
     monkeypatch.setattr(Staging, "commit", failing)
     first, second = tmp_path / "e", tmp_path / "n"
-    with pytest.raises(KtbridgeError, match=rf"the disk is full: .* only {first} is in place"):
-        convert_adapter(raw, expert_output_dir=first, nonexpert_output_dir=second)
+    with pytest.raises((KtbridgeError, KeyboardInterrupt), match=rf"only {first} is in place"):
+        convert_adapter(tmp_path / source, expert_output_dir=first, nonexpert_output_dir=second)
     assert config_of(first)["r"] == 4
     assert not second.exists()
     assert no_leftovers(tmp_path)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ktbridge.adapter import Tensor, convert_adapter, validate_adapter
+from ktbridge.errors import ProblemsError
 
 Make = Callable[..., Path]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -149,3 +150,135 @@ def test_the_manifest_is_written_last(make_raw: Make, tmp_path: Path) -> None:
         ("rename", "directory"),
     ]
     assert events == {"e": expected, "n": expected}
+
+
+@pytest.mark.parametrize(
+    "mark", ["fused_expert_lora.safetensors", "trainer_log.jsonl", "training_loss.png"]
+)
+@pytest.mark.parametrize("to", ["kt-merged", "vllm"])
+def test_a_training_output_gives_way_to_another_only(
+    make_raw: Make, tmp_path: Path, mark: str, to: str
+) -> None:
+    source, victim = make_raw(), make_raw("victim", expert={})
+    (victim / mark).write_bytes(b"days of training")
+    before = {path.name: path.read_bytes() for path in victim.iterdir()}
+    with pytest.raises(ProblemsError) as error:
+        convert_adapter(source, to=to, output_dir=victim, overwrite=True)
+    (said,) = [item.found for item in error.value.problems if item.code == "KTB701"]
+    assert (mark in said, "training output" in said) == (True, True)
+    assert {path.name: path.read_bytes() for path in victim.iterdir()} == before
+    convert_adapter(source, to="raw", output_dir=victim, overwrite=True)
+    assert make_raw("victim", overwrite=True) == victim  # and training itself may
+
+
+@pytest.mark.parametrize("to", ["kt-merged", "vllm"])
+def test_a_file_among_the_parents(make_raw: Make, tmp_path: Path, to: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ProblemsError) as error:
+        convert_adapter(make_raw(), to=to, output_dir=tmp_path / "file" / "m")
+    (said,) = [item.found for item in error.value.problems if item.severity == "error"]
+    assert said == f"lies inside {tmp_path / 'file'}, which is not a directory"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "dangling link"])
+@pytest.mark.parametrize("name", ["in/adapter_model.safetensors", "in/a.gguf", "a.gguf"])
+def test_what_is_no_regular_file_is_refused_at_once(
+    make_raw: Make, tmp_path: Path, kind: str, name: str
+) -> None:
+    make_raw("in", expert={})
+    (tmp_path / "in" / "adapter_model.safetensors").unlink()
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere")
+    given = path if name == "a.gguf" else path.parent
+    command = [*COMMAND, str(given), "--to=raw", f"--output-dir={tmp_path}/o"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode in (1, 2), "Traceback" in done.stderr) == (True, False)
+    assert "next" in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
+# Sends itself a signal at the first call of a function, and runs the command line.
+STOPPED = """
+import importlib, os, signal, sys
+number, module, name, *argv = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+place = importlib.import_module(module)
+real = getattr(place, name)
+def stopping(*args, **kwargs):
+    setattr(place, name, real)
+    os.kill(os.getpid(), int(number))
+    return real(*args, **kwargs)
+setattr(place, name, stopping)
+from ktbridge.cli import main
+main(args=argv, prog_name="ktbridge")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("to", ["kt-merged", "vllm"])
+@pytest.mark.parametrize(("moment", "written"), [("os.fsync", False), ("shutil.rmtree", True)])
+def test_an_interrupt_cleans_up_and_says_what_is_in_place(
+    make_raw: Make, tmp_path: Path, number: int, to: str, moment: str, written: bool
+) -> None:
+    raw, place = make_raw(), tmp_path / "place"
+    target = place / "m"
+    if written:  # what is removed is the old directory, after the exchange
+        convert_adapter(raw, to=to, output_dir=target, base_model="old")
+    argv = ["convert", str(raw), f"--to={to}", f"--output-dir={target}", "--overwrite", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, str(int(number)), *moment.rsplit(".", 1), *argv],
+        env=ENVIRONMENT, capture_output=True, text=True,
+    )  # fmt: skip
+    left = f"{target} is in place" if written else "nothing was written"
+    assert (done.returncode, json.loads(done.stdout)["error"]) == (
+        128 + number,
+        f"interrupted: {left}",
+    )
+    assert done.stderr.startswith("error: interrupted")
+    if written:
+        assert os.listdir(place) == ["m"]
+        assert (
+            json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"]
+            == "models/base"
+        )
+    else:
+        assert not place.exists()
+
+
+def test_a_file_that_is_a_link_to_nowhere_is_not_a_missing_half(
+    make_raw: Make, tmp_path: Path
+) -> None:
+    raw = make_raw()
+    (raw / "fused_expert_lora.safetensors").unlink()
+    (raw / "fused_expert_lora.safetensors").symlink_to("gone")
+    with pytest.raises(ProblemsError) as caught:
+        convert_adapter(raw, merged_output_dir=tmp_path / "merged")
+    assert [problem.code for problem in caught.value.problems] == ["KTB005"]
+    assert caught.value.problems[0].found == "is a link to nowhere"
+    assert not (tmp_path / "merged").exists()
+
+
+def test_alpha_and_base_stand_in_for_a_missing_configuration(
+    make_raw: Make, tmp_path: Path
+) -> None:
+    raw, bare = make_raw(), make_raw("bare")
+    for name in ("adapter_config.json", "kt_adapter_manifest.json"):
+        (bare / name).unlink()
+    for source, out in ((raw, "a"), (bare, "b")):
+        convert_adapter(
+            source, merged_output_dir=tmp_path / out, base_model="org/base", lora_alpha=8.0
+        )
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    first, second = (
+        json.loads((tmp_path / out / "adapter_config.json").read_text()) for out in "ab"
+    )
+    for key in ("r", "lora_alpha", "target_modules", "base_model_name_or_path"):
+        assert first[key] == second[key]
+    with pytest.raises(ProblemsError, match="can't be converted"):
+        convert_adapter(bare, merged_output_dir=tmp_path / "c", base_model="org/base")

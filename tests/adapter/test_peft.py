@@ -53,6 +53,7 @@ def with_vision(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**SIZES, "decoder_sparse_step": 2},
     "qwen3_moe": {**SIZES, "mlp_only_layers": [0]},
+    "qwen3_next": {**SIZES, **HYBRID},
     "qwen3_5_moe": with_vision(HYBRID, VISION),
     "qwen3_5_moe_text": {**SIZES, **HYBRID},
     "qwen3_vl_moe": with_vision({}, VISION),
@@ -68,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # In these families PEFT 0.21 takes any gate_proj, up_proj and down_proj, those of dense and shared
 # MLPs included, for the routed experts', and writes fused expert LoRA.
-TAKEN_FOR_EXPERTS = {"qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"}
+TAKEN_FOR_EXPERTS = {"qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe"}
 
 
 def reachable(model_type: str, name: str) -> bool:
@@ -209,6 +210,28 @@ def test_what_peft_makes_of_mlp_targets_is_told_for_what_it_is(tmp_path: Path) -
     problems = validate_adapter([tmp_path / "adapter"], base_model=tmp_path / "base").problems
     assert [problem.code for problem in problems if problem.severity != "info"] == ["KTB208"]
     assert "--from peft-fused" in problems[0].next_step
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("targets", "code", "says"),
+    [
+        (["o_proj", "lm_head"], "KTB213", "because lm_head was targeted"),
+        ("all-linear", "KTB208", "PEFT's fused layout"),
+    ],
+)
+def test_targets_that_engines_do_not_serve_are_told_once(
+    tmp_path: Path, targets: Any, code: str, says: str
+) -> None:
+    model, _ = tuned("deepseek_v3", tmp_path / "base", weights=True, target_modules=targets)
+    model.save_pretrained(tmp_path / "adapter")
+    found = alarms([tmp_path / "adapter"], base_model=tmp_path / "base")
+    if targets == "all-linear" and not model.peft_config["default"].target_parameters:
+        pytest.skip("this PEFT adapts the linear modules that were named")
+    assert set(found) == {code}
+    problems = validate_adapter([tmp_path / "adapter"]).problems
+    assert any(says in problem.found for problem in problems)
 
 
 @pytest.mark.parametrize("lora", [{}, {"use_rslora": True}])

@@ -70,7 +70,7 @@ TENSOR_FAULTS = [
     ("e", rename(".mlp.experts", ".block_sparse_moe.experts"), {"KTB214"}),
     ("e", add("model.layers.0.mlp.experts.lora_A.weight"), {"KTB208"}),
     ("e", add("model.layers.0.mlp.lora_experts.0.le_gate.weight"), {"KTB211"}),
-    ("e", rename("model.layers.1", "mtp.layers.1"), {"KTB207", "KTB214"}),
+    ("e", rename("model.layers.1", "mtp.layers.1"), {"KTB207"}),
     ("e", fill(".lora_A", b"\x00"), {"KTB402"}),
     ("e", fill("0.gate_proj.lora_B", b"\xff"), {"KTB401"}),
     ("n", drop("layers.1.self_attn.o_proj.lora_B"), {"KTB202"}),
@@ -110,6 +110,8 @@ def test_tensor_faults(
         ("n", {"target_modules": ["q_proj", "k_proj", "v_proj"]}, {"KTB118"}),
         ("n", {"peft_type": "LOHA"}, {"KTB101"}),
         ("m", {"alpha_pattern": {"q_proj": 1}}, {"KTB109"}),
+        ("n", {"alpha_pattern": {"nothing": 3}, "rank_pattern": {"zzz": 2}}, set()),
+        ("e", {"alpha_pattern": {"q_proj": 32}}, set()),
     ],
 )
 def test_configuration_faults(
@@ -275,7 +277,8 @@ def test_sets(serving: Callable[..., dict[str, Path]], make_raw: Make, tmp_path:
     assert codes(*everything, severity=None) == set()
     assert codes(paths["raw"], paths["e"], severity=None) == {"KTB503"}
     copy = shutil.copytree(paths["e"], tmp_path / "copy")
-    assert codes(paths["e"], copy) == {"KTB506"}
+    assert codes(paths["e"], copy, severity=None) == set()
+    assert codes(paths["e"], copy, paths["n"]) == {"KTB506"}
     edit(copy, swap_gate_and_up)
     report = validate_adapter([paths["raw"], copy, paths["n"]])
     assert [(p.code, "swapped" in p.found) for p in report.problems] == [("KTB504", True)]

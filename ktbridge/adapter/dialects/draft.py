@@ -24,7 +24,7 @@ class Draft:
 
     ``layout``, ``rank`` and ``alpha`` go into the manifest; ``experts`` does so too, so that we read
     our own directories back as they were. ``gguf`` has the metadata of a GGUF file, by key.
-    ``record`` adds to what the manifest says of the last file.
+    ``record`` makes what the manifest says of a fused file beside size and hash.
     """
 
     layout: str
@@ -44,22 +44,6 @@ class Draft:
     @property
     def nbytes(self) -> int:
         return sum(piece.block.nbytes for pieces in self.pieces.values() for piece in pieces)
-
-
-def config_of(source: Source, rank: int, alpha: float) -> dict[str, Any]:
-    """The adapter_config.json fields that every dialect has; target_modules is the writer's."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        **source.kept,
-        "base_model_name_or_path": source.base_model,
-        "bias": "none",
-        "inference_mode": True,
-        "lora_dropout": 0.0,
-        "r": rank,
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
-        "use_rslora": False,
-    }
 
 
 def nonexpert_modules(source: Source) -> list[str]:

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from ktbridge.adapter.adapter import CONFIG_FILE, is_number
-from ktbridge.adapter.dialects.draft import Draft, Piece, config_of, nonexpert_modules
+from ktbridge.adapter.dialects.draft import Draft, Piece, nonexpert_modules
 from ktbridge.adapter.dialects.kt import module_prefix, one_scale
 from ktbridge.adapter.dialects.opened import fail_if, local_config
 from ktbridge.adapter.dialects.source import Bits, Block, Source, check_source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
+from ktbridge.adapter.lora_config import build_config, kept_fields
 from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
@@ -103,9 +104,9 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
             block = _permuted(block, parsed, architecture, base, back=False)
             block = block.times(factor, f"{source.path}: {key}")
         pieces.append(Piece(f"{name}.weight.lora_{parsed.half.lower()}", block))
-    config = config_of(source, rank, alpha)
-    experts = [f"{projection}_proj" for projection in source.projections]
-    config["target_modules"] = sorted({*experts, *nonexpert_modules(source)})
+    modules = [f"{projection}_proj" for projection in source.projections]
+    modules += nonexpert_modules(source)
+    config = build_config(source.kept, source.base_model, rank, alpha, modules)
     draft = Draft("gguf", config, {GGUF_FILE: pieces}, rank, alpha)
     draft.gguf = {
         "general.architecture": architecture,
@@ -151,7 +152,7 @@ def save_gguf(path: Path, draft: Draft, tell: Any) -> None:
         writer.close()
 
 
-def read_gguf(path: Path, base: ModelConfig | None) -> Source:
+def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) -> Source:
     """A GGUF adapter: a file, or the one ``.gguf`` file in a directory.
 
     Raises KtbridgeError for anything but a LoRA adapter whose tensors are BF16, F16 or F32.
@@ -163,6 +164,9 @@ def read_gguf(path: Path, base: ModelConfig | None) -> Source:
         if len(files) != 1:
             raise UsageError(f"{path} has {len(files)} .gguf files", "name the file itself")
         file = files[0]
+    if not file.is_file():  # opening a pipe would wait for ever
+        found = "is not a regular file" if file.exists() else "does not exist"
+        raise KtbridgeError(f"{file} {found}", "pass a GGUF file")
     try:
         with np.errstate(all="ignore"):  # sizes of a hostile file overflow
             reader = _strict_reader(package)(file)
@@ -211,8 +215,7 @@ def _source(
     }
     alpha = fields.get("adapter.lora.alpha")
     source = Source(file, "gguf", 0, 0.0, 0, 0.0, base_model=base_model, prefix=prefix)
-    if config.get("task_type"):
-        source.kept["task_type"] = config["task_type"]
+    source.kept = kept_fields(config)
     findings: list[Problem] = []
     for tensor in tensors:
         match = _NAME.fullmatch(tensor.name)

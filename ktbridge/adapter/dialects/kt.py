@@ -14,16 +14,14 @@ the conversion is refused otherwise.
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, MODEL_FILE, Adapter, Part
-from ktbridge.adapter.dialects.draft import Draft, Piece, config_of, nonexpert_modules
+from ktbridge.adapter.convert import open_scaled
+from ktbridge.adapter.dialects.draft import Draft, Piece, nonexpert_modules
 from ktbridge.adapter.dialects.opened import (
-    KEPT,
     expert_alpha,
     fail_if,
     file_nonexpert,
@@ -40,35 +38,39 @@ from ktbridge.adapter.dialects.source import (
     refusal,
 )
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
+from ktbridge.adapter.lora_config import build_config, kept_fields
 from ktbridge.adapter.manifest import fused_record
 from ktbridge.adapter.rules import problem
-from ktbridge.adapter.scan import scan_adapter
-from ktbridge.adapter.validate import check_structure
-from ktbridge.adapter.values import is_power_of_two
-from ktbridge.errors import Problem, ProblemsError, has_errors
+from ktbridge.adapter.scales import Numbers, common_scale
+from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig, open_tensor_file
 
-_SPLIT = "kt-split, raw and peft-fused hold a scale and a rank for either half"
 _3D = re.compile(
     r"(?:base_model\.model\.)?(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,6})\.(?:mlp|block_sparse_moe)"
     r"\.experts\.(?P<name>gate|up|down)_proj\.lora_(?P<half>[AB])(?:\.default)?\.weight"
 )
 
 
-def read_kt(path: Path, base: ModelConfig | None, name: str = "kt") -> Source:
+def read_kt(
+    path: Path, base: ModelConfig | None, lora_alpha: float | None, name: str = "kt"
+) -> Source:
     """A raw, expert, non-expert or merged directory; with ``name`` "vllm", one that vLLM serves.
 
-    Under rsLoRA, KT trains experts at alpha/r, while vLLM serves them at alpha/sqrt(r).
+    Under rsLoRA, KT trains experts at alpha/r, while vLLM serves them at alpha/sqrt(r); an explicit
+    ``lora_alpha`` means alpha/r either way.
     """
-    adapter, findings = scan_adapter(path)
-    if adapter is None:
-        raise ProblemsError(f"{path} can't be converted", findings)
+    adapter, factors, findings = open_scaled(path, lora_alpha)
     # A projection may be missing: formats that engines don't serve hold that as well.
-    findings += [item for item in check_structure(adapter, serving=False) if item.code != "KTB203"]
-    if has_errors(findings):
-        raise ProblemsError(f"{path} can't be converted", findings)
-    source = _numbers(adapter, name)
-    source.findings = [item for item in findings if item.code not in ("KTB116", "KTB107", "KTB104")]
+    findings = [item for item in findings if item.code != "KTB203"]
+    fail_if(path, findings)
+    source = _numbers(adapter, name, lora_alpha)
+    # Two scales are no matter here, and vLLM leaves no doubt about rsLoRA.
+    silent = {"KTB116", "KTB104", *(["KTB107"] if name == "vllm" else [])}
+    source.findings = [
+        item
+        for item in findings
+        if item.code not in silent and (item.code, item.severity) != ("KTB107", "info")
+    ]
     for slot, stack in adapter.experts.items():
         layer, projection, half = slot
         whole = stack.fused is not None
@@ -82,40 +84,45 @@ def read_kt(path: Path, base: ModelConfig | None, name: str = "kt") -> Source:
         source.experts[slot] = block_of_tensor(piece.dtype, shape, fetch)
         source.tensors_in += 1 if whole else len(stack.parts)
     for key, part in adapter.nonexpert.items():
-        source.nonexpert[key] = block_of(part.file, part.entry)
+        block = block_of(part.file, part.entry)
+        factor = factors.get(part.key.module, 1.0) if part.key.half == "B" else 1.0
+        source.nonexpert[key] = block.times(factor, part.where)
         source.tensors_in += 1
     fail_if(path, [*source.findings, *check_source(source)])
     return source
 
 
-def _numbers(adapter: Adapter, name: str) -> Source:
+def _numbers(adapter: Adapter, name: str, lora_alpha: float | None) -> Source:
     rslora = bool(adapter.config.get("use_rslora"))
-    alpha = adapter.alpha
-    if name == "vllm" and rslora:
-        alpha = expert_alpha(alpha / adapter.rank**0.5, adapter.rank)
     has_alpha = adapter.config.get("lora_alpha") is not None
+    other_rank = adapter.nonexpert_rank
+    other_alpha = adapter.nonexpert_alpha if has_alpha else adapter.alpha
+    # Without experts, what a manifest says of them means nothing.
+    rank, alpha = (adapter.rank, adapter.alpha) if adapter.experts else (other_rank, other_alpha)
+    if name == "vllm" and rslora and lora_alpha is None:
+        alpha = expert_alpha(alpha / rank**0.5, rank)
     return Source(
         path=adapter.path,
         format=name if name == "vllm" else adapter.layout,
-        rank=adapter.rank,
+        rank=rank,
         alpha=alpha,
-        nonexpert_rank=adapter.nonexpert_rank,
-        nonexpert_alpha=adapter.nonexpert_alpha if has_alpha else alpha,
+        nonexpert_rank=other_rank,
+        nonexpert_alpha=other_alpha,
         use_rslora=rslora,
         base_model=adapter.base_model,
-        kept={key: adapter.config[key] for key in KEPT if adapter.config.get(key) is not None},
+        kept=kept_fields(adapter.config),
         files=adapter.files,
     )
 
 
-def read_vllm(path: Path, base: ModelConfig | None) -> Source:
+def read_vllm(path: Path, base: ModelConfig | None, lora_alpha: float | None) -> Source:
     """A per-expert 2-D adapter as vLLM serves it."""
-    return read_kt(path, base, "vllm")
+    return read_kt(path, base, lora_alpha, "vllm")
 
 
-def read_sglang_3d(path: Path, base: ModelConfig | None) -> Source:
+def read_sglang_3d(path: Path, base: ModelConfig | None, lora_alpha: float | None) -> Source:
     """An adapter whose experts are stacked tensors under the modules' own names."""
-    opened = open_foreign(path)
+    opened = open_foreign(path, lora_alpha)
     alpha = opened.alpha
     if opened.config.get("use_rslora"):
         alpha = expert_alpha(alpha / opened.rank**0.5, opened.rank)
@@ -138,11 +145,11 @@ def read_sglang_3d(path: Path, base: ModelConfig | None) -> Source:
 
 def write_raw(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
     """What training writes; the configuration keeps rsLoRA, the manifest has the experts' alpha."""
-    config = config_of(source, source.nonexpert_rank, source.nonexpert_alpha)
+    numbers = source.nonexpert_rank, source.nonexpert_alpha
     if not source.nonexpert:
-        config.update(r=source.rank, lora_alpha=source.alpha)
+        numbers = source.rank, source.alpha
+    config = build_config(source.kept, source.base_model, *numbers, nonexpert_modules(source))
     config["use_rslora"] = source.use_rslora and bool(source.nonexpert)
-    config["target_modules"] = nonexpert_modules(source)
     pieces = {MODEL_FILE: _nonexpert_pieces(source)}
     if source.experts:
         pieces[FUSED_FILE] = [
@@ -161,14 +168,17 @@ def write_split(source: Source, base: ModelConfig | None) -> tuple[list[Draft], 
     """The expert and the non-expert directory, whichever of them has anything in it."""
     drafts = []
     if source.experts:
-        config = config_of(source, source.rank, source.alpha)
-        config["target_modules"] = _expert_modules(source)
+        modules = _expert_modules(source)
+        config = build_config(
+            source.kept, source.base_model, source.rank, source.alpha, modules, nonexpert=False
+        )
         pieces = _expert_pieces(source, expert_key)
         drafts.append(Draft("expert", config, {MODEL_FILE: pieces}, source.rank, source.alpha))
     if source.nonexpert:
         rank, alpha = source.nonexpert_rank, source.plain_alpha
-        config = config_of(source, rank, alpha)
-        config["target_modules"] = nonexpert_modules(source)
+        config = build_config(
+            source.kept, source.base_model, rank, alpha, nonexpert_modules(source)
+        )
         pieces = _nonexpert_pieces(source)
         drafts.append(Draft("nonexpert", config, {MODEL_FILE: pieces}, rank, alpha))
     return drafts, list(_all_projections(source))
@@ -227,38 +237,23 @@ def module_prefix(source: Source, base: ModelConfig | None) -> str:
 
 
 def one_scale(source: Source, same_rank: bool = True) -> tuple[int, float, float, list[Problem]]:
-    """Rank and alpha of the one configuration, and the factor that non-expert B must carry.
-
-    Without ``same_rank`` the loader divides alpha by each tensor's own rank.
-    """
-    where = str(source.path / CONFIG_FILE)
+    """Rank and alpha of the one configuration, and the factor that non-expert B must carry."""
+    rest = Numbers(source.nonexpert_rank, source.nonexpert_alpha)
     if not source.experts:
-        return source.nonexpert_rank, source.plain_alpha, 1.0, []
-    rank, alpha, other = source.rank, source.alpha, source.nonexpert_rank
+        return rest.rank, source.plain_alpha, 1.0, []
+    experts = Numbers(source.rank, source.alpha)
     if not source.nonexpert:
-        return rank, alpha, 1.0, []
-    if same_rank and rank != other:
-        found = f"experts have rank {rank}, everything else has rank {other}"
-        return rank, alpha, 1.0, [refusal(where, found, _SPLIT, "one rank")]
-    # How much more the non-expert half is scaled than the one configuration would scale it.
-    root = isqrt(other) if source.use_rslora else 1
-    ratio = Fraction(source.nonexpert_alpha) * root / Fraction(alpha)
-    exact = not source.use_rslora or root * root == other
-    if exact and is_power_of_two(ratio.numerator, ratio.denominator):
-        return rank, alpha, float(ratio), []
-    found = (
-        f"experts are scaled by {alpha / rank:g}, everything else by "
-        f"{source.plain_alpha / other:g}, and one configuration can't hold both without rounding"
-    )
-    return rank, alpha, 1.0, [refusal(where, found, _SPLIT, "a ratio that is a power of two")]
+        return *experts, 1.0, []
+    where = str(source.path / CONFIG_FILE)
+    return *experts, *common_scale(where, experts, rest, source.use_rslora, same_rank)
 
 
 def _one_scale(
     layout: str, source: Source, experts: list[Piece]
 ) -> tuple[list[Draft], list[Problem]]:
     rank, alpha, factor, problems = one_scale(source)
-    config = config_of(source, rank, alpha)
-    config["target_modules"] = sorted({*_expert_modules(source), *nonexpert_modules(source)})
+    modules = [*_expert_modules(source), *nonexpert_modules(source)]
+    config = build_config(source.kept, source.base_model, rank, alpha, modules)
     pieces = [*experts, *_nonexpert_pieces(source, factor)]
     return [Draft(layout, config, {MODEL_FILE: pieces}, rank, alpha)], problems
 

@@ -12,13 +12,12 @@ from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
 from ktbridge.adapter.check_config import check_config
 from ktbridge.adapter.dialects.source import BITS, Source, block_of
 from ktbridge.adapter.keys import parse_key, peft_key
+from ktbridge.adapter.lora_config import kept_fields
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.errors import Problem, ProblemsError, has_errors
 from ktbridge.model import ModelConfig, read_model_config
 
-# Where non-expert LoRA is attached: kept, so that whoever loads the result does the same.
-KEPT = ("task_type", "layers_to_transform", "layers_pattern", "exclude_modules", "revision")
 # What dialects of their own give meaning to; everything else that changes results is refused.
 _OWN = ("rank_pattern", "alpha_pattern", "target_parameters", "target_modules")
 
@@ -59,15 +58,15 @@ class Opened:
             nonexpert_alpha=self.alpha,
             use_rslora=bool(self.config.get("use_rslora")),
             base_model=self.adapter.base_model,
-            kept={key: self.config[key] for key in KEPT if self.config.get(key) is not None},
+            kept=kept_fields(self.config),
             files=self.adapter.files,
             tensors_in=len(self.parts),
             findings=[item for item in self.findings if item.severity != "error"],
         )
 
 
-def open_foreign(path: str | os.PathLike[str]) -> Opened:
-    """Open an adapter that another tool wrote.
+def open_foreign(path: str | os.PathLike[str], lora_alpha: float | None) -> Opened:
+    """Open an adapter that another tool wrote; ``lora_alpha`` is used where it has none.
 
     Raises ProblemsError with everything that makes it unreadable, or that changes what it computes
     in a way no dialect can carry (DoRA, biases, saved modules, ...).
@@ -78,6 +77,8 @@ def open_foreign(path: str | os.PathLike[str]) -> Opened:
     if adapter is None:
         raise ProblemsError(f"{path} can't be converted", found)
     config = adapter.config
+    if config.get("lora_alpha") is None and lora_alpha is not None:
+        config = {**config, "lora_alpha": lora_alpha}
     adapter.config = {key: value for key, value in config.items() if key not in _OWN}
     findings += [item for item in check_config(adapter, serving=False) if item.severity == "error"]
     adapter.config = config

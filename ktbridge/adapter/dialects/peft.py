@@ -94,13 +94,15 @@ def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
     return inner != hidden
 
 
-def read_peft(path: Path, base: ModelConfig | None, dialect: str) -> Source:
+def read_peft(
+    path: Path, base: ModelConfig | None, lora_alpha: float | None, dialect: str
+) -> Source:
     """An adapter with LoRA on fused expert parameters, in one of the three dialects.
 
     "auto" accepts what shapes prove. Raises UsageError where they can't and ProblemsError with all
     that doesn't fit.
     """
-    opened = open_foreign(path)
+    opened = open_foreign(path, lora_alpha)
     base = base or local_config(opened.adapter.base_model)
     findings: list[Problem] = []
     layers, rest = _pairs(opened, findings)
@@ -211,17 +213,17 @@ def _orientation(
             hidden = part.entry.shape[-1]
     verdicts = {swapped(pairs, hidden) for _, pairs in layers.values()}
     verdict = verdicts.pop() if len(verdicts) == 1 else None
-    flags = "--from peft-fused, --from peft-0.18 or --from unsloth-legacy"
     if dialect == "auto" and (opened.manifest or {}).get("layout") == "peft-fused":
         dialect = "peft-fused"  # our own directory
     if dialect == "auto":
         if verdict:
             return "peft-0.18", True
-        reason = (
-            "PEFT and older Unsloth write the same keys and shapes with B in another order"
-            if verdict is False
-            else "neither keys nor shapes tell which of three dialects wrote its expert LoRA"
-        )
+        if verdict is False:
+            reason = "PEFT and older Unsloth write the same keys and shapes with B in another order"
+            flags = "--from peft-fused or --from unsloth-legacy"
+        else:
+            reason = "neither keys nor shapes tell which of three dialects wrote its expert LoRA"
+            flags = "--from peft-fused, --from peft-0.18 or --from unsloth-legacy"
         raise UsageError(f"{opened.path} is ambiguous: {reason}", f"pass {flags}")
     if dialect == "peft-fused" and verdict is True:
         raise UsageError(

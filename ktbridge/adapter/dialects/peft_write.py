@@ -5,18 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ktbridge.adapter.adapter import MODEL_FILE
-from ktbridge.adapter.dialects.draft import Draft, Piece, config_of
+from ktbridge.adapter.dialects.draft import Draft, Piece
 from ktbridge.adapter.dialects.kt import module_prefix
 from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, pack, takes_turns
 from ktbridge.adapter.dialects.source import BITS, Bits, Block, Source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, parse_key
+from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config
 from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig
-
-# As target_modules, PEFT takes these for routed experts of transformers 5 (its table is
-# _MOE_TARGET_MODULE_MAPPING), and the router is no Linear there; as target_parameters, shared experts
-# and routers are found under their own names.
-_AS_PARAMETERS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
 def write_peft(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
@@ -29,7 +25,6 @@ def write_peft(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
     how = "" if set(source.projections) <= {"down"} else _choose(source)
     rank = source.nonexpert_rank if source.nonexpert else source.rank
     alpha = source.plain_alpha if source.nonexpert else source.alpha
-    config = config_of(source, rank, alpha)
     prefix = module_prefix(source, base)
     pieces: list[Piece] = []
     parameters: list[str] = []
@@ -49,17 +44,19 @@ def write_peft(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
     wanted |= {DOWN: 1} if "down" in source.projections else {}
     ranks = {f"experts.{name}": times * source.rank for name, times in wanted.items()}
     alphas = {f"experts.{name}": times * source.alpha for name, times in wanted.items()}
+    leaves = {parse_key(key).leaf for key in source.nonexpert} - AS_PARAMETERS
+    config = build_config(source.kept, source.base_model, rank, alpha, leaves)
     config["rank_pattern"] = {name: value for name, value in ranks.items() if value != rank}
     config["alpha_pattern"] = {name: value for name, value in alphas.items() if value != alpha}
     for key, block in sorted(source.nonexpert.items()):
         pieces.append(Piece(key, block))
         parsed = parse_key(key)
-        if parsed.leaf in _AS_PARAMETERS and parsed.half == "A":
+        if parsed.leaf in AS_PARAMETERS and parsed.half == "A":
             parameters.append(f"{parsed.module}.weight")
-    leaves = {parse_key(key).leaf for key in source.nonexpert} - _AS_PARAMETERS
-    config["target_modules"] = sorted(leaves)
     # Every layer by name: a layer without LoRA must not be wrapped.
     config["target_parameters"] = parameters
+    if parameters:  # PEFT refuses dropout there, which matters to training only
+        config["lora_dropout"] = 0.0
     draft = Draft("peft-fused", config, {MODEL_FILE: pieces}, source.rank, source.alpha)
     draft.experts = {"gate_up": how} if how else {}
     return [draft], []

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from ktbridge.adapter.adapter import CONFIG_FILE
 from ktbridge.adapter.keys import HALVES, PROJECTIONS
 from ktbridge.adapter.rules import problem
-from ktbridge.adapter.values import scaled_exactly, to_bf16
+from ktbridge.adapter.scales import Numbers, plain_alpha
+from ktbridge.adapter.values import rounding_findings, scaled_exactly, to_bf16
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import Entry, Tensor, TensorFile
 from ktbridge.model.tensorfile import DTYPE_BITS
@@ -124,7 +125,7 @@ class Source:
     A [E,r,I], B [E,H,r]; all served at ``alpha/rank``. ``nonexpert``: PEFT key with
     ``base_model.model.`` -> A [r,in] or B [out,r], served at ``nonexpert_alpha/nonexpert_rank``, or
     at alpha/sqrt(rank) with ``use_rslora``. ``kept`` are configuration fields to carry along.
-    ``hint`` is what our own manifest remembers of the dialect it was written in.
+    ``prefix`` is what stands before ``layers.N`` in module paths, where no non-expert key tells.
     """
 
     path: Path
@@ -166,8 +167,7 @@ class Source:
     @property
     def plain_alpha(self) -> float:
         """The alpha that gives the non-expert LoRA its scale without rsLoRA."""
-        root = math.sqrt(self.nonexpert_rank) if self.use_rslora else 1.0
-        return self.nonexpert_alpha * root
+        return plain_alpha(Numbers(self.nonexpert_rank, self.nonexpert_alpha), self.use_rslora)
 
     def release(self) -> None:
         """Let go of the pages read so far."""
@@ -176,10 +176,8 @@ class Source:
 
     def in_bf16(self) -> Source:
         """This adapter rounded to bfloat16, which is said where it changes anything."""
-        wide = [b for b in (*self.experts.values(), *self.nonexpert.values()) if b.dtype != "BF16"]
-        if wide:
-            found = f"{len(wide)} tensors of {wide[0].dtype} are rounded to bfloat16, as asked"
-            self.findings.append(note(str(self.path), found))
+        blocks = [*self.experts.values(), *self.nonexpert.values()]
+        self.findings += rounding_findings(str(self.path), (block.dtype for block in blocks))
         self.experts = {
             slot: block.to_bf16(f"{self.path}: layer {slot[0]} {slot[1]}_proj")
             for slot, block in self.experts.items()

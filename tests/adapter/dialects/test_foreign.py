@@ -103,7 +103,7 @@ def test_only_exchanged_axes_are_told_by_shape(tmp_path: Path) -> None:
     assert back(old).expert_modules() == ("down_proj", "gate_proj", "up_proj")
     with pytest.raises(UsageError, match="ambiguous") as error:
         convert_adapter(new, to="raw", output_dir=tmp_path / "out")
-    assert "--from unsloth-legacy" in error.value.next_step
+    assert error.value.next_step == "pass --from peft-fused or --from unsloth-legacy"
     for path, flag, right in ((old, "peft-fused", "peft-0.18"), (new, "peft-0.18", "peft-fused")):
         with pytest.raises(UsageError) as error:
             convert_adapter(path, to="raw", from_format=flag, output_dir=tmp_path / "out")
@@ -335,16 +335,21 @@ def test_requests_that_make_no_sense(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for options, says in (
         ({"to": "pickle", "output_dir": out}, "not a name we know"),
-        ({"to": "peft-0.18", "output_dir": out}, "can't be done"),
+        ({"to": "peft-0.18", "output_dir": out}, "can't be done: it is not written, because"),
         ({"to": "gguf"}, "nowhere to write"),
         ({"to": "raw", "expert_output_dir": out}, "writes one directory"),
         ({"to": "kt-split", "output_dir": out}, "two directories"),
         ({"dtype": "fp8", "expert_output_dir": out}, "--dtype fp8"),
         ({}, "nothing to write"),
+        ({"output_dir": "", "to": "raw"}, "name is empty"),
+        ({"output_dir": out, "to": "raw", "lora_alpha": -1}, "not a positive number"),
     ):
         with pytest.raises(UsageError, match=says) as error:
             convert_adapter(raw, **options)
         assert error.value.next_step
+    for options in ({"to": "raw", "output_dir": out}, {"expert_output_dir": out}):
+        with pytest.raises(UsageError, match="name is empty"):  # not the current directory
+            convert_adapter("", **options)
     assert not out.exists()
     with pytest.raises(ProblemsError):
         convert_adapter(raw, to="raw", output_dir=raw)

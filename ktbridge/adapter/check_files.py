@@ -1,0 +1,97 @@
+"""Checks of one directory's files: which of them an engine loads, modes, dates, the manifest's list."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+
+from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE, Adapter, convert_step
+from ktbridge.adapter.check_hashes import resave_step, size_of
+from ktbridge.adapter.manifest import MANIFEST_FILE, fused_record
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import Problem
+from ktbridge.model import TensorFile
+
+_NO_TIME = 315_619_200  # 2 January 1980: what zip, Nix and image builders write for "no time"
+
+
+def check_files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+    """Every finding about files, apart from what is in them."""
+    ours = {file.name for file in adapter.files}
+    if serving:
+        yield from _loaded(adapter, ours)
+    if adapter.layout == "merged":
+        for weights in adapter.files:
+            if os.stat(weights.path).st_mtime <= _NO_TIME:
+                yield problem(
+                    "KTB015", str(weights.path), "is dated 1980 or before", "its real time"
+                )
+    for name in sorted([*ours, CONFIG_FILE]):
+        path = adapter.path / name
+        if not path.exists():  # something stands in for the configuration
+            continue
+        mode = os.stat(path).st_mode
+        if not mode & 0o004 and not mode & 0o040:
+            found = f"has mode {mode & 0o777:04o}"
+            step = f"chmod a+r {shlex.quote(str(path))}"
+            yield problem(
+                "KTB009", str(path), found, "readable by the server's user", next_step=step
+            )
+    yield from _artifacts(adapter)
+
+
+def _loaded(adapter: Adapter, ours: set[str]) -> Iterator[Problem]:
+    """Files that an engine loads beside ours, and files of ours that it doesn't load.
+
+    Expert loaders read adapter_model.safetensors and nothing else, the non-expert loader every
+    safetensors file there is.
+    """
+    for path in sorted(adapter.path.glob("*.safetensors")):
+        if path.name in ours:
+            continue
+        if adapter.layout == "expert":
+            found, step = "is no part of the adapter, and not loaded", "nothing"
+            yield problem("KTB007", str(path), found, severity="info", next_step=step)
+        else:
+            yield problem("KTB007", str(path), "would be loaded as part of the adapter")
+    others = sorted(ours - {MODEL_FILE})
+    if adapter.experts and others:
+        where, found = str(adapter.path / others[0]), "holds weights that expert loaders don't read"
+        yield problem("KTB017", where, found, MODEL_FILE, next_step=convert_step(adapter))
+
+
+def _artifacts(adapter: Adapter) -> Iterator[Problem]:
+    artifacts = (adapter.manifest or {}).get("artifacts")
+    if adapter.manifest is None or artifacts is None:
+        return
+    where = adapter.path / MANIFEST_FILE
+    if not isinstance(artifacts, dict) or not all(isinstance(v, dict) for v in artifacts.values()):
+        yield problem("KTB010", str(where), "its artifacts are not a table of files")
+        return
+    for name, record in sorted(artifacts.items()):
+        if name != os.path.basename(name):
+            yield problem("KTB010", str(where), f"lists {name!r}, which is not a file beside it")
+            continue
+        path = adapter.path / name
+        size = size_of(path)
+        if size != record.get("size"):
+            found = "is missing" if size is None else f"is {size} bytes"
+            expected = f"{record.get('size')} bytes"
+            yield problem("KTB011", str(path), found, expected, next_step=resave_step(adapter))
+        file = next((file for file in adapter.files if file.name == name), None)
+        if file is not None and record.get("tensors") is not None:
+            yield from _listed(f"{where}: {name}", file, record["tensors"])
+
+
+def _listed(where: str, file: TensorFile, listed: object) -> Iterator[Problem]:
+    actual = fused_record(file)["tensors"]
+    if listed == actual:
+        return
+    if not isinstance(listed, dict):
+        found = "lists its tensors in an unknown form"
+    elif listed.keys() == actual.keys():
+        found = "lists other shapes or dtypes than the file has"
+    else:
+        found = f"lists {len(listed)} tensors, the file has {len(actual)}"
+    yield problem("KTB013", where, found)

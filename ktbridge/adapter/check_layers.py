@@ -1,0 +1,206 @@
+"""Checks of which layers are adapted: holes that an engine would fill with the base model's weights.
+
+Against a base model the expected layers are known (``check_base``). Without one, a module's layers
+are compared with those of everything else in the set: a layer that has expert LoRA and lacks
+attention LoRA is suspicious, unless another kind of attention is there, layers lack it in a regular
+order (hybrid models), or the configuration didn't target it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from ktbridge.adapter.adapter import Adapter, Part
+from ktbridge.adapter.rules import problem
+from ktbridge.errors import Problem
+
+_ATTENTION = ("self_attn", "attn", "attention")
+_MLP = ("mlp", "block_sparse_moe", "feed_forward")
+_MAX_QUANTIFIERS, _MAX_PATH = 6, 160
+
+
+def targeted(config: dict[str, Any], module: str, layer: int) -> bool:
+    """Whether PEFT would have adapted ``module`` ("model.layers.3.self_attn.q_proj") of ``layer``.
+
+    PEFT's rule: a list names paths or their ends, a string is an expression for the whole path;
+    exclude_modules and layers_to_transform take away. False where that can't be told.
+    """
+    targets, chosen = config.get("target_modules"), config.get("layers_to_transform")
+    if _matches(config.get("exclude_modules") or [], module) is not False:
+        return False
+    if isinstance(targets, str):
+        return targets == "all-linear" or _matches(targets, module) is True
+    chosen = chosen if isinstance(chosen, list) or chosen is None else [chosen]
+    return (not chosen or layer in chosen) and _matches(targets, module) is True
+
+
+def _matches(pattern: Any, module: str) -> bool | None:
+    if isinstance(pattern, str):
+        expression = _expression(pattern)
+        if expression is None or len(module) > _MAX_PATH:
+            return None
+        return expression.fullmatch(module) is not None
+    if not isinstance(pattern, list):
+        return None
+    return any(
+        isinstance(name, str) and (module == name or module.endswith(f".{name}"))
+        for name in pattern
+    )
+
+
+@lru_cache(maxsize=64)
+def _expression(text: str) -> re.Pattern[str] | None:
+    """A stranger's expression, if it can't take exponential time: no repeated groups, few repeats."""
+    plain = re.sub(r"\\.|\[[^\]]*\]", "x", text)
+    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > _MAX_QUANTIFIERS:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return re.compile(text)
+    except (re.error, RecursionError, OverflowError, ValueError):
+        return None
+
+
+def other_layer(part: Part, layer: int) -> str:
+    """The path of the same module in another layer."""
+    before, _, after = part.key.module.rpartition(f"layers.{part.key.layer}.")
+    return f"{before}layers.{layer}.{after}"
+
+
+def numbers(layers: Iterable[int]) -> str:
+    """ "0, 1, 2, … (40 layers)" """
+    ordered = sorted(layers)
+    text = ", ".join(map(str, ordered[:6]))
+    return f"{text}, … ({len(ordered)} layers)" if len(ordered) > 6 else text
+
+
+def check_gaps(adapters: Sequence[Adapter]) -> Iterator[Problem]:
+    """Layers that may be missing, as far as that can be told without the base model.
+
+    A few holes in what is otherwise adapted everywhere are a warning, an irregular order is an info.
+    """
+    experts = {layer for adapter in adapters for layer in adapter.expert_layers()}
+    modules: dict[str, set[int]] = defaultdict(set)  # by path within a layer, over the whole set
+    for adapter in adapters:
+        for part in _in_text_layers(adapter):
+            modules[part.key.suffix].add(part.key.layer)
+    for adapter in adapters:
+        have: dict[str, set[int]] = defaultdict(set)
+        one: dict[str, Part] = {}
+        for part in _in_text_layers(adapter):
+            have[part.key.suffix].add(part.key.layer)
+            one[part.key.suffix] = part
+        missing = {
+            suffix: {
+                layer
+                for layer in _wanted(suffix, modules, experts) - layers
+                if targeted(adapter.trained_as, other_layer(one[suffix], layer), layer)
+            }
+            for suffix, layers in have.items()
+        }
+        mixers = [name for name in have if name.partition(".")[0] not in _MLP]
+        blocks = {name.partition(".")[0] for name in mixers}
+        if len(blocks) > 1 and not blocks.isdisjoint(_ATTENTION):  # a hybrid: each layer has one
+            own = have["attention"] = set().union(*(have[name] for name in mixers))
+            missing["attention"] = {
+                layer
+                for layer in set(range(min(own), max(own))).union(experts) - own
+                if any(
+                    targeted(adapter.trained_as, other_layer(one[n], layer), layer) for n in mixers
+                )
+            }
+        if adapter.experts and adapter.trained_as.get("layers_to_transform") is None:
+            own = have["mlp.experts"] = {*adapter.expert_layers()}
+            wanted = set(range(min(own), max(own))).union(*modules.values())
+            # Dense layers come first.
+            missing["mlp.experts"] = {layer for layer in wanted - own if layer > min(own)}
+        yield from _told(str(adapter.path), have, missing)
+
+
+def _told(where: str, have: dict[str, set[int]], missing: dict[str, set[int]]) -> Iterator[Problem]:
+    holes: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    irregular: list[str] = []
+    for suffix, layers in sorted(missing.items()):
+        if layers and not _regular(have[suffix]):
+            if len(have[suffix]) > 4 * len(layers):
+                holes[tuple(sorted(layers))].append(suffix)
+            elif len(set(_steps(have[suffix]))) > 1:
+                irregular.append(suffix)
+    for layers_without, suffixes in holes.items():
+        place = f"{where}: layer {layers_without[0]}"
+        found = f"{', '.join(suffixes[:6])}: no LoRA in layers {numbers(layers_without)}"
+        yield problem("KTB212", place, found, "the layers that the rest of the set has")
+    if irregular:
+        ordered, steps = sorted(have[irregular[0]]), _steps(have[irregular[0]])
+        gap = next(i for i, step in enumerate(steps) if step != min(steps))
+        found = f"{irregular[0]} has nothing between layers {ordered[gap]} and {ordered[gap + 1]}"
+        yield problem("KTB215", where, found, "layers in a regular order")
+
+
+def _in_text_layers(adapter: Adapter) -> Iterator[Part]:
+    for part in adapter.nonexpert.values():
+        if part.key.layer >= 0 and not part.key.is_vision and not part.key.is_draft:
+            yield part
+
+
+def _wanted(suffix: str, modules: dict[str, set[int]], experts: set[int]) -> set[int]:
+    """The layers that may be expected to have a module, from what else is adapted."""
+    have, block = modules[suffix], suffix.partition(".")[0]
+    if block in _MLP:
+        if suffix.endswith(".gate") or ".shared_expert" in suffix:
+            return have | experts
+        return have  # dense layers have it, sparse ones don't
+    if block not in _ATTENTION:
+        return have  # linear attention and the like: which layers have it, the model decides
+    layers = {*range(min(have), max(have))}.union(experts, *modules.values())
+    blocks = {name: name.partition(".")[0] for name in modules}
+    others = (modules[name] for name in modules if blocks[name] not in (*_MLP, block))
+    own = (modules[name] for name in modules if blocks[name] == block)
+    # Where another block does the same (linear instead of full attention) nothing is missing.
+    return layers - (set().union(*others) - set().union(*own))
+
+
+def _steps(layers: set[int]) -> list[int]:
+    return [after - before for before, after in pairwise(sorted(layers))]
+
+
+def _regular(layers: set[int]) -> bool:
+    """Whether layers lie apart in a pattern that repeats: every fourth, three of four, one of eight."""
+    steps = _steps(layers)
+    return max(steps, default=1) > 1 and any(
+        all(a == b for a, b in zip(steps, steps[period:], strict=False))
+        for period in range(1, max(1, min(16, len(steps) // 2)) + 1)
+    )
+
+
+def check_uneven(adapter: Adapter) -> Iterator[Problem]:
+    """Layers whose block (self_attn, linear_attn, ...) lacks modules that a like block has.
+
+    Only a strict subset counts: hybrid models have blocks of one name with different modules. The
+    block "mlp" itself is left out, because dense and sparse layers share that name.
+    """
+    blocks: dict[str, dict[int, dict[str, Part]]] = defaultdict(lambda: defaultdict(dict))
+    for part in _in_text_layers(adapter):
+        block, _, leaf = part.key.suffix.rpartition(".")
+        if block != "mlp":
+            blocks[block][part.key.layer][leaf] = part
+    for block, layers in sorted(blocks.items()):
+        for layer, modules in sorted(layers.items()):
+            fuller = next((m for m in layers.values() if modules.keys() < m.keys()), {})
+            lacking = sorted(
+                leaf
+                for leaf in fuller.keys() - modules.keys()
+                if targeted(adapter.trained_as, other_layer(fuller[leaf], layer), layer)
+            )
+            if lacking:
+                where = f"{adapter.path}: layer {layer} {block}"
+                found = f"has no {', '.join(lacking)}"
+                yield problem("KTB212", where, found, "the modules of other layers")
+                break

@@ -1,0 +1,192 @@
+"""Missing layers: told where there are any, silent where the architecture or the user left them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adapterfaults import drop, edit
+from rawadapter import random_bits, write_config
+
+from ktbridge.adapter import Tensor, validate_adapter
+from ktbridge.model.tensorfile import write_tensor_file
+
+EIGHT = range(8)
+QV = ("self_attn.q_proj", "self_attn.v_proj")
+SHARED = ("mlp.gate", "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+FULL = [layer for layer in range(12) if layer % 4 == 3]
+LINEAR = [layer for layer in range(12) if layer % 4 != 3]
+
+
+def adapter(
+    path: Path, modules: dict[str, Iterable[int]], experts: Iterable[int] = (), **config: Any
+) -> Path:
+    """A serving directory with LoRA on ``modules`` (path within a layer -> layers) and experts."""
+    rng, tensors = np.random.default_rng(0), []
+
+    def add(name: str, *shape: int) -> None:
+        tensors.append(Tensor(name, "BF16", shape, random_bits(rng, shape)))
+
+    for layer in experts:
+        for projection, wide, high in (("gate", 16, 8), ("up", 16, 8), ("down", 8, 16)):
+            stem = f"model.layers.{layer}.mlp.experts.0.{projection}_proj"
+            add(f"{stem}.lora_A.weight", 4, wide)
+            add(f"{stem}.lora_B.weight", high, 4)
+    for module, layers in modules.items():
+        for layer in layers:
+            add(f"base_model.model.model.layers.{layer}.{module}.lora_A.weight", 4, 16)
+            add(f"base_model.model.model.layers.{layer}.{module}.lora_B.weight", 16, 4)
+    path.mkdir()
+    write_tensor_file(path / "adapter_model.safetensors", tensors, {"format": "pt"})
+    leaves = {module.rpartition(".")[2] for module in modules}
+    leaves |= {"gate_proj", "up_proj", "down_proj"} if experts else set()
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": sorted(leaves),
+                "base_model_name_or_path": "models/base", **config}  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def found(*dirs: Path, **kwargs: Any) -> set[str]:
+    return {f"{p.code} {p.severity}" for p in validate_adapter(dirs, **kwargs).problems}
+
+
+@pytest.mark.parametrize(
+    ("missing", "where"),
+    [
+        ("layers.3.self_attn.", "layer 3"),
+        ("layers.0.self_attn.", "layer 0"),
+        ("layers.7.self_attn.", "layer 7"),
+        ("layers.3.mlp.gate.", "layer 3"),
+        ("layers.7.mlp.shared_expert.", "layer 7"),
+        ("layers.3.mlp.experts.", "layer 3"),
+        ("layers.0.mlp.", None),  # first layers may be dense
+        ("layers.0.", None),
+    ],
+)
+def test_one_hole_in_eight_layers(tmp_path: Path, missing: str, where: str | None) -> None:
+    modules: dict[str, Iterable[int]] = dict.fromkeys((*QV, *SHARED), EIGHT)
+    whole = adapter(tmp_path / "m", modules, EIGHT)
+    assert found(whole) == set()
+    problems = validate_adapter([edit(whole, drop(missing))]).problems
+    assert [(p.code, p.severity) for p in problems] == ([("KTB212", "warning")] if where else [])
+    assert all(str(where) in p.where for p in problems)
+
+
+def test_halves_of_a_pair_tell_of_each_other(tmp_path: Path) -> None:
+    expert = adapter(tmp_path / "e", {}, EIGHT)
+    first = adapter(tmp_path / "n", dict.fromkeys(QV, range(1, 8)))
+    assert found(expert) == found(first) == set()
+    assert found(expert, first) == {"KTB212 warning"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "experts"),
+    [
+        ({"self_attn.o_proj": FULL, "linear_attn.out_proj": LINEAR}, range(12)),
+        ({"self_attn.o_proj": FULL, "self_attn.qkv_proj": LINEAR}, range(12)),
+        ({"self_attn.o_proj": LINEAR}, ()),
+        ({"linear_attn.out_proj": LINEAR[:6]}, range(8)),
+        ({"linear_attn.out_proj": LINEAR[:6]}, ()),
+        ({"self_attn.o_proj": range(1, 12, 2)}, range(12)),
+        ({"self_attn.o_proj": range(12)}, range(1, 12, 2)),
+        ({"self_attn.o_proj": range(12), "mlp.down_proj": [0, 1, 2]}, range(3, 12)),
+        ({"self_attn.o_proj": [5]}, range(12)),
+    ],
+)
+def test_architectures_that_leave_layers_out(
+    tmp_path: Path, modules: dict[str, Iterable[int]], experts: Iterable[int]
+) -> None:
+    assert found(adapter(tmp_path / "m", modules, experts)) == set()
+
+
+def test_a_hole_in_a_hybrid_model(tmp_path: Path) -> None:
+    modules = {"self_attn.o_proj": FULL, "linear_attn.out_proj": LINEAR}
+    path = adapter(tmp_path / "n", modules)
+    assert found(path) == set()
+    assert found(edit(path, drop("layers.5."))) == {"KTB212 warning"}
+
+
+ONLY = [f"model.layers.{layer}.{module}" for layer in (0, 1, 2, 5) for module in QV]
+
+
+@pytest.mark.parametrize(
+    ("layers", "config", "told"),
+    [
+        ([0, 1, 2, 5], {"target_modules": ONLY}, False),
+        ([0, 1, 2, 5], {"target_modules": [*ONLY, "model.layers.4.self_attn.q_proj"]}, True),
+        ([0, 1, 2, 5], {"target_modules": r".*\.layers\.(0|1|2|5)\.self_attn\.(q|v)_proj"}, False),
+        ([0, 1, 2, 5], {"target_modules": r".*\.self_attn\.(q|v)_proj"}, True),
+        ([0, 1, 2, 5], {"target_modules": r"(.*)*\.self_attn\.(q|v)_proj"}, False),  # can't tell
+        ([0, 1, 2, 5], {"target_modules": "all-linear"}, True),
+        ([0, 1, 2, 5], {"layers_to_transform": [0, 1, 2, 5]}, False),
+        ([1], {"layers_to_transform": [0, 1]}, True),
+        ([1], {"layers_to_transform": 1}, False),
+        ([0, 1, 2, 5], {"exclude_modules": ["lm_head"]}, True),
+        ([0, 1, 2, 5], {"exclude_modules": r"model\.layers\.[3467]\..*"}, False),
+    ],
+)
+def test_layers_that_the_configuration_chose(
+    tmp_path: Path, layers: list[int], config: dict[str, Any], told: bool
+) -> None:
+    base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
+                        num_key_value_heads=1)  # fmt: skip
+    path = adapter(tmp_path / "n", dict.fromkeys(QV, layers), **config)
+    expected = {"KTB607 error"} if told else set()
+    assert found(path, base_model=base) - {"KTB106 error", "KTB117 warning"} == expected
+
+
+def test_a_source_tells_of_the_layers_that_its_output_may_lack(tmp_path: Path) -> None:
+    base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
+                        num_key_value_heads=1)  # fmt: skip
+    source = adapter(tmp_path / "n", dict.fromkeys(QV, (0, 1, 2, 5)), target_modules=ONLY)
+    output = adapter(tmp_path / "o", dict.fromkeys(QV, (0, 1, 2, 5)))
+    assert found(source, output, base_model=base) == set()
+    assert found(source, edit(output, drop("layers.2.")), base_model=base) == {
+        "KTB504 error", "KTB607 error"
+    }  # fmt: skip
+
+
+UNKNOWN: list[dict[str, Any]] = [
+    {"model_type": "kimi_linear", "num_key_value_heads": 8, "head_dim": 7},
+    {"model_type": "gemma4_text", "head_dim": 99, "layer_types": ["linear_attention"] * 8},
+    {"model_type": "ernie4_5_moe", "moe_layer_start_index": 4, "moe_num_experts": 1,
+     "num_experts": None, "num_local_experts": None, "n_routed_experts": None},
+    {"model_type": "afmoe", "num_dense_layers": 2, "moe_intermediate_size": 99},
+    {"model_type": "llama4_text", "interleave_moe_layer_step": 2, "num_experts": None},
+    {"model_type": "longcat_flash", "num_hidden_layers": None, "num_layers": 8},
+    {"model_type": "nemotron_h", "num_hidden_layers": None, "hybrid_override_pattern": "ME*ME*ME"},
+    {"model_type": "nemotron_h", "num_hidden_layers": None, "layers_block_type": ["moe"] * 8},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", UNKNOWN, ids=lambda config: config["model_type"])
+def test_only_sizes_are_checked_of_models_that_are_not_in_the_table(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    base = write_config(tmp_path / "base", **{"num_hidden_layers": 8, "num_experts": 1, **config})
+    modules = dict.fromkeys(QV, (1, 3, 5, 7))
+    path = adapter(tmp_path / "m", modules, (4, 5, 6, 7))
+    assert found(path, base_model=base) == {"KTB602 info"}
+    wider = write_config(tmp_path / "base", **{"num_hidden_layers": 7, **config, "hidden_size": 32})
+    assert {"KTB605 error", "KTB602 info"} <= found(path, base_model=wider)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("/hub/models--org--base/snapshots/0123abcd", False),
+        ("/hub/models--org--base/snapshots/0123abcd/", False),
+        ("/hub/models--org--other/snapshots/base", True),
+    ],
+)
+def test_a_base_model_in_the_hubs_cache_is_known_by_its_name(
+    tmp_path: Path, name: str, told: bool
+) -> None:
+    base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
+                        num_key_value_heads=1)  # fmt: skip
+    path = adapter(tmp_path / "n", dict.fromkeys(QV, EIGHT), base_model_name_or_path=name)
+    assert found(path, base_model=base) == ({"KTB601 warning"} if told else set())
