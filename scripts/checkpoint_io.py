@@ -29,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge import __version__
-from ktbridge.adapter.manifest import dump_json, read_json_object
+from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, Entry
+from ktbridge.model.replace import why_not_replaceable
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 from ktbridge.publish import Staging
 
@@ -150,31 +151,9 @@ def check_place(plan: Rewrite) -> None:
 
 
 def why_not_writable(target: Path, overwrite: bool) -> tuple[str, str] | None:
-    """Why ``target`` may not be (re)placed, as (found, next step); None when it may.
-
-    A missing or empty directory is free; another is replaced only with ``overwrite``, and only when
-    it is an earlier output of these scripts with nothing added: replacing deletes what was there.
-    """
-    elsewhere = "choose another output directory"
-    if not os.path.lexists(target):
-        return None
-    if not target.is_dir():
-        return "exists and is not a directory", elsewhere
-    entries = sorted(os.listdir(target))
-    if not entries:
-        return None
-    try:
-        files = read_json_object(target / PROVENANCE).get("files")
-    except KtbridgeError:
-        files = None
-    if not isinstance(files, dict):
-        return "exists and is not a checkpoint that these scripts wrote", elsewhere
-    for name in entries:
-        if name != PROVENANCE and (name not in files or (target / name).is_dir()):
-            return f"holds {name!r} besides the checkpoint, which replacing would delete", elsewhere
-    if not overwrite:
-        return "exists", "pass --overwrite to replace it, or choose another output directory"
-    return None
+    """Why ``target`` may not be (re)placed, as (found, next step): only an output of ours may."""
+    what = "a checkpoint that these scripts wrote"
+    return why_not_replaceable(target, PROVENANCE, what, overwrite)
 
 
 def execute(plan: Rewrite, on_progress: Callable[[int, int], None]) -> dict[str, Any]:

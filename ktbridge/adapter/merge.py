@@ -21,12 +21,13 @@ from typing import Any
 
 from ktbridge import __version__
 from ktbridge.adapter.adapter import Adapter
-from ktbridge.adapter.manifest import dump_json, read_json_object
+from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import Checkpoint, open_checkpoint, read_model_config
+from ktbridge.model.replace import why_not_replaceable
 from ktbridge.publish import Staging
 
 OnProgress = Callable[[int, int], None]
@@ -234,36 +235,8 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
 
 
 def why_not_writable(target: Path, overwrite: bool) -> tuple[str, str] | None:
-    """Why ``target`` may not be (re)placed, as (found, next step); None when it may.
-
-    A missing or empty directory is free. Another is replaced only with ``overwrite``, and only
-    when it is an earlier merge with nothing added: replacing deletes what was there.
-    """
-    elsewhere = "choose another output directory"
-    if not os.path.lexists(target):
-        return None
-    if not target.is_dir():
-        return "exists and is not a directory", elsewhere
-    entries = sorted(os.listdir(target))
-    if not entries:
-        return None
-    try:
-        files = read_json_object(target / MERGE_FILE).get("files")
-    except KtbridgeError:
-        files = None
-    if not isinstance(files, dict):
-        return "exists and is not a merged checkpoint", elsewhere
-    foreign = [
-        name
-        for name in entries
-        if name != MERGE_FILE and (name not in files or (target / name).is_dir())
-    ]
-    if foreign:
-        found = f"holds {foreign[0]!r} besides a merged checkpoint, which replacing it would delete"
-        return found, elsewhere
-    if not overwrite:
-        return "exists", "pass --overwrite to replace it, or choose another output directory"
-    return None
+    """Why ``target`` may not be (re)placed, as (found, next step): only an earlier merge may."""
+    return why_not_replaceable(target, MERGE_FILE, "a merged checkpoint", overwrite)
 
 
 def _check_output(target: Path, adapter: Path, base: Path, overwrite: bool) -> Iterator[Problem]:
