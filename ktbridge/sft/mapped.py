@@ -4,8 +4,8 @@ transformers loads everything else. The kernels read the experts' pages where th
 start costs what attention costs, and what is read stays in the page cache, which all processes share
 and the system may drop. bfloat16, block FP8 (``weight_scale_inv``), INT4 (``weight_packed`` of
 compressed-tensors, groups of 32 and more) and INT8 (``weight_scale``, one an output row) are read as
-shipped; a fused-transposed checkpoint
-(Qwen3-VL-MoE's published one) has no contiguous rows and can't be mapped.
+shipped. Float32 and float16 experts can't be mapped, nor can a fused-transposed checkpoint
+(Qwen3-VL-MoE's published one), whose rows aren't contiguous.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.locate import ExpertHome, expert_home
 from ktbridge.sft.modules import Triple, experts_modules
@@ -59,9 +59,12 @@ class MappedExperts:
                 f"{self.path} has no routed experts for layer {layer}",
                 "download the checkpoint again, or load the model with transformers and wrap it",
             )
-        if not home.names:
-            return self._fused(home)
-        gate, up, down = (self._stack(home, projection) for projection in PROJECTIONS)
+        try:
+            if not home.names:
+                return self._fused(home)
+            gate, up, down = (self._stack(home, projection) for projection in PROJECTIONS)
+        except UsageError as error:  # a dtype or shape that the kernels don't read as it lies
+            raise CantMap(f"{home.base} of {self.path}: {error}", error.next_step) from error
         return gate, up, down
 
     def _fused(self, home: ExpertHome) -> Triple:

@@ -16,7 +16,7 @@ from tinymoe import tiny_config, tiny_model
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.tensorfile import build_header
 from ktbridge.sft import wrap_experts
-from ktbridge.sft.loading import load_mapped, load_model
+from ktbridge.sft.loading import load_for_kernels, load_mapped, load_model
 from ktbridge.sft.mapped import CantMap
 
 IDS = torch.arange(40).reshape(2, 20) % 64
@@ -32,6 +32,18 @@ def test_mapped_and_loaded_experts_give_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(
         logits(load_mapped(tmp_path, torch.bfloat16)), logits(load_model(tmp_path, torch.bfloat16))
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_wider_experts_are_loaded_and_rounded(tmp_path: Path, dtype: torch.dtype) -> None:
+    tiny_model().to(dtype).save_pretrained(tmp_path / "wide")
+    tiny_model().save_pretrained(tmp_path / "plain")
+    with pytest.raises(CantMap):
+        load_mapped(tmp_path / "wide", torch.bfloat16)
+    found = logits(load_for_kernels(tmp_path / "wide", torch.bfloat16))
+    expected = logits(load_mapped(tmp_path / "plain", torch.bfloat16))
+    # Half precision has lost what lies below its smallest number.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0 if dtype == torch.float32 else 2e-2)
 
 
 def requantised(path: Path, method: str) -> dict[str, torch.Tensor]:
