@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from trl import SFTTrainer
 
 from ktbridge.adapter.manifest import dump_json, hash_file, read_json_object
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.publish import fsync_directory
 from ktbridge.sft.config import TrainConfig
 
@@ -61,10 +61,16 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Path | None:
     """The checkpoint that ``resume_from_checkpoint`` asks for; None where the run starts anew.
 
     ``true`` takes the last one, and starts anew where there is none. Raises ``ProblemsError`` naming
-    each setting in which the checkpoint's run differs, and KtbridgeError for a path that is none.
+    each setting in which the checkpoint's run differs, KtbridgeError for a path that is none, and
+    UsageError where starting anew would forget a run that could go on.
     """
     wish = config.resume_from_checkpoint
     if wish is False:
+        if saved(checkpoints_dir(config)) and not config.overwrite_output_dir:
+            raise UsageError(
+                f"{checkpoints_dir(config)} holds checkpoints of a run that isn't finished.",
+                "Go on with resume_from_checkpoint=true, or start anew with overwrite_output_dir=true.",
+            )
         return None
     if wish is True:
         found = saved(checkpoints_dir(config))
@@ -86,7 +92,7 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Path | None:
             f"{place}: {key}",
             f"{theirs.get(key)!r} in the checkpoint's run",
             f"{own.get(key)!r}, as now",
-            "Restore it, or start anew with resume_from_checkpoint: false.",
+            "Restore it, or start anew with resume_from_checkpoint=false overwrite_output_dir=true.",
         )
         for key in sorted(own.keys() | theirs.keys())
         if own.get(key) != theirs.get(key)
@@ -97,10 +103,16 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Path | None:
 
 
 def saved(root: Path) -> list[Path]:
-    """Finished checkpoints of a run, by step."""
-    found = [path for path in root.glob("checkpoint-*") if (path / IDENTITY_FILE).is_file()]
-    numbered = [(int(match[1]), path) for path in found if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(numbered)]
+    """Finished checkpoints of a run in the order in which they were written.
+
+    Not by step: a run that went on from an earlier one leaves later steps behind it.
+    """
+    whole = [
+        path
+        for path in root.glob("checkpoint-*")
+        if _NAME.fullmatch(path.name) and (path / IDENTITY_FILE).is_file()
+    ]
+    return sorted(whole, key=lambda path: (path / IDENTITY_FILE).stat().st_mtime_ns)
 
 
 class ResumableTrainer(SFTTrainer):

@@ -87,6 +87,8 @@ def train(
     base = resolve_model(config.model_name_or_path)
     own = identity(config, base)
     checkpoint = find_checkpoint(config, own)
+    if checkpoint is None:
+        shutil.rmtree(checkpoints_dir(config), ignore_errors=True)  # find_checkpoint has asked
     set_seed(config.seed)
     tokenizer = _load_tokenizer(base)
     model = _attach_lora(

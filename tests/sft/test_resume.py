@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.resume import find_checkpoint, identity
 
@@ -112,11 +112,18 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     config = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=true"])
     base = Path(config.model_name_or_path)
     assert find_checkpoint(config, identity(config, base)) is None  # nothing to go on from
-    place = run_dir / "raw.checkpoints" / "checkpoint-10"
-    for path in (place, place.with_name("checkpoint-9")):
+    place = run_dir / "raw.checkpoints" / "checkpoint-9"
+    for number, path in enumerate((place.with_name("checkpoint-10"), place)):
         path.mkdir(parents=True)
-        (path / "ktbridge_checkpoint.json").write_text(json.dumps(identity(config, base)))
-    assert find_checkpoint(config, identity(config, base)) == place
+        file = path / "ktbridge_checkpoint.json"
+        file.write_text(json.dumps(identity(config, base)))
+        os.utime(file, (number, number))
+    assert find_checkpoint(config, identity(config, base)) == place  # the last one written
+    anew = load_config(run_dir / "run.yaml")
+    with pytest.raises(UsageError, match="holds checkpoints of a run that isn't finished"):
+        find_checkpoint(anew, identity(anew, base))
+    anew = load_config(run_dir / "run.yaml", ["overwrite_output_dir=true"])
+    assert find_checkpoint(anew, identity(anew, base)) is None
 
     with open(run_dir / "rows.jsonl", "a") as file:
         file.write((run_dir / "rows.jsonl").read_text().splitlines()[0] + "\n")
