@@ -33,6 +33,31 @@ _SYNC_FILE_RANGE_WRITE = 2
 Refusal = Callable[[Path], "tuple[str, str] | None"]
 
 
+# What there is to object to in a directory with these entries, as (found, next step).
+Objection = Callable[[list[str]], "tuple[str, str] | None"]
+ELSEWHERE = "choose another output directory"
+
+
+def why_not_replaced(target: Path, overwrite: bool, objection: Objection) -> tuple[str, str] | None:
+    """Why ``target`` may not be (re)placed, as (found, next step); None when it may.
+
+    A missing or empty directory is free. Another is replaced only with ``overwrite``, and only
+    where there is no ``objection`` to its entries: replacing deletes what was there.
+    """
+    if not os.path.lexists(target):
+        return None
+    if not target.is_dir():
+        return "exists and is not a directory", ELSEWHERE
+    entries = sorted(os.listdir(target))
+    if not entries:
+        return None
+    if reason := objection(entries):
+        return reason
+    if not overwrite:
+        return "exists", f"pass --overwrite to replace it, or {ELSEWHERE}"
+    return None
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` with ``text``: write beside, fsync, rename, fsync the directory.
 

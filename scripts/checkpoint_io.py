@@ -11,7 +11,6 @@ Memory is bounded whatever the size of a shard: each worker holds one block of `
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from ktbridge import __version__
 from ktbridge.adapter.manifest import dump_json
+from ktbridge.adapter.publish import explained
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, Entry
 from ktbridge.model.replace import why_not_replaceable
@@ -173,34 +173,31 @@ def execute(plan: Rewrite, on_progress: Callable[[int, int], None]) -> dict[str,
         done += count
         on_progress(done, total)
 
-    try:
-        with Staging(plan.output, lambda path: why_not_writable(path, plan.overwrite)) as staging:
-            weight_map: dict[str, str] = {}
-            with ThreadPoolExecutor(workers) as pool:
-                for shard, parts in shards.items():
-                    file = plan.checkpoint.file(shard)
-                    to = staging.path / shard
-                    _write_shard(to, parts, file.metadata, pool, on_bytes, file.release)
-                    file.release()
-                    weight_map |= {name: shard for part in parts for name, _, _ in part.outputs}
-            for name in plan.copied:
-                shutil.copyfile(plan.checkpoint.path / name, staging.path / name)
-            staging.write_bytes("config.json", _json(plan.config))
-            if set(shards) != {"model.safetensors"}:
-                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                staging.write_bytes(_INDEX, _json(index))
-            staging.flush()
-            files = {path.name: path.stat().st_size for path in sorted(staging.path.iterdir())}
-            said = {"version": 1, "made_by": f"ktbridge {__version__}", **plan.as_dict()}
-            staging.write_bytes(PROVENANCE, dump_json({**said, "files": files}))
-            staging.commit()
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise KtbridgeError(
-                f"the disk is full: {total / 1e9:.2f} GB are needed, nothing was written",
-                "free space, or choose an output directory on another disk",
-            ) from error
-        raise KtbridgeError(f"writing failed, nothing was written: {error}", "try again") from error
+    stagings: list[Staging] = []
+    with (
+        explained(stagings, total),
+        Staging(plan.output, lambda path: why_not_writable(path, plan.overwrite)) as staging,
+    ):
+        stagings.append(staging)
+        weight_map: dict[str, str] = {}
+        with ThreadPoolExecutor(workers) as pool:
+            for shard, parts in shards.items():
+                file = plan.checkpoint.file(shard)
+                to = staging.path / shard
+                _write_shard(to, parts, file.metadata, pool, on_bytes, file.release)
+                file.release()
+                weight_map |= {name: shard for part in parts for name, _, _ in part.outputs}
+        for name in plan.copied:
+            shutil.copyfile(plan.checkpoint.path / name, staging.path / name)
+        staging.write_bytes("config.json", _json(plan.config))
+        if set(shards) != {"model.safetensors"}:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            staging.write_bytes(_INDEX, _json(index))
+        staging.flush()
+        files = {path.name: path.stat().st_size for path in sorted(staging.path.iterdir())}
+        said = {"version": 1, "made_by": f"ktbridge {__version__}", **plan.as_dict()}
+        staging.write_bytes(PROVENANCE, dump_json({**said, "files": files}))
+        staging.commit()
     return {**plan.as_dict(), "seconds": round(time.perf_counter() - started, 3)}
 
 

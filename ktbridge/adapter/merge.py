@@ -8,7 +8,6 @@ may replace.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from ktbridge import __version__
 from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
+from ktbridge.adapter.publish import explained
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
@@ -193,31 +193,28 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
         if on_progress is not None:
             on_progress(done, total)
 
-    try:
-        with Staging(plan.output, lambda path: why_not_writable(path, plan.overwrite)) as staging:
-            workers = min(8, len(os.sched_getaffinity(0)))
-            with Writer(staging.path, workers, on_bytes) as writer:
-                for name in plan.copied:
-                    writer.copy(plan.checkpoint.path / name)
-                for shard in plan.checkpoint.shards:
-                    file = plan.checkpoint.file(shard)
-                    writer.write(file, plan.deltas.by_shard.get(shard, []))
-                writer.finish()
-            if not writer.changed:
-                raise KtbridgeError(
-                    f"{plan.adapter.path} changes no weight: every delta is zero, or too small "
-                    "for the checkpoint's dtype",
-                    "check that training updated it: after one step, B is no longer zero",
-                )
-            staging.write_bytes(MERGE_FILE, dump_json(_provenance(plan)))
-            staging.commit()
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    stagings: list[Staging] = []
+    with (
+        explained(stagings, total),
+        Staging(plan.output, lambda path: why_not_writable(path, plan.overwrite)) as staging,
+    ):
+        stagings.append(staging)
+        workers = min(8, len(os.sched_getaffinity(0)))
+        with Writer(staging.path, workers, on_bytes) as writer:
+            for name in plan.copied:
+                writer.copy(plan.checkpoint.path / name)
+            for shard in plan.checkpoint.shards:
+                file = plan.checkpoint.file(shard)
+                writer.write(file, plan.deltas.by_shard.get(shard, []))
+            writer.finish()
+        if not writer.changed:
             raise KtbridgeError(
-                f"the disk is full: {total / 1e9:.2f} GB are needed, nothing was written",
-                "free space, or choose an output directory on another disk",
-            ) from error
-        raise KtbridgeError(f"writing failed, nothing was written: {error}", "try again") from error
+                f"{plan.adapter.path} changes no weight: every delta is zero, or too small "
+                "for the checkpoint's dtype",
+                "check that training updated it: after one step, B is no longer zero",
+            )
+        staging.write_bytes(MERGE_FILE, dump_json(_provenance(plan)))
+        staging.commit()
     return MergeReport(
         adapter=str(plan.adapter.path),
         base_model=str(plan.checkpoint.path),

@@ -12,7 +12,7 @@ from pathlib import Path
 from ktbridge.adapter.adapter import is_number
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
-from ktbridge.publish import Staging
+from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
 
 PathLike = str | os.PathLike[str]
 # An adapter, and what `ktbridge train` leaves beside it. A README may be a user's own work.
@@ -24,7 +24,6 @@ _OURS = re.compile(
 )
 # What only training leaves: a conversion can be repeated, training costs days.
 _TRAINED = re.compile(r"fused_expert_lora.*|trainer_log\.jsonl|training_loss\.png")
-_ELSEWHERE = "choose another output directory"
 
 
 def stage_adapter(target: PathLike, *, overwrite: bool = False, layout: str = "raw") -> Staging:
@@ -39,27 +38,21 @@ def why_not_writable(target: Path, overwrite: bool, layout: str = "raw") -> tupl
     only when it holds an adapter and nothing else: replacing deletes what was there. A training
     output gives way to another raw ``layout`` only.
     """
-    if not os.path.lexists(target):
+
+    def objection(entries: list[str]) -> tuple[str, str] | None:
+        if "adapter_config.json" not in entries:
+            return "exists and is not an adapter directory", ELSEWHERE
+        foreign = [n for n in entries if not _OURS.fullmatch(n) or (target / n).is_dir()]
+        if foreign:
+            found = f"holds {foreign[0]!r} besides an adapter, which replacing it would delete"
+            return found, ELSEWHERE
+        trained = [name for name in entries if _TRAINED.fullmatch(name)]
+        if trained and layout != "raw":
+            found = f"is a training output ({trained[0]}), which replacing it would delete"
+            return found, ELSEWHERE
         return None
-    if not target.is_dir():
-        return "exists and is not a directory", _ELSEWHERE
-    entries = sorted(os.listdir(target))
-    if not entries:
-        return None
-    foreign = [name for name in entries if not _OURS.fullmatch(name) or (target / name).is_dir()]
-    if "adapter_config.json" not in entries:
-        return "exists and is not an adapter directory", _ELSEWHERE
-    if foreign:
-        return (
-            f"holds {foreign[0]!r} besides an adapter, which replacing it would delete",
-            _ELSEWHERE,
-        )
-    trained = [name for name in entries if _TRAINED.fullmatch(name)]
-    if trained and layout != "raw":
-        return f"is a training output ({trained[0]}), which replacing it would delete", _ELSEWHERE
-    if not overwrite:
-        return "exists", f"pass --overwrite to replace it, or {_ELSEWHERE}"
-    return None
+
+    return why_not_replaced(target, overwrite, objection)
 
 
 def check_request(
@@ -87,9 +80,9 @@ def check_places(source: Path, paths: Mapping[str, Path], overwrite: bool) -> It
         above = next(parent for parent in path.parents if os.path.lexists(parent))
         reason = why_not_writable(path, overwrite, layout)
         if not above.is_dir():
-            reason = f"lies inside {above}, which is not a directory", _ELSEWHERE
+            reason = f"lies inside {above}, which is not a directory", ELSEWHERE
         elif not os.access(above, os.W_OK | os.X_OK):
-            reason = f"lies in {above}, where nothing can be written", _ELSEWHERE
+            reason = f"lies in {above}, where nothing can be written", ELSEWHERE
         if reason:
             yield problem("KTB701", str(path), reason[0], next_step=reason[1])
     places = [Path(os.path.realpath(source)), *paths.values()]
@@ -130,7 +123,7 @@ def explained(stagings: list[Staging], need: int) -> Iterator[None]:
                 "free space, or choose output directories on another disk",
             ) from error
         passing = error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
-        step = "try again" if passing else _ELSEWHERE
+        step = "try again" if passing else ELSEWHERE
         raise KtbridgeError(f"writing failed, {left}: {error}", step) from error
 
 

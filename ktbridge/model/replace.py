@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.jsonfile import read_json_file
-
-_ELSEWHERE = "choose another output directory"
+from ktbridge.publish import ELSEWHERE, why_not_replaced
 
 
 def why_not_replaceable(
@@ -20,23 +18,18 @@ def why_not_replaceable(
     its ``marker`` (a JSON file) lists all ``files`` in it: replacing deletes what was there. ``what``
     says what such a directory is ("a merged checkpoint").
     """
-    if not os.path.lexists(target):
+
+    def objection(entries: list[str]) -> tuple[str, str] | None:
+        try:
+            files = read_json_file(target / marker).get("files")
+        except KtbridgeError:
+            files = None
+        if not isinstance(files, dict):
+            return f"exists and is not {what}", ELSEWHERE
+        for name in entries:
+            if name != marker and (name not in files or (target / name).is_dir()):
+                found = f"holds {name!r} besides {what}, which replacing it would delete"
+                return found, ELSEWHERE
         return None
-    if not target.is_dir():
-        return "exists and is not a directory", _ELSEWHERE
-    entries = sorted(os.listdir(target))
-    if not entries:
-        return None
-    try:
-        files = read_json_file(target / marker).get("files")
-    except KtbridgeError:
-        files = None
-    if not isinstance(files, dict):
-        return f"exists and is not {what}", _ELSEWHERE
-    for name in entries:
-        if name != marker and (name not in files or (target / name).is_dir()):
-            found = f"holds {name!r} besides {what}, which replacing it would delete"
-            return found, _ELSEWHERE
-    if not overwrite:
-        return "exists", "pass --overwrite to replace it, or choose another output directory"
-    return None
+
+    return why_not_replaced(target, overwrite, objection)

@@ -87,8 +87,6 @@ def train(
     base = resolve_model(config.model_name_or_path)
     own = identity(config, base)
     checkpoint = find_checkpoint(config, own)
-    if checkpoint is None:
-        shutil.rmtree(checkpoints_dir(config), ignore_errors=True)  # find_checkpoint has asked
     set_seed(config.seed)
     tokenizer = _load_tokenizer(base)
     model = _attach_lora(
@@ -114,6 +112,8 @@ def train(
             )
         trainer.remove_callback(PrinterCallback)
         tokens_before = _tokens_seen(checkpoint)
+        if checkpoint is None:  # find_checkpoint has asked, and all that may be refused has been
+            shutil.rmtree(checkpoints_dir(config), ignore_errors=True)
         started = time.perf_counter()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         seconds = time.perf_counter() - started
