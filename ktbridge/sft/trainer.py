@@ -21,10 +21,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
@@ -33,15 +31,15 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig
 
-from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.errors import KtbridgeError
 from ktbridge.model import resolve_model
+from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.checkpoint import save_raw_adapter
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import load_conversations
-from ktbridge.sft.inject import expert_layers, wrap_experts
+from ktbridge.sft.inject import expert_layers
 from ktbridge.sft.loading import load_for_kernels, load_tokenizer
-from ktbridge.sft.modules import LAYER
 from ktbridge.sft.resume import ResumableTrainer, checkpoints_dir, find_checkpoint, identity
 
 LOG_FILE = "trainer_log.jsonl"
@@ -89,7 +87,7 @@ def train(
     checkpoint = find_checkpoint(config, own)
     set_seed(config.seed)
     tokenizer = _load_tokenizer(base)
-    model = _attach_lora(
+    model = attach_lora(
         load_for_kernels(base, torch.bfloat16 if config.bf16 else torch.float32), config
     )
 
@@ -161,21 +159,6 @@ def _refuse_nan(model: nn.Module) -> None:
             )
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """Names of the linear modules inside decoder layers: what non-expert LoRA can attach to.
-
-    PEFT's own "all-linear" is not used: for mixture-of-experts models it also claims the fused experts, whose
-    LoRA is ours.
-    """
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and LAYER.search(name)
-        }
-    )
-
-
 def _load_tokenizer(base: Path) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(base)
     if not tokenizer.chat_template:
@@ -184,35 +167,6 @@ def _load_tokenizer(base: Path) -> PreTrainedTokenizerBase:
             "Add chat_template.jinja to the model directory (the instruct variant of the model has one).",
         )
     return tokenizer
-
-
-def _attach_lora(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
-    """PEFT on the non-experts first, then the experts onto the kernels."""
-    available = linear_names(model)
-    targets = available if config.lora_target == ("all",) else list(config.lora_target)
-    missing = [target for target in targets if target not in available]
-    if missing:
-        raise UsageError(
-            f"lora_target names no linear module of this model: {', '.join(missing)}.",
-            f'Use "all", or some of {", ".join(available)}.',
-        )
-    lora = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation doesn't
-        lora_dropout=config.lora_dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-    tuned = get_peft_model(model, lora)
-    wrap_experts(
-        tuned,
-        config.expert_rank,
-        config.expert_alpha,
-        threads=config.kt_config.kt_num_threads,
-        activation=config.kt_config.expert_activation,
-        accumulate_grad=True,  # the Trainer reads .grad only, after whole backward passes
-    )
-    return tuned
 
 
 def _trainer_arguments(config: TrainConfig, scratch: str) -> SFTConfig:
