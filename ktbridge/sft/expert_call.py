@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
+from ktbridge.sft import checkpointing, crossing
 from ktbridge.sft.weights import PROJECTIONS, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
@@ -29,7 +32,11 @@ class ExpertCall:
     scale: float
     keep: _kernels.Keep
     accumulate: bool
+    replayed: torch.Tensor | None = None
+    """The output [T, H] of this call, on the host, where a checkpointed layer runs a second time."""
     saved: _kernels.Saved | None = None
+    host: tuple[torch.Tensor, ...] = ()
+    """Host copies of hidden [T, H] and topk_weights [T, K] that came from a GPU."""
 
     def addresses(self, tensors: Iterable[torch.Tensor | None]) -> list[int]:
         """Addresses by ``LORA_NAMES``; 0 where there is no parameter or no tensor."""
@@ -53,37 +60,51 @@ class ExpertFunction(torch.autograd.Function):
         topk_weights: torch.Tensor,
         *lora: torch.Tensor,
     ) -> torch.Tensor:
-        hidden, topk_ids = hidden.contiguous(), topk_ids.contiguous()
-        topk_weights = topk_weights.contiguous()
         ctx.parameters = lora
         lora = tuple(parameter.contiguous() for parameter in lora)
-        out = torch.empty_like(hidden)
-        call.saved = call.layer.forward(
-            call.addresses(lora),
-            call.rank,
-            call.scale,
-            hidden.shape[0],
-            topk_ids.shape[1],
-            hidden.data_ptr(),
-            topk_ids.data_ptr(),
-            topk_weights.data_ptr(),
-            out.data_ptr(),
-            call.keep,
-        )
-        if call.saved is not None:
+        ctx.device = hidden.device
+        crosses = hidden.device.type != "cpu"
+        if call.replayed is not None:
+            out = call.replayed if crosses else call.replayed.clone()
+        else:
+            hidden_host, ids, weights = crossing.to_host(hidden, topk_ids, topk_weights)
+            out = crossing.host_empty(hidden, crosses)
+            with _counted():
+                call.saved = call.layer.forward(
+                    call.addresses(lora),
+                    call.rank,
+                    call.scale,
+                    hidden.shape[0],
+                    topk_ids.shape[1],
+                    hidden_host.data_ptr(),
+                    ids.data_ptr(),
+                    weights.data_ptr(),
+                    out.data_ptr(),
+                    call.keep,
+                )
+            # What stays on the CPU is the caller's, who may change it in place.
+            checkpointing.record(out if crosses else out.clone())
+            if call.saved is not None and crosses:
+                call.host = (hidden_host, weights)
+        if call.keep != _kernels.Keep.nothing:
             ctx.call = call
-            ctx.save_for_backward(hidden, topk_weights, *lora)
-        return out
+            # A second forward saves what the first one did: checkpointing pairs them.
+            own = () if crosses else (hidden, topk_weights)
+            ctx.save_for_backward(*own, *lora)
+        return crossing.to_device(out, hidden.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        hidden, topk_weights, *lora = ctx.saved_tensors
         call: ExpertCall = ctx.call
+        kept: tuple[torch.Tensor, ...] = ctx.saved_tensors
         assert call.saved is not None  # autograd refuses a second backward above
-        d_out = d_out.to(torch.bfloat16).contiguous()
-        d_hidden = torch.empty_like(hidden)
-        d_weights = torch.empty_like(topk_weights)
+        hidden, topk_weights, *lora = (*call.host, *kept)
+        hidden, topk_weights = hidden.contiguous(), topk_weights.contiguous()
+        (d_out,) = crossing.to_host(d_out.to(torch.bfloat16))
+        crosses = ctx.device.type != "cpu"
+        d_hidden = crossing.host_empty(hidden, crosses)
+        d_weights = crossing.host_empty(topk_weights, crosses)
         # Where each gradient is added up, and what autograd is told of it.
         targets: list[torch.Tensor | None] = []
         told: list[torch.Tensor | None] = []
@@ -94,21 +115,41 @@ class ExpertFunction(torch.autograd.Function):
             fresh = needed and not straight
             told.append(float_zeros(parameter.shape) if fresh else None)
             targets.append(parameter.grad if straight else told[-1])
-        call.layer.backward(
-            call.saved,
-            call.addresses(lora),
-            call.rank,
-            call.scale,
-            hidden.data_ptr(),
-            d_out.data_ptr(),
-            d_hidden.data_ptr(),
-            d_weights.data_ptr(),
-            call.addresses(targets),
-        )
+        with _counted():
+            call.layer.backward(
+                call.saved,
+                call.addresses(lora),
+                call.rank,
+                call.scale,
+                hidden.data_ptr(),
+                d_out.data_ptr(),
+                d_hidden.data_ptr(),
+                d_weights.data_ptr(),
+                call.addresses(targets),
+            )
         if not _graph_is_kept():
             # Like saved tensors: a loss that lives on doesn't hold the activations.
-            call.saved = None
-        return None, d_hidden, None, d_weights, *told
+            call.saved, call.host = None, ()
+        there = (crossing.to_device(d, ctx.device) for d in (d_hidden, d_weights))
+        return None, next(there), None, next(there), *told
+
+
+_seconds = 0.0
+
+
+def kernel_seconds() -> float:
+    """Seconds that this process has spent in the expert kernels so far, forward and backward."""
+    return _seconds
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    global _seconds
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        _seconds += time.perf_counter() - started
 
 
 def float_zeros(shape: Sequence[int]) -> torch.Tensor:

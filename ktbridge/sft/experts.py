@@ -19,8 +19,14 @@ from torch import nn
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
+from ktbridge.sft import checkpointing
 from ktbridge.sft.config import MAX_EXPERT_RANK
-from ktbridge.sft.expert_call import LORA_NAMES, ExpertCall, ExpertFunction, float_zeros
+from ktbridge.sft.expert_call import (
+    LORA_NAMES,
+    ExpertCall,
+    ExpertFunction,
+    float_zeros,
+)
 from ktbridge.sft.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}
@@ -43,9 +49,12 @@ class MoELoRAExperts(nn.Module):
 
     ``activation`` says what a forward keeps for its backward: "retain" keeps each expert's activations,
     "recompute" only the routing and the LoRA's thin products, for one more gate and up product in backward.
-    Both give the same bits; ``saved_bytes`` is what the last forward kept. Gradient checkpointing with
-    ``use_reentrant=False`` saves nothing here, since it can only drop tensors that autograd saved: use
-    ``activation="recompute"`` instead.
+    Both give the same bits; ``saved_bytes`` is what the last forward kept. Gradient checkpointing has nothing
+    to say here: what the kernels keep is ``activation``'s to decide. Switch it on with
+    ``ktbridge.sft.checkpointing.enable``, which spares the experts' second forward.
+
+    The parameters stay float32 on the CPU whatever the model around them is moved or converted to, and so
+    do the weights. Inputs may be on a GPU: they cross through pinned memory, and so does the output.
 
     ``accumulate_grad = True`` lets backward add LoRA gradients straight into float32 ``.grad`` buffers (made
     once, zeroed) instead of filling new tensors for autograd to add. The price: autograd doesn't see
@@ -172,8 +181,9 @@ class MoELoRAExperts(nn.Module):
     ) -> torch.Tensor:
         """hidden [T, H] bfloat16, topk_ids [T, K] int64, topk_weights [T, K] float32 -> [T, H] bfloat16.
 
-        Differentiable (once) in ``hidden``, ``topk_weights`` and the LoRA parameters. Raises ``UsageError``
-        for other dtypes or shapes, and ``IndexError`` when an id is not an expert's.
+        All on the CPU or all on one GPU, where the result is, too. Differentiable (once) in
+        ``hidden``, ``topk_weights`` and the LoRA parameters. Raises ``UsageError`` for other dtypes or
+        shapes, and ``IndexError`` when an id is not an expert's.
         """
         _check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
         names = self.lora_names if self.lora_enabled else ()
@@ -196,10 +206,16 @@ class MoELoRAExperts(nn.Module):
             self.lora_alpha / self.lora_rank if names else 0.0,
             _KEEP[self.activation] if needed else _kernels.Keep.nothing,
             self.accumulate_grad,
+            checkpointing.replayed(),
         )
         out = ExpertFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
-        self.saved_bytes = call.saved.bytes if call.saved is not None else 0
+        if call.replayed is None:
+            self.saved_bytes = call.saved.bytes if call.saved is not None else 0
         return out
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoELoRAExperts:
+        """What ``Module.to``, ``cuda``, ``half`` and the like do to a module: here, nothing."""
+        return self
 
     def __copy__(self) -> MoELoRAExperts:
         made = type(self).__new__(type(self))
@@ -305,19 +321,21 @@ def _check_inputs(
     hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden_size: int
 ) -> None:
     expected = (
-        ("hidden", hidden, torch.bfloat16, 2),
-        ("topk_ids", ids, torch.int64, 2),
-        ("topk_weights", weights, torch.float32, 2),
+        ("hidden", hidden, torch.bfloat16),
+        ("topk_ids", ids, torch.int64),
+        ("topk_weights", weights, torch.float32),
     )
-    for name, tensor, dtype, dim in expected:
+    for name, tensor, dtype in expected:
         if (
             not isinstance(tensor, torch.Tensor)
             or tensor.dtype != dtype
-            or tensor.dim() != dim
-            or tensor.device.type != "cpu"
+            or tensor.dim() != 2
+            or tensor.device.type not in ("cpu", "cuda")
+            or tensor.device != hidden.device
         ):
             raise UsageError(
-                f"{name} must be a {dim}-D {dtype} tensor on the CPU, not {_describe(tensor)}."
+                f"{name} must be a 2-D {dtype} tensor on the CPU, or all on one GPU, "
+                f"not {_describe(tensor)}."
             )
     if hidden.shape[1] != hidden_size or ids.shape != weights.shape or len(ids) != len(hidden):
         raise UsageError(

@@ -20,7 +20,8 @@ from transformers.utils import logging
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.mapped import CantMap, MappedExperts, experts_left_out
-from ktbridge.sft.modules import LAYER, experts_modules, give_experts
+from ktbridge.sft.modules import LAYER, experts_modules, give_experts, keep_on_cpu
+from ktbridge.sft.placement import Place, device_map, on_cpu, placed
 
 
 def load_model(path: Path, dtype: torch.dtype) -> Any:
@@ -34,32 +35,43 @@ def load_model(path: Path, dtype: torch.dtype) -> Any:
         return _loaded(cls, path, config, dtype, {})
 
 
-def load_for_kernels(path: Path, dtype: torch.dtype) -> Any:
+def load_for_kernels(
+    path: Path, dtype: torch.dtype, place: Place = on_cpu, experts: Path | None = None
+) -> Any:
     """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
 
-    Else they are loaded, in bfloat16. ``dtype`` is that of everything else. Raises as ``load_model``.
+    Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``place`` says on which device
+    it goes, ``experts`` names another checkpoint of the same experts to map. Raises as ``load_model``.
     """
     try:
-        return load_mapped(path, dtype)
+        return load_mapped(path, dtype, place, experts)
     except CantMap:
+        if experts is not None:
+            raise  # asked for by name, and the ones in `path` may be stored otherwise
         model = load_model(path, dtype)
-    for _, experts in experts_modules(model):
-        experts.to(torch.bfloat16)
-    return model
+    for _, module in experts_modules(model):
+        keep_on_cpu(module)
+    return placed(model, place)
 
 
-def load_mapped(path: Path, dtype: torch.dtype) -> Any:
+def load_mapped(
+    path: Path, dtype: torch.dtype, place: Place = on_cpu, experts: Path | None = None
+) -> Any:
     """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
 
     ``dtype`` is that of everything else; the experts keep the checkpoint's storage. Until it is wrapped
     the model can't run. Raises ``CantMap`` where the kernels can't read the checkpoint's experts in
     place, and KtbridgeError as ``load_model`` does.
     """
-    mapped = MappedExperts(path)
+    mapped = MappedExperts(experts or path)
     with _told_in_a_sentence(path):
         whole, config = _model_class(AutoConfig.from_pretrained(path))
         with experts_left_out(whole) as cls:
-            model = _loaded(cls, path, config, dtype, _unquantised(config, mapped))
+            options = _unquantised(config, mapped)
+            devices = device_map(cls, config, place)
+            if devices:
+                options["device_map"] = devices
+            model = _loaded(cls, path, config, dtype, options)
     for name, module in experts_modules(model):
         match = LAYER.search(name)
         if match is None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ktbridge.sft.weights import ExpertWeights
@@ -31,3 +32,24 @@ def given_experts(module: Any) -> Triple | None:
     """The weights handed to a module that has none of its own; None for one that loaded them."""
     found: Triple | None = getattr(module, "mapped_experts", None)
     return found
+
+
+def keep_on_cpu(module: Any) -> None:
+    """Turn a module's loaded experts into bfloat16 weights handed to it, which nothing moves any more.
+
+    A layout that the kernels don't serve is left alone, for ``wrap_experts`` to refuse by name.
+    """
+    if not module.has_gate or module.has_bias or module.is_transposed or not module.is_concatenated:
+        return
+    gate_up = module.gate_up_proj.data.to(torch.bfloat16)
+    down = module.down_proj.data.to(torch.bfloat16)
+    inner = gate_up.shape[1] // 2
+    del module.gate_up_proj, module.down_proj
+    give_experts(
+        module,
+        (
+            ExpertWeights.bf16(gate_up[:, :inner]),
+            ExpertWeights.bf16(gate_up[:, inner:]),
+            ExpertWeights.bf16(down),
+        ),
+    )

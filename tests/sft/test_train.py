@@ -115,7 +115,7 @@ def test_a_failed_run_leaves_nothing_behind(run_dir):
     "ignore"
 )  # trl's and transformers' advice, which `ktbridge train` silences too
 def test_straight_accumulation_and_recompute_train_to_the_same_losses(run_dir, monkeypatch):
-    from ktbridge.sft import trainer
+    from ktbridge.sft import attach, trainer
 
     def losses(name, accumulate, activation):
         layers = []
@@ -126,7 +126,7 @@ def test_straight_accumulation_and_recompute_train_to_the_same_losses(run_dir, m
             layers.extend(expert_layers(model).values())
             return model
 
-        monkeypatch.setattr(trainer, "wrap_experts", wrap)
+        monkeypatch.setattr(attach, "wrap_experts", wrap)
         overrides = {
             "output_dir": str(run_dir / name),
             "per_device_train_batch_size": 4,
