@@ -1,5 +1,6 @@
 # make demo    the whole loop on a tiny model, CPU only, in minutes
 # make test    the whole test suite, C++ and Python
+# make test-gpu   the tests that need a CUDA GPU
 # make check   lint, formatting, types
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -18,7 +19,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test check format clean help test-kernels sanitize
+.PHONY: demo test test-gpu check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -29,6 +30,9 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest
 	@$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.dev
+	@$(BIN)/python -m pytest tests/gpu
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)

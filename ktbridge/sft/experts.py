@@ -21,12 +21,8 @@ from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.sft import checkpointing
 from ktbridge.sft.config import MAX_EXPERT_RANK
-from ktbridge.sft.expert_call import (
-    LORA_NAMES,
-    ExpertCall,
-    ExpertFunction,
-    float_zeros,
-)
+from ktbridge.sft.expert_call import LORA_NAMES, ExpertCall, ExpertFunction, float_zeros
+from ktbridge.sft.expert_call import kernel_seconds as kernel_seconds
 from ktbridge.sft.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}

@@ -1,0 +1,179 @@
+"""One contestant of bench_train.py: some optimizer steps on one checkpoint; a line of JSON about them.
+
+* ``ktbridge``: attention on the GPU, experts mapped from the checkpoint and run by our kernels.
+* ``offload``: the same placement with torch's own CPU operations for the experts, which are loaded.
+* ``gpu``: Hugging Face and PEFT with everything on the GPU, LoRA on the fused experts too.
+
+All train LoRA on attention and experts with the same rank, rows, checkpointing, AdamW and loss.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ktbridge.sft  # before torch: it lets OpenMP's idle threads sleep
+
+# isort: split
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ktbridge.sft import checkpointing
+from ktbridge.sft.experts import kernel_seconds
+from ktbridge.sft.loading import load_mapped
+from ktbridge.sft.modules import experts_modules
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class TorchExperts(nn.Module):
+    """Experts and their LoRA on the CPU in torch: tokens sorted by expert, gathered and scattered once."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down  # [E, 2I, H], [E, H, I]
+        self.scale = 2.0
+        shapes = ((rank, gate_up.shape[2]), (gate_up.shape[1] // 2, rank))
+        sizes = [*shapes, *shapes, (rank, down.shape[2]), (down.shape[1], rank)]
+        # A leaf for each expert, as PEFT has them; slices of one would each make a gradient of the whole.
+        self.lora = nn.ParameterList(
+            nn.Parameter(torch.randn(size) * 0.02 * (index % 2 == 0))
+            for _ in range(len(gate_up))
+            for index, size in enumerate(sizes)
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TorchExperts:
+        return self
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=len(self.down)).tolist()
+        tokens = order // ids.shape[1]
+        parts = x.index_select(0, tokens).split(counts)
+        outputs = torch.cat([self._expert(e, part) for e, part in enumerate(parts) if len(part)])
+        weighted = outputs * weights.flatten().index_select(0, order)[:, None]
+        return torch.zeros_like(x).index_add(0, tokens, weighted.to(x.dtype))
+
+    def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        gate_a, gate_b, up_a, up_b, down_a, down_b = (
+            part.to(x.dtype) for part in self.lora[6 * expert : 6 * expert + 6]
+        )
+        gate, up = F.linear(x, self.gate_up[expert]).chunk(2, dim=-1)
+        gate = gate + self.scale * F.linear(F.linear(x, gate_a), gate_b)
+        up = up + self.scale * F.linear(F.linear(x, up_a), up_b)
+        inner = F.silu(gate) * up
+        out = F.linear(inner, self.down[expert])
+        return out + self.scale * F.linear(F.linear(inner, down_a), down_b)
+
+
+def offloaded(module: Any, hidden: Any, ids: Any, weights: Any) -> torch.Tensor:
+    out: torch.Tensor = module.torch_experts(
+        hidden.cpu(), ids.to(torch.int64).cpu(), weights.float().cpu()
+    )
+    return out.to(hidden.device)
+
+
+ALL_EXPERTS_FUNCTIONS.register("torch-cpu", offloaded)
+
+
+def lora(rank: int, **more: Any) -> LoraConfig:
+    return LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=ATTENTION, task_type="CAUSAL_LM", **more
+    )
+
+
+def build(who: str, path: Path, rank: int) -> nn.Module:
+    if who == "ktbridge":
+        model = load_mapped(path, torch.bfloat16, lambda name: DEVICE)
+        model = get_peft_model(model, lora(rank))
+        ktbridge.sft.wrap_experts(model, rank, 2 * rank, accumulate_grad=True)
+        checkpointing.enable(model)
+        return model
+    if who == "offload":
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        for _, experts in experts_modules(model):
+            gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
+            del experts.gate_up_proj, experts.down_proj
+            experts.torch_experts = TorchExperts(gate_up, down, rank)
+        model.requires_grad_(False).to(DEVICE)
+        model = get_peft_model(model, lora(rank))
+        for name, parameter in model.named_parameters():
+            if ".torch_experts." in name:
+                parameter.requires_grad_(True)
+        model.get_base_model().set_experts_implementation("torch-cpu")
+    else:
+        device_map = {"": DEVICE} if DEVICE.type == "cuda" else None
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, device_map=device_map
+        )
+        fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = get_peft_model(model, lora(rank, target_parameters=fused))
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    return model
+
+
+def memory() -> dict[str, int]:
+    """This process's memory now, bytes by kind, and the highest sum so far."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    wanted = {"RssAnon:": "anonymous", "RssFile:": "mapped", "VmHWM:": "peak"}
+    return {wanted[line[0]]: int(line[1]) * 1024 for line in lines if line[0] in wanted}
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    model = build(case["who"], Path(case["checkpoint"]), case["rank"]).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    loaded = time.perf_counter() - started
+    draw = torch.Generator().manual_seed(1)
+    seconds, losses = [], []
+    for _ in range(case["steps"]):
+        begun = time.perf_counter()
+        total = 0.0
+        for _ in range(case["accumulation"]):
+            ids = torch.randint(0, 4000, (1, case["length"]), generator=draw).to(DEVICE)
+            loss = model(input_ids=ids, labels=ids).loss / case["accumulation"]
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begun)
+        losses.append(total)
+        print(
+            f"{case['who']}: step {len(seconds)} {seconds[-1]:.1f} s", file=sys.stderr, flush=True
+        )
+    gpu = {}
+    if DEVICE.type == "cuda":
+        free, whole = torch.cuda.mem_get_info()
+        gpu = {"allocated": torch.cuda.max_memory_allocated(), "used": whole - free}
+    told = {
+        "who": case["who"],
+        "load_seconds": loaded,
+        "seconds": seconds,
+        "losses": losses,
+        "gpu": gpu,
+        "cpu": memory(),
+        "kernel_seconds": kernel_seconds(),
+        "trained": sum(parameter.numel() for parameter in trained),
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

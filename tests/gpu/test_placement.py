@@ -1,0 +1,107 @@
+"""Attention on the GPU, experts on the CPU: the same numbers, and nothing where it doesn't belong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tinymoe import tiny_model
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from ktbridge.sft import checkpointing, wrap_experts
+from ktbridge.sft.inject import expert_layers
+from ktbridge.sft.loading import load_for_kernels
+
+IDS = torch.arange(96).reshape(3, 32) % 64
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def deepseek():
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    return DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+
+
+@pytest.fixture(params=[tiny_model, deepseek], ids=["qwen3_moe", "deepseek_v3"])
+def checkpoint(request, tmp_path: Path) -> Path:
+    request.param().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def step(path: Path, device: torch.device, checkpointed: bool = False):
+    """Loss and every LoRA gradient of one step."""
+    model = wrap_experts(load_for_kernels(path, torch.bfloat16, lambda name: device), lora_rank=4)
+    torch.manual_seed(5)
+    for layer in expert_layers(model).values():
+        for name in layer.lora_names:
+            torch.nn.init.normal_(getattr(layer, name), std=0.05)
+    if checkpointed:
+        checkpointing.enable(model)
+    ids = IDS.to(device)
+    loss = model.train()(ids, labels=ids).loss
+    loss.backward()
+    gradients = {
+        f"{index}.{name}": getattr(layer, name).grad
+        for index, layer in expert_layers(model).items()
+        for name in layer.lora_names
+    }
+    return float(loss), gradients
+
+
+def test_the_gpu_gives_what_the_cpu_gives(checkpoint):
+    loss, expected = step(checkpoint, CPU)
+    for checkpointed in (False, True):
+        found_loss, found = step(checkpoint, CUDA, checkpointed)
+        assert found_loss == pytest.approx(loss, rel=5e-3)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert found[name].device == CPU
+            assert (found[name] - gradient).norm() < 0.05 * gradient.norm(), name
+
+
+def test_checkpointing_changes_no_gradient_of_the_experts(checkpoint):
+    _, expected = step(checkpoint, CUDA)
+    _, found = step(checkpoint, CUDA, checkpointed=True)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_experts_stay_on_the_host_and_all_else_leaves_it(checkpoint):
+    model = wrap_experts(load_for_kernels(checkpoint, torch.bfloat16, lambda name: CUDA))
+    model.to(CUDA).half()  # as trainers do, and worse
+    for name, parameter in model.named_parameters():
+        ours = ".kt." in name
+        assert parameter.device == (CPU if ours else CUDA), name
+        assert parameter.dtype == (torch.float32 if ours else torch.float16), name
+
+
+def test_layers_go_where_rules_send_them(checkpoint):
+    """Two places, of which one is the CPU: what optimize rules for several GPUs do, on one."""
+
+    def place(name: str) -> torch.device:
+        return CPU if name.startswith(("model.layers.0.", "model.embed_tokens")) else CUDA
+
+    model = wrap_experts(load_for_kernels(checkpoint, torch.bfloat16, place), lora_rank=4)
+    devices = {name: value.device for name, value in model.named_parameters() if ".kt." not in name}
+    assert devices["model.layers.0.input_layernorm.weight"] == CPU
+    assert devices["model.layers.1.input_layernorm.weight"] == CUDA
+    expected, _ = step(checkpoint, CPU)
+    assert float(model(IDS, labels=IDS).loss) == pytest.approx(expected, rel=5e-3)
