@@ -11,6 +11,7 @@
 #include "common/cpu.h"
 #include "common/parts.h"
 #include "common/recycler.h"
+#include "job.h"
 #include "moe/layer.h"
 
 namespace py = pybind11;
@@ -64,8 +65,8 @@ class Layer {
     if (hidden < 1 || intermediate < 1 || count == 0 || weights[kUp].data.size() != count ||
         weights[kDown].data.size() != count)
       throw std::invalid_argument("every expert needs a gate, an up and a down matrix of at least 1 x 1");
-    experts_.hidden = hidden;
-    experts_.intermediate = intermediate;
+    experts_->hidden = hidden;
+    experts_->intermediate = intermediate;
     Matrix matrix;
     matrix.storage = storage_named(storage);
     matrix.scale_is_bf16 = scale_is_bf16;
@@ -85,21 +86,20 @@ class Layer {
       for (std::size_t e = 0; e < count; ++e) {
         matrix.data = reinterpret_cast<const void*>(from.data[e]);
         matrix.scale = scaled ? reinterpret_cast<const void*>(from.scale[e]) : nullptr;
-        experts_.weight[projection].push_back(matrix);
+        experts_->weight[projection].push_back(matrix);
       }
     }
     if (machine_.pool->nodes() > 1)
-      for (const Matrix& gate : experts_.weight[kGate])
-        experts_.node.push_back(machine_.pool->node_index(node_of_page(gate.data)));
+      for (const Matrix& gate : experts_->weight[kGate])
+        experts_->node.push_back(machine_.pool->node_index(node_of_page(gate.data)));
   }
 
   std::unique_ptr<Saved> run_forward(const LoraAddresses& lora, int rank, float scale, int tokens,
                                      int top_k, Address hidden, Address ids, Address weights, Address out,
                                      Keep keep) const {
-    if (static_cast<std::int64_t>(tokens) * top_k > std::numeric_limits<int>::max() / 2)
-      throw std::invalid_argument("too many tokens in one call: " + std::to_string(tokens));
+    check_size(tokens, top_k);
     py::gil_scoped_release release;
-    return forward(machine_, experts_, lora_at<const float>(lora, rank, scale), tokens, top_k,
+    return forward(machine_, *experts_, lora_at<const float>(lora, rank, scale), tokens, top_k,
                    reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
                    reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep);
   }
@@ -107,19 +107,57 @@ class Layer {
   void run_backward(const Saved& saved, const LoraAddresses& lora, int rank, float scale, Address hidden,
                     Address d_out, Address d_hidden, Address d_weights, const LoraAddresses& d_lora) const {
     py::gil_scoped_release release;
-    backward(machine_, experts_, lora_at<const float>(lora, rank, scale), saved,
+    backward(machine_, *experts_, lora_at<const float>(lora, rank, scale), saved,
              reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const bf16*>(d_out),
              reinterpret_cast<bf16*>(d_hidden), reinterpret_cast<float*>(d_weights),
              lora_at<float>(d_lora, rank, scale));
+  }
+
+  // The same two, when a CUDA stream comes to them. The caller keeps what is addressed alive until then.
+  std::shared_ptr<Job> queue_forward(Address launch, Address stream, const LoraAddresses& lora, int rank,
+                                     float scale, int tokens, int top_k, Address hidden, Address ids,
+                                     Address weights, Address out, Keep keep) const {
+    check_size(tokens, top_k);
+    return queued(launch, stream, [=, machine = machine_, experts = experts_](Job& job) {
+      job.saved = forward(machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
+                          reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
+                          reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep);
+    });
+  }
+
+  std::shared_ptr<Job> queue_backward(Address launch, Address stream, std::shared_ptr<Job> before,
+                                      bool last, const LoraAddresses& lora, int rank, float scale,
+                                      Address hidden, Address d_out, Address d_hidden, Address d_weights,
+                                      const LoraAddresses& d_lora) const {
+    return queued(launch, stream, [=, machine = machine_, experts = experts_](Job&) {
+      if (!before->saved) return;  // its forward failed, as whoever checks that job will hear
+      backward(machine, *experts, lora_at<const float>(lora, rank, scale), *before->saved,
+               reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const bf16*>(d_out),
+               reinterpret_cast<bf16*>(d_hidden), reinterpret_cast<float*>(d_weights),
+               lora_at<float>(d_lora, rank, scale));
+      if (last) before->saved.reset();
+    });
   }
 
   const char* isa() const { return isa_name(isa_); }
   int threads() const { return machine_.pool->threads(); }
 
  private:
+  static void check_size(int tokens, int top_k) {
+    if (static_cast<std::int64_t>(tokens) * top_k > std::numeric_limits<int>::max() / 2)
+      throw std::invalid_argument("too many tokens in one call: " + std::to_string(tokens));
+  }
+
+  static std::shared_ptr<Job> queued(Address launch, Address stream, std::function<void(Job&)> pass) {
+    auto job = std::make_shared<Job>(std::move(pass));
+    py::gil_scoped_release release;
+    job->launch(launch, stream);
+    return job;
+  }
+
   Isa isa_;
   Machine machine_;
-  Experts experts_;
+  std::shared_ptr<Experts> experts_ = std::make_shared<Experts>();  // shared with queued passes
 };
 
 }  // namespace
@@ -185,6 +223,11 @@ PYBIND11_MODULE(_kernels, m) {
       .value("retain", Keep::retain);
   py::class_<Saved>(m, "Saved", "What forward kept for backward.")
       .def_property_readonly("bytes", &Saved::bytes);
+  py::class_<Job, std::shared_ptr<Job>>(m, "Job", "A pass that a CUDA stream runs.")
+      .def_property_readonly("done", &Job::done)
+      .def_property_readonly("seconds", &Job::seconds)
+      .def_property_readonly("bytes", &Job::bytes)
+      .def("check", &Job::check);
   py::class_<Weights>(m, "Weights", "One projection of all experts.")
       .def(py::init<std::vector<Address>, std::vector<Address>, std::ptrdiff_t, std::ptrdiff_t>(),
            py::arg("data"), py::arg("scale"), py::arg("stride"), py::arg("scale_stride"));
@@ -196,6 +239,8 @@ PYBIND11_MODULE(_kernels, m) {
            py::arg("threads"))
       .def("forward", &Layer::run_forward)
       .def("backward", &Layer::run_backward)
+      .def("queue_forward", &Layer::queue_forward)
+      .def("queue_backward", &Layer::queue_backward)
       .def_property_readonly("isa", &Layer::isa)
       .def_property_readonly("threads", &Layer::threads);
 }

@@ -35,6 +35,15 @@ class Saved:
     @property
     def bytes(self) -> int: ...
 
+class Job:
+    @property
+    def done(self) -> bool: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bytes(self) -> int: ...
+    def check(self) -> None: ...
+
 class Weights:
     def __init__(
         self, data: Sequence[int], scale: Sequence[int], stride: int, scale_stride: int
@@ -78,6 +87,36 @@ class Layer:
         d_weights: int,
         d_lora: Sequence[int],
     ) -> None: ...
+    def queue_forward(
+        self,
+        launch: int,
+        stream: int,
+        lora: Sequence[int],
+        rank: int,
+        scale: float,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        ids: int,
+        weights: int,
+        out: int,
+        keep: Keep,
+    ) -> Job: ...
+    def queue_backward(
+        self,
+        launch: int,
+        stream: int,
+        before: Job,
+        last: bool,
+        lora: Sequence[int],
+        rank: int,
+        scale: float,
+        hidden: int,
+        d_out: int,
+        d_hidden: int,
+        d_weights: int,
+        d_lora: Sequence[int],
+    ) -> Job: ...
     @property
     def isa(self) -> str: ...
     @property

@@ -54,7 +54,7 @@ def table(run: dict[str, Any]) -> Table:
         ratio = "" if ours is None or told is ours else f"{ours['tokens_per_second'] / speed:.2f}x"
         gpu = told["gpu"]
         made.add_row(
-            told["who"],
+            told["who"] + ("" if told["case"]["ahead"] else ", waiting"),
             f"{speed:,.0f}",
             ratio,
             f"{gpu['used'] / 1e9:.2f}" if gpu else "none",
@@ -76,6 +76,8 @@ def table(run: dict[str, Any]) -> Table:
 @click.option("--accumulation", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--offload-accumulation", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(2))
+@click.option("--no-checkpointing", is_flag=True, help="Keep activations on the GPU.")
+@click.option("--no-run-ahead", is_flag=True, help="Also ours waiting for each pass.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
 def main(
     checkpoint: Path,
@@ -85,15 +87,22 @@ def main(
     accumulation: int,
     offload_accumulation: int,
     steps: int,
+    no_checkpointing: bool,
+    no_run_ahead: bool,
     json_file: Path | None,
 ) -> None:
     """Train CHECKPOINT for some steps with ktbridge and with each --peer (default: both)."""
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     machine = {"cpu": cpu_model(), "cores": physical_cores()}
     run: dict[str, Any] = {"machine": machine, "checkpoint_bytes": size, "contestants": []}
-    for who in (OURS, *(peers or ("gpu", "offload"))):
+    contestants = [(OURS, True), *((peer, True) for peer in peers or ("gpu", "offload"))]
+    if no_run_ahead:
+        contestants.insert(1, (OURS, False))
+    for who, ahead in contestants:
         case = {
             "who": who,
+            "ahead": ahead,
+            "checkpointing": not no_checkpointing,
             "checkpoint": str(checkpoint),
             "rank": rank,
             "length": length,
@@ -110,7 +119,7 @@ def main(
         f"rank {rank}, rows of {length} tokens, checkpoint {size / 1e9:.1f} GB", highlight=False
     )
     console.print(table(run))
-    if len(run["contestants"]) < 1 + len(peers or ("gpu", "offload")):
+    if len(run["contestants"]) < len(contestants):
         sys.exit(1)
 
 

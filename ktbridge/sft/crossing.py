@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 
-def to_host(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Contiguous tensors on the CPU, ready to be read; those that are there already are not copied.
+def to_host(*tensors: torch.Tensor, wait: bool = True) -> tuple[torch.Tensor, ...]:
+    """Contiguous tensors on the CPU; those that are there already are not copied.
 
-    All are on one device.
+    All are on one device. They are ready to be read, or with ``wait=False`` when the current stream has
+    come so far.
     """
     if tensors[0].device.type == "cpu":
         return tuple(tensor.contiguous() for tensor in tensors)
@@ -20,7 +21,8 @@ def to_host(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         host_empty(tensor, pinned=True).copy_(tensor.contiguous(), non_blocking=True)
         for tensor in tensors
     )
-    torch.cuda.current_stream(tensors[0].device).synchronize()
+    if wait:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
     return copies
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
-from ktbridge.sft import checkpointing, crossing
+from ktbridge.sft import checkpointing, crossing, queued
 from ktbridge.sft.weights import PROJECTIONS, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
@@ -32,9 +32,11 @@ class ExpertCall:
     scale: float
     keep: _kernels.Keep
     accumulate: bool
+    ahead: bool = False
+    """Whether passes with inputs on a GPU are queued in its stream instead of waited for."""
     replayed: torch.Tensor | None = None
     """The output [T, H] of this call, on the host, where a checkpointed layer runs a second time."""
-    saved: _kernels.Saved | None = None
+    saved: _kernels.Saved | _kernels.Job | None = None
     host: tuple[torch.Tensor, ...] = ()
     """Host copies of hidden [T, H] and topk_weights [T, K] that came from a GPU."""
 
@@ -67,25 +69,29 @@ class ExpertFunction(torch.autograd.Function):
         if call.replayed is not None:
             out = call.replayed if crosses else call.replayed.clone()
         else:
-            hidden_host, ids, weights = crossing.to_host(hidden, topk_ids, topk_weights)
+            ahead = call.ahead and crosses and call.keep != _kernels.Keep.nothing
+            hosts = crossing.to_host(hidden, topk_ids, topk_weights, wait=not ahead)
             out = crossing.host_empty(hidden, crosses)
-            with _counted():
-                call.saved = call.layer.forward(
-                    call.addresses(lora),
-                    call.rank,
-                    call.scale,
-                    hidden.shape[0],
-                    topk_ids.shape[1],
-                    hidden_host.data_ptr(),
-                    ids.data_ptr(),
-                    weights.data_ptr(),
-                    out.data_ptr(),
-                    call.keep,
-                )
+            arguments: tuple[Any, ...] = (
+                call.addresses(lora),
+                call.rank,
+                call.scale,
+                hidden.shape[0],
+                topk_ids.shape[1],
+                *(tensor.data_ptr() for tensor in (*hosts, out)),
+                call.keep,
+            )
+            if ahead:
+                stream = torch.cuda.current_stream(hidden.device)
+                job = call.layer.queue_forward(queued.launcher(), stream.cuda_stream, *arguments)
+                call.saved = queued.remember(job, (call, hosts, out, lora))
+            else:
+                with _counted():
+                    call.saved = call.layer.forward(*arguments)
             # What stays on the CPU is the caller's, who may change it in place.
             checkpointing.record(out if crosses else out.clone())
             if call.saved is not None and crosses:
-                call.host = (hidden_host, weights)
+                call.host = (hosts[0], hosts[2])
         if call.keep != _kernels.Keep.nothing:
             ctx.call = call
             # A second forward saves what the first one did: checkpointing pairs them.
@@ -101,7 +107,9 @@ class ExpertFunction(torch.autograd.Function):
         assert call.saved is not None  # autograd refuses a second backward above
         hidden, topk_weights, *lora = (*call.host, *kept)
         hidden, topk_weights = hidden.contiguous(), topk_weights.contiguous()
-        (d_out,) = crossing.to_host(d_out.to(torch.bfloat16))
+        (d_out,) = crossing.to_host(
+            d_out.to(torch.bfloat16), wait=not isinstance(call.saved, _kernels.Job)
+        )
         crosses = ctx.device.type != "cpu"
         d_hidden = crossing.host_empty(hidden, crosses)
         d_weights = crossing.host_empty(topk_weights, crosses)
@@ -115,19 +123,27 @@ class ExpertFunction(torch.autograd.Function):
             fresh = needed and not straight
             told.append(float_zeros(parameter.shape) if fresh else None)
             targets.append(parameter.grad if straight else told[-1])
-        with _counted():
-            call.layer.backward(
-                call.saved,
-                call.addresses(lora),
-                call.rank,
-                call.scale,
-                hidden.data_ptr(),
-                d_out.data_ptr(),
-                d_hidden.data_ptr(),
-                d_weights.data_ptr(),
-                call.addresses(targets),
-            )
-        if not _graph_is_kept():
+        arguments: tuple[Any, ...] = (
+            call.addresses(lora),
+            call.rank,
+            call.scale,
+            *(tensor.data_ptr() for tensor in (hidden, d_out, d_hidden, d_weights)),
+            call.addresses(targets),
+        )
+        last = not _graph_is_kept()
+        if isinstance(call.saved, _kernels.Job):
+            stream = torch.cuda.current_stream(ctx.device)
+            where = queued.launcher(), stream.cuda_stream
+            job = call.layer.queue_backward(*where, call.saved, last, *arguments)
+            queued.remember(job, (call.layer, hidden, d_out, d_hidden, d_weights, lora, targets))
+            if any(gradient is not None for gradient in told):
+                queued.finish(stream)  # autograd adds these up at once
+            else:
+                queued.finish_after_backward(stream)
+        else:
+            with _counted():
+                call.layer.backward(call.saved, *arguments)
+        if last:
             # Like saved tensors: a loss that lives on doesn't hold the activations.
             call.saved, call.host = None, ()
         there = (crossing.to_device(d, ctx.device) for d in (d_hidden, d_weights))
@@ -139,7 +155,7 @@ _seconds = 0.0
 
 def kernel_seconds() -> float:
     """Seconds that this process has spent in the expert kernels so far, forward and backward."""
-    return _seconds
+    return _seconds + queued.seconds()
 
 
 @contextmanager

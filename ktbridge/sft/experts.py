@@ -49,6 +49,10 @@ class MoELoRAExperts(nn.Module):
     to say here: what the kernels keep is ``activation``'s to decide. Switch it on with
     ``ktbridge.sft.checkpointing.enable``, which spares the experts' second forward.
 
+    ``run_ahead = True`` queues passes whose inputs are on a GPU in its stream, so that Python goes on while
+    they run (``ktbridge.sft.queued``). The LoRA may then be changed, and its gradients read, only after a
+    backward pass has returned; without gradients to compute a pass is waited for.
+
     The parameters stay float32 on the CPU whatever the model around them is moved or converted to, and so
     do the weights. Inputs may be on a GPU: they cross through pinned memory, and so does the output.
 
@@ -88,6 +92,7 @@ class MoELoRAExperts(nn.Module):
         self.lora_targets = _targets(lora_targets, self.lora_rank)
         self.activation, self.accumulate_grad = activation, accumulate_grad
         self.lora_enabled = True
+        self.run_ahead = False
         self.saved_bytes = 0
         for name in self.lora_names:
             shape = lora_shapes(self.num_experts, hidden, inner, self.lora_rank)[name]
@@ -202,6 +207,7 @@ class MoELoRAExperts(nn.Module):
             self.lora_alpha / self.lora_rank if names else 0.0,
             _KEEP[self.activation] if needed else _kernels.Keep.nothing,
             self.accumulate_grad,
+            self.run_ahead,
             checkpointing.replayed(),
         )
         out = ExpertFunction.apply(call, hidden, topk_ids, topk_weights, *lora)

@@ -72,20 +72,28 @@ def device_map(cls: type[Any], config: Any, place: Place) -> dict[str, torch.dev
     """``from_pretrained``'s device_map for a model of ``cls``; {} where all is on the CPU."""
     with init_empty_weights():
         model = cls(config)
-    found = {name: place(name) for name in _units(model)}
+    found = _places(model, place)
     devices = set(found.values())
     if len(devices) == 1:
         return {} if devices == {CPU} else {"": devices.pop()}
-    return {name.rstrip("."): device for name, device in found.items()}
+    return found
 
 
 def placed(model: Any, place: Place) -> Any:
     """``model``, which is on the CPU, with each module where ``place`` wants it."""
-    found = {name: place(name) for name in _units(model)}
+    found = _places(model, place)
     devices = set(found.values())
-    if len(devices) > 1:
-        return dispatch_model(model, {name.rstrip("."): at for name, at in found.items()})
-    return model.to(devices.pop())
+    return dispatch_model(model, found) if len(devices) > 1 else model.to(devices.pop())
+
+
+def _places(model: Any, place: Place) -> dict[str, torch.device]:
+    """The device of each part that is placed whole, by its name."""
+    found = {name.rstrip("."): place(name) for name in _units(model)}
+    if model.config.get_text_config().tie_word_embeddings:  # one tensor, so one place
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        names = [name for name in found if model.get_submodule(name) in ends]
+        found |= dict.fromkeys(names, found[names[-1]])
+    return found
 
 
 def _units(model: Any) -> list[str]:

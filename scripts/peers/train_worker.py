@@ -27,6 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.sft import checkpointing
 from ktbridge.sft.experts import kernel_seconds
+from ktbridge.sft.inject import expert_layers
 from ktbridge.sft.loading import load_mapped
 from ktbridge.sft.modules import experts_modules
 
@@ -91,12 +92,16 @@ def lora(rank: int, **more: Any) -> LoraConfig:
     )
 
 
-def build(who: str, path: Path, rank: int) -> nn.Module:
+def build(case: dict[str, Any]) -> nn.Module:
+    who, path, rank = case["who"], Path(case["checkpoint"]), case["rank"]
     if who == "ktbridge":
         model = load_mapped(path, torch.bfloat16, lambda name: DEVICE)
         model = get_peft_model(model, lora(rank))
         ktbridge.sft.wrap_experts(model, rank, 2 * rank, accumulate_grad=True)
-        checkpointing.enable(model)
+        for layer in expert_layers(model).values():
+            layer.run_ahead = case["ahead"]
+        if case["checkpointing"]:
+            checkpointing.enable(model)
         return model
     if who == "offload":
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -117,6 +122,8 @@ def build(who: str, path: Path, rank: int) -> nn.Module:
         )
         fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         model = get_peft_model(model, lora(rank, target_parameters=fused))
+    if not case["checkpointing"]:
+        return model
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -137,7 +144,7 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     started = time.perf_counter()
     torch.manual_seed(0)
-    model = build(case["who"], Path(case["checkpoint"]), case["rank"]).train()
+    model = build(case).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     loaded = time.perf_counter() - started

@@ -46,11 +46,13 @@ def checkpoint(request, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def step(path: Path, device: torch.device, checkpointed: bool = False):
+def step(path: Path, device: torch.device, checkpointed: bool = False, ahead: bool = False):
     """Loss and every LoRA gradient of one step."""
-    model = wrap_experts(load_for_kernels(path, torch.bfloat16, lambda name: device), lora_rank=4)
+    model = load_for_kernels(path, torch.bfloat16, lambda name: device)
+    wrap_experts(model, lora_rank=4, accumulate_grad=ahead)
     torch.manual_seed(5)
     for layer in expert_layers(model).values():
+        layer.run_ahead = ahead
         for name in layer.lora_names:
             torch.nn.init.normal_(getattr(layer, name), std=0.05)
     if checkpointed:
@@ -63,7 +65,7 @@ def step(path: Path, device: torch.device, checkpointed: bool = False):
         for index, layer in expert_layers(model).items()
         for name in layer.lora_names
     }
-    return float(loss), gradients
+    return float(loss.detach()), gradients
 
 
 def test_the_gpu_gives_what_the_cpu_gives(checkpoint):
@@ -72,16 +74,35 @@ def test_the_gpu_gives_what_the_cpu_gives(checkpoint):
         found_loss, found = step(checkpoint, CUDA, checkpointed)
         assert found_loss == pytest.approx(loss, rel=5e-3)
         assert found.keys() == expected.keys()
+        # A token whose router is undecided may go elsewhere by a rounding, so not each one alone.
+        apart = sum((found[name] - gradient).norm() ** 2 for name, gradient in expected.items())
+        whole = sum(gradient.norm() ** 2 for gradient in expected.values())
+        assert apart < 0.1**2 * whole, float((apart / whole) ** 0.5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_neither_checkpointing_nor_running_ahead_changes_a_gradient(
+    checkpoint, checkpointed, ahead
+):
+    _, expected = step(checkpoint, CUDA)
+    for _ in range(3):
+        _, found = step(checkpoint, CUDA, checkpointed, ahead)
         for name, gradient in expected.items():
             assert found[name].device == CPU
-            assert (found[name] - gradient).norm() < 0.05 * gradient.norm(), name
+            torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_checkpointing_changes_no_gradient_of_the_experts(checkpoint):
-    _, expected = step(checkpoint, CUDA)
-    _, found = step(checkpoint, CUDA, checkpointed=True)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
+def test_a_failure_in_a_queued_pass_is_raised_by_backward(checkpoint):
+    model = wrap_experts(load_for_kernels(checkpoint, torch.bfloat16, lambda name: CUDA))
+    layer = next(iter(expert_layers(model).values()))
+    layer.accumulate_grad = layer.run_ahead = True
+    hidden = torch.randn(8, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.ones(8, 2, device=CUDA)
+    out = layer(hidden, torch.full((8, 2), 8, device=CUDA), weights)  # there is no expert 8
+    with pytest.raises(IndexError, match="topk_ids holds 8 but there are 8 experts"):
+        out.float().sum().backward()
+    layer(hidden, torch.full((8, 2), 7, device=CUDA), weights).float().sum().backward()
 
 
 def test_experts_stay_on_the_host_and_all_else_leaves_it(checkpoint):
@@ -104,4 +125,4 @@ def test_layers_go_where_rules_send_them(checkpoint):
     assert devices["model.layers.0.input_layernorm.weight"] == CPU
     assert devices["model.layers.1.input_layernorm.weight"] == CUDA
     expected, _ = step(checkpoint, CPU)
-    assert float(model(IDS, labels=IDS).loss) == pytest.approx(expected, rel=5e-3)
+    assert float(model(IDS, labels=IDS).loss.detach()) == pytest.approx(expected, rel=5e-3)
