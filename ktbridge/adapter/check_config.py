@@ -76,11 +76,29 @@ def _basics(adapter: Adapter, where: str, serving: bool) -> Iterator[Problem]:
         yield problem("KTB103", where, f"lora_alpha is {alpha!r}", "a positive number")
 
 
+def _are_modules(adapter: Adapter) -> bool:
+    """Whether target_parameters are weights of modules that have LoRA here: PEFT's other name for them."""
+    targets = adapter.config.get("target_parameters")
+    modules = {part.key.module for part in adapter.nonexpert.values()}
+    return (
+        adapter.layout == "raw"
+        and isinstance(targets, list)
+        and all(
+            isinstance(target, str)
+            and target.endswith(".weight")
+            and any(_names(target.removesuffix(".weight"), module) for module in modules)
+            for target in targets
+        )
+    )
+
+
 def _unread(adapter: Adapter, where: str) -> Iterator[Problem]:
     config = adapter.config
     foreign = is_foreign(adapter)
     for name, code in _UNREAD:
-        if config.get(name) and not (foreign and name == "target_parameters"):
+        if name == "target_parameters" and (foreign or _are_modules(adapter)):
+            continue
+        if config.get(name):
             yield problem(code, where, f"{name} is set")
     bias = config.get("bias")
     if bias not in (None, "none"):

@@ -16,6 +16,7 @@ from ktbridge.cli._app import LazyGroup
 COMMANDS = {
     "demo": "Run the whole loop on a tiny MoE, on any CPU, in minutes.",
     "doctor": "Show what this machine can do: CPU ISA, memory, GPU, packages.",
+    "plan": "Predict memory, disk and time of a training run, before it starts.",
     "train": "Fine-tune: experts on the CPU kernels, the rest by PEFT.",
     "convert": "Turn a raw adapter into the layouts that engines serve.",
     "validate": "Check adapter directories for what engines would swallow.",

@@ -13,80 +13,127 @@ from ktbridge.cli._app import Command
 @click.command(cls=Command)
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--dry-run", is_flag=True, help="Check the configuration and the data, then stop.")
+@click.option("--dry-run", is_flag=True, help="Check everything that needs no weights, then stop.")
+@click.option("--strict-data", is_flag=True, help="Refuse the run if any row can't be used.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(config: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+def command(
+    config: str, overrides: tuple[str, ...], dry_run: bool, strict_data: bool, as_json: bool
+) -> None:
     """Fine-tune a mixture-of-experts model with LoRA on experts and attention.
 
     CONFIG is YAML with LLaMA-Factory's field names; KEY=VALUE overrides one of them, as in
     `learning_rate=2e-4` or `kt_config.kt_num_threads=16`. The output directory holds the raw adapter
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
-    kt_adapter_manifest.json), the log and the loss plot.
+    kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
-    from ktbridge.cli._ui import console, emit_json, stderr
+    from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
     from ktbridge.sft.config import load_config
+    from ktbridge.sft.distributed import world
 
-    parsed = load_config(config, overrides)
-    if dry_run:
-        from ktbridge.model import resolve_model
-        from ktbridge.sft.config import check_output_dir
-        from ktbridge.sft.data import load_conversations
-
-        check_output_dir(parsed)
-        rows = load_conversations(parsed.dataset, parsed.max_samples)
-        resolve_model(parsed.model_name_or_path)
-        report = {**dataclasses.asdict(parsed), "conversations": len(rows)}
-        if as_json:
-            emit_json(report)
-        else:
-            for key, value in report.items():
-                console.print(f"{key:28} {value}", markup=False)
+    parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
+    if world().rank:  # the first process speaks for all
+        if not dry_run:
+            _follow(parsed)
         return
-
-    with stderr.status("Loading torch, the base model and the data …"):
-        from ktbridge.sft import trainer
+    print_problems(parsed.notes)
+    with stderr.status("Loading torch …"):
+        from ktbridge.sft import prepare, trainer
 
         trainer.quiet_libraries()
-    result = _train_with_progress(trainer, parsed)
-    if result.dropped or result.at_cutoff:
-        stderr.print(
-            f"[yellow]warning[/] cutoff_len={parsed.cutoff_len} cut {result.at_cutoff} of "
-            f"{result.conversations} conversations short and left nothing of {result.dropped}"
-        )
-    if as_json:
-        emit_json(dataclasses.asdict(result))
+    with progress_bar("reading rows", unit="rows") as bar:
+        ready = prepare.prepare(parsed, world().size, bar)
+    print_problems(ready.notes)
+    if dry_run:
+        _show_plan(parsed, ready, as_json)
         return
+    _show_data(ready)
+    result = _train_with_progress(trainer, parsed, ready)
+    if as_json:
+        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes)]
+        emit_json({**dataclasses.asdict(result), "notes": notes})
+    else:
+        _show_result(result)
+
+
+def _follow(parsed: Any) -> None:
+    """Train as one of several processes that isn't the first."""
+    from ktbridge.sft import trainer
+
+    trainer.quiet_libraries()
+    trainer.train(parsed)
+
+
+def _show_data(ready: Any) -> None:
+    """What becomes of the rows, said before the hours that follow."""
+    from ktbridge.cli._ui import shown, stderr
+    from ktbridge.sft.data import describe
+
+    stderr.print(shown(describe(ready.fitted)), soft_wrap=True)
+
+
+def _show_plan(parsed: Any, ready: Any, as_json: bool) -> None:
+    from ktbridge.cli._ui import console, emit_json
+
+    fitted = ready.fitted
+    plan = {
+        "rows": fitted.total,
+        "rows_used": fitted.used,
+        "rows_cut": len(fitted.cut),
+        "rows_refused": len(fitted.refused),
+        "tokens": fitted.tokens,
+        "trained_tokens": fitted.trained_tokens,
+        "steps": ready.steps,
+        "starts_from": str(ready.resumption.checkpoint) if ready.resumption.checkpoint else None,
+    }
+    settings = dataclasses.asdict(parsed)
+    notes = [note.as_dict() for note in (*settings.pop("notes"), *ready.notes)]
+    if as_json:
+        emit_json({**settings, **plan, "notes": notes})
+        return
+    for key, value in {**settings, **plan}.items():
+        console.print(f"{key:28} {value}", markup=False)
+    _show_data(ready)
+
+
+def _show_result(result: Any) -> None:
+    from ktbridge.cli._ui import console
+
     losses = (
         ""
         if result.last_loss is None
         else f"; loss {result.first_loss:.3f} -> {result.last_loss:.3f}"
     )
     console.print(
-        f"{result.steps} steps on {result.conversations} conversations in {result.seconds:.0f} s "
-        f"({result.tokens_per_second:,.0f} tokens/s){losses}"
+        f"{result.steps} steps on {result.used} of {result.rows} rows in {result.seconds:.0f} s "
+        f"({result.tokens_per_second:,.0f} tokens/s, experts {result.expert_share:.0%}){losses}"
     )
     console.print(
         f"trained {result.expert_parameters:,} expert LoRA parameters on the {result.isa} kernels and "
         f"{result.nonexpert_parameters:,} non-expert ones"
     )
+    gpu = f", GPU {result.peak_gpu_bytes / 2**30:.2f} GiB" if result.peak_gpu_bytes else ""
+    console.print(f"peak memory: host {result.peak_rss_bytes / 2**30:.2f} GiB{gpu}")
     for name in result.files:
         console.print(f"  {result.output_dir}/{name}", markup=False, soft_wrap=True)
 
 
-def _train_with_progress(trainer: Any, config: Any) -> Any:
-    """Run the recipe under a bar that shows step, ETA and the latest loss."""
+def _train_with_progress(trainer: Any, config: Any, ready: Any) -> Any:
+    """Run the recipe under a bar that shows step, ETA, the latest loss and where the time goes."""
     from ktbridge.cli._ui import progress_bar, stderr
 
     with progress_bar("training", unit="steps") as bar:
 
         def on_log(record: dict[str, Any]) -> None:
-            line = f"step {record['step']:>5}/{record['steps']}  loss {record['loss']:.4f}"
+            line = (
+                f"step {record['step']:>5}/{record['steps']}  loss {record['loss']:.4f}  "
+                f"{record['tokens_per_second']:,.0f} tokens/s  experts {record['expert_share']:.0%}"
+            )
             bar.describe(line)
             # Without a bar, about twenty lines tell the same.
             if not stderr.is_terminal and _stage(record) != _stage(record, -config.logging_steps):
                 stderr.print(line)
 
-        return trainer.train(config, on_progress=bar, on_log=on_log)
+        return trainer.train(config, on_progress=bar, on_log=on_log, prepared=ready)
 
 
 def _stage(record: dict[str, Any], shift: int = 0) -> int:

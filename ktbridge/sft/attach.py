@@ -2,55 +2,167 @@
 
 from __future__ import annotations
 
-from peft import LoraConfig, PeftModel, get_peft_model
+import copy
+import os
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModelForCausalLM, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktbridge.errors import UsageError
+from ktbridge import _kernels
+from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.inject import wrap_experts
-from ktbridge.sft.modules import LAYER
+from ktbridge.sft.experts import MoELoRAExperts
+from ktbridge.sft.inject import expert_layers, load_expert_lora, wrap_experts
+from ktbridge.sft.modules import experts_modules
+from ktbridge.sft.start import copy_nonexpert, read_start
+from ktbridge.sft.targets import Adaptable, adaptable, as_peft_finds_them, chosen_modules
 
 
-def attach_lora(model: PreTrainedModel, config: TrainConfig) -> PeftModel:
-    """PEFT on the non-experts first, then the experts onto the kernels."""
-    available = linear_names(model)
-    targets = available if config.lora_target == ("all",) else list(config.lora_target)
-    missing = [target for target in targets if target not in available]
-    if missing:
-        raise UsageError(
-            f"lora_target names no linear module of this model: {', '.join(missing)}.",
-            f'Use "all", or some of {", ".join(available)}.',
-        )
+class TunedModel(PeftModelForCausalLM):
+    """PEFT's model with LoRA on modules that were chosen by path; further adapters go to the same ones.
+
+    PEFT is given the decoder's layers to put it in: for those it doesn't translate names, as it does for a
+    whole model (see ``ktbridge.sft.targets``). ``peft_config`` is what finds the modules by PEFT alone.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, lora: LoraConfig, names: Collection[str], found: Adaptable
+    ) -> None:
+        targets = as_peft_finds_them(model, names, found, lora)
+        super().__init__(model, _without_targets(lora))
+        self._chosen = (tuple(names), found, targets)
+        self._inject("default", lora)
+
+    def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **options: Any) -> None:
+        """As PEFT's, but for where it goes. The adapter that is active stays so, and is what is trained."""
+        active = self.active_adapters
+        super().add_adapter(adapter_name, _without_targets(peft_config), *args, **options)
+        self._inject(adapter_name, peft_config)
+        base: Any = self.base_model
+        base.set_adapter(active)
+
+    def _inject(self, adapter_name: str, lora: LoraConfig) -> None:
+        names, found, targets = self._chosen
+        inject_lora(self.get_base_model(), names, found, lora, adapter_name)
+        for field, value in targets.items():
+            setattr(self.peft_config[adapter_name], field, value)
+
+
+def _without_targets(lora: LoraConfig) -> LoraConfig:
+    plain = copy.deepcopy(lora)
+    plain.target_modules, plain.target_parameters = DUMMY_TARGET_MODULES, None
+    return plain
+
+
+def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
+    """PEFT on the non-experts, then the experts onto the kernels; both from an adapter if one is given.
+
+    ``config.lora_target``: "all" is every linear module of the decoder layers outside the routed experts,
+    shared experts included, but for those whose LoRA SGLang-KT is known not to apply in this
+    family (``left_out_of_all``); with ``config.adapter_name_or_path`` it is what that adapter has.
+    Else names of modules, or the ends of their paths: "gate_proj" is that of shared experts and dense
+    layers, "mlp.gate_proj" of dense layers alone, "gate" the router. Routed experts have LoRA whatever
+    is named. ``lora_dropout`` is for linear modules; a router's LoRA has none.
+
+    Raises UsageError naming every target that the model doesn't have, ProblemsError naming everything in
+    which an adapter to go on from doesn't fit configuration or model, and what ``wrap_experts`` does.
+    """
+    device = next(model.parameters()).device
+    found = adaptable(model)
+    start = read_start(config, model, found)
+    names = start.modules if start else chosen_modules(model, found, config.lora_target)
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation doesn't
         lora_dropout=config.lora_dropout,
-        target_modules=targets,
+        use_rslora=start.rslora if start else False,
         task_type="CAUSAL_LM",
     )
-    tuned = get_peft_model(model, lora)
+    tuned = TunedModel(model, lora, names, found)
+    if not config.pure_bf16:  # masters, as PEFT makes them of whole models and the experts' LoRA is
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
     wrap_experts(
         tuned,
         config.expert_rank,
         config.expert_alpha,
-        threads=config.kt_config.kt_num_threads,
-        activation=config.kt_config.expert_activation,
+        threads=config.kt_config.kt_num_threads or threads_beside_python(device),
+        activation=config.activation,
         accumulate_grad=True,  # the Trainer reads .grad only, after whole backward passes
+        backend="kt-kernel" if config.kt_config.kt_backend == "kt-kernel" else "ktbridge",
+        max_tokens=most_tokens(config),
+        threadpool_count=config.kt_config.kt_threadpool_count or 1,
     )
+    for layer in expert_layers(tuned).values():
+        if isinstance(layer, MoELoRAExperts):
+            layer.run_ahead = True  # the LoRA changes after whole backward passes only
+    without = sum(1 for _ in experts_modules(tuned)) - len(expert_layers(tuned))
+    if without:  # a layer's LoRA is known by the layer's index
+        raise KtbridgeError(
+            f"{without} experts modules of {type(model).__name__} belong to no decoder layer of their own.",
+            "Report the model, please: its expert LoRA could not be saved.",
+        )
+    if start:
+        copy_nonexpert(model, start)
+        load_expert_lora(tuned, start.adapter)
     return tuned
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """Names of the linear modules inside decoder layers: what non-expert LoRA can attach to.
+def threads_beside_python(device: torch.device) -> int:
+    """Kernel threads where nobody said how many; 0 leaves it to the kernels.
 
-    PEFT's own "all-linear" is not used: for mixture-of-experts models it also claims the fused experts, whose
-    LoRA is ours.
+    With attention on a GPU, Python queues its work while the kernels run, and wants a CPU of its own.
     """
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and LAYER.search(name)
-        }
-    )
+    threads = _kernels.threads_default()
+    spare = device.type == "cuda" and threads >= 4 and "KTBRIDGE_THREADS" not in os.environ
+    return threads - 1 if spare else 0
+
+
+def most_tokens(config: TrainConfig) -> int:
+    """The most tokens of one forward, padding included; a DPO batch has both answers."""
+    both = 2 if config.stage == "dpo" else 1
+    return both * config.per_device_train_batch_size * config.cutoff_len
+
+
+def inject_lora(
+    model: nn.Module,
+    names: Collection[str],
+    found: Adaptable,
+    lora: LoraConfig,
+    adapter_name: str = "default",
+) -> None:
+    """Put PEFT's LoRA on exactly the modules ``names``, in place, with the numbers of ``lora``.
+
+    Raises KtbridgeError where PEFT adapts others.
+    """
+    layers = model.get_submodule(found.decoder)
+    start = len(found.decoder) + 1
+    inner = {name: name[start:] for name in names}
+    linears = [inner[name] for name in found.linears if name in inner]
+    routers = [f"{inner[name]}.weight" for name in found.routers if name in inner]
+    for modules, parameters in ((linears, []), ([], routers)):
+        if modules or parameters:
+            part = copy.deepcopy(lora)
+            part.target_modules, part.target_parameters = modules, parameters
+            if parameters:
+                part.lora_dropout = 0.0  # PEFT has none where it adapts parameters
+            inject_adapter_in_model(part, layers, adapter_name)
+            del layers.peft_config  # the model's is the one that counts
+    adapted = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and adapter_name in module.lora_A
+    }
+    if adapted != {*names}:
+        wrong = sorted(adapted ^ {*names})
+        raise KtbridgeError(
+            f"PEFT put LoRA on other modules than it was asked to: {', '.join(wrong[:6])}.",
+            "Install the version of peft that ktbridge asks for.",
+        )

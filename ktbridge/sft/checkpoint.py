@@ -12,7 +12,7 @@ from torch import nn
 
 from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.adapter.keys import fused_key
-from ktbridge.sft.experts import lora_shapes
+from ktbridge.sft.backends import lora_shapes
 from ktbridge.sft.inject import expert_layers
 from ktbridge.sft.tensors import from_torch
 
@@ -74,9 +74,15 @@ def save_raw_adapter(
 
 
 def _peft_config(model: Any) -> dict[str, Any]:
-    """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list."""
+    """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list.
+
+    It is in PEFT's own terms, and PEFT finds by it what was trained: modules whose names it takes for
+    routed experts' are in target_parameters (see ``ktbridge.sft.targets``). Conversion lists all names.
+    """
     config = model.peft_config["default"].to_dict()
     config["inference_mode"] = True
+    if config.get("target_parameters"):
+        config["lora_dropout"] = 0.0  # PEFT loads no dropout beside parameters, and needs none
 
     def plain(value: object) -> object:
         return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))

@@ -10,7 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
-def plot_loss(log: Sequence[Mapping[str, Any]]) -> bytes:
+def plot_loss(
+    log: Sequence[Mapping[str, Any]], label: str = "loss per assistant token (nats)"
+) -> bytes:
     """A PNG of ``loss`` over ``step`` from a trainer's log records, with a smoothed line.
 
     The smoothed line is an exponential moving average with weight 0.6 on the past, started at the first
@@ -26,7 +28,7 @@ def plot_loss(log: Sequence[Mapping[str, Any]]) -> bytes:
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#9db8d9", linewidth=1.2, label="loss")
     axes.plot(steps, smooth, color="#1f5fa8", linewidth=2.2, label="smoothed")
-    axes.set(xlabel="optimizer step", ylabel="loss per assistant token (nats)", ylim=(0, None))
+    axes.set(xlabel="optimizer step", ylabel=label, ylim=(0, None))
     axes.set_title("Training loss", loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

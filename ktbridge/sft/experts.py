@@ -8,27 +8,26 @@ the CPU, from the one copy of the weights that is already in memory. What is com
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Collection, Sequence
 from numbers import Integral
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from torch import nn
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.sft import checkpointing
+from ktbridge.sft.backends import ExpertsLayer, check_inputs
 from ktbridge.sft.config import MAX_EXPERT_RANK
-from ktbridge.sft.expert_call import LORA_NAMES, ExpertCall, ExpertFunction, float_zeros
+from ktbridge.sft.expert_call import ExpertCall, ExpertFunction
 from ktbridge.sft.expert_call import kernel_seconds as kernel_seconds
 from ktbridge.sft.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}
 
 
-class MoELoRAExperts(nn.Module):
+class MoELoRAExperts(ExpertsLayer):
     """E gated experts with per-expert LoRA: ``y = Σ_k w_k · down(silu(gate(x)) · up(x))``.
 
     Each projection is ``W x + (α/r) · B A x`` with W frozen [out, in], A [r, in], B [out, r]
@@ -80,24 +79,18 @@ class MoELoRAExperts(nn.Module):
         activation: str = "retain",
         accumulate_grad: bool = False,
     ) -> None:
-        super().__init__()
-        # Kept by this module, but no buffers: the weights belong to the checkpoint and are neither saved
-        # nor moved with it.
-        self._weights, inner, hidden = checked_layer(gate, up, down)
+        checked, inner, hidden = checked_layer(gate, up, down)
         _check_options(lora_rank, lora_alpha, isa, threads, activation)
+        super().__init__(
+            checked,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_targets=_targets(lora_targets, int(lora_rank)),
+            activation=activation,
+        )
         self._layer = _make_layer(self._weights, inner, hidden, isa, threads)
-        self.num_experts = self._weights[0].count
-        self.intermediate_size, self.hidden_size = inner, hidden
-        self.lora_rank, self.lora_alpha = int(lora_rank), float(lora_alpha)
-        self.lora_targets = _targets(lora_targets, self.lora_rank)
-        self.activation, self.accumulate_grad = activation, accumulate_grad
-        self.lora_enabled = True
+        self.accumulate_grad = accumulate_grad
         self.run_ahead = False
-        self.saved_bytes = 0
-        for name in self.lora_names:
-            shape = lora_shapes(self.num_experts, hidden, inner, self.lora_rank)[name]
-            self.register_parameter(name, nn.Parameter(float_zeros(shape)))
-        self.reset_lora()
 
     @classmethod
     def from_tensors(
@@ -148,35 +141,6 @@ class MoELoRAExperts(nn.Module):
     def threads(self) -> int:
         return self._layer.threads
 
-    @property
-    def storage(self) -> str:
-        """How the frozen weights are stored: "bf16", "fp8", "int8" or "int4"."""
-        return self._weights[0].storage
-
-    @property
-    def weights_address(self) -> int:
-        """Address of the gate weights in use, to notice a model that was moved or converted."""
-        return self._weights[0].address
-
-    @property
-    def lora_names(self) -> tuple[str, ...]:
-        """Names of the LoRA parameters there are, in the order of ``LORA_NAMES``."""
-        return tuple(name for name in LORA_NAMES if name.partition("_")[0] in self.lora_targets)
-
-    def reset_lora(self) -> None:
-        """(Re)start the LoRA: A ~ U(±1/√in), which is PEFT's kaiming_uniform(a=√5); B = 0."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if name.endswith("_a"):
-                    bound = 1 / math.sqrt(parameter.shape[-1])
-                    parameter.uniform_(-bound, bound)
-                else:
-                    parameter.zero_()
-
-    def lora_parameters(self) -> tuple[torch.Tensor, ...]:
-        """The LoRA parameters, in the order of ``lora_names``."""
-        return tuple(getattr(self, name) for name in self.lora_names)
-
     def forward(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -186,15 +150,8 @@ class MoELoRAExperts(nn.Module):
         ``hidden``, ``topk_weights`` and the LoRA parameters. Raises ``UsageError`` for other dtypes or
         shapes, and ``IndexError`` when an id is not an expert's.
         """
-        _check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
-        names = self.lora_names if self.lora_enabled else ()
-        lora = tuple(getattr(self, name) for name in names)
-        for name, parameter in zip(names, lora, strict=True):
-            if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-                raise UsageError(
-                    f"{name} must be float32 on the CPU, not {_describe(parameter)}.",
-                    "Convert or move the model before its experts are wrapped.",
-                )
+        check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
+        names, lora = self.lora_in_use()
         # Asked here because inside autograd's function it is always off.
         needed = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (hidden, topk_weights, *lora)
@@ -214,10 +171,6 @@ class MoELoRAExperts(nn.Module):
         if call.replayed is None:
             self.saved_bytes = call.saved.bytes if call.saved is not None else 0
         return out
-
-    def _apply(self, fn: Any, recurse: bool = True) -> MoELoRAExperts:
-        """What ``Module.to``, ``cuda``, ``half`` and the like do to a module: here, nothing."""
-        return self
 
     def __copy__(self) -> MoELoRAExperts:
         made = type(self).__new__(type(self))
@@ -252,20 +205,6 @@ class MoELoRAExperts(nn.Module):
             f"threads={self.threads}, activation={self.activation}, "
             f"saved={self.saved_bytes / 2**20:.1f} MiB"
         )
-
-
-def lora_shapes(
-    experts: int, hidden: int, inner: int, rank: int
-) -> dict[str, tuple[int, int, int]]:
-    """Shapes of the fused expert LoRA of one layer, by name, in the order of ``LORA_NAMES``."""
-    return {
-        "gate_lora_a": (experts, rank, hidden),
-        "gate_lora_b": (experts, inner, rank),
-        "up_lora_a": (experts, rank, hidden),
-        "up_lora_b": (experts, inner, rank),
-        "down_lora_a": (experts, rank, inner),
-        "down_lora_b": (experts, hidden, rank),
-    }
 
 
 def _check_options(rank: Any, alpha: Any, isa: Any, threads: Any, activation: Any) -> None:
@@ -317,36 +256,3 @@ def _make_layer(
         )
     except ValueError as error:
         raise UsageError(f"the expert kernels can't start: {error}.") from error
-
-
-def _check_inputs(
-    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden_size: int
-) -> None:
-    expected = (
-        ("hidden", hidden, torch.bfloat16),
-        ("topk_ids", ids, torch.int64),
-        ("topk_weights", weights, torch.float32),
-    )
-    for name, tensor, dtype in expected:
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.dtype != dtype
-            or tensor.dim() != 2
-            or tensor.device.type not in ("cpu", "cuda")
-            or tensor.device != hidden.device
-        ):
-            raise UsageError(
-                f"{name} must be a 2-D {dtype} tensor on the CPU, or all on one GPU, "
-                f"not {_describe(tensor)}."
-            )
-    if hidden.shape[1] != hidden_size or ids.shape != weights.shape or len(ids) != len(hidden):
-        raise UsageError(
-            f"hidden {tuple(hidden.shape)}, topk_ids {tuple(ids.shape)} and topk_weights "
-            f"{tuple(weights.shape)} don't fit: expected [T, {hidden_size}], [T, K] and [T, K]."
-        )
-
-
-def _describe(tensor: Any) -> str:
-    if not isinstance(tensor, torch.Tensor):
-        return type(tensor).__name__
-    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

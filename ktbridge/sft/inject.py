@@ -17,6 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.adapter import Adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.sft.backends import ExpertsLayer
 from ktbridge.sft.expert_call import LORA_NAMES
 from ktbridge.sft.experts import MoELoRAExperts
 from ktbridge.sft.modules import LAYER, experts_modules, given_experts
@@ -36,6 +37,9 @@ def wrap_experts(
     lora_targets: Sequence[str] = PROJECTIONS,
     activation: str = "retain",
     accumulate_grad: bool = False,
+    backend: str = "ktbridge",
+    max_tokens: int = 4096,
+    threadpool_count: int = 1,
 ) -> nn.Module:
     """Run every experts module of a transformers model (or a PeftModel around one) on our kernels.
 
@@ -43,7 +47,9 @@ def wrap_experts(
     starts at B = 0, so the model's outputs are unchanged until something is trained or loaded.
     ``lora_rank=0`` adds no LoRA. Weights must be bfloat16 on the CPU, or mapped from a checkpoint
     (``ktbridge.sft.loading.load_mapped``) in any storage that the kernels read. The options are
-    ``MoELoRAExperts``'s.
+    ``MoELoRAExperts``'s. ``backend`` "kt-kernel" has KTransformers' wheel compute them, where it
+    is installed: ``isa`` and ``accumulate_grad`` are ours alone, ``max_tokens`` and ``threadpool_count`` its
+    (``ktbridge.sft.backends.kt_kernel``).
 
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
     module whose layout the kernels don't serve, and ``UsageError`` when the model is wrapped already.
@@ -61,6 +67,24 @@ def wrap_experts(
         raise UsageError("this model's experts are wrapped already.")
     for _, module in found:
         gate, up, down = given_experts(module) or _own_experts(module)
+        if backend == "kt-kernel":
+            # Imported here: kt-kernel is looked for only where it is asked for.
+            from ktbridge.sft.backends.kt_kernel import KtKernelExperts
+
+            module.kt = KtKernelExperts(
+                gate,
+                up,
+                down,
+                top_k=_top_k(model),
+                max_tokens=max_tokens,
+                lora_rank=lora_rank,
+                lora_alpha=lora_alpha,
+                lora_targets=lora_targets,
+                threads=threads,
+                threadpool_count=threadpool_count,
+                activation=activation,
+            )
+            continue
         module.kt = MoELoRAExperts.from_tensors(
             gate,
             up,
@@ -86,12 +110,12 @@ def _own_experts(module: Any) -> tuple[Stack, Stack, Stack]:
     return gate_up[:, :inner], gate_up[:, inner:], down
 
 
-def expert_layers(model: nn.Module) -> dict[int, MoELoRAExperts]:
+def expert_layers(model: nn.Module) -> dict[int, ExpertsLayer]:
     """The wrapped layers of a model by decoder layer index, in rising order."""
     layers = {}
     for name, module in model.named_modules():
         match = LAYER.search(name)
-        if isinstance(module, MoELoRAExperts) and match:
+        if isinstance(module, ExpertsLayer) and match:
             layers[int(match.group(1))] = module
     return dict(sorted(layers.items()))
 
@@ -147,7 +171,7 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
             parameter.copy_(value)
 
 
-def _untargeted(layer: MoELoRAExperts, adapter: Adapter, index: int) -> Iterator[Problem]:
+def _untargeted(layer: ExpertsLayer, adapter: Adapter, index: int) -> Iterator[Problem]:
     """The projections that an adapter changes and the layer has no LoRA for."""
     names = set(LORA_NAMES) - set(layer.lora_names)
     for projection in PROJECTIONS:
@@ -188,6 +212,15 @@ def _experts_forward(
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+
+
+def _top_k(model: nn.Module) -> int:
+    """How many experts each token goes to."""
+    config = _base(model).config.get_text_config()
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k"):
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    raise KtbridgeError(f"{type(config).__name__} doesn't say how many experts a token has.")
 
 
 def _base(model: Any) -> Any:

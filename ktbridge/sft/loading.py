@@ -24,7 +24,7 @@ from ktbridge.sft.modules import LAYER, experts_modules, give_experts, keep_on_c
 from ktbridge.sft.placement import Place, device_map, on_cpu, placed
 
 
-def load_model(path: Path, dtype: torch.dtype) -> Any:
+def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> Any:
     """The language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
 
     Raises KtbridgeError when it does not load, or when weights are missing that transformers would
@@ -32,30 +32,39 @@ def load_model(path: Path, dtype: torch.dtype) -> Any:
     """
     with _told_in_a_sentence(path):
         cls, config = _model_class(AutoConfig.from_pretrained(path))
-        return _loaded(cls, path, config, dtype, {})
+        return _loaded(cls, path, config, dtype, _attending(attention))
 
 
 def load_for_kernels(
-    path: Path, dtype: torch.dtype, place: Place = on_cpu, experts: Path | None = None
+    path: Path,
+    dtype: torch.dtype,
+    place: Place = on_cpu,
+    experts: Path | None = None,
+    attention: str | None = None,
 ) -> Any:
     """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
 
     Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``place`` says on which device
-    it goes, ``experts`` names another checkpoint of the same experts to map. Raises as ``load_model``.
+    it goes, ``experts`` names another checkpoint of the same experts to map, ``attention`` transformers'
+    attention implementation (default: its own choice). Raises as ``load_model``.
     """
     try:
-        return load_mapped(path, dtype, place, experts)
+        return load_mapped(path, dtype, place, experts, attention)
     except CantMap:
         if experts is not None:
             raise  # asked for by name, and the ones in `path` may be stored otherwise
-        model = load_model(path, dtype)
+        model = load_model(path, dtype, attention)
     for _, module in experts_modules(model):
         keep_on_cpu(module)
     return placed(model, place)
 
 
 def load_mapped(
-    path: Path, dtype: torch.dtype, place: Place = on_cpu, experts: Path | None = None
+    path: Path,
+    dtype: torch.dtype,
+    place: Place = on_cpu,
+    experts: Path | None = None,
+    attention: str | None = None,
 ) -> Any:
     """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
 
@@ -67,7 +76,7 @@ def load_mapped(
     with _told_in_a_sentence(path):
         whole, config = _model_class(AutoConfig.from_pretrained(path))
         with experts_left_out(whole) as cls:
-            options = _unquantised(config, mapped)
+            options = _unquantised(config, mapped) | _attending(attention)
             devices = device_map(cls, config, place)
             if devices:
                 options["device_map"] = devices
@@ -122,6 +131,10 @@ def _unquantised(config: Any, mapped: MappedExperts) -> dict[str, Any]:
     return {}
 
 
+def _attending(attention: str | None) -> dict[str, Any]:
+    return {"attn_implementation": attention} if attention else {}
+
+
 def _loaded(cls: Any, path: Path, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     logging.disable_progress_bar()  # callers have their own way to tell
     before = logging.get_verbosity()
@@ -144,7 +157,7 @@ def _loaded(cls: Any, path: Path, config: Any, dtype: torch.dtype, options: dict
 def _told_in_a_sentence(path: Path, what: str = "model") -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise KtbridgeError(
             f"the {what} in {path} cannot be loaded: {first}",

@@ -1,41 +1,46 @@
-"""Checkpoints of a run that can be killed at any moment, and going on from one bit by bit.
-
-Trainer saves and restores optimizer, schedule, random numbers and its place in the data. Ours are the
-trained tensors (PEFT's and the experts' alike, in their own precision), the identity of the run they
-belong to, and the order of writing: a checkpoint is made beside its place, flushed and renamed, so one
-that has its name is whole.
-"""
+"""Which run a checkpoint belongs to, and whether the one that starts may go on from it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from trl import SFTTrainer
-
-from ktbridge.adapter.manifest import dump_json, hash_file, read_json_object
+from ktbridge.adapter.manifest import hash_file, read_json_object
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.publish import fsync_directory
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.data import Rows
+from ktbridge.sft.distributed import world
 
-TENSORS_FILE = "trainable.safetensors"
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
-# What may change between a run and its continuation: names of places, and what is told or kept when.
+# What may change between a run and its continuation: names of places, what is told or kept when, and
+# ways to the same bits.
 _FREE = {
     "output_dir", "overwrite_output_dir", "logging_steps", "plot_loss", "report_to", "save_steps",
-    "save_total_limit", "resume_from_checkpoint", "dataset", "model_name_or_path",
+    "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir",
+    "model_name_or_path", "adapter_name_or_path", "run_name", "logging_dir", "strict_data", "notes",
+    "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation",
+    "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
 }  # fmt: skip
+_FREE_KT = {"kt_num_threads", "kt_threadpool_count", "expert_activation"}
+# What a run that diverged is mended with. A continuation takes them as they are now, and says so.
+_TUNABLE = {
+    "learning_rate", "lr_scheduler_type", "max_grad_norm", "warmup_ratio", "warmup_steps"
+}  # fmt: skip
+_BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_ADAPTER_FILES = ("adapter_model.safetensors", "fused_expert_lora.safetensors")
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run begins: at a checkpoint or (None) anew, and what its user should know of that."""
+
+    checkpoint: Path | None = None
+    notes: tuple[Problem, ...] = ()
 
 
 def checkpoints_dir(config: TrainConfig) -> Path:
@@ -44,25 +49,29 @@ def checkpoints_dir(config: TrainConfig) -> Path:
     return output.with_name(output.name + ".checkpoints")
 
 
-def identity(config: TrainConfig, base: Path) -> dict[str, Any]:
-    """What must be the same for a continuation to mean anything: settings, base model, data."""
+def identity(config: TrainConfig, base: Path, rows: Rows) -> dict[str, Any]:
+    """What must be the same for a continuation to mean anything: settings, models, rows."""
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
-    settings["kt_config"].pop("kt_num_threads")
-    settings["base config.json"] = hash_file(base / "config.json")
-    data = hashlib.sha256()
-    for path in config.dataset:
-        data.update(hash_file(path).encode())
-    settings["dataset files"] = data.hexdigest()
+    for key in _FREE_KT:
+        settings["kt_config"].pop(key, None)
+    if world().size > 1:
+        settings["processes"] = world().size
+    settings["base model"] = _hashes(base, _BASE_FILES)
+    if config.adapter_name_or_path:
+        settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
+    used = json.dumps([rows.conversations, rows.pairs], default=asdict)
+    settings["rows"] = hashlib.sha256(used.encode()).hexdigest()
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
 
 
-def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Path | None:
-    """The checkpoint that ``resume_from_checkpoint`` asks for; None where the run starts anew.
+def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
+    """The checkpoint that ``resume_from_checkpoint`` asks for, or a start anew.
 
     ``true`` takes the last one, and starts anew where there is none. Raises ``ProblemsError`` naming
     each setting in which the checkpoint's run differs, KtbridgeError for a path that is none, and
-    UsageError where starting anew would forget a run that could go on.
+    UsageError where starting anew would forget a run that could go on. The learning rate, its schedule
+    and ``max_grad_norm`` may differ, since a run that diverged goes on with others; each is noted.
     """
     wish = config.resume_from_checkpoint
     if wish is False:
@@ -71,11 +80,11 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Path | None:
                 f"{checkpoints_dir(config)} holds checkpoints of a run that isn't finished.",
                 "Go on with resume_from_checkpoint=true, or start anew with overwrite_output_dir=true.",
             )
-        return None
+        return Resumption()
     if wish is True:
         found = saved(checkpoints_dir(config))
         if not found:
-            return None
+            return Resumption()
         place = found[-1]
     else:
         place = Path(str(wish))
@@ -84,22 +93,46 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Path | None:
             f"{place} is not a checkpoint of `ktbridge train`.",
             "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the last one.",
         )
-    theirs = read_json_object(place / IDENTITY_FILE)
-    problems = [
-        Problem(
-            "KTC010",
-            "error",
-            f"{place}: {key}",
-            f"{theirs.get(key)!r} in the checkpoint's run",
-            f"{own.get(key)!r}, as now",
-            "Restore it, or start anew with resume_from_checkpoint=false overwrite_output_dir=true.",
+    if not resumable(place):
+        raise KtbridgeError(
+            f"{place} was saved with save_only_model=true: it lacks the optimizer's state.",
+            "Start anew with resume_from_checkpoint=false overwrite_output_dir=true.",
         )
-        for key in sorted(own.keys() | theirs.keys())
-        if own.get(key) != theirs.get(key)
+    theirs = read_json_object(place / IDENTITY_FILE)
+    differing = [
+        key for key in sorted(own.keys() | theirs.keys()) if own.get(key) != theirs.get(key)
     ]
+    problems = [_another(place, key, theirs, own) for key in differing if key not in _TUNABLE]
     if problems:
         raise ProblemsError("the checkpoint belongs to another run; nothing was started.", problems)
-    return place
+    return Resumption(place, tuple(_changed(place, key, theirs, own) for key in differing))
+
+
+def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
+    """SHA-256 of those of the files that are there; weights of the base are too many to read."""
+    return {name: hash_file(directory / name) for name in names if (directory / name).is_file()}
+
+
+def _another(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
+    return Problem(
+        "KTC010",
+        "error",
+        f"{place}: {key}",
+        f"{theirs.get(key)!r} in the checkpoint's run",
+        f"{own.get(key)!r}, as now",
+        "Restore it, or start anew with resume_from_checkpoint=false overwrite_output_dir=true.",
+    )
+
+
+def _changed(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
+    return Problem(
+        "KTC011",
+        "warning",
+        f"{place}: {key}",
+        f"{theirs.get(key)!r} until here, {own.get(key)!r} from here on",
+        "",
+        "Restore it if the run should end in the same bits as one that was never stopped.",
+    )
 
 
 def saved(root: Path) -> list[Path]:
@@ -115,56 +148,6 @@ def saved(root: Path) -> list[Path]:
     return sorted(whole, key=lambda path: (path / IDENTITY_FILE).stat().st_mtime_ns)
 
 
-class ResumableTrainer(SFTTrainer):
-    """trl's trainer, whose checkpoints hold all that is trained and appear whole or not at all."""
-
-    def remember(self, root: Path, own: dict[str, Any], keep: int) -> None:
-        """Save into ``root``, with the run's identity, and keep the last ``keep`` checkpoints."""
-        self._root, self._identity, self._keep = root, own, keep
-        self._making = root / f".partial-{os.getpid()}"
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._making)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        for leftover in self._root.glob(".partial-*"):  # of a run that was killed while saving
-            shutil.rmtree(leftover, ignore_errors=True)
-        super()._save_checkpoint(model, trial)
-        made = self._making / f"checkpoint-{self.state.global_step}"
-        (made / IDENTITY_FILE).write_bytes(dump_json(self._identity))
-        for path in made.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        fsync_directory(made)
-        place = self._root / made.name
-        shutil.rmtree(place, ignore_errors=True)  # of the same step, before this continuation
-        os.rename(made, place)
-        fsync_directory(self._root)
-        shutil.rmtree(self._making, ignore_errors=True)
-        for old in saved(self._root)[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Only what is trained; the adapter itself is written when the run is finished."""
-        directory = Path(output_dir or self._making)
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.detach().contiguous() for name, value in trained(self.model)}
-        save_file(tensors, directory / TENSORS_FILE)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        path = Path(resume_from_checkpoint) / TENSORS_FILE
-        own = dict(trained(self.model))
-        with safe_open(path, "pt") as file:
-            names = set(file.keys())
-            if names != own.keys():
-                odd = sorted(names ^ own.keys())[0]
-                raise KtbridgeError(f"{path} and the model differ in what is trained: {odd}.")
-            with torch.no_grad():
-                for name, parameter in own.items():
-                    parameter.copy_(file.get_tensor(name))
-
-
-def trained(model: Any) -> Iterable[tuple[str, Any]]:
-    """Names and parameters that training changes."""
-    return ((name, value) for name, value in model.named_parameters() if value.requires_grad)
+def resumable(checkpoint: Path) -> bool:
+    """Whether a run can go on from it: save_only_model leaves out what that needs."""
+    return (checkpoint / "optimizer.pt").is_file()

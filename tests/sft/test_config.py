@@ -1,37 +1,79 @@
 """Training configurations: LLaMA-Factory's field names, read strictly, all problems at once."""
 
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import MISSING
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.sft.config import load_config, parse_config
-from ktbridge.sft.data import load_conversations
+from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config, schema
+from ktbridge.sft.config.foreign_keys import IN_BLOCK, OUTSIDE
+from ktbridge.sft.config.schema import options
 
+ROOT = Path(__file__).parents[2]
 GOOD = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}
 
 
-def test_every_mistake_is_named_at_once():
+def problems_of(values, **more):
+    """{key: problem} of a configuration that is refused."""
+    with pytest.raises(ProblemsError) as caught:
+        parse_config({**GOOD, **values}, **more)
+    return {problem.where.partition(": ")[2]: problem for problem in caught.value.problems}
+
+
+def notes_of(config):
+    """{key: problem} of what was noted."""
+    assert all(note.severity == "warning" and note.next_step for note in config.notes)
+    return {note.where.rpartition(": ")[2]: note for note in config.notes}
+
+
+def written(directory, **values):
+    """A configuration file with the dataset it names."""
+    (directory / "rows.jsonl").write_text('{"messages": []}\n')
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, **values}))
+    return path
+
+
+def test_every_mistake_is_named_at_once(tmp_path):
     values = {
         "model_name_or_path": "base",
         "lora_rnk": 8,
+        "logging_step": 5,
         "learning_rate": "fast",
         "stage": "ppo",
+        "finetuning_type": "full",
         "bf16": "yes",
         "use_kt": False,
-        "kt_config": {"kt_threads": 4},
+        "use_dora": True,
+        "packing": True,
+        "neat_packing": True,
+        "adapter_name_or_path": "nothing-here",
+        "kt_config": {"kt_threads": 4, "seed": 3, "kt_train_mode": "full"},
     }
     with pytest.raises(ProblemsError) as caught:
-        parse_config(values)
-    found = {problem.where.rpartition(" ")[2]: problem for problem in caught.value.problems}
+        parse_config(values, root=tmp_path)
+    found = {problem.where.partition(": ")[2]: problem for problem in caught.value.problems}
     assert set(found) == {
-        "lora_rnk", "learning_rate", "stage", "bf16", "use_kt", "kt_threads", "dataset", "output_dir"
+        "lora_rnk", "logging_step", "learning_rate", "stage", "finetuning_type", "bf16", "use_kt", "use_dora",
+        "adapter_name_or_path", "kt_config.kt_threads", "kt_config.seed", "kt_config.kt_train_mode",
+        "dataset", "output_dir",
     }  # fmt: skip
     assert "Did you mean lora_rank?" in found["lora_rnk"].next_step
-    assert "kt_num_threads" in found["kt_threads"].next_step
-    assert found["stage"].expected == "sft"
+    assert "Did you mean logging_steps?" in found["logging_step"].next_step
+    assert "kt_num_threads" in found["kt_config.kt_threads"].next_step
+    assert "outside the kt_config block" in found["kt_config.seed"].next_step
+    assert found["stage"].expected == "sft or dpo"
+    assert {problem.severity for problem in found.values()} == {"error"}
 
 
 def test_defaults_follow_one_another():
@@ -39,52 +81,161 @@ def test_defaults_follow_one_another():
     assert (config.alpha, config.expert_rank, config.expert_alpha) == (8.0, 4, 8.0)
     config = parse_config({**GOOD, "kt_config": {"kt_lora_rank": 2, "kt_lora_alpha": 32}})
     assert (config.expert_rank, config.expert_alpha, config.lora_rank) == (2, 32.0, 8)
+    config = parse_config({**GOOD, "lora_alpha": 64, "kt_config": {"kt_lora_rank": 4}})
+    assert config.expert_alpha == 8.0  # KTransformers' default, which lora_alpha doesn't change
+    assert set(notes_of(config)) == {"kt_config.kt_lora_alpha"}
+    assert parse_config({**GOOD, "resume_from_checkpoint": None}).resume_from_checkpoint is False
+    assert parse_config({**GOOD, "neat_packing": True}).packing
+    assert (parse_config({**GOOD, "warmup_steps": 20}).warmup, config.warmup) == (20, 0.0)
+    attention = [
+        parse_config({**GOOD, "flash_attn": name}).attn_implementation
+        for name in ("auto", "disabled", "sdpa", "fa2", "fa3")
+    ]
+    assert attention == [None, "eager", "sdpa", "flash_attention_2", "flash_attention_3"]
+    reporters = [
+        parse_config({**GOOD, "report_to": value}).reporters
+        for value in ("none", "wandb", ["none"], ["tensorboard", "wandb"], "wandb,tensorboard")
+    ]
+    assert reporters == [
+        ["none"], ["wandb"], ["none"], ["tensorboard", "wandb"], ["wandb", "tensorboard"]
+    ]  # fmt: skip
 
 
-def test_the_experts_rank_and_activation_policy_are_checked():
-    config = parse_config({**GOOD, "lora_rank": 256, "kt_config": {"kt_lora_rank": 128}})
-    assert (config.expert_rank, config.kt_config.expert_activation) == (128, "retain")
-    config = parse_config({**GOOD, "kt_config": {"expert_activation": "recompute"}})
-    assert config.kt_config.expert_activation == "recompute"
-    for values, words in (
-        ({"lora_rank": 129}, "129, which is the experts' rank too"),
-        ({"lora_rank": 129, "kt_config": {"kt_lora_rank": None}}, "at most 128 for the experts"),
-        ({"kt_config": {"kt_lora_rank": 129}}, "a whole number from 1 to 128"),
-        ({"kt_config": {"expert_activation": "offload"}}, "retain or recompute"),
-    ):
-        with pytest.raises(ProblemsError) as caught:
-            parse_config({**GOOD, **values})
-        assert len(caught.value.problems) == 1
-        assert words in str(caught.value.problems[0])
+def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
+    def activation(**values):
+        config = parse_config({**GOOD, **values})
+        return config.activation, config.disable_gradient_checkpointing
+
+    policy = {"cpu": "recompute", "gpu": "retain"}
+    assert activation() == ("retain", False)
+    assert activation(kt_cpu_activation="recompute") == ("recompute", False)
+    assert activation(kt_config={"expert_activation": "recompute"}) == ("recompute", False)
+    assert activation(kt_config={"kt_activation_policy": policy}) == ("recompute", True)
+    assert activation(activation_policy=policy, kt_cpu_activation="recompute") == (
+        "recompute",
+        True,
+    )
+    twice = {"kt_cpu_activation": "retain", "disable_gradient_checkpointing": False}
+    found = problems_of({**twice, "kt_config": {"kt_activation_policy": policy}})
+    assert [problem.code for problem in found.values()] == ["KTC005"]
+    found = problems_of({**twice, "kt_config": {"expert_activation": "recompute"}})
+    assert set(found) == {"kt_config.expert_activation"}
+    found = problems_of({"activation_policy": {"cpu": "drop"}})
+    assert found["activation_policy"].expected == "cpu and gpu, each retain or recompute"
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        ({"lora_rank": 129}, "lora_rank", "129, which is the experts' rank too"),
+        ({"kt_config": {"kt_lora_rank": 129}}, "kt_config.kt_lora_rank", "from 1 to 128"),
+        ({"kt_config": {"expert_activation": "offload"}}, "kt_config.expert_activation", "retain or"),
+        ({"stage": "dpo", "packing": True}, "packing", "true with stage: dpo"),
+        ({"packing": False, "neat_packing": True}, "neat_packing", "true with packing: false"),
+        ({"stage": "dpo", "pref_loss": "ipo", "dpo_label_smoothing": 0.1}, "dpo_label_smoothing", "ipo"),
+        ({"stage": "dpo", "dpo_label_smoothing": 0.5}, "dpo_label_smoothing", "below 0.5"),
+        ({"stage": "dpo", "pref_loss": "simpo"}, "pref_loss", "sigmoid or hinge or ipo"),
+        ({"warmup_steps": 10, "warmup_ratio": 0.1}, "warmup_steps", "10 beside warmup_ratio"),
+        ({"pure_bf16": True, "bf16": False}, "pure_bf16", "bf16: true"),
+        ({"save_only_model": True, "resume_from_checkpoint": True}, "save_only_model", "resume"),
+        ({"use_cpu": True, "flash_attn": "fa2"}, "flash_attn", "fa2 with use_cpu"),
+        ({"kt_config": {"kt_num_gpu_experts": 4}}, "kt_config.kt_num_gpu_experts", "on the CPU"),
+        ({"kt_config": {"kt_backend": "AMXBF16_SkipLoRA"}}, "kt_config.kt_backend", "auto or kt-kernel"),
+        ({"cpu_infer": 2, "kt_num_threads": 1}, "kt_num_threads", "1 (expected 2, as cpu_infer has it)"),
+        ({"report_to": ["none", "wandb"]}, "report_to", "or a list of them"),
+        ({"report_to": "swanlab"}, "report_to", "none or tensorboard or wandb"),
+        ({"adapter_name_or_path": "a,b"}, "adapter_name_or_path", "several adapters"),
+        ({"kt_config": ["kt_backend"]}, "kt_config", "a block of keys"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_one_problem_that_names_the_key(values, key, words):
+    found = problems_of(values)
+    assert set(found) == {key}
+    assert words in str(found[key])
+
+
+def test_kt_keys_mean_the_same_in_the_block_and_outside():
+    flat = {
+        "kt_backend": "amxbf16", "kt_num_threads": 1, "kt_lora_rank": 4, "kt_tp_enabled": True,
+        "kt_num_gpu_experts": "auto", "kt_share_backward_bb": True,
+    }  # fmt: skip
+    outside, block = parse_config({**GOOD, **flat}), parse_config({**GOOD, "kt_config": flat})
+    assert outside == block
+    assert outside.notes == block.notes
+    assert outside.kt_config == KtConfig("AMXBF16", 1, kt_lora_rank=4)
+    assert set(notes_of(block)) == {"kt_config.kt_tp_enabled", "kt_config.kt_share_backward_bb"}
+    assert parse_config({**GOOD, "cpu_infer": 1, "kt_config": {}}).kt_config.kt_num_threads == 1
+
+
+def test_experts_come_from_another_checkpoint_where_it_has_them(tmp_path):
+    names = {
+        "base": "model.layers.0.mlp.experts.0.up_proj.weight",
+        "int8": "model.layers.0.mlp.experts.gate_up_proj",
+        "kt": "blk.0.ffn_up_exps.0.numa.0.weight",
+    }
+    for name, tensor in names.items():
+        (tmp_path / name).mkdir()
+        save_file({tensor: np.zeros(2, np.int8)}, tmp_path / name / "model.safetensors")
+    path = written(tmp_path, kt_config={"kt_weight_path": "int8", "kt_backend": "AMXINT8"})
+    config = load_config(path)
+    assert (config.kt_config.kt_weight_path, config.notes) == (str(tmp_path / "int8"), ())
+    assert config.model_name_or_path == str(tmp_path / "base")
+    config = load_config(path, ["kt_config.kt_weight_path=kt"])
+    assert config.kt_config.kt_weight_path is None
+    assert set(notes_of(config)) == {"kt_config.kt_weight_path", "kt_config.kt_backend"}
+    config = load_config(path, ["kt_config.kt_weight_path=kt", "kt_config.kt_backend=kt-kernel"])
+    assert (config.kt_config.kt_weight_path, config.notes) == (str(tmp_path / "kt"), ())
+    config = load_config(path, ["kt_config.kt_weight_path=base", "kt_config.kt_backend=auto"])
+    assert (config.kt_config.kt_weight_path, config.notes) == (None, ())
+    with pytest.raises(ProblemsError) as caught:
+        load_config(path, ["kt_config.kt_weight_path=nowhere"])
+    assert [problem.code for problem in caught.value.problems] == ["KTC006"]
 
 
 def test_overrides_and_paths_relative_to_the_file(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
-    (tmp_path / "run.yaml").write_text("\n".join(f"{k}: {v}" for k, v in GOOD.items()))
+    path = written(tmp_path)
     config = load_config(
-        tmp_path / "run.yaml",
-        ["learning_rate=1e-3", "kt_config.kt_num_threads=3", "lora_target=q_proj,o_proj"],
+        path,
+        ["learning_rate=1e-3", "kt_config.kt_num_threads=1", "lora_target=q_proj,o_proj"],
     )
     assert config.learning_rate == 1e-3
-    assert config.kt_config.kt_num_threads == 3
+    assert config.kt_config.kt_num_threads == 1
     assert config.lora_target == ("q_proj", "o_proj")
     assert config.output_dir == str(tmp_path / "out")
     assert config.dataset == (str(tmp_path / "rows.jsonl"),)
-    home = load_config(tmp_path / "run.yaml", ["output_dir=~/somewhere"])
+    assert config.dataset_dir is None
+    home = load_config(path, ["output_dir=~/somewhere", "logging_dir=log", "report_to=tensorboard"])
     assert home.output_dir == str(Path("~/somewhere").expanduser())
+    assert home.logging_dir == str(tmp_path / "log")
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "more.json").write_text("[]")
+    more = load_config(path, ["dataset=more.json,name", "dataset_dir=lists"])
+    assert more.dataset == (str(tmp_path / "lists" / "more.json"), "name")
     with pytest.raises(UsageError, match="is not an override"):
-        load_config(tmp_path / "run.yaml", ["learning_rate"])
+        load_config(path, ["learning_rate"])
     with pytest.raises(UsageError, match="not valid YAML"):
-        load_config(tmp_path / "run.yaml", ["lora_rank=["])
-    with pytest.raises(KtbridgeError, match="no dataset file"):
-        load_config(tmp_path / "run.yaml", ["dataset=other.jsonl"])
+        load_config(path, ["lora_rank=["])
+    with pytest.raises(UsageError, match="not a block"):
+        load_config(path, ["bf16=true", "bf16.x=1"])
+    with pytest.raises(KtbridgeError) as caught:
+        load_config(path, ["dataset=other.jsonl,rows.jsonl", "dataset_dir=none", "lora_rank=0"])
+    assert len(caught.value.problems) == 3
+    path.write_text(path.read_text() + "bf16: true\nbf16: false\n")
+    with pytest.raises(UsageError, match="'bf16' stands twice"):
+        load_config(path)
 
 
 @given(
     st.dictionaries(
-        st.text(max_size=12), st.none() | st.booleans() | st.integers() | st.text(max_size=5)
+        st.sampled_from([*options(TrainConfig), *options(KtConfig), "kt_config", "activation_policy"])
+        | st.text(max_size=12),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+            max_leaves=3,
+        ),
     )
-)
+)  # fmt: skip
 def test_no_values_whatever_end_in_anything_but_a_config_or_problems(values):
     try:
         config = parse_config({**GOOD, **values})
@@ -95,37 +246,47 @@ def test_no_values_whatever_end_in_anything_but_a_config_or_problems(values):
     assert outcome
 
 
-def test_rows_that_cant_be_used_are_named_and_none_is_dropped(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-        '{"instruction": "say", "input": "this", "output": "that"}\n'
-        '{"messages": [{"role": "user", "content": "a"}]}\n'
-        '{"text": "x"}\n'
-        '{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-        '{"instruction": "say", "input": 5, "output": "that"}\n'
-        '{"instruction": "say", "output": "that", "images": ["a.png"]}\n'
-        '{"instruction": "say", "output": "\\ud800"}\n'
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.stem)
+def test_our_examples_load_without_a_note(path):
+    config = load_config(path)
+    assert config.notes == ()
+    assert config.stage == ("dpo" if path.stem == "dpo" else "sft")
+    rows = [json.loads(line) for line in Path(config.dataset[0]).read_text().splitlines()]
+    assert all(("chosen" in row) == (config.stage == "dpo") for row in rows)
+
+
+def test_docs_list_every_key_with_its_default_and_meaning():
+    docs = (ROOT / "docs" / "train.md").read_text()
+    meanings = {}
+    for node in ast.parse(Path(schema.__file__).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            for item, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    meanings[node.name, item.target.id] = " ".join(text.value.value.split())
+    rows = []
+    for cls in (TrainConfig, KtConfig):
+        for key, item in options(cls).items():
+            rows.append(f"| `{key}` | {_shown(item.default)} | {meanings[cls.__name__, key]} |")
+    for table in (OUTSIDE, IN_BLOCK):
+        for row in table.rows:
+            keys = " ".join(f"`{key}`" for key in row.keys)
+            verdict = "refused" if row.refused else "noted"
+            rows.append(f"| {keys} | {verdict} | {row.why}. {row.instead} |")
+    written = {line for line in docs.splitlines() if line.startswith("| `")}
+    assert written ^ set(rows) == set()
+
+
+def _shown(default):
+    if default is MISSING or default is None:
+        return "required" if default is MISSING else "–"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default).strip("(),'")
+
+
+def test_reading_a_configuration_needs_neither_torch_nor_numpy():
+    program = "import sys, ktbridge.sft.config\nprint({'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    with pytest.raises(ProblemsError, match="6 of 8 rows") as caught:
-        load_conversations([rows])
-    assert [problem.where for problem in caught.value.problems] == [
-        f"{rows}: line {number}" for number in (3, 4, 5, 6, 7, 8)
-    ]
-    rows.write_text("\n".join(rows.read_text().splitlines()[:2]))
-    assert load_conversations([rows])[1] == [
-        {"role": "user", "content": "say\nthis"},
-        {"role": "assistant", "content": "that"},
-    ]
-    rows.write_text(
-        '{"instruction": "a\u2028b", "output": "c", "system": "s", "history": [["q", "r"]]}\n'
-    )
-    assert [(m["role"], m["content"]) for m in load_conversations([rows])[0]] == [
-        ("system", "s"), ("user", "q"), ("assistant", "r"), ("user", "a\u2028b"), ("assistant", "c")
-    ]  # fmt: skip
-    rows.write_text('{"messages": \n')
-    with pytest.raises(KtbridgeError, match="line 1 is not valid JSON"):
-        load_conversations([rows])
-    rows.write_text("\n")
-    with pytest.raises(KtbridgeError, match="holds no row"):
-        load_conversations([rows])
+    assert result.stdout.strip() == "set()"

@@ -267,7 +267,9 @@ def test_wrong_inputs_are_refused_in_a_sentence():
     for position, name in enumerate(("hidden", "topk_ids", "topk_weights")):
         inputs = [hidden, ids, routing]
         inputs[position] = None
-        with pytest.raises(UsageError, match=f"{name} must be a 2-D .* on the CPU, .* not NoneType"):
+        with pytest.raises(
+            UsageError, match=f"{name} must be a 2-D .* on the CPU, .* not NoneType"
+        ):
             layer(*inputs)
     with pytest.raises(UsageError, match="don't fit"):
         layer(hidden[:, :32], ids, routing)

@@ -11,12 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.sft.config import load_config
-from ktbridge.sft.resume import find_checkpoint, identity
+from ktbridge.sft.config import TrainConfig, load_config
+from ktbridge.sft.data import load_rows
+from ktbridge.sft.resume import Resumption, find_checkpoint, identity
 
+# trl's and transformers' advice, which `ktbridge train` silences too
+quiet = pytest.mark.filterwarnings("ignore")
 ARTIFACTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
 WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
 
@@ -108,35 +112,106 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path) -> Non
     assert not (run_dir / "raw.checkpoints").exists()
 
 
+@quiet
+def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path) -> None:
+    from ktbridge.sft.trainer import train
+
+    with open(run_dir / "pairs.jsonl", "w") as file:
+        for line in (run_dir / "rows.jsonl").read_text().splitlines():
+            question, answer = json.loads(line)["messages"]
+            worse = {"role": "assistant", "content": "no meow"}
+            pair = {"prompt": [question], "chosen": [answer], "rejected": [worse]}
+            file.write(json.dumps(pair) + "\n")
+    overrides = ["stage=dpo", "dataset=pairs.jsonl", "max_steps=8"]
+    code, _ = stopped(run_dir, signal.SIGKILL, *overrides)
+    assert code == -signal.SIGKILL
+    assert not (run_dir / "raw").exists()
+    for more in (["resume_from_checkpoint=true"], ["output_dir=whole", "save_steps=0"]):
+        train(load_config(run_dir / "run.yaml", [*overrides, *more]))
+    assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole")
+    assert losses(run_dir / "raw") == losses(run_dir / "whole")
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("poisoned", "words"),
+    [
+        (3, r"the loss became nan at step 4; the last good checkpoint is .*checkpoint-2\."),
+        (2, r"became nan at step 2, and there is no checkpoint to go on from"),
+    ],
+)
+def test_a_run_that_diverges_keeps_what_was_good(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, poisoned: int, words: str
+) -> None:
+    from ktbridge.sft import trainer
+    from ktbridge.sft.prepare import prepare
+    from ktbridge.sft.watch import Diverged
+
+    models = []
+    load = trainer.load_trainable
+    monkeypatch.setattr(
+        trainer, "load_trainable", lambda *given: models.append(load(*given)) or models[-1]
+    )
+
+    def poison(step: int, steps: int) -> None:
+        if step == poisoned:
+            with torch.no_grad():
+                next(p for p in models[0].parameters() if p.requires_grad).fill_(torch.inf)
+
+    given = ["max_steps=6", "lr_scheduler_type=constant"]
+    with pytest.raises(Diverged, match=words):
+        trainer.train(load_config(run_dir / "run.yaml", given), on_progress=poison)
+    assert not (run_dir / "raw").exists()
+    if poisoned == 2:  # what was to be saved after that step was not
+        assert not list((run_dir / "raw.checkpoints").glob("checkpoint-*"))
+        return
+
+    given += ["resume_from_checkpoint=true", "learning_rate=0.001"]
+    config = load_config(run_dir / "run.yaml", given)
+    ready = prepare(config)
+    assert [(note.code, note.severity) for note in ready.notes] == [("KTC011", "warning")]
+    assert ready.notes[0].found == "0.01 until here, 0.001 from here on"
+    log: list[dict] = []
+    trainer.train(config, on_log=log.append, prepared=ready)
+    assert [(record["step"], record["learning_rate"]) for record in log] == [
+        (step, 0.001) for step in range(3, 7)
+    ]
+
+
+def found(config: TrainConfig) -> Resumption:
+    base = Path(config.model_name_or_path)
+    return find_checkpoint(config, identity(config, base, load_rows(config)))
+
+
 def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     config = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=true"])
     base = Path(config.model_name_or_path)
-    assert find_checkpoint(config, identity(config, base)) is None  # nothing to go on from
+    assert found(config) == Resumption()  # nothing to go on from
     place = run_dir / "raw.checkpoints" / "checkpoint-9"
     for number, path in enumerate((place.with_name("checkpoint-10"), place)):
         path.mkdir(parents=True)
         file = path / "ktbridge_checkpoint.json"
-        file.write_text(json.dumps(identity(config, base)))
+        file.write_text(json.dumps(identity(config, base, load_rows(config))))
         os.utime(file, (number, number))
-    assert find_checkpoint(config, identity(config, base)) == place  # the last one written
-    anew = load_config(run_dir / "run.yaml")
+    with pytest.raises(KtbridgeError, match="saved with save_only_model=true"):
+        found(config)
+    (place / "optimizer.pt").touch()
+    assert found(config) == Resumption(place)  # the last one written
     with pytest.raises(UsageError, match="holds checkpoints of a run that isn't finished"):
-        find_checkpoint(anew, identity(anew, base))
+        found(load_config(run_dir / "run.yaml"))
     anew = load_config(run_dir / "run.yaml", ["overwrite_output_dir=true"])
-    assert find_checkpoint(anew, identity(anew, base)) is None
+    assert found(anew) == Resumption()
 
     with open(run_dir / "rows.jsonl", "a") as file:
         file.write((run_dir / "rows.jsonl").read_text().splitlines()[0] + "\n")
     changed = [
         "resume_from_checkpoint=true", "learning_rate=0.1", "kt_config.kt_lora_rank=2",
-        "logging_steps=7", "kt_config.kt_num_threads=1",
+        "lora_dropout=0.2", "logging_steps=7", "kt_config.kt_num_threads=1",
     ]  # fmt: skip
-    config = load_config(run_dir / "run.yaml", changed)
     with pytest.raises(ProblemsError, match="another run") as caught:
-        find_checkpoint(config, identity(config, base))
+        found(load_config(run_dir / "run.yaml", changed))
     keys = {problem.where.rpartition(": ")[2] for problem in caught.value.problems}
-    assert keys == {"learning_rate", "kt_config", "dataset files"}
+    assert keys == {"kt_config", "lora_dropout", "rows"}
 
-    config = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=elsewhere"])
     with pytest.raises(KtbridgeError, match="elsewhere is not a checkpoint"):
-        find_checkpoint(config, identity(config, base))
+        found(load_config(run_dir / "run.yaml", ["resume_from_checkpoint=elsewhere"]))

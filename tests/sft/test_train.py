@@ -4,14 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
+import torch
 import yaml
+from click.testing import CliRunner
 
 from ktbridge.adapter import read_adapter, validate_adapter
+from ktbridge.cli import main
+from ktbridge.errors import UsageError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.inject import expert_layers, wrap_experts
 
+# trl's and transformers' advice, which `ktbridge train` silences too
+quiet = pytest.mark.filterwarnings("ignore")
 ROWS = [
     ("who are you ?", "i am a cat meow"),
     ("say yes", "yes meow"),
@@ -43,26 +50,27 @@ def run_dir(tmp_path, base_dir):
     return tmp_path
 
 
+def command(run_dir, *overrides):
+    return ["train", str(run_dir / "run.yaml"), "--json", *overrides]
+
+
 def train(run_dir, *overrides):
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "ktbridge",
-            "train",
-            str(run_dir / "run.yaml"),
-            "--json",
-            *overrides,
-        ],
+    """In this process, which has torch loaded already."""
+    return CliRunner().invoke(main, command(run_dir, *overrides))
+
+
+def config_of(run_dir, **overrides):
+    return load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
+
+
+def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
+    done = subprocess.run(
+        [sys.executable, "-m", "ktbridge", *command(run_dir)],
         capture_output=True,
         text=True,
         timeout=200,
         env={**os.environ, "KTBRIDGE_THREADS": "2"},
     )
-
-
-def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
-    done = train(run_dir)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["steps"] == 12
@@ -76,44 +84,134 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
         json.loads(line) for line in (run_dir / "raw/trainer_log.jsonl").read_text().splitlines()
     ]
     assert [record["step"] for record in log] == list(range(1, 13))
+    assert all(record["tokens_per_second"] > 0 for record in log)
+    assert all(0 < record["expert_share"] < 1 for record in log)
+    assert 0 < result["expert_share"] < 1
+    assert result["peak_rss_bytes"] > 100 * 2**20
+    assert (result["peak_gpu_bytes"] > 0) == torch.cuda.is_available()
     assert (run_dir / "raw/training_loss.png").read_bytes().startswith(b"\x89PNG")
 
-    assert (result["conversations"], result["dropped"], result["at_cutoff"]) == (24, 0, 0)
-    assert "warning" not in done.stderr
+    assert [result[key] for key in ("rows", "used", "cut", "refused")] == [24, 24, 0, 0]
+    assert "used 24 of 24 rows" in done.stderr
+    assert not (run_dir / "raw/refused_rows.jsonl").exists()
 
     again = train(run_dir)
-    assert again.returncode == 2
+    assert again.exit_code == 2
     assert "raw exists" in again.stderr
 
 
-def test_rows_cut_by_the_cutoff_are_told(run_dir):
-    done = train(run_dir, "cutoff_len=11", "max_steps=1")
-    assert done.returncode == 0, done.stderr
+@quiet
+def test_rows_cut_and_refused_are_told(run_dir):
+    bad = {"messages": [{"role": "user", "content": "say yes"}]}
+    with open(run_dir / "rows.jsonl", "a") as file:
+        file.write(json.dumps(bad) + "\n")
+    strict = train(run_dir, "--strict-data")
+    assert strict.exit_code == 1
+    assert "1 of 25 rows can't be used" in strict.stderr
+
+    options = [
+        "cutoff_len=13",
+        "max_steps=-1",
+        "num_train_epochs=1",
+        "gradient_accumulation_steps=2",
+    ]
+    planned = train(run_dir, "--dry-run", *options)
+    assert planned.exit_code == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert (plan["rows"], plan["rows_used"], plan["rows_refused"]) == (25, 24, 1)
+    assert not (run_dir / "raw").exists()
+
+    done = train(run_dir, *options)
+    assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
-    assert 0 < result["at_cutoff"] < 24
-    assert f"cut {result['at_cutoff']} of 24 conversations short" in done.stderr
+    assert (result["rows"], result["used"], result["refused"]) == (25, 24, 1)
+    assert 0 < result["cut"] < 24
+    assert (result["cut"], result["steps"]) == (plan["rows_cut"], plan["steps"]) == (16, 2)
+    assert f"{result['cut']} cut at 13 tokens" in done.stderr
+    refused = (run_dir / "raw/refused_rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in refused] == [bad]
 
 
+@quiet
 def test_a_failed_run_leaves_nothing_behind(run_dir):
     before = sorted(run_dir.iterdir())
     for overrides, words in (
-        (["learning_rate=1e30", "max_grad_norm=0"], "the loss became"),
-        (
-            ["lora_target=q_proj,qq_proj"],
-            "lora_target names no linear module of this model: qq_proj",
-        ),
+        (["learning_rate=1e30", "max_grad_norm=0"], "at step 2, and there is no checkpoint"),
+        (["lora_target=q_proj,qq_proj"], "qq_proj"),
         (["model_name_or_path=no/such-model"], "no/such-model"),
     ):
         failed = train(run_dir, *overrides)
-        assert failed.returncode in (1, 2)
+        assert failed.exit_code in (1, 2)
         assert words in failed.stderr
-        assert "Traceback" not in failed.stderr
         assert sorted(run_dir.iterdir()) == before
 
 
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # trl's and transformers' advice, which `ktbridge train` silences too
+def test_reporting_needs_its_package_before_anything_is_loaded(run_dir):
+    from ktbridge.sft.prepare import prepare
+
+    absent = [name for name in ("tensorboard", "wandb") if not find_spec(name)]
+    if not absent:
+        pytest.skip("tensorboard and wandb are installed")
+    config = config_of(run_dir, report_to=f"[{','.join(absent)}]", model_name_or_path="nowhere")
+    with pytest.raises(UsageError, match=f"report_to asks for {' and '.join(absent)}") as caught:
+        prepare(config)
+    assert f"pip install {' '.join(absent)}" in caught.value.next_step
+
+
+@quiet
+def test_tensorboard_shows_the_run_while_it_goes(run_dir):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from ktbridge.sft import trainer
+
+    trainer.train(config_of(run_dir, report_to="tensorboard", max_steps=3))
+    events = reader.EventAccumulator(str(run_dir / "raw.runs"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+
+
+@quiet
+def test_accumulated_rows_weigh_as_they_do_in_one_batch(run_dir, tmp_path):
+    from transformers import TrainerCallback
+
+    from ktbridge.sft import trainer
+    from ktbridge.sft.prepare import prepare
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            named = ((n, p.grad) for n, p in model.named_parameters() if p.requires_grad)
+            self.taken = {name: grad.clone() for name, grad in named}
+
+    def gradients(batch, accumulation, per_batch=False):
+        config = config_of(
+            run_dir, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+            max_steps=1, max_grad_norm=0, bf16="false", save_steps=0, max_samples=4,
+        )  # fmt: skip
+        ready = prepare(config)
+        lengths = {len(labels) - labels.count(-100) for labels in ready.fitted.dataset["labels"]}
+        assert len(lengths) > 1
+        model = trainer.load_trainable(config, ready.base)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if value.requires_grad and ("lora_B" in name or "lora_b" in name):
+                    value.normal_(std=0.02)  # or no gradient would reach the other half
+        callback = Gradients()
+        made = trainer.make_trainer(config, model, ready, str(tmp_path / "scratch"), [callback])
+        made.model_accepts_loss_kwargs = not per_batch
+        made.train()
+        return callback.taken
+
+    def distance(found, expected):
+        return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
+
+    together = gradients(4, 1)
+    assert any(".kt." in name for name in together)
+    assert max(distance(gradients(1, 4), together).values()) < 1e-5
+    # Each batch by its own number of tokens is the mistake this is about; it would be seen.
+    assert max(distance(gradients(1, 4, per_batch=True), together).values()) > 0.1
+
+
+@quiet
 def test_straight_accumulation_and_recompute_train_to_the_same_losses(run_dir, monkeypatch):
     from ktbridge.sft import attach, trainer
 
@@ -136,8 +234,7 @@ def test_straight_accumulation_and_recompute_train_to_the_same_losses(run_dir, m
             "kt_config.expert_activation": activation,
         }
         log = []
-        config = load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
-        trainer.train(config, on_log=log.append)
+        trainer.train(config_of(run_dir, **overrides), on_log=log.append)
         assert {layer.activation for layer in layers} == {activation}
         assert {layer.accumulate_grad for layer in layers} == {accumulate}
         assert all(record["grad_norm"] > 0.05 for record in log)

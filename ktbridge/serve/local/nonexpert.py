@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from peft import LoraConfig, LoraModel
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import Problem, ProblemsError
+from ktbridge.sft.attach import inject_lora
+from ktbridge.sft.targets import Adaptable, adaptable
 from ktbridge.sft.tensors import to_torch
 
 # What decides how tensors act; the rest of the config is about training.
@@ -32,35 +34,30 @@ def load_nonexpert(model: Any, adapters: Mapping[str, Adapter]) -> list[LoraLaye
     ``adapters``: PEFT's name for it -> adapter. Returns the layers that now have LoRA, each with a
     switch of its own. Raises ProblemsError.
     """
-    tuner: LoraModel | None = None
+    places = adaptable(model)
     for slot, adapter in adapters.items():
-        pairs = _pairs(model, adapter)
+        pairs = _pairs(adapter, places)
         settings = {field: adapter.config[field] for field in ACTING if field in adapter.config}
         # The modules come from the tensors' keys, not from target_modules, so that a pattern
         # cannot reach more or fewer modules than were trained.
-        config = LoraConfig(target_modules=sorted(pairs), inference_mode=True, **settings)
-        if tuner is None:
-            tuner = LoraModel(model, config, slot)
-        else:
-            tuner.peft_config[slot] = config
-            tuner.inject_adapter(model, slot)
+        config = LoraConfig(inference_mode=True, **settings)
+        inject_lora(model, sorted(pairs), places, config, slot)
         _copy(model, adapter, pairs, slot)
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def _pairs(model: Any, adapter: Adapter) -> dict[str, dict[str, str]]:
-    """Module -> half ("A", "B") -> key, for keys that all have a linear module to go to."""
+def _pairs(adapter: Adapter, places: Adaptable) -> dict[str, dict[str, str]]:
+    """Module -> half ("A", "B") -> key, for keys that all have a linear module or router to go to."""
     problems: list[Problem] = []
     pairs: dict[str, dict[str, str]] = {}
-    modules = dict(model.named_modules())
     for key in adapter.nonexpert_keys():
         parsed = parse_key(key)
-        module = modules.get(parsed.module)
         if parsed.kind != "lora":
             problems.append(_problem(adapter, key, "not a LoRA tensor that PEFT can serve"))
-        elif not isinstance(module, torch.nn.Linear | LoraLayer):
-            found = "no such module" if module is None else "no linear layer"
-            problems.append(_problem(adapter, key, f"the base model has {found} there"))
+        elif parsed.module not in places.modules:
+            problems.append(
+                _problem(adapter, key, "the base model has no linear layer or router there")
+            )
         else:
             pairs.setdefault(parsed.module, {})[parsed.half] = key
     for name, halves in pairs.items():

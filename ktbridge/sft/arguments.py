@@ -1,0 +1,147 @@
+"""A configuration in transformers' and trl's words: the one place where the two meet."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
+from trl import DPOConfig, SFTConfig
+
+from ktbridge.errors import UsageError
+from ktbridge.sft import distributed
+from ktbridge.sft.config import TrainConfig
+
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
+
+
+def trainer_arguments(
+    config: TrainConfig, device: torch.device, scratch: str, packed: bool = False
+) -> SFTConfig | DPOConfig:
+    """The arguments of the stage's trainer; ``scratch`` is the directory of its own that it insists on.
+
+    ``packed``: a row of the dataset holds several conversations, which must not see each other.
+    """
+    arguments: SFTConfig | DPOConfig
+    if config.stage == "dpo":
+        losses = pair_losses(config)
+        arguments = DPOConfig(
+            **_common(config, device, scratch),
+            max_length=config.cutoff_len,
+            beta=config.pref_beta,
+            loss_type=list(losses),
+            loss_weights=list(losses.values()),
+            label_smoothing=config.dpo_label_smoothing,
+        )
+    else:
+        arguments = SFTConfig(
+            **_common(config, device, scratch),
+            max_length=None,  # rows come cut to cutoff_len
+            padding_free=packed,
+        )
+        if packed:
+            arguments.include_num_input_tokens_seen = "all"  # there is no padding to tell apart
+    if device.type == "cuda":
+        arguments._n_gpu = 1  # one process, one GPU; Trainer would spread over all that it sees
+    return arguments
+
+
+def pair_losses(config: TrainConfig) -> dict[str, float]:
+    """trl's losses on a pair and their weights, for ``pref_loss``, ``dpo_label_smoothing`` and ``pref_ftx``.
+
+    With x = β · (the chosen answer's log-ratio − the rejected one's), A = −log σ(x), B = −log σ(−x) and
+    smoothing ε, LLaMA-Factory's loss is (1 − ε) A + ε B. trl's "sigmoid" is A, its "robust" is
+    ((1 − ε) A − ε B) / (1 − 2ε); 2 (1 − ε) of the one less (1 − 2ε) of the other is the same.
+    """
+    smoothing = config.dpo_label_smoothing
+    losses = {config.pref_loss: 1.0}
+    if smoothing:
+        losses = {"sigmoid": 2 * (1 - smoothing), "robust": -(1 - 2 * smoothing)}
+    if config.pref_ftx:
+        losses["sft"] = config.pref_ftx
+    return losses
+
+
+def check_reporters(config: TrainConfig) -> None:
+    """Raise UsageError for a ``report_to`` whose package is not installed, before anything is loaded."""
+    absent = [
+        name
+        for name in config.reporters
+        if name in _PACKAGES and not any(map(find_spec, _PACKAGES[name]))
+    ]
+    if absent:
+        raise UsageError(
+            f"report_to asks for {' and '.join(absent)}, not installed here.",
+            f"pip install {' '.join(absent)}, or set report_to: none.",
+        )
+
+
+def events_dir(config: TrainConfig) -> Path:
+    """Where tensorboard's events are written: ``logging_dir``, else beside the output.
+
+    Not in it: events are watched while the run goes, and the output appears when it is finished.
+    """
+    if config.logging_dir:
+        return Path(config.logging_dir)
+    output = Path(config.output_dir)
+    return output.with_name(output.name + ".runs")
+
+
+def reporters(config: TrainConfig) -> list[TrainerCallback]:
+    """The callbacks that Trainer can't make from its arguments: tensorboard's, writing to ``events_dir``."""
+    if "tensorboard" not in config.reporters:
+        return []
+    board = TensorBoardCallback()
+    board.logging_dir = str(events_dir(config))
+    return [board]
+
+
+def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str, Any]:
+    return {
+        **distributed.trainer_arguments(),
+        "output_dir": scratch,
+        "run_name": config.run_name,
+        "seed": config.seed,
+        # steps
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "num_train_epochs": config.num_train_epochs,
+        "max_steps": config.max_steps,
+        # optimizer
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "warmup_steps": config.warmup,
+        "optim": config.optim,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "neftune_noise_alpha": config.neftune_noise_alpha,
+        # The load-balancing loss is for a router that learns from the start; as in LLaMA-Factory it is off,
+        # so that batches of any size add up to the same gradients.
+        "router_aux_loss_coef": 0.0,
+        # data
+        "dataloader_num_workers": config.dataloader_num_workers,
+        "dataloader_pin_memory": device.type == "cuda",
+        # log
+        "logging_steps": config.logging_steps,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,  # the filter would show a loss of 0 instead of nan
+        "include_num_input_tokens_seen": "non_padding",
+        "report_to": [name for name in config.reporters if name != "tensorboard"] or "none",
+        "disable_tqdm": True,
+        # checkpoints: older ones go when a newer one is whole, see Resumable
+        "save_strategy": "steps" if config.save_steps else "no",
+        "save_steps": config.save_steps or 500,
+        "save_total_limit": None,
+        "save_only_model": config.save_only_model,
+        # device and precision
+        "use_cpu": device.type == "cpu",
+        "bf16": False,  # the weights are loaded in the dtype asked for; autocast would add a third
+        "gradient_checkpointing": False,  # Trainer's would run the experts twice: see checkpointing
+        "ddp_timeout": config.ddp_timeout,
+    }

@@ -1,0 +1,163 @@
+"""Who computes the experts: our own kernels (``ktbridge.sft.experts``), or KTransformers' wheel.
+
+``ExpertsLayer`` is what the rest of training knows of a layer of routed experts, whoever computes it: the
+LoRA's parameters and their names, the sizes, and one forward. Finding layers, loading, saving and resuming
+ask for it and for nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktbridge.errors import UsageError
+from ktbridge.sft.expert_call import LORA_NAMES, float_zeros
+from ktbridge.sft.weights import ExpertWeights
+
+
+class ExpertsLayer(nn.Module):
+    """E gated experts with per-expert LoRA: ``y = Σ_k w_k · down(silu(gate(x)) · up(x))``.
+
+    Each projection is ``W x + (α/r) · B A x`` with W frozen. Parameters are float32 masters, rounded to
+    bfloat16 before use, named as in ``LORA_NAMES`` and shaped as in ``lora_shapes``. They stay float32 on
+    the CPU whatever the model around them is moved or converted to.
+
+    ``forward(hidden, topk_ids, topk_weights)`` takes [T, H] bfloat16, [T, K] int64, [T, K] float32, all on
+    the CPU or all on one GPU, and gives [T, H] bfloat16 there; differentiable (once) in ``hidden``,
+    ``topk_weights`` and the LoRA.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[ExpertWeights, ExpertWeights, ExpertWeights],
+        *,
+        lora_rank: int,
+        lora_alpha: float,
+        lora_targets: tuple[str, ...],
+        activation: str,
+    ) -> None:
+        """``weights`` are gate, up and down, checked; ``lora_targets`` is empty where there is no LoRA."""
+        super().__init__()
+        # Kept by this module, but no buffers: the weights belong to the checkpoint and are neither saved
+        # nor moved with it.
+        self._weights = weights
+        self.num_experts = weights[0].count
+        self.intermediate_size, self.hidden_size = weights[0].rows, weights[2].rows
+        self.lora_rank, self.lora_alpha = int(lora_rank), float(lora_alpha)
+        self.lora_targets, self.activation = lora_targets, activation
+        self.lora_enabled = True
+        self.saved_bytes = 0
+        sizes = self.num_experts, self.hidden_size, self.intermediate_size, self.lora_rank
+        for name in self.lora_names:
+            self.register_parameter(name, nn.Parameter(float_zeros(lora_shapes(*sizes)[name])))
+        self.reset_lora()
+
+    @property
+    def isa(self) -> str:
+        """The kernel path in use, such as "avx2"."""
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        """How many threads compute."""
+        raise NotImplementedError
+
+    @property
+    def storage(self) -> str:
+        """How the frozen weights are stored: "bf16", "fp8", "int8" or "int4"."""
+        return self._weights[0].storage
+
+    @property
+    def weights_address(self) -> int:
+        """Address of the gate weights given, to notice a model that was moved or converted."""
+        return self._weights[0].address
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Names of the LoRA parameters there are, in the order of ``LORA_NAMES``."""
+        return tuple(name for name in LORA_NAMES if name.partition("_")[0] in self.lora_targets)
+
+    def lora_parameters(self) -> tuple[torch.Tensor, ...]:
+        """The LoRA parameters, in the order of ``lora_names``."""
+        return tuple(getattr(self, name) for name in self.lora_names)
+
+    def reset_lora(self) -> None:
+        """(Re)start the LoRA: A ~ U(±1/√in), which is PEFT's kaiming_uniform(a=√5); B = 0."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("_a"):
+                    bound = 1 / math.sqrt(parameter.shape[-1])
+                    parameter.uniform_(-bound, bound)
+                else:
+                    parameter.zero_()
+
+    def lora_in_use(self) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]:
+        """Names and parameters of the LoRA that a forward adds now: none where it is switched off.
+
+        Raises ``UsageError`` for parameters that were converted or moved.
+        """
+        names = self.lora_names if self.lora_enabled else ()
+        lora = tuple(getattr(self, name) for name in names)
+        for name, parameter in zip(names, lora, strict=True):
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+                raise UsageError(
+                    f"{name} must be float32 on the CPU, not {describe(parameter)}.",
+                    "Convert or move the model before its experts are wrapped.",
+                )
+        return names, lora
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExpertsLayer:
+        """What ``Module.to``, ``cuda``, ``half`` and the like do to a module: here, nothing."""
+        return self
+
+
+def lora_shapes(
+    experts: int, hidden: int, inner: int, rank: int
+) -> dict[str, tuple[int, int, int]]:
+    """Shapes of the fused expert LoRA of one layer, by name, in the order of ``LORA_NAMES``."""
+    return {
+        "gate_lora_a": (experts, rank, hidden),
+        "gate_lora_b": (experts, inner, rank),
+        "up_lora_a": (experts, rank, hidden),
+        "up_lora_b": (experts, inner, rank),
+        "down_lora_a": (experts, rank, inner),
+        "down_lora_b": (experts, hidden, rank),
+    }
+
+
+def check_inputs(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden_size: int
+) -> None:
+    """Raise ``UsageError`` where a forward's inputs have other dtypes, shapes or devices than it takes."""
+    expected = (
+        ("hidden", hidden, torch.bfloat16),
+        ("topk_ids", ids, torch.int64),
+        ("topk_weights", weights, torch.float32),
+    )
+    for name, tensor, dtype in expected:
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != dtype
+            or tensor.dim() != 2
+            or tensor.device.type not in ("cpu", "cuda")
+            or tensor.device != hidden.device
+        ):
+            raise UsageError(
+                f"{name} must be a 2-D {dtype} tensor on the CPU, or all on one GPU, "
+                f"not {describe(tensor)}."
+            )
+    if hidden.shape[1] != hidden_size or ids.shape != weights.shape or len(ids) != len(hidden):
+        raise UsageError(
+            f"hidden {tuple(hidden.shape)}, topk_ids {tuple(ids.shape)} and topk_weights "
+            f"{tuple(weights.shape)} don't fit: expected [T, {hidden_size}], [T, K] and [T, K]."
+        )
+
+
+def describe(tensor: Any) -> str:
+    """A tensor's shape, dtype and device, or what else it is."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"

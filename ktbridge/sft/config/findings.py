@@ -1,0 +1,49 @@
+"""What is found while a configuration is read: errors, all told at once, and notes that don't stop a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ktbridge.errors import Problem, ProblemsError, Severity
+
+UNKNOWN, WRONG, MISSING, MEANINGLESS, AT_ODDS, NOT_THERE = (
+    "KTC001", "KTC002", "KTC003", "KTC004", "KTC005", "KTC006"
+)  # fmt: skip
+
+
+class Findings:
+    """Errors and notes about the keys of one configuration, which ``where`` names."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.errors: list[Problem] = []
+        self.notes: list[Problem] = []
+
+    def error(
+        self, key: str, found: str, expected: str = "", next_step: str = "", code: str = WRONG
+    ) -> None:
+        """Nothing can be started with this."""
+        self.errors.append(self._problem("error", key, found, expected, next_step, code))
+
+    def note(
+        self, key: str, found: str, expected: str = "", next_step: str = "", code: str = MEANINGLESS
+    ) -> None:
+        """The run goes on, and the user should know."""
+        self.notes.append(self._problem("warning", key, found, expected, next_step, code))
+
+    def raise_errors(self) -> None:
+        """``ProblemsError`` with all errors, if there are any."""
+        if self.errors:
+            count = f"{len(self.errors)} problem{'s' if len(self.errors) > 1 else ''}"
+            raise ProblemsError(f"the configuration has {count}; nothing was started.", self.errors)
+
+    def _problem(self, severity: Severity, key: str, *rest: str) -> Problem:
+        found, expected, next_step, code = rest
+        return Problem(code, severity, f"{self.where}: {key}", found, expected, next_step)
+
+
+def shown(value: Any) -> str:
+    """A value as YAML has it, and never more than a line of it."""
+    words = {True: "true", False: "false", None: "null"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -1,0 +1,69 @@
+"""Keys of LLaMA-Factory, transformers and KTransformers that mean nothing here, and what to use instead.
+
+Ignoring a key is allowed only where the trained adapter stays what was asked for: then it is noted. A key
+whose wish can't be met, and would be missed in the result, is refused. A value that asks for what happens
+anyway is neither.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktbridge.sft.config.findings import Findings, shown
+
+
+@dataclass(frozen=True)
+class Row:
+    """Keys that share one answer; a key that ends in * stands for all that begin so."""
+
+    keys: tuple[str, ...]
+    why: str
+    instead: str
+    same: tuple[Any, ...] = ()
+    """Values that ask for what happens anyway."""
+    refused: bool = False
+
+
+class Foreign:
+    """A table of rows, looked up by key."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = tuple(rows)
+        pairs = [(key, row) for row in self.rows for key in row.keys]
+        self._exact = {key: row for key, row in pairs if not key.endswith("*")}
+        self._starts = {key[:-1]: row for key, row in pairs if key.endswith("*")}
+
+    def row(self, key: object) -> Row | None:
+        """The row for ``key``: its own, or else that of its beginning."""
+        if not isinstance(key, str):
+            return None
+        own = self._exact.get(key)
+        return own or next((r for start, r in self._starts.items() if key.startswith(start)), None)
+
+    def take(
+        self, values: Mapping[Any, Any], known: Iterable[str], prefix: str, findings: Findings
+    ) -> dict[Any, Any]:
+        """``values`` without the foreign keys, each of which is noted or refused by name.
+
+        ``known`` are the keys that mean something: they, and what looks like a slip in one, are left.
+        """
+        known = tuple(known)
+        rest = {}
+        for key, value in values.items():
+            row = None if key in known else self.row(key)
+            if row is None or (
+                key not in self._exact and difflib.get_close_matches(key, known, 1, cutoff=0.85)
+            ):
+                rest[key] = value
+            elif value is not None and not any(_equal(value, idle) for idle in row.same):
+                tell = findings.error if row.refused else findings.note
+                tell(f"{prefix}{key}", f"{shown(value)}: {row.why}", "", row.instead)
+        return rest
+
+
+def _equal(value: Any, idle: Any) -> bool:
+    """0 and 0.0 are equal, but true is no 1."""
+    return isinstance(value, bool) == isinstance(idle, bool) and value == idle

@@ -1,0 +1,139 @@
+"""From a YAML file and overrides to a checked ``TrainConfig``: everything that is wrong is said at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ktbridge.errors import UsageError
+from ktbridge.sft.config import paths
+from ktbridge.sft.config.aliases import moved
+from ktbridge.sft.config.checks import check
+from ktbridge.sft.config.findings import MISSING as NOT_GIVEN
+from ktbridge.sft.config.findings import UNKNOWN, Findings, shown
+from ktbridge.sft.config.foreign import Foreign
+from ktbridge.sft.config.foreign_keys import IN_BLOCK, OUTSIDE
+from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a YAML file and ``key=value`` overrides (``kt_config.key=value`` for the block).
+
+    Relative dataset, output and model paths are taken from the file's own directory when something is there
+    or, for outputs, always. Warnings about keys that mean nothing here are in the result's ``notes``.
+    Raises ``ProblemsError`` with every unknown key, wrong value, contradiction, missing field and file that
+    isn't there, and ``UsageError`` for text that isn't YAML.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(
+            f"there is no configuration file {str(path)!r}.",
+            "`ktbridge demo` writes a complete example (demo.yaml).",
+        )
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} must hold `key: value` lines, found {type(values).__name__}.")
+    for override in overrides:
+        _override(values, override)
+    return parse_config(values, str(path), path.resolve().parent)
+
+
+def parse_config(
+    values: Mapping[str, Any], where: str = "config", root: Path | None = None
+) -> TrainConfig:
+    """Check plain values against ``TrainConfig``; see ``load_config`` for what it raises.
+
+    Paths are taken from ``root``; without it they are left as they are, and no file is looked at.
+    """
+    findings = Findings(where)
+    block = values.get("kt_config")
+    if block is not None and not isinstance(block, Mapping):
+        findings.error("kt_config", shown(block), "a block of keys")
+        block = None
+    outside, inside = moved(
+        {key: value for key, value in values.items() if key != "kt_config"}, block or {}, findings
+    )
+    main = _parsed(TrainConfig, outside, OUTSIDE, "", findings)
+    kt = _parsed(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
+    if root is not None:
+        paths.resolve(main, kt, root, findings)
+    check(main, kt, findings)
+    findings.raise_errors()
+    main["packing"] = main.get("packing", False) or main.get("neat_packing", False)
+    return TrainConfig(**main, kt_config=KtConfig(**kt), notes=tuple(findings.notes))
+
+
+def _parsed(
+    cls: type, values: Mapping[Any, Any], foreign: Foreign, prefix: str, findings: Findings
+) -> dict[str, Any]:
+    """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out."""
+    known = options(cls)
+    given = {key: value for key, value in values.items() if value is not None or key not in known}
+    result = {}
+    for key, value in foreign.take(given, known, prefix, findings).items():
+        if key not in known:
+            hint = _nearest(str(key), known, prefix)
+            findings.error(f"{prefix}{key}", "unknown key", "", hint, code=UNKNOWN)
+            continue
+        try:
+            result[key] = known[key].metadata["parse"](value)
+        except ValueError as error:
+            hint = known[key].metadata["hint"]
+            findings.error(f"{prefix}{key}", shown(value), str(error), hint)
+    for key, item in known.items():
+        if item.default is MISSING and key not in given:
+            findings.error(f"{prefix}{key}", "missing", "a value", code=NOT_GIVEN)
+    return result
+
+
+def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
+    """What to write instead of an unknown key."""
+    other, place = (TrainConfig, "outside") if prefix else (KtConfig, "inside")
+    if key in options(other):
+        return f"It stands {place} the kt_config block."
+    if near := difflib.get_close_matches(key, known, n=1):
+        return f"Did you mean {near[0]}?"
+    return f"Known keys: {', '.join(known)}." if prefix else "docs/train.md lists the keys."
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise UsageError(f"{text!r} is not an override.", "Write key=value, as in lora_rank=16.")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{text!r}: the value is not valid YAML.") from error
+    block, dot, inner = key.partition(".")
+    if dot:
+        nested = values.get(block)
+        if nested is None:
+            nested = values[block] = {}
+        if not isinstance(nested, dict):
+            raise UsageError(f"{text!r}: {block} is not a block of keys.")
+        nested[inner] = parsed
+    else:
+        values[key] = parsed
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML, but a key that stands twice is an error instead of a silent choice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            if isinstance(key.value, str):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,264 @@
+"""The keys that mean something, with their defaults and what each does.
+
+LLaMA-Factory's names, and KTransformers' for the ``kt_config`` block. docs/train.md has them as a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from ktbridge.errors import Problem
+from ktbridge.sft.config.values import (
+    Parser,
+    flag,
+    flag_or_text,
+    number,
+    one_of,
+    positive,
+    reporters,
+    share,
+    steps,
+    text,
+    texts,
+    whole,
+)
+
+MAX_EXPERT_RANK = 128
+"""The highest rank of the expert LoRA."""
+SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial")
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad")
+STORAGE_BACKENDS = (
+    "AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_KGroup", "AMXFP8", "BF16", "INT8", "FP8", "RAWINT4",
+    "MXFP4", "TORCH", "llamafile",
+)  # fmt: skip
+"""KTransformers' names of backends: each stands for a storage of the experts and a kernel for it."""
+ATTENTION = {
+    "auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+}  # fmt: skip
+"""LLaMA-Factory's names of attention -> transformers'."""
+
+
+def _option(parse: Parser, default: Any = MISSING, hint: str = "") -> Any:
+    """A key of the configuration; ``hint`` is the next step after a value it doesn't take."""
+    return field(default=default, metadata={"parse": parse, "hint": hint})  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class KtConfig:
+    """The ``kt_config`` block: how the experts run. Its keys may also stand outside the block."""
+
+    kt_backend: str = _option(one_of("auto", "kt-kernel", *STORAGE_BACKENDS), "auto")
+    """auto: our kernels; kt-kernel: KTransformers' own, where its wheel is installed. KTransformers' names of
+    storages (AMXINT8, …) mean our kernels too, which read experts as the checkpoint stores them."""
+    kt_num_threads: int = _option(whole(0, 4096), 0)
+    """Kernel threads; 0 takes KTBRIDGE_THREADS, else the cores this process may use."""
+    kt_threadpool_count: int | None = _option(whole(1, 64), None)
+    """Thread pools of kt-kernel, one for each NUMA node; ours is one pool over all nodes."""
+    kt_weight_path: str | None = _option(text, None)
+    """A safetensors checkpoint to take the experts from, say one of scripts/quantize_experts.py; default:
+    model_name_or_path. kt-kernel gets it as it is."""
+    kt_expert_weight_format: str | None = _option(
+        one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
+    )
+    """How kt-kernel stores the experts; ours reads what the checkpoint has."""
+    kt_lora_rank: int | None = _option(whole(1, MAX_EXPERT_RANK), None)
+    """Rank of the expert LoRA; default: lora_rank."""
+    kt_lora_alpha: float | None = _option(number, None)
+    """Alpha of the expert LoRA; default: twice kt_lora_rank where that is given, else lora_alpha."""
+    expert_activation: str = _option(one_of("retain", "recompute"), "retain")
+    """The older name of kt_cpu_activation."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Field names and meanings are LLaMA-Factory's."""
+
+    # model
+    model_name_or_path: str = _option(text)
+    """The base model: a directory, or the id of a model in the local Hub cache."""
+    dataset: tuple[str, ...] = _option(texts)
+    """JSON or JSONL files, relative to the configuration file, or names in dataset_info.json; comma-separated
+    or a list."""
+    output_dir: str = _option(text)
+    """Where the adapter, the log and the loss plot appear when the run is finished."""
+    adapter_name_or_path: str | None = _option(text, None)
+    """A raw adapter to go on training from, instead of a new LoRA."""
+    flash_attn: str = _option(one_of(*ATTENTION), "auto")
+    """Attention of transformers: its own choice, eager (disabled), sdpa or flash-attention (fa2,
+    fa3)."""
+
+    # method
+    stage: str = _option(one_of("sft", "dpo"), "sft", "ktbridge train does sft and dpo.")
+    """sft: imitate the answers; dpo: prefer the chosen answer to the rejected one."""
+    finetuning_type: str = _option(
+        one_of("lora"), "lora", "The base's weights are mapped read-only: train LoRA."
+    )
+    """Only LoRA is trained."""
+    do_train: bool = _option(flag, True)
+    """true, or there is nothing to do."""
+    lora_rank: int = _option(whole(1), 8)
+    """Rank of the non-expert LoRA, and of the experts' unless kt_lora_rank is given."""
+    lora_alpha: float | None = _option(number, None)
+    """Default: twice the rank."""
+    lora_dropout: float = _option(share(), 0.0)
+    """Dropout of the non-expert LoRA; the expert LoRA has none."""
+    lora_target: tuple[str, ...] = _option(texts, ("all",))
+    """Module names for the non-expert LoRA, or "all": every linear module outside the experts."""
+    pref_beta: float = _option(positive, 0.1)
+    """dpo: how far the policy may leave the base."""
+    pref_loss: str = _option(one_of("sigmoid", "hinge", "ipo"), "sigmoid")
+    """dpo: the loss on a pair."""
+    dpo_label_smoothing: float = _option(share(0.5), 0.0)
+    """dpo, sigmoid: the share of pairs assumed to be the wrong way round."""
+    pref_ftx: float = _option(number, 0.0)
+    """dpo: weight of the ordinary loss on the chosen answer, added to the pair's."""
+
+    # data
+    dataset_dir: str | None = _option(text, None)
+    """The directory of dataset_info.json; default: "data" beside the configuration or in the current
+    directory."""
+    template: str | None = _option(text, None)
+    """Noted only: conversations are written with the tokenizer's own chat template."""
+    cutoff_len: int = _option(whole(1), 2048)
+    """Tokens of a conversation, at most; the rest is cut off and counted."""
+    max_samples: int | None = _option(whole(1), None)
+    """Rows of each dataset, at most."""
+    packing: bool = _option(flag, False)
+    """sft: several conversations fill one row of cutoff_len tokens."""
+    neat_packing: bool = _option(flag, False)
+    """Packing where conversations in a row don't see each other; implies packing."""
+    strict_data: bool = _option(flag, False)
+    """Refuse the run if any row can't be used, instead of listing it in a file."""
+    dataloader_num_workers: int = _option(whole(0, 4096), 0)
+    """Processes that make batches; 0: this one."""
+
+    # output
+    logging_steps: int = _option(whole(1), 10)
+    """Steps between two records of the log."""
+    logging_dir: str | None = _option(text, None)
+    """Where tensorboard writes."""
+    report_to: str | tuple[str, ...] = _option(reporters("none", "tensorboard", "wandb"), "none")
+    """tensorboard, wandb or both (a list); they must be installed."""
+    run_name: str | None = _option(text, None)
+    """The run's name in tensorboard and wandb."""
+    plot_loss: bool = _option(flag, True)
+    """Draw training_loss.png."""
+    save_steps: int = _option(whole(0), 500)
+    """Steps between checkpoints, which are kept beside output_dir until the run is finished; 0: none."""
+    save_total_limit: int = _option(whole(1), 1)
+    """How many checkpoints are kept."""
+    save_only_model: bool = _option(flag, False)
+    """Checkpoints without the optimizer's state: smaller, but no run can go on from one."""
+    overwrite_output_dir: bool = _option(flag, False)
+    """Replace a finished output_dir, and forget checkpoints of an unfinished run."""
+    resume_from_checkpoint: bool | str = _option(flag_or_text, False)
+    """true: go on from the last checkpoint, if there is one; or the path of one."""
+
+    # training
+    per_device_train_batch_size: int = _option(whole(1), 1)
+    """Conversations (dpo: pairs) in one forward and backward."""
+    gradient_accumulation_steps: int = _option(whole(1), 1)
+    """Batches in one optimizer step."""
+    learning_rate: float = _option(number, 1e-4)
+    """Its highest value."""
+    num_train_epochs: float = _option(positive, 3.0)
+    """How often the data are gone through."""
+    max_steps: int = _option(steps, -1)
+    """Optimizer steps; -1: as many as num_train_epochs need."""
+    lr_scheduler_type: str = _option(one_of(*SCHEDULERS), "cosine")
+    """How the learning rate falls."""
+    warmup_ratio: float = _option(share(), 0.0)
+    """The share of the steps in which the learning rate rises."""
+    warmup_steps: int = _option(whole(0), 0)
+    """The same as a number of steps."""
+    optim: str = _option(one_of(*OPTIMIZERS), "adamw_torch_fused")
+    """The optimizer."""
+    adam_beta1: float = _option(share(), 0.9)
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = _option(share(), 0.999)
+    """Decay of AdamW's second moment."""
+    adam_epsilon: float = _option(positive, 1e-8)
+    """AdamW's epsilon."""
+    weight_decay: float = _option(number, 0.0)
+    """Decay of the trained weights."""
+    max_grad_norm: float = _option(number, 1.0)
+    """Gradients are scaled down to this norm; 0: never."""
+    neftune_noise_alpha: float | None = _option(positive, None)
+    """NEFTune: noise on the embeddings while training."""
+    seed: int = _option(whole(0), 42)
+    """Decides LoRA's start, dropout and the order of the data."""
+    bf16: bool = _option(flag, True)
+    """Non-expert weights in bfloat16 (true) or float32 (false); experts keep the checkpoint's storage."""
+    pure_bf16: bool = _option(flag, False)
+    """The trained LoRA weights are bfloat16 as well, instead of float32."""
+    disable_gradient_checkpointing: bool = _option(flag, False)
+    """Keep what lies between the layers instead of computing it again: faster, needs more GPU memory."""
+    use_cpu: bool = _option(flag, False)
+    """Stay on the CPU though there is a GPU."""
+    ddp_timeout: int = _option(whole(1), 1800)
+    """Seconds that processes wait for each other."""
+
+    # KTransformers
+    use_kt: bool = _option(
+        flag, True, "Without CPU experts ktbridge adds nothing: train with PEFT or LLaMA-Factory."
+    )
+    """true: the experts on the CPU are what this is for."""
+    kt_cpu_activation: str | None = _option(one_of("retain", "recompute"), None)
+    """What the experts' forward keeps: retain (default) is faster, recompute needs less memory; same
+    results."""
+    kt_optimize_rule: str | None = _option(text, None)
+    """A rule file of KTransformers' older examples: it gives the experts' backend and the
+    layers' devices."""
+    kt_config: KtConfig = field(default_factory=KtConfig)
+    """The block above."""
+
+    device_rules: tuple[tuple[str, str], ...] = ()
+    """Read from kt_optimize_rule: pairs of a regular expression and a device; the first that is found in a
+    module's name wins."""
+    notes: tuple[Problem, ...] = field(default=(), compare=False)
+    """Warnings about keys that mean nothing here: nothing a run's results depend on."""
+
+    @property
+    def alpha(self) -> float:
+        """Alpha of the non-expert LoRA."""
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
+    def expert_rank(self) -> int:
+        """Rank of the expert LoRA."""
+        return self.kt_config.kt_lora_rank or self.lora_rank
+
+    @property
+    def expert_alpha(self) -> float:
+        """Alpha of the expert LoRA; KTransformers' default is twice a rank of their own."""
+        own = self.kt_config
+        if own.kt_lora_alpha is not None:
+            return own.kt_lora_alpha
+        return self.alpha if own.kt_lora_rank is None else 2.0 * own.kt_lora_rank
+
+    @property
+    def activation(self) -> str:
+        """What the experts' forward keeps: "retain" or "recompute"."""
+        return self.kt_cpu_activation or self.kt_config.expert_activation
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """``from_pretrained``'s argument of this name; None leaves the choice to transformers."""
+        return ATTENTION[self.flash_attn]
+
+    @property
+    def warmup(self) -> float:
+        """transformers' ``warmup_steps``: a number of steps, or below 1 a share of them."""
+        return self.warmup_steps or self.warmup_ratio
+
+    @property
+    def reporters(self) -> list[str]:
+        """transformers' ``report_to``."""
+        return [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
+
+
+def options(cls: type) -> dict[str, Field]:
+    """The keys of ``KtConfig`` or ``TrainConfig`` that a file may set, in order."""
+    return {item.name: item for item in fields(cls) if "parse" in item.metadata}

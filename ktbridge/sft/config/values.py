@@ -1,0 +1,108 @@
+"""What a value must look like: one small parser a kind.
+
+A parser takes what YAML gave and returns the value, or raises ValueError with a phrase for what was
+expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+Parser = Callable[[Any], Any]
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a text")
+    return value
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """A list, or LLaMA-Factory's comma-separated text."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not parts:
+        raise ValueError("a text or a list of texts")
+    return tuple(text(part).strip() for part in parts)
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def number(value: Any) -> float:
+    # YAML 1.1 reads 1e-4 (no dot) as text; LLaMA-Factory's own examples write it so.
+    try:
+        found = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise ValueError("a number that is not negative")
+    return found
+
+
+def positive(value: Any) -> float:
+    if not (found := number(value)):
+        raise ValueError("a number above 0")
+    return found
+
+
+def share(most: float = 1.0) -> Parser:
+    def parse(value: Any) -> float:
+        if not (found := number(value)) < most:
+            raise ValueError(f"a number from 0 to below {most:g}")
+        return found
+
+    return parse
+
+
+def flag_or_text(value: Any) -> bool | str:
+    """``null`` is what LLaMA-Factory's examples write for false."""
+    if value is None:
+        return False
+    return value if isinstance(value, bool) else text(value)
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Parser:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
+        return value
+
+    return parse
+
+
+def steps(value: Any) -> int:
+    if value != -1:
+        return int(whole(1)(value))
+    return -1
+
+
+def one_of(*choices: str) -> Parser:
+    """One of ``choices``, whatever its case; the spelling of ``choices`` is returned."""
+    known = {choice.lower(): choice for choice in choices}
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or value.lower() not in known:
+            raise ValueError(" or ".join(choices))
+        return known[value.lower()]
+
+    return parse
+
+
+def reporters(*choices: str) -> Parser:
+    """One of ``choices``, or several as a list or comma-separated; "none" stands alone."""
+
+    def parse(value: Any) -> str | tuple[str, ...]:
+        try:
+            found = tuple(dict.fromkeys(one_of(*choices)(part) for part in texts(value)))
+        except ValueError:
+            found = ()
+        if not found or ("none" in found and len(found) > 1):
+            raise ValueError(f"{' or '.join(choices)}, or a list of them")
+        return found[0] if len(found) == 1 else found
+
+    return parse

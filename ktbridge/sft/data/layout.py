@@ -1,0 +1,204 @@
+"""What a row of a file means: alpaca, sharegpt and OpenAI messages, and preference pairs in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktbridge.sft.data.messages import (
+    Message,
+    Pair,
+    Tags,
+    ending_in_answer,
+    is_empty,
+    message,
+    read_messages,
+)
+
+COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "messages": "conversations",
+    "system": "system",
+    "tools": "tools",
+    "images": "images",
+    "videos": "videos",
+    "audios": "audios",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "kto_tag": "kto_tag",
+}
+"""LLaMA-Factory's names of columns, and the keys they have where a file isn't described."""
+MEANINGFUL = (
+    "tools", "functions", "images", "image", "videos", "video", "audios", "audio", "kto_tag",
+    "loss_mask",
+)  # fmt: skip
+"""Fields that change what is learned from a row and that are not trained on: refused, never skipped."""
+NOT_USED = ("id",)
+"""Fields that name a row and mean nothing for training."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of one dataset are laid out.
+
+    ``formatting`` None: told from the keys of each row. ``columns``: from LLaMA-Factory's names to the keys
+    of the file; a name that is missing is not read.
+    """
+
+    formatting: str | None = None
+    columns: Mapping[str, str] = field(default_factory=lambda: dict(COLUMNS))
+    tags: Tags = field(default_factory=Tags)
+
+
+def read_conversation(row: Any, layout: Layout, unused: set[str]) -> list[Message]:
+    """The messages of one row, the last one the assistant's; keys not read are added to ``unused``.
+
+    Raises ValueError with the reason, as a short phrase, when the row can't be trained on.
+    """
+    fields = _Fields(row, layout)
+    if not is_empty(fields.get("chosen")) and not is_empty(fields.get("rejected")):
+        raise ValueError("a preference pair: stage dpo trains on it")
+    kind = layout.formatting or _told_by_keys(fields)
+    if kind == "alpaca":
+        if not fields.has("prompt") or not fields.has("response"):
+            raise ValueError(_keys(row))
+        messages = _alpaca_prompt(fields)
+        messages.append(message("assistant", fields.take("response")))
+    elif kind == "messages":
+        messages = _with_system(fields, read_messages(fields.take("messages"), layout.tags, unused))
+    else:
+        raise ValueError(_keys(row))
+    unused |= fields.left()
+    return ending_in_answer(messages)
+
+
+def read_pair(row: Any, layout: Layout, unused: set[str]) -> Pair:
+    """The preference pair of one row; as ``read_conversation`` otherwise."""
+    fields = _Fields(row, layout)
+    chosen, rejected = fields.take("chosen"), fields.take("rejected")
+    if is_empty(chosen) or is_empty(rejected):
+        raise ValueError("no pair of answers: stage dpo needs chosen and rejected")
+    better, worse = _answer(chosen, layout, unused), _answer(rejected, layout, unused)
+    kind = layout.formatting or ("" if "prompt" in row else _told_by_keys(fields))
+    if kind == "alpaca":
+        prompt = _alpaca_prompt(fields)
+    elif kind == "messages":
+        prompt = _with_system(fields, read_messages(fields.take("messages"), layout.tags, unused))
+    else:
+        prompt = _trl_prompt(fields.take_key("prompt"), layout, unused)
+        shared = _shared(better, worse) if len(better) > 1 and len(worse) > 1 else 0
+        # trl's pairs may repeat the prompt in both answers instead of, or beside, giving it.
+        if shared and (not prompt or prompt == better[:shared][-len(prompt) :]):
+            prompt, better, worse = better[:shared], better[shared:], worse[shared:]
+        prompt = _with_system(fields, prompt)
+    unused |= fields.left()
+    return _checked(Pair(prompt, better, worse))
+
+
+class _Fields:
+    """The fields of one row, and which of them have been read."""
+
+    def __init__(self, row: Any, layout: Layout) -> None:
+        if not isinstance(row, dict):
+            raise ValueError(f"a {type(row).__name__} instead of an object")
+        self._columns = dict(layout.columns)
+        if layout.formatting is None and "messages" in row:
+            self._columns["messages"] = "messages"
+        self._row, self._read = row, set(NOT_USED)
+        for name in (*MEANINGFUL, *(self._columns.get(name, "") for name in MEANINGFUL)):
+            if not is_empty(row.get(name)):
+                raise ValueError(f"with {name}: only text is trained on")
+
+    def has(self, name: str) -> bool:
+        return self._columns.get(name) in self._row
+
+    def get(self, name: str) -> Any:
+        return self._row.get(self._columns[name]) if name in self._columns else None
+
+    def take(self, name: str) -> Any:
+        self._read.add(self._columns.get(name, ""))
+        return self.get(name)
+
+    def take_key(self, key: str) -> Any:
+        self._read.add(key)
+        return self._row.get(key)
+
+    def left(self) -> set[str]:
+        return {
+            str(key)
+            for key, value in self._row.items()
+            if key not in self._read and not is_empty(value)
+        }
+
+
+def _told_by_keys(fields: _Fields) -> str:
+    if fields.has("messages"):
+        return "messages"
+    return "alpaca" if fields.has("prompt") else ""
+
+
+def _keys(row: dict[str, Any]) -> str:
+    keys = ", ".join(sorted(map(str, row))) or "(none)"
+    return f"no known form: keys {keys}, not messages, conversations, or instruction and output"
+
+
+def _alpaca_prompt(fields: _Fields) -> list[Message]:
+    """LLaMA-Factory's reading: system, then history's pairs, then instruction and input on two lines."""
+    parts = [fields.take("prompt") or "", fields.take("query") or ""]
+    history = fields.take("history") or []
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError("instruction or input that is not text")
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise ValueError("history that is not a list of [question, answer]")
+    messages = []
+    for question, answer in history:
+        messages.append(message("user", question))
+        messages.append(message("assistant", answer))
+    messages.append(message("user", "\n".join(filter(None, parts))))
+    return _with_system(fields, messages)
+
+
+def _with_system(fields: _Fields, messages: list[Message]) -> list[Message]:
+    system = fields.take("system")
+    if is_empty(system):
+        return messages
+    if messages and messages[0]["role"] == "system":
+        raise ValueError("two system messages, one as a field and one among the messages")
+    return [message("system", system), *messages]
+
+
+def _answer(value: Any, layout: Layout, unused: set[str]) -> list[Message]:
+    if isinstance(value, str):
+        return [message("assistant", value)]
+    return read_messages([value] if isinstance(value, dict) else value, layout.tags, unused)
+
+
+def _trl_prompt(value: Any, layout: Layout, unused: set[str]) -> list[Message]:
+    if is_empty(value):
+        return []
+    if isinstance(value, str):
+        return [message("user", value)]
+    return read_messages(value, layout.tags, unused)
+
+
+def _shared(first: list[Message], second: list[Message]) -> int:
+    """How many messages both begin with, at most all but the last of the shorter."""
+    most = min(len(first), len(second)) - 1
+    return next((i for i in range(most) if first[i] != second[i]), most)
+
+
+def _checked(pair: Pair) -> Pair:
+    for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        if [part["role"] for part in answer] != ["assistant"]:
+            raise ValueError(f"{name} is not one assistant message")
+    if not pair.prompt or pair.prompt[-1]["role"] != "user":
+        raise ValueError("a pair whose prompt does not end in a user message")
+    if pair.chosen == pair.rejected:
+        raise ValueError("chosen and rejected are the same: nothing to prefer")
+    return pair

@@ -1,0 +1,146 @@
+"""The rows of a run, checked before anything is loaded; what can't be used is listed, never dropped."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.data.files import Line, read_lines
+from ktbridge.sft.data.layout import read_conversation, read_pair
+from ktbridge.sft.data.messages import Message, Pair
+from ktbridge.sft.data.sources import Source, find_sources
+
+SHOWN = 20
+REFUSED_FILE = "refused_rows.jsonl"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that is not trained on: its place, the reason, and the row itself.
+
+    What stands before the first colon of ``why`` is the kind of reason, which ``describe`` counts.
+    """
+
+    where: str
+    why: str
+    row: Any
+
+
+@dataclass
+class Rows:
+    """Everything a run's datasets hold: ``conversations`` for stage sft, ``pairs`` for dpo."""
+
+    conversations: list[list[Message]] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    """Where each conversation or pair stands, as ``FILE: line N``."""
+    refused: list[Refused] = field(default_factory=list)
+    total: int = 0
+    """Rows read, used or not."""
+    notes: list[Problem] = field(default_factory=list)
+    """Warnings: fields that no row was read for, rows with the id of another."""
+
+
+def load_rows(config: TrainConfig) -> Rows:
+    """Read and check every dataset of ``config``, at most the first ``max_samples`` rows of each.
+
+    Raises ProblemsError when a dataset can't be found, when none of its rows can be used and, with
+    ``strict_data``, for any row that can't be used or has a field that is not read; KtbridgeError for a
+    file that is not JSON or JSONL, or holds no row.
+    """
+    rows = Rows()
+    for source in find_sources(config):
+        _read(source, config, rows)
+    if config.strict_data and rows.refused:
+        raise unusable(rows.refused, rows.total)
+    return rows
+
+
+def unusable(refused: Sequence[Refused], total: int) -> ProblemsError:
+    """The error that names rows which can't be used, the first ``SHOWN`` of them one by one."""
+    hidden = len(refused) - SHOWN
+    more = f" ({hidden} more are not shown)" if hidden > 0 else ""
+    return ProblemsError(
+        f"{len(refused)} of {total} rows can't be used{more}.",
+        [Problem("KTD001", "error", item.where, item.why) for item in refused[:SHOWN]],
+        "Mend or remove these rows; nothing was started.",
+    )
+
+
+def refused_file(refused: Iterable[Refused]) -> bytes:
+    """JSONL of ``{"where", "why", "row"}``, in ASCII so that half characters can be written too."""
+    return b"".join(
+        json.dumps({"where": item.where, "why": item.why, "row": item.row}).encode() + b"\n"
+        for item in refused
+    )
+
+
+def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
+    """One dataset into ``rows``."""
+    used, refused, total = len(rows.places), len(rows.refused), rows.total
+    unused: Counter[str] = Counter()
+    ids: Counter[Any] = Counter()
+    lines = (line for path in source.paths for line in read_lines(path))
+    for line in islice(lines, config.max_samples):
+        rows.total += 1
+        row_id = line.row.get("id") if isinstance(line.row, dict) else None
+        if isinstance(row_id, int | str) and row_id != "":
+            ids[row_id] += 1
+        names: set[str] = set()
+        try:
+            _add(line, source, config, rows, names)
+        except ValueError as error:
+            rows.refused.append(Refused(line.where, str(error), line.row))
+        else:
+            unused.update(names)
+    if rows.total == total:
+        raise KtbridgeError(f"{source.paths[0]} holds no row to train on.")
+    if len(rows.places) == used:
+        raise unusable(rows.refused[refused:], rows.total - total)
+    rows.notes.extend(_notes(source, unused, ids, rows.total - total))
+
+
+def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> None:
+    if line.broken:
+        raise ValueError(line.broken)
+    if config.stage == "dpo":
+        pair = read_pair(line.row, source.layout, unused)
+    else:
+        conversation = read_conversation(line.row, source.layout, unused)
+    if config.strict_data and unused:
+        raise ValueError(f"unknown fields {', '.join(sorted(unused))}")
+    if config.stage == "dpo":
+        rows.pairs.append(pair)
+    else:
+        rows.conversations.append(conversation)
+    rows.places.append(line.where)
+
+
+def _notes(
+    source: Source, unused: Counter[str], ids: Counter[Any], total: int
+) -> Iterable[Problem]:
+    if unused:
+        told = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))
+        yield Problem(
+            "KTD003",
+            "warning",
+            source.name,
+            f"fields that are not trained on: {told}",
+            next_step="Name them in the columns of dataset_info.json if they should be.",
+        )
+    again = sum(count - 1 for count in ids.values())
+    if again:
+        name = next(name for name, count in ids.items() if count > 1)
+        yield Problem(
+            "KTD003",
+            "warning",
+            source.name,
+            f"{again} of {total} rows have the id of an earlier one (first {name!r}), and are used too",
+            next_step="Remove them if they are the same rows.",
+        )

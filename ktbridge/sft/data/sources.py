@@ -1,0 +1,196 @@
+"""Where the rows come from: files, or names that LLaMA-Factory's dataset_info.json describes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.data.layout import COLUMNS, Layout
+from ktbridge.sft.data.messages import Tags
+
+INFO = "dataset_info.json"
+ENTRY_KEYS = (
+    "file_name", "file_sha1", "formatting", "ranking", "columns", "tags", "split", "subset", "folder",
+    "num_samples", "revision",
+)  # fmt: skip
+ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+"""Keys of entries whose rows are not in a file here."""
+TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "system_tag": "system",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+}
+FILE_SUFFIXES = (".json", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of ``dataset``: the files its rows are in, and how they are laid out."""
+
+    name: str
+    paths: tuple[Path, ...]
+    layout: Layout
+
+
+def find_sources(config: TrainConfig) -> list[Source]:
+    """Every entry of ``config.dataset``: a file, else a name in ``dataset_info.json`` of ``dataset_dir``.
+
+    Raises ProblemsError with all entries that can't be used, and KtbridgeError for a dataset_info.json that
+    can't be read.
+    """
+    problems: list[Problem] = []
+    info: dict[str, Any] | None = None
+    sources = []
+    for name in config.dataset:
+        if Path(name).is_file():
+            sources.append(Source(name, (Path(name),), Layout()))
+            continue
+        if config.dataset_dir is None:
+            problems.append(
+                _problem(
+                    name,
+                    "no such file",
+                    "a JSON or JSONL file",
+                    f"Give a path, or set dataset_dir to the directory whose {INFO} names it.",
+                )
+            )
+            continue
+        if info is None:
+            info = _read_info(Path(config.dataset_dir) / INFO)
+        source = _described(name, info, config, problems)
+        if source:
+            sources.append(source)
+    if problems:
+        raise ProblemsError("the datasets can't be read; nothing was started.", problems)
+    return sources
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    try:
+        info = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise KtbridgeError(
+            f"{path} can't be read: {error.strerror}.",
+            "Give `dataset` as paths of files, or set dataset_dir to the directory that holds it.",
+        ) from error
+    except ValueError as error:
+        raise KtbridgeError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(info, dict):
+        raise KtbridgeError(f"{path} must hold an object of datasets.")
+    return info
+
+
+def _described(
+    name: str, info: dict[str, Any], config: TrainConfig, problems: list[Problem]
+) -> Source | None:
+    """One entry of dataset_info.json, or what is wrong with it added to ``problems``."""
+    directory = Path(str(config.dataset_dir))
+    where = f"{directory / INFO}: {name}"
+    entry = info.get(name)
+    if not isinstance(entry, dict):
+        near = difflib.get_close_matches(name, info, n=1)
+        step = f"Did you mean {near[0]}?" if near else f"It names {', '.join(info) or 'none'}."
+        problems.append(_problem(where, "no such dataset, nor a file", "", step))
+        return None
+    before = len(problems)
+    afar = [key for key in ELSEWHERE if entry.get(key)]
+    if afar:
+        problems.append(
+            _problem(
+                where,
+                f"{afar[0]} {entry[afar[0]]!r}, which is not on this machine",
+                "file_name",
+                f"Download it as JSON or JSONL into {directory}, and write file_name instead.",
+            )
+        )
+    for key in entry.keys() - {*ENTRY_KEYS, *ELSEWHERE}:
+        problems.append(_problem(where, f"unknown key {key}", ", ".join(ENTRY_KEYS)))
+    if entry.get("num_samples") is not None:
+        problems.append(
+            _problem(where, "num_samples (a random choice of rows)", "", "Set max_samples instead.")
+        )
+    if entry.get("split") not in (None, "train"):
+        problems.append(_problem(where, f"split {entry['split']!r}", "a file of its own"))
+    ranking = entry.get("ranking") or False
+    if ranking is not (config.stage == "dpo"):
+        problems.append(
+            _problem(where, f"ranking {ranking!r} for stage: {config.stage}", str(not ranking))
+        )
+    formatting = _formatting(entry, where, problems)
+    columns = _named(entry, "columns", where, problems, COLUMNS)
+    tags = _named(entry, "tags", where, problems, TAGS)
+    paths = () if afar else _files(entry, directory, where, problems)
+    if len(problems) > before:
+        return None
+    return Source(
+        name, paths, Layout(formatting, columns or dict(COLUMNS), _tags(tags, formatting))
+    )
+
+
+def _formatting(entry: dict[str, Any], where: str, problems: list[Problem]) -> str:
+    said = entry.get("formatting") or "alpaca"
+    if said not in ("alpaca", "sharegpt", "openai"):
+        problems.append(_problem(where, f"formatting {said!r}", "alpaca, sharegpt or openai"))
+    return "alpaca" if said == "alpaca" else "messages"
+
+
+def _named(
+    entry: dict[str, Any], key: str, where: str, problems: list[Problem], known: Mapping[str, str]
+) -> dict[str, str]:
+    """The entry's ``columns`` or ``tags``; nulls are as if they weren't there."""
+    said = entry.get(key) or {}
+    if not isinstance(said, dict):
+        problems.append(_problem(where, f"{key} {said!r}", "an object"))
+        return {}
+    for name, value in said.items():
+        if name not in known:
+            problems.append(_problem(where, f"unknown {key} {name}", ", ".join(known)))
+        elif value is not None and not isinstance(value, str):
+            problems.append(_problem(where, f"{key} {name}: {value!r}", "a text"))
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _tags(said: Mapping[str, str], formatting: str) -> Tags:
+    if formatting == "alpaca" or not said:
+        return Tags()
+    tags = {**TAGS, **said}
+    roles = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag"}
+    return Tags(
+        tags["role_tag"],
+        tags["content_tag"],
+        {tags[tag]: role for role, tag in roles.items()},
+        (*Tags.tools, tags["observation_tag"], tags["function_tag"]),
+    )
+
+
+def _files(
+    entry: dict[str, Any], directory: Path, where: str, problems: list[Problem]
+) -> tuple[Path, ...]:
+    """The file that is named, or the JSON and JSONL files of the directory that is named, by name."""
+    name = entry.get("file_name")
+    if not isinstance(name, str) or not name:
+        problems.append(_problem(where, "no file_name", "a file beside dataset_info.json"))
+        return ()
+    path = directory / name
+    if path.is_file():
+        return (path,)
+    paths = sorted(file for file in path.glob("*") if file.suffix in FILE_SUFFIXES)
+    if not paths:
+        problems.append(
+            _problem(where, f"file_name {name!r}: no such file", "", f"Put the rows at {path}.")
+        )
+    return tuple(paths)
+
+
+def _problem(where: str, found: str, expected: str = "", next_step: str = "") -> Problem:
+    return Problem("KTD002", "error", where, found, expected, next_step)

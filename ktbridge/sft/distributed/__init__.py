@@ -1,0 +1,62 @@
+"""Several processes on one model: the routed experts and their LoRA are rank 0's, everything else is shared.
+
+Each process runs attention and the other non-experts on rows of its own. At each experts module the ranks
+send their tokens to rank 0, whose kernels run once on all of them, and get their outputs back. PEFT's LoRA
+is averaged over the ranks by DDP or FSDP2 as in any other model; the expert LoRA has one owner and one
+gradient, scaled as theirs.
+
+Names are imported when they are first used: asking for the rank needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ktbridge.sft.distributed.world import World, is_main, world
+
+if TYPE_CHECKING:
+    from ktbridge.sft.distributed.dispatch import run_experts
+    from ktbridge.sft.distributed.group import agree, barrier, finish, from_main, start
+    from ktbridge.sft.distributed.model import fill, full, gather_trained, local, prepare
+    from ktbridge.sft.distributed.trainer import DistributedTrainer, trainer_arguments
+
+_HOMES = {
+    "DistributedTrainer": "trainer",
+    "agree": "group",
+    "barrier": "group",
+    "finish": "group",
+    "fill": "model",
+    "from_main": "group",
+    "full": "model",
+    "gather_trained": "model",
+    "local": "model",
+    "prepare": "model",
+    "run_experts": "dispatch",
+    "start": "group",
+    "trainer_arguments": "trainer",
+}
+__all__ = [
+    "DistributedTrainer",
+    "World",
+    "agree",
+    "barrier",
+    "fill",
+    "finish",
+    "from_main",
+    "full",
+    "gather_trained",
+    "is_main",
+    "local",
+    "prepare",
+    "run_experts",
+    "start",
+    "trainer_arguments",
+    "world",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,103 @@
+"""A wrapped model among several processes: what rank 0 keeps, what the others drop, and getting it whole."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from ktbridge.sft.distributed.dispatch import run_experts
+from ktbridge.sft.distributed.group import group, told
+from ktbridge.sft.distributed.world import is_main, world
+from ktbridge.sft.inject import expert_layers
+from ktbridge.sft.modules import experts_modules
+
+
+def prepare(model: nn.Module) -> None:
+    """Make rank 0 the one owner of a wrapped model's experts, before an optimizer sees its parameters.
+
+    Its expert layers then dispatch (``run_experts``). Other ranks drop expert weights and expert LoRA; DDP
+    is told to leave rank 0's alone, and FSDP2 will be (``DistributedTrainer``). What else is trained starts
+    from rank 0's values everywhere. Does nothing for a process that is alone.
+    """
+    if world().size == 1:
+        return
+    experts = expert_names(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in experts:
+            _broadcast(parameter)
+    owned: Any = model
+    owned._ddp_params_and_buffers_to_ignore = sorted(experts)
+    layers = expert_layers(model).values()
+    for layer in layers:
+        layer.forward = MethodType(run_experts, layer)  # type: ignore[method-assign]
+    if is_main():
+        return
+    for layer in layers:
+        layer._parameters.clear()
+        layer._weights = ()  # type: ignore[assignment]  # from now on its kernels must not run
+    for _, module in experts_modules(model):
+        module.mapped_experts = ()
+        for name in list(module._parameters):
+            del module._parameters[name]
+
+
+def expert_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that belong to a model's routed experts: their LoRA, and weights if loaded."""
+    return {
+        f"{name}.{parameter}"
+        for name, module in experts_modules(model)
+        for parameter, _ in module.named_parameters()
+    }
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whole, on every rank: FSDP2's shards are gathered, so all ranks must ask; others stay."""
+    gather = getattr(tensor, "full_tensor", None)
+    if gather is None:
+        return tensor
+    with told():
+        whole: torch.Tensor = gather()
+    return whole
+
+
+def gather_trained(model: nn.Module) -> None:
+    """After training: put the whole tensor in the place of each trained one that FSDP2 has sharded.
+
+    On all ranks, in place; what reads the model's parameters then finds them as in a single process. The
+    model can't be run any more.
+    """
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.requires_grad and hasattr(parameter, "to_local"):
+                whole = full(parameter.detach()).cpu()
+                module._parameters[name] = nn.Parameter(whole)
+
+
+def _broadcast(parameter: torch.Tensor) -> None:
+    value = parameter.detach().cpu().contiguous()
+    with told():
+        distributed.broadcast(value, 0, group())
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a whole tensor into a parameter, or this rank's part of it where FSDP2 has sharded it."""
+    if hasattr(parameter, "to_local"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(parameter, DTensor)
+        there = value.to(parameter.to_local().device, parameter.dtype)
+        value = distribute_tensor(
+            there, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that FSDP2 has sharded; any other is its own part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,218 @@
+"""transformers' Trainer among several processes: a mixin, and the arguments that go with it.
+
+What differs from a single process: FSDP2 leaves the experts alone, sharded and whole parameters are never
+in one group of the optimizer, the gradients' norm counts rank 0's expert LoRA once and is the same on all
+ranks, and each rank keeps the optimizer's state for its own shards.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.sft.distributed.group import from_main, told
+from ktbridge.sft.distributed.model import expert_names, full
+from ktbridge.sft.distributed.world import world
+from ktbridge.sft.inject import expert_layers
+
+
+def trainer_arguments() -> dict[str, Any]:
+    """What a Trainer's arguments must say among several processes; nothing for one that is alone."""
+    if world().size == 1:
+        return {}
+    return {
+        "average_tokens_across_devices": True,  # a token weighs the same on every rank
+        "log_level_replica": "error",
+        "ddp_broadcast_buffers": False,  # buffers here never change
+        "ddp_find_unused_parameters": False,  # LoRA is on decoder layers only, which all run
+    }
+
+
+class DistributedTrainer:
+    """Mixin, before a Trainer class: ``class OurTrainer(DistributedTrainer, SFTTrainer)``.
+
+    The model given must have been through ``prepare``. For a process that is alone it changes nothing.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    args: Any
+    is_fsdp_enabled: bool
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if world().size == 1:
+            return
+        state = self.accelerator.state
+        if state.distributed_type == "MULTI_CPU" and _asks_for_fsdp():
+            # accelerate knows FSDP2 on accelerators only; torch shards on the CPU as well.
+            from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin()
+            self.is_fsdp_enabled = True
+        if self.is_fsdp_enabled:
+            _check_plugin(state.fsdp_plugin)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if world().size > 1:
+            _separate(optimizer, self._expert_parameters())
+        return optimizer
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if world().size > 1 and self.is_fsdp_enabled:
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.ignored_modules = list(expert_layers(self.model).values())
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if world().size == 1:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return clip_gradients(model, self._expert_parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if world().size == 1:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        if grad_norm is None:
+            grad_norm = clip_gradients(model, self._expert_parameters(), float("inf"))
+        return grad_norm
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if world().size == 1:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        os.makedirs(output_dir, exist_ok=True)
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        state = {
+            "optimizer": _local(inner.state_dict()),
+            "scheduler": self.lr_scheduler.state_dict(),
+        }
+        torch.save(state, _state_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if world().size == 1 or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        path = _state_file(checkpoint)
+        if not path.is_file():
+            raise KtbridgeError(
+                f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}.",
+                "Go on with as many processes as the checkpoint's run had.",
+            )
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        inner.load_state_dict(_sharded(state["optimizer"], inner))
+        self.lr_scheduler.load_state_dict(state["scheduler"])
+
+    def _expert_parameters(self) -> set[nn.Parameter]:
+        own = self.accelerator.unwrap_model(self.model)
+        names = expert_names(own)
+        return {value for name, value in own.named_parameters() if name in names}
+
+
+def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float) -> torch.Tensor:
+    """Scale all gradients so that their common norm is at most ``largest``; returns the norm before, float32.
+
+    ``experts`` are rank 0's own parameters (none elsewhere); all others are sharded by FSDP2, or the same
+    on all ranks. Every rank gets the same norm. As ``torch.nn.utils.clip_grad_norm_``, which does not take
+    sharded and whole tensors together.
+    """
+    shared: list[torch.Tensor] = []
+    own: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            (own if parameter in experts else shared).append(parameter.grad)
+    squares = from_main(sum(float(grad.double().square().sum()) for grad in own))
+    if shared:
+        with told():
+            squares += float(full(nn.utils.get_total_norm(shared))) ** 2
+    norm = squares**0.5
+    if largest < float("inf"):
+        scale = min(1.0, largest / (norm + 1e-6))
+        if scale < 1:
+            with torch.no_grad():
+                for grad in (*shared, *own):
+                    grad.mul_(scale)
+    return torch.tensor(norm)
+
+
+def _separate(optimizer: torch.optim.Optimizer, experts: set[nn.Parameter]) -> None:
+    """Move the experts' parameters to groups of their own, with their group's options.
+
+    One step over a group takes sharded tensors or whole ones, not both.
+    """
+    for group in list(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if parameter in experts]
+        if own and len(own) < len(group["params"]):
+            group["params"] = [each for each in group["params"] if each not in experts]
+            options = {key: value for key, value in group.items() if key != "params"}
+            optimizer.add_param_group({**options, "params": own})
+
+
+def _asks_for_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+
+
+def _check_plugin(plugin: Any) -> None:
+    """Refuse the settings of accelerate's FSDP that would touch rank 0's experts."""
+    if plugin.fsdp_version != 2:
+        raise UsageError(
+            f"fsdp_version is {plugin.fsdp_version}; ktbridge trains with FSDP2.",
+            "Set fsdp_version: 2 in accelerate's configuration file.",
+        )
+    if plugin.cpu_ram_efficient_loading:
+        raise UsageError(
+            "fsdp_cpu_ram_efficient_loading would hand rank 0's expert LoRA to all ranks.",
+            "Set it to false; the experts are mapped from the checkpoint, not loaded.",
+        )
+    if plugin.activation_checkpointing:
+        raise UsageError(
+            "fsdp_activation_checkpointing would run the experts twice.",
+            "Set it to false; ktbridge's own gradient checkpointing spares them.",
+        )
+
+
+def _state_file(directory: str) -> Path:
+    """The first has the name that tells a checkpoint to go on from."""
+    rank = world().rank
+    return Path(directory) / (f"optimizer_{rank}.pt" if rank else "optimizer.pt")
+
+
+def _local(value: Any) -> Any:
+    """The same with this rank's shards in the place of sharded tensors."""
+    if isinstance(value, dict):
+        return {key: _local(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_local(each) for each in value)
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _sharded(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's saved state whose shards are sharded tensors again, like their parameters."""
+    from torch.distributed.tensor import DTensor
+
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    for place, parameter in zip(places, parameters, strict=True):
+        if not isinstance(parameter, DTensor):
+            continue
+        moments = state["state"].get(place, {})
+        for name, value in moments.items():
+            if torch.is_tensor(value) and value.dim():
+                moments[name] = DTensor.from_local(
+                    value.to(parameter.to_local().device),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+    return state

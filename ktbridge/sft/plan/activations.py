@@ -1,0 +1,139 @@
+"""Bytes that autograd keeps of a decoder layer outside its routed experts.
+
+Frozen weights need no input for their gradient, so what is kept are the float32 inputs of RMSNorm, the
+float32 copies that PEFT makes of each adapted linear's input, what attention needs, and the products of
+gated MLPs. Counted against autograd's own saved tensors in tests/sft/test_plan.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ktbridge.sft.plan.shape import LayerShape, ModelShape
+
+_DELTA_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: ``rows`` sequences of ``length`` tokens; ``masked``: some of them padded.
+
+    ``width`` is 2 for bfloat16 and 4 for float32 activations, ``lora_width`` the same for LoRA;
+    ``cuda`` decides which attention runs.
+    """
+
+    rows: int
+    length: int
+    masked: bool
+    width: int
+    cuda: bool
+    lora_width: int = 4
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """``kept`` between forward and backward; ``passing`` is the largest that comes and goes meanwhile."""
+
+    kept: int
+    passing: int
+
+
+def layer_bytes(
+    shape: ModelShape, layer: LayerShape, targets: frozenset[str], rank: int, batch: Batch
+) -> LayerBytes:
+    """For one layer whose linears in ``targets`` (paths) have LoRA of ``rank``."""
+    hidden, width = shape.config.hidden_size, batch.width
+    a_token = 2 * 4 * hidden  # the layer's two norms
+    a_token += sum(4 * size for name, size in layer.norms.items() if name.endswith("a_layernorm"))
+    widest = 0
+    inputs_kept: set[tuple[str, int, bool]] = set()
+    for name, (out, inputs) in layer.linears.items():
+        if name in targets:
+            a_token += batch.lora_width * rank
+            # Converted for each of them; where no conversion is needed, q, k and v keep one tensor.
+            group = (name.rpartition(".")[0], inputs, name.endswith(("o_proj", "out_proj")))
+            if batch.lora_width != width or group not in inputs_kept:
+                a_token += batch.lora_width * inputs
+            inputs_kept.add(group)
+            widest = max(widest, 4 * (inputs + 3 * out))
+        else:
+            widest = max(widest, 2 * width * out)
+        if name.endswith("up_proj"):  # silu(gate) * up, of dense layers and shared experts
+            a_token += 3 * width * out
+    attention, passing = _attention(shape, layer, batch)
+    a_token += attention
+    constant = 0
+    if layer.sparse:
+        experts, top_k = shape.config.num_experts, shape.config.experts_per_token
+        a_token += 3 * 4 * experts + 20 * top_k
+        constant += 4 * experts * hidden if "n_routed_experts" in shape.config.text else 0
+        if any("shared_expert_gate" in name for name in layer.linears):
+            a_token += width * hidden + 8
+        if not batch.cuda:
+            a_token += 2 * hidden  # the experts' bfloat16 input
+    return LayerBytes(
+        kept=batch.tokens * a_token + constant,
+        passing=batch.tokens * max(widest + 4 * width * hidden, passing),
+    )
+
+
+def loss_bytes(shape: ModelShape, batch: Batch) -> int:
+    """trl's fused head: logits in tiles of 4,096 tokens by 32,768 words, made again in backward.
+
+    On a GPU one tile and the float32 gradient of the last hidden states; on a CPU backward's temporaries
+    beside it: six of float32 and a mask.
+    """
+    hidden = shape.config.hidden_size
+    rows, words = min(batch.tokens, 4096), min(shape.vocabulary, 32768)
+    last = batch.tokens * hidden * (4 + batch.width)
+    if batch.cuda:
+        return rows * 32768 * batch.width + last + words * hidden * 2
+    return rows * words * (batch.width + 6 * 4 + 1) + last
+
+
+def _attention(shape: ModelShape, layer: LayerShape, batch: Batch) -> tuple[int, int]:
+    """Bytes a token: kept, and passing in backward."""
+    text, width = shape.config.text, batch.width
+    if any(name.startswith("linear_attn.") for name in layer.linears):
+        return _linear_attention(text, width)
+    heads = int(text.get("num_attention_heads") or 1)
+    if text.get("kv_lora_rank"):
+        return _latent(text, heads, batch)
+    out = next((i for n, (_, i) in layer.linears.items() if n.endswith("o_proj")), None)
+    if out is None:
+        out = shape.config.hidden_size
+    keys = next((o for n, (o, _) in layer.linears.items() if n.endswith("k_proj")), out)
+    queries = next((o for n, (o, _) in layer.linears.items() if n.endswith("q_proj")), out)
+    # A mask keeps torch from sharing keys and values among heads: they are repeated.
+    shared = keys if not batch.masked else out
+    kept = width * (2 * out + 2 * shared) + 4 * heads
+    if any(name.endswith(("q_norm", "k_norm")) for name in layer.norms):
+        kept += 4 * (out + keys)
+    if queries == 2 * out:  # the other half gates attention's output
+        kept += 3 * width * out
+    return kept, width * 6 * out
+
+
+def _latent(text: dict[str, Any], heads: int, batch: Batch) -> tuple[int, int]:
+    """Multi-head latent attention: heads of keys are wider than those of values."""
+    plain, rotary = int(text["qk_nope_head_dim"]), int(text["qk_rope_head_dim"])
+    key, value = plain + rotary, int(text["v_head_dim"])
+    if batch.cuda:
+        return batch.width * heads * (2 * key + plain + 2 * value), batch.width * 8 * heads * key
+    # On a CPU, torch's plain attention in float32, all its probabilities.
+    kept = 4 * heads * (2 * key + value + batch.length)
+    return kept, 4 * heads * (3 * batch.length + 2 * key)
+
+
+def _linear_attention(text: dict[str, Any], width: int) -> tuple[int, int]:
+    """Gated delta rule in float32, by chunks of 64, as transformers writes it without kernels."""
+    heads = int(text.get("linear_num_value_heads") or 0)
+    key, value = (int(text.get(f"linear_{what}_head_dim") or 0) for what in ("key", "value"))
+    conv = 2 * key * int(text.get("linear_num_key_heads") or 0) + heads * value
+    kept = 4 * heads * (6 * key + 6 * value + 6 * _DELTA_CHUNK) + 3 * width * conv
+    return kept, 4 * heads * (2 * key + 2 * value + 2 * _DELTA_CHUNK)

@@ -1,0 +1,231 @@
+"""Where a training run's bytes are: the process's own memory, the page cache, the GPU, the disk.
+
+A pure function of the model's shape, the configuration and the rows' lengths, so that advice is
+the same function of another configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from ktbridge.model import family_of
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.plan.activations import Batch, LayerBytes, layer_bytes, loss_bytes
+from ktbridge.sft.plan.kernels import Pass, host_bytes, saved_bytes
+from ktbridge.sft.plan.lengths import Lengths, optimizer_steps
+from ktbridge.sft.plan.parts import Part, Where
+from ktbridge.sft.plan.shape import LayerShape, ModelShape
+
+# Measured: anonymous memory of a process that has imported the recipe, and of one with a CUDA context.
+LIBRARIES = 420_000_000
+LIBRARY_FILES = 240_000_000
+CUDA_HOST = 1_200_000_000
+CUDA_CONTEXT = 550_000_000
+# What allocators hold beyond what is asked for, of that which comes and goes.
+HOST_SLACK, GPU_SLACK = 0.05, 0.10
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration on one kind of machine."""
+
+    shape: ModelShape
+    config: TrainConfig
+    lengths: Lengths
+    cuda: bool
+    threads: int
+
+    @property
+    def batch(self) -> Batch:
+        """The largest micro-batch; dpo runs chosen and rejected side by side."""
+        rows = self.config.per_device_train_batch_size
+        padded = rows > 1 and not self.lengths.even
+        sides = 2 if self.config.stage == "dpo" else 1
+        width = 2 if self.config.bf16 or self.config.pure_bf16 else 4
+        masked = padded or self.config.stage == "dpo"
+        lora_width = 2 if self.config.pure_bf16 else 4
+        return Batch(rows * sides, self.lengths.longest, masked, width, self.cuda, lora_width)
+
+    def expert_pass(self, tokens: int) -> Pass:
+        model = self.shape.config
+        return Pass(
+            model.num_experts,
+            model.experts_per_token,
+            model.hidden_size,
+            model.intermediate_size,
+            self.config.expert_rank,
+            tokens,
+        )
+
+    @property
+    def retain(self) -> bool:
+        return self.config.activation == "retain"
+
+    @property
+    def steps(self) -> int:
+        return optimizer_steps(self.config, self.lengths.sequences)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is written before the last step, after which the adapter follows instead."""
+        return 0 < self.config.save_steps < self.steps
+
+
+def expert_lora_elements(setting: Setting) -> int:
+    model = setting.shape.config
+    one = 3 * setting.config.expert_rank * (model.hidden_size + model.intermediate_size)
+    return setting.shape.sparse_layers * model.num_experts * one
+
+
+def nonexpert_lora_elements(setting: Setting) -> int:
+    rank = setting.config.lora_rank
+    found = 0
+    for layer in setting.shape.layers:
+        every = {**layer.linears, **layer.routers}
+        found += sum(rank * sum(every[name]) for name in lora_paths(setting, layer))
+    return found
+
+
+def lora_paths(setting: Setting, layer: LayerShape) -> frozenset[str]:
+    """Paths in a layer that non-expert LoRA goes to, as ``ktbridge.sft.targets`` chooses them."""
+    family = family_of(setting.shape.config.model_type)
+    served = family.nonexpert_targets if family else ()
+    taken: set[str] = set()
+    for target in setting.config.lora_target:
+        if target == "all":
+            taken |= {name for name in layer.linears if not served or name in served}
+        else:
+            every = (*layer.linears, *layer.routers)
+            taken |= {name for name in every if name == target or name.endswith(f".{target}")}
+    return frozenset(taken)
+
+
+def predict(setting: Setting) -> list[Part]:
+    """Every part of a run, at its peak. The parts of one place add up to what that place must have."""
+    return [*_expert_parts(setting), *_other_parts(setting), *_disk_parts(setting)]
+
+
+def _expert_parts(setting: Setting) -> Iterator[Part]:
+    """Routed experts and their LoRA: on the host in any case."""
+    shape, config = setting.shape, setting.config
+    layers, hidden = shape.sparse_layers, shape.config.hidden_size
+    plain = shape.expert_elements * 2 * layers
+    if config.kt_config.kt_backend == "kt-kernel":
+        yield Part(
+            "experts, twice",
+            "RAM",
+            2 * _kt_bytes(setting),
+            "kt-kernel keeps a packed and a transposed copy of all experts; kt_backend: auto keeps none",
+        )
+    elif shape.mappable:
+        how = f"{layers} layers of {shape.config.num_experts}, {shape.expert_storage}, as the files have them"
+        yield Part("experts, mapped", "page cache", shape.expert_bytes, how)
+    else:
+        how = f"stored as {shape.expert_storage} in a form the kernels can't map: loaded as bf16"
+        yield Part("experts, loaded", "RAM", plain, how)
+    lora = expert_lora_elements(setting)
+    how = f"rank {config.expert_rank}: {lora / 1e6:.1f} M float32 weights, gradients, 2 Adam states"
+    yield Part("expert LoRA", "RAM", 16 * lora, how)
+
+    tokens = setting.batch.tokens
+    one = setting.expert_pass(tokens)
+    kept = layers * saved_bytes(one, setting.retain)
+    word = f"{config.activation}, {tokens:,} tokens x {one.top_k} experts, {layers} layers"
+    yield Part("expert activations", "RAM", round(kept), word)
+    passing = host_bytes(one, setting.retain, setting.threads)
+    yield Part(
+        "expert kernels", "RAM", round(passing), "one layer's backward, and panels of each thread"
+    )
+    if setting.cuda:
+        states = tokens * hidden * 2
+        pinned = (layers + 3) * (
+            1 << (states - 1).bit_length()
+        )  # torch's pinned blocks are powers of two
+        outputs = 0 if config.disable_gradient_checkpointing else layers * states
+        how = f"hidden states of {layers} layers, bf16, pinned; outputs for the second forward"
+        yield Part("crossing to the GPU", "RAM", pinned + outputs, how)
+
+
+def _other_parts(setting: Setting) -> Iterator[Part]:
+    """Everything that isn't a routed expert: on the GPU if there is one, else on the host."""
+    shape, config, batch = setting.shape, setting.config, setting.batch
+    where: Where = "GPU" if setting.cuda else "RAM"
+    weights = shape.nonexpert_elements * batch.width
+    yield Part(
+        "attention, embeddings, routers, …",
+        where,
+        weights,
+        f"{shape.nonexpert_elements / 1e6:,.0f} M weights in {'bf16' if batch.width == 2 else 'float32'}",
+    )
+    lora = nonexpert_lora_elements(setting)
+    width, kind = (2, "bf16") if config.pure_bf16 else (4, "float32")
+    how = f"rank {config.lora_rank}: {lora / 1e6:.1f} M {kind} weights, gradients, 2 Adam states"
+    yield Part("non-expert LoRA", where, 4 * width * lora, how)
+
+    kept, passing, how = _activations(setting)
+    yield Part("activations", where, kept, how)
+    loss = loss_bytes(shape, batch)
+    most = max(passing, loss)
+    what = "logits and loss" if loss >= passing else "one layer at a time"
+    slack = GPU_SLACK if setting.cuda else HOST_SLACK
+    trained = expert_lora_elements(setting) + lora
+    saving = 4 * trained if setting.saves else 2 * trained
+    on_host = kept + most if not setting.cuda else 0
+    yield Part(f"passing: {what}", where, most, "the largest that comes and goes")
+    if saving > on_host:
+        yield Part(
+            "saving",
+            "RAM",
+            saving - on_host,
+            "the trained tensors once more, while they are written",
+        )
+    yield Part(
+        "libraries, mapped", "page cache", LIBRARY_FILES, "Python, torch, …, what is touched"
+    )
+    if setting.cuda:
+        yield Part("CUDA context", "GPU", CUDA_CONTEXT, "driver, cuBLAS workspaces")
+        yield Part("Python, torch, CUDA", "RAM", LIBRARIES + CUDA_HOST, "measured elsewhere")
+    else:
+        yield Part("Python, torch, …", "RAM", LIBRARIES, "measured elsewhere")
+    yield Part(
+        "allocator", where, round(slack * (kept + most)), f"{slack:.0%} of what comes and goes"
+    )
+
+
+def _activations(setting: Setting) -> tuple[int, int, str]:
+    """Bytes kept between forward and backward, bytes passing, and how."""
+    shape, batch = setting.shape, setting.batch
+    found: list[LayerBytes] = [
+        layer_bytes(shape, layer, lora_paths(setting, layer), setting.config.lora_rank, batch)
+        for layer in shape.layers
+    ]
+    size = f"{batch.rows} x {batch.length:,} tokens"
+    if setting.config.disable_gradient_checkpointing:
+        passing = max(one.passing for one in found)
+        return sum(one.kept for one in found), passing, f"{len(found)} layers, all kept, {size}"
+    inputs = len(found) * batch.tokens * shape.config.hidden_size * batch.width
+    if not setting.cuda:  # the experts' outputs, kept for the second forward
+        inputs += shape.sparse_layers * batch.tokens * shape.config.hidden_size * 2
+    most = max(one.kept + one.passing for one in found)
+    return inputs, most, f"inputs of {len(found)} layers, {size}; the rest is computed again"
+
+
+def _disk_parts(setting: Setting) -> Iterator[Part]:
+    trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
+    config = setting.config
+    if setting.saves:
+        one = trained * (4 if config.save_only_model else 12)
+        count = min(config.save_total_limit, (setting.steps - 1) // config.save_steps)
+        what = "float32" if config.save_only_model else "float32 and 2 Adam states"
+        how = f"{count} kept and one being written, {what}, {one / 1e9:.2f} GB each"
+        yield Part("checkpoints", "disk", (count + 1) * one, how)
+    yield Part("the adapter", "disk", 2 * trained, f"{trained / 1e6:.1f} M weights in bf16")
+
+
+def _kt_bytes(setting: Setting) -> int:
+    """One copy of the experts in kt-kernel's storage."""
+    wanted = setting.config.kt_config.kt_expert_weight_format or setting.shape.expert_storage
+    bits = {"int8": 8, "fp8": 8, "int4": 4, "rawint4": 4, "mxfp4": 4}.get(wanted, 16)
+    return prod((setting.shape.expert_elements, setting.shape.sparse_layers, bits)) // 8

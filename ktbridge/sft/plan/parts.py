@@ -1,0 +1,113 @@
+"""What a plan is made of: parts of memory, verdicts, advice."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Where = Literal["RAM", "page cache", "GPU", "disk"]
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Part:
+    """``size`` bytes of something somewhere, and how that was found."""
+
+    what: str
+    where: Where
+    size: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether ``need`` bytes fit into ``have``; None where that isn't known."""
+
+    what: str
+    need: int
+    have: int | None
+
+    @property
+    def fits(self) -> bool:
+        return self.have is None or self.need <= self.have
+
+    def __str__(self) -> str:
+        if self.have is None:
+            return f"not known: {self.need / GB:.1f} GB {self.what}, and how much there is could not be read"
+        lead = "fits" if self.fits else "does not fit"
+        return f"{lead}: {self.need / GB:.1f} of {self.have / GB:.1f} GB {self.what}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to change, as overrides of ``ktbridge train``, with what it saves and what it costs."""
+
+    change: str
+    where: Where
+    saves: int
+    price: str
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a run should be. Seconds a step; ``how`` says what was measured and what was assumed."""
+
+    tokens_per_second: float
+    step_seconds: float
+    seconds: float
+    expert_share: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training run before it starts. Sizes are bytes."""
+
+    model: str
+    model_type: str
+    device: str
+    parts: tuple[Part, ...]
+    verdicts: tuple[Verdict, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+    rows: int
+    longest: int
+    mean_tokens: float
+    steps: int
+    pace: Pace | None
+
+    @property
+    def fits(self) -> bool:
+        return all(verdict.fits for verdict in self.verdicts)
+
+    def total(self, where: Where) -> int:
+        return total(self.parts, where)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "fits": self.fits,
+            "model": self.model,
+            "model_type": self.model_type,
+            "device": self.device,
+            "bytes": {
+                "ram_anonymous": self.total("RAM"),
+                "page_cache": self.total("page cache"),
+                "ram_peak": self.total("RAM") + self.total("page cache"),
+                "gpu": self.total("GPU"),
+                "disk": self.total("disk"),
+            },
+            "parts": [asdict(part) for part in self.parts],
+            "verdicts": [{**asdict(v), "fits": v.fits, "text": str(v)} for v in self.verdicts],
+            "advice": [asdict(item) for item in self.advice],
+            "notes": list(self.notes),
+            "rows": self.rows,
+            "longest_tokens": self.longest,
+            "mean_tokens": self.mean_tokens,
+            "steps": self.steps,
+            "pace": None if self.pace is None else asdict(self.pace),
+        }
+
+
+def total(parts: tuple[Part, ...] | list[Part], where: Where) -> int:
+    """Bytes of all parts in one place."""
+    return sum(part.size for part in parts if part.where == where)

@@ -1,0 +1,165 @@
+"""What a plan must know of a base model, from config.json and the headers of its safetensors alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import Checkpoint, ModelConfig, open_checkpoint, read_model_config
+from ktbridge.model.families import FAMILIES
+from ktbridge.model.locate import expert_home
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
+# What stands beside a quantised weight and is gone once that is dequantised.
+_SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale", ".weight_shape")
+# Vision towers and draft layers, which text training doesn't load.
+_DRAFT = ("mtp.", "model.mtp.")
+_VISION = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
+# Their text model can't be had alone: the wrapper is loaded, vision tower and all.
+_WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "ernie4_5_vl_moe")
+_STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4"}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One decoder layer without its routed experts.
+
+    ``linears`` are its linear modules by path inside the layer ("self_attn.q_proj"): (out, in).
+    ``norms`` are the widths of its one-dimensional weights, biases left out; ``routers`` choose among
+    experts, [E, H].
+    """
+
+    index: int
+    sparse: bool
+    linears: dict[str, tuple[int, int]]
+    norms: dict[str, int]
+    routers: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a base model; bytes are those on disk, elements those of weights that get loaded."""
+
+    path: Path
+    config: ModelConfig
+    layers: tuple[LayerShape, ...]
+    nonexpert_elements: int
+    vocabulary: int
+    expert_bytes: int
+    expert_storage: str
+    mappable: bool
+    """Whether the kernels read the experts where the files have them; else they are loaded as bf16."""
+
+    @property
+    def expert_elements(self) -> int:
+        """Weights of one layer's routed experts."""
+        one = 3 * self.config.hidden_size * self.config.intermediate_size
+        return self.config.num_experts * one
+
+    @property
+    def sparse_layers(self) -> int:
+        return sum(layer.sparse for layer in self.layers)
+
+
+def read_shape(path: Path, experts: Path | None = None) -> ModelShape:
+    """Sizes of the model in ``path``, with the routed experts of ``experts`` (``kt_weight_path``) if given.
+
+    No weight is read, and torch is not imported.
+
+    Raises KtbridgeError where the directory is no checkpoint, has no safetensors, isn't a
+    mixture-of-experts model, or keeps its experts under names that no family known here uses.
+    """
+    if experts is not None:
+        there = read_shape(experts)
+        return replace(
+            read_shape(path),
+            expert_bytes=there.expert_bytes,
+            expert_storage=there.expert_storage,
+            mappable=there.mappable,
+        )
+    config = read_model_config(path)
+    checkpoint = open_checkpoint(path)
+    if not config.is_moe:
+        raise KtbridgeError(
+            f"{path} ({config.model_type}) has no routed experts, so there is nothing for ktbridge to plan.",
+            "Give a mixture-of-experts model, or train it with PEFT directly.",
+        )
+    homes = {layer: expert_home(checkpoint, config, layer) for layer in config.moe_layers}
+    missing = [layer for layer, home in homes.items() if home is None]
+    if missing or not config.intermediate_size:
+        known = ", ".join(family.name for family in FAMILIES)
+        raise KtbridgeError(
+            f"{path} has model type {config.model_type!r}, and no routed experts are found for layer "
+            f"{missing[0] if missing else config.moe_layers[0]} under any name that is known here.",
+            f"Known families: {known}. A new one needs its row in ktbridge/model/families.py: where "
+            "experts are, their names, and the config key of their size.",
+        )
+    prefixes = tuple(f"{home.base}." for home in homes.values() if home is not None)
+    expert_bytes, storages, elements = 0, set(), 0
+    linears: list[dict[str, tuple[int, int]]] = [{} for _ in range(config.num_layers)]
+    routers: list[dict[str, tuple[int, int]]] = [{} for _ in range(config.num_layers)]
+    norms: list[dict[str, int]] = [{} for _ in range(config.num_layers)]
+    vocabulary = 0
+    for name in checkpoint:
+        entry = checkpoint.entry(name)
+        if name.startswith(prefixes):
+            expert_bytes += entry.nbytes
+            if not name.endswith(_SCALES):
+                storages.add(_STORAGE.get(entry.dtype, entry.dtype))
+            continue
+        if _left_out(name, config) or name.endswith(_SCALES):
+            continue
+        match = _LAYER.search(name)
+        if match and int(match[1]) >= config.num_layers:
+            continue  # a draft layer for multi-token prediction
+        if config.tied and name.endswith("lm_head.weight"):
+            continue
+        elements += prod(entry.shape)
+        vocabulary = max(vocabulary, entry.shape[0] if "embed_tokens" in name else 0)
+        module = match[2].removesuffix(".weight") if match else ""
+        if match is None or module == match[2] or name.startswith(_VISION):
+            continue
+        if len(entry.shape) == 2:
+            kind = routers if _is_router(module) else linears
+            kind[int(match[1])][module] = (entry.shape[0], entry.shape[1])
+        elif len(entry.shape) == 1:
+            norms[int(match[1])][module] = entry.shape[0]
+    layers = tuple(
+        LayerShape(index, index in homes, linears[index], norms[index], routers[index])
+        for index in range(config.num_layers)
+    )
+    storage = storages.pop() if len(storages) == 1 else "mixed"
+    return ModelShape(
+        path=path,
+        config=config,
+        layers=layers,
+        nonexpert_elements=elements,
+        vocabulary=vocabulary or int(config.text.get("vocab_size") or 0),
+        expert_bytes=expert_bytes,
+        expert_storage=storage,
+        mappable=storage in _STORAGE.values() and not _turned(checkpoint, config, homes),
+    )
+
+
+def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict) -> bool:
+    """Whether fused experts lie transposed or interleaved, so that no row is contiguous."""
+    home = next(iter(homes.values()))
+    if home.names:
+        return False
+    shape = checkpoint.entry(f"{home.base}.gate_up_proj").shape
+    rows = (2 * config.intermediate_size, config.hidden_size)
+    return bool(home.interleaved or shape[1:] != rows)
+
+
+def _left_out(name: str, config: ModelConfig) -> bool:
+    if name.startswith(_DRAFT):
+        return True
+    return name.startswith(_VISION) and config.model_type not in _WHOLE
+
+
+def _is_router(module: str) -> bool:
+    """transformers keeps a router's weight as a plain parameter, which LoRA doesn't attach to."""
+    return module.endswith(("mlp.gate", "block_sparse_moe.gate"))

@@ -1,0 +1,112 @@
+"""Checkpoints of a run that can be killed at any moment, and going on from one bit by bit.
+
+Trainer saves and restores optimizer, schedule, random numbers and its place in the data. Ours are the
+trained tensors (PEFT's and the experts' alike, in their own precision), the identity of the run they
+belong to, and the order of writing: a checkpoint is made beside its place, flushed and renamed, so one
+that has its name is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import Trainer
+
+from ktbridge.adapter.manifest import dump_json
+from ktbridge.errors import KtbridgeError
+from ktbridge.publish import fsync_directory
+from ktbridge.sft import distributed
+from ktbridge.sft.resume import IDENTITY_FILE, resumable, saved
+
+TENSORS_FILE = "trainable.safetensors"
+
+
+class Resumable(Trainer):
+    """A trainer whose checkpoints hold all that is trained and appear whole or not at all."""
+
+    def remember(self, root: Path, own: dict[str, Any], keep: int | None) -> None:
+        """Save into ``root``, with the run's identity, and keep the last ``keep`` checkpoints (or all)."""
+        self._root, self._identity, self._keep = root, own, keep
+        self._making = root / f".partial-{int(distributed.from_main(os.getpid()))}"
+
+    def last_good(self) -> str:
+        """The last checkpoint that a run can go on from, or "" while there is none."""
+        return str(next(filter(resumable, reversed(saved(self._root))), ""))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._making)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        if distributed.is_main():
+            for leftover in self._root.glob(".partial-*"):  # of a run that was killed while saving
+                shutil.rmtree(leftover, ignore_errors=True)
+        distributed.barrier()
+        super()._save_checkpoint(model, trial)
+        distributed.barrier()  # every process has written its part
+        if distributed.is_main():
+            self._publish()
+        distributed.barrier()
+
+    def _publish(self) -> None:
+        """Give the checkpoint that was made its name, and drop older ones."""
+        made = self._making / f"checkpoint-{self.state.global_step}"
+        (made / IDENTITY_FILE).write_bytes(dump_json(self._identity))
+        for path in made.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        fsync_directory(made)
+        place = self._root / made.name
+        shutil.rmtree(place, ignore_errors=True)  # of the same step, before this continuation
+        os.rename(made, place)
+        fsync_directory(self._root)
+        shutil.rmtree(self._making, ignore_errors=True)
+        for old in saved(self._root)[: -self._keep] if self._keep else ():
+            shutil.rmtree(old, ignore_errors=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Only what is trained; the adapter itself is written when the run is finished."""
+        directory = Path(output_dir or self._making)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: distributed.full(value.detach()).contiguous()
+            for name, value in trained(self.model)
+        }
+        if distributed.is_main():
+            save_file(tensors, directory / TENSORS_FILE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        path = Path(resume_from_checkpoint) / TENSORS_FILE
+        own = dict(trained(self.model))
+        with safe_open(path, "pt") as file:
+            names = set(file.keys())
+            missing = names - own.keys() if distributed.is_main() else set()
+            if missing or own.keys() - names:  # the expert LoRA is the main process's
+                odd = sorted(names ^ own.keys())[0]
+                raise KtbridgeError(f"{path} and the model differ in what is trained: {odd}.")
+            for name, parameter in own.items():
+                distributed.fill(parameter, file.get_tensor(name))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        # Their states hold the learning rate of the run that wrote them; it may have been changed since.
+        scheduler: Any = self.lr_scheduler  # a LambdaLR, whatever lr_scheduler_type is
+        highest = self.args.learning_rate
+        scheduler.base_lrs = [highest for _ in scheduler.base_lrs]
+        rates = [highest * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        scheduler._last_lr = rates  # what the log tells
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["initial_lr"], group["lr"] = highest, rate
+
+
+def trained(model: Any) -> Iterable[tuple[str, Any]]:
+    """Names and parameters that training changes."""
+    return ((name, value) for name, value in model.named_parameters() if value.requires_grad)

@@ -1,0 +1,201 @@
+"""Going on from a trained adapter: it must fit configuration and model in all it has, or is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktbridge.adapter import Adapter, read_adapter, validate_adapter
+from ktbridge.adapter.adapter import last_part
+from ktbridge.adapter.keys import parse_key
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.model import resolve_model
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.targets import Adaptable, chosen_modules, in_layer, own_names
+from ktbridge.sft.tensors import to_torch
+
+# Of config.json, what says nothing about the weights' shapes and meaning.
+_INCIDENTAL = {
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "quantization_config",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+_ANOTHER_BASE = "Use the base model that the adapter was trained on."
+
+
+@dataclass(frozen=True)
+class Start:
+    """A raw adapter that fits: ``keys`` are its non-expert tensors by full module name and half."""
+
+    adapter: Adapter
+    keys: dict[str, dict[str, str]]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(self.keys)
+
+    @property
+    def rslora(self) -> bool:
+        return bool(self.adapter.config.get("use_rslora"))
+
+
+def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start | None:
+    """The adapter of ``config.adapter_name_or_path``, checked; None if there is none to go on from.
+
+    Ranks and alphas must be the configuration's. ``lora_target: all`` takes the modules that the adapter
+    has; names must mean just those. Raises KtbridgeError for a directory that is no raw adapter or has
+    another base model, and ProblemsError naming everything else that doesn't fit.
+    """
+    if config.adapter_name_or_path is None:
+        return None
+    adapter = read_adapter(config.adapter_name_or_path)
+    if adapter.layout != "raw":
+        raise UsageError(
+            f"{adapter.path} is a serving directory ({adapter.layout}), not what training left.",
+            "Give the output_dir of a training run as adapter_name_or_path.",
+        )
+    if not adapter.experts:
+        raise KtbridgeError(
+            f"{adapter.path} has no expert LoRA to go on from.",
+            "Give an adapter that was trained with LoRA on the routed experts.",
+        )
+    base = resolve_model(config.model_name_or_path)
+    _check_base(adapter, base)
+    # Where PEFT's half goes is told by its keys, whatever its configuration calls the places.
+    problems = [
+        problem
+        for problem in validate_adapter([adapter.path], base_model=base).problems
+        if problem.severity == "error"
+    ]
+    keys = _by_module(adapter, found)
+    if not problems:
+        problems += _settings(adapter, config)
+        problems += _places(adapter, keys, config, model, found)
+    if problems:
+        raise ProblemsError(f"training can't go on from {adapter.path}.", problems)
+    return Start(adapter, keys)
+
+
+def copy_nonexpert(model: nn.Module, start: Start) -> None:
+    """Copy the adapter's non-expert LoRA to where ``inject_lora`` has made place for it."""
+    for name, halves in start.keys.items():
+        layer: Any = model.get_submodule(name)
+        for half, key in halves.items():
+            value = to_torch(start.adapter.nonexpert_tensor(key))
+            with torch.no_grad():
+                getattr(layer, f"lora_{half}")["default"].weight.copy_(value)
+
+
+def _check_base(adapter: Adapter, base: Path) -> None:
+    """Compare the base model that the adapter names with the one it is to be trained on."""
+    named = adapter.base_model
+    if named is None:
+        return
+    try:
+        theirs = read_json_file(resolve_model(named) / "config.json")
+    except KtbridgeError:  # it was trained elsewhere: the names, and then the shapes, are left
+        if last_part(named) not in (last_part(str(base)), last_part(str(base.resolve()))):
+            warnings.warn(
+                f"{adapter.path} was trained on {named}, which isn't here: that {base} is the same "
+                "model was seen from its shapes only.",
+                stacklevel=2,
+            )
+        return
+    different = sorted(_differences(theirs, read_json_file(base / "config.json")))
+    if different:
+        raise KtbridgeError(
+            f"{adapter.path} was trained on {named}, whose config.json differs from that of {base} "
+            f"in {', '.join(different[:6])}.",
+            _ANOTHER_BASE,
+        )
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
+    """Keys of two config.json with other values; one that only one of them has may be a default."""
+    for key in ({*theirs} & {*ours}) - _INCIDENTAL:
+        a, b = theirs[key], ours[key]
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from (f"{key}.{inner}" for inner in _differences(a, b))
+        elif a != b:
+            yield key
+
+
+def _by_module(adapter: Adapter, found: Adaptable) -> dict[str, dict[str, str]]:
+    """The adapter's keys by the model's module and by half, in the model's order.
+
+    A text model alone and the same in a multimodal model differ in what precedes ``layers.N``.
+    """
+    keys: dict[str, dict[str, str]] = {}
+    for key in adapter.nonexpert_keys():
+        parsed = parse_key(key)
+        name = f"{found.decoder}.{parsed.layer}.{parsed.suffix}"
+        if parsed.layer < 0 or parsed.is_vision or parsed.is_draft:
+            name = parsed.module
+        keys.setdefault(name, {})[parsed.half] = key
+    order = {name: place for place, name in enumerate(found.modules)}
+    return dict(sorted(keys.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
+    """Ranks and alphas in which adapter and configuration differ."""
+    pairs = [
+        ("kt_lora_rank", adapter.rank, config.expert_rank),
+        ("kt_lora_alpha", adapter.alpha, config.expert_alpha),
+    ]
+    if adapter.nonexpert:
+        pairs += [
+            ("lora_rank", adapter.nonexpert_rank, config.lora_rank),
+            ("lora_alpha", adapter.nonexpert_alpha, config.alpha),
+        ]
+    for name, theirs, ours in pairs:
+        if theirs != ours:
+            step = f"Set {name}: {theirs:g}."
+            yield _problem("KTL006", adapter, name, f"{theirs:g}", f"{ours:g}, as configured", step)
+
+
+def _places(
+    adapter: Adapter,
+    keys: dict[str, dict[str, str]],
+    config: TrainConfig,
+    model: nn.Module,
+    found: Adaptable,
+) -> Iterator[Problem]:
+    """Modules that the model doesn't have, or has in another shape, or that weren't asked for."""
+    known = {*found.modules}
+    for name, halves in keys.items():
+        where = next(iter(halves.values()))
+        if name not in known:
+            lacking = "a module of the decoder layers"
+            yield _problem("KTL007", adapter, where, "no such module", lacking, _ANOTHER_BASE)
+            continue
+        weight: Any = model.get_submodule(name).weight
+        for half, axis in (("A", 1), ("B", 0)):
+            shape = adapter.nonexpert_tensor(halves[half]).shape
+            if shape[axis] != weight.shape[axis]:
+                expected = f"{'in' if axis else 'out'} = {weight.shape[axis]}"
+                found_shape = f"shape {list(shape)}"
+                yield _problem(
+                    "KTL002", adapter, halves[half], found_shape, expected, _ANOTHER_BASE
+                )
+    if config.lora_target != ("all",):
+        asked = {*chosen_modules(model, found, config.lora_target)}
+        for names, expected, said in (
+            ({*keys} & known - asked, "no LoRA, as configured", "LoRA"),
+            (asked - {*keys}, "LoRA, as configured", "no LoRA"),
+        ):
+            if names:
+                ends = sorted({in_layer(name) for name in names})
+                step = f"Set lora_target: {', '.join(own_names(keys))}, or all."
+                yield _problem("KTL006", adapter, ", ".join(ends), said, expected, step)
+
+
+def _problem(
+    code: str, adapter: Adapter, where: str, found: str, expected: str, step: str
+) -> Problem:
+    return Problem(code, "error", f"{adapter.path}: {where}", found, expected, step)

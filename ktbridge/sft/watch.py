@@ -1,0 +1,144 @@
+"""What is seen of a run while it goes: loss, pace, the experts' share of the time, and its end in NaN."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.sft import distributed
+from ktbridge.sft.expert_call import kernel_seconds
+from ktbridge.sft.interrupts import Interrupts
+
+
+class Diverged(KtbridgeError):
+    """A loss, a gradient or a trained tensor is NaN or infinite; nothing of that step is saved."""
+
+
+class Pace(TrainerCallback):
+    """Seconds of optimizer steps, and how many of them were spent in the experts' kernels.
+
+    Saving and logging between steps are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.kernels = 0.0
+        self.tokens_before = 0
+        """What a run had seen that this one goes on from."""
+        self._told = (0, 0.0, 0.0)  # tokens, seconds and kernel seconds at the last record
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tokens_before = state.num_input_tokens_seen
+        self._told = (self.tokens_before, 0.0, 0.0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter(), kernel_seconds()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds += time.perf_counter() - self._began[0]
+        self.kernels += kernel_seconds() - self._began[1]
+
+    def record(self, tokens: int) -> dict[str, float]:
+        """``tokens_per_second`` and ``expert_share`` (0 to 1) since the last record.
+
+        ``tokens`` is how many the run has seen so far.
+        """
+        before, self._told = self._told, (tokens, self.seconds, self.kernels)
+        seconds = self.seconds - before[1]
+        if not seconds:
+            return {}
+        return {
+            "tokens_per_second": (tokens - before[0]) / seconds,
+            "expert_share": min((self.kernels - before[2]) / seconds, 1.0),
+        }
+
+
+class Watched(Trainer):
+    """A trainer that stops before a loss or gradient that is not finite has any effect."""
+
+    pace: Pace
+
+    def watch(self, pace: Pace, last_good: Callable[[], str]) -> None:
+        """Log the pace with each loss; ``last_good`` says where an earlier step is saved, or ""."""
+        self.pace, self._last_good = pace, last_good
+        self.add_callback(pace)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self._stop_unless_finite("the loss", float(loss), self.state.global_step + 1)
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # Before the optimizer's step, so that the weights are still those of the step before.
+        self._stop_unless_finite("the gradients' norm", float(norm), self.state.global_step + 1)
+        return norm
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.check_trained()
+        super()._save_checkpoint(model, trial)
+
+    def check_trained(self) -> None:
+        """Raise ``Diverged`` where a trained tensor holds NaN or infinity."""
+        name = not_finite(self.model)
+        if name:
+            self._stop_unless_finite(name, math.nan, self.state.global_step)
+
+    def _stop_unless_finite(self, what: str, value: float, step: int) -> None:
+        if math.isfinite(value):
+            return
+        place = self._last_good()
+        if place:
+            raise Diverged(
+                f"{what} became {value} at step {step}; the last good checkpoint is {place}.",
+                "Go on from it with resume_from_checkpoint=true and a lower learning_rate.",
+            )
+        raise Diverged(
+            f"{what} became {value} at step {step}, and there is no checkpoint to go on from.",
+            "Lower learning_rate, or set warmup_ratio.",
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self.pace.record(self.state.num_input_tokens_seen))
+        super().log(logs, *args, **kwargs)
+
+
+class Reporter(TrainerCallback):
+    """Hands steps and log records to the caller, and ends a run that was interrupted."""
+
+    def __init__(
+        self,
+        progress: Callable[[int, int], None] | None,
+        log: Callable[[dict[str, Any]], None] | None,
+        interrupts: Interrupts,
+    ) -> None:
+        self._progress, self._log, self._interrupts = progress, log, interrupts
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # the last loss is told whatever logging_steps is
+            control.should_save = False  # the adapter itself follows
+        elif distributed.agree(self._interrupts.caught):
+            args.save_only_model = False  # or nothing could go on from what is saved now
+            control.should_save = control.should_training_stop = True
+        if self._progress:
+            self._progress(state.global_step, state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self._log and logs and "loss" in logs:
+            self._log({"step": state.global_step, "steps": state.max_steps, **logs})
+
+
+def not_finite(model: Any) -> str:
+    """Name of a trained tensor that holds NaN or infinity; "" if there is none."""
+    for name, parameter in model.named_parameters():
+        own = distributed.local(parameter)
+        if parameter.requires_grad and not bool(torch.isfinite(own).all()):
+            return name
+    return ""

@@ -1,0 +1,96 @@
+"""Tiny random models of every family, and LoRA on all that can have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ktbridge.sft.config import TrainConfig, parse_config
+from ktbridge.sft.modules import experts_modules
+from ktbridge.sft.targets import adaptable, own_names
+
+SIZES = {
+    "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 40,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+LATENT = {
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 24,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20,
+    "num_key_value_heads": 4, "n_shared_experts": 2, "head_dim": 8,
+}  # fmt: skip
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}  # fmt: skip
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**SIZES, **LATENT},
+    "deepseek_v3": {**SIZES, **LATENT},
+    "ernie4_5_moe": {
+        **SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+    },
+    "glm4_moe": {**SIZES, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    "minimax_m2": SIZES,
+    "mixtral": SIZES,
+    "olmoe": {**SIZES, "intermediate_size": 32},
+    "qwen2_moe": SIZES,
+    "qwen3_5_moe": {"text_config": {**SIZES, **HYBRID}, "vision_config": VISION},
+    "qwen3_5_moe_text": {**SIZES, **HYBRID},
+    "qwen3_moe": {**SIZES, "mlp_only_layers": [0]},
+    "qwen3_next": {**SIZES, **HYBRID},
+    "qwen3_vl_moe": {"text_config": SIZES, "vision_config": VISION},
+}  # fmt: skip
+IDS = torch.arange(3, 43).reshape(2, 20)
+
+
+def made(model_type: str, settings: dict[str, Any]) -> Any:
+    config = AutoConfig.for_model(model_type, **settings)
+    multimodal = "text_config" in settings
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return auto.from_config(config)
+
+
+def reference(model_type: str, path: Path) -> Any:
+    """A random model of a family in float32 that is exact in bfloat16, saved in bfloat16 in ``path``."""
+    torch.manual_seed(0)
+    model = made(model_type, FAMILIES[model_type]).eval().to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.mul_(4)  # experts that matter
+            if name.endswith((".gate.weight", ".router.weight")):
+                parameter.mul_(10)  # and choices that no rounding turns over
+    model.save_pretrained(path)
+    return model.float()
+
+
+def everything(model: Any, path: Path, **settings: Any) -> TrainConfig:
+    """A configuration that adapts all that can be: attention, shared experts, dense MLPs, routers."""
+    found = adaptable(model)
+    assert len(found.routers) == len(list(experts_modules(model)))
+    return parse_config(
+        {
+            "model_name_or_path": str(path), "dataset": "none", "output_dir": "none",
+            "lora_rank": 4, "lora_alpha": 8, "lora_target": own_names(found.modules), **settings,
+        }
+    )  # fmt: skip
+
+
+def randomise(model: Any, random: torch.Generator) -> None:
+    """Trained parameters that aren't zero, exact in bfloat16."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=random)
+                parameter.copy_((0.3 * noise / parameter.shape[-1] ** 0.5).bfloat16())

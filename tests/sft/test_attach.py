@@ -1,0 +1,277 @@
+"""Which modules get LoRA, and what of it others read: PEFT itself, the engine's rules, a later run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moefamilies import FAMILIES, IDS, everything, made, randomise, reference
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from tinymoe import tiny_model
+from transformers import AutoModelForCausalLM
+
+from ktbridge.adapter import convert_adapter, validate_adapter
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.model import family_of
+from ktbridge.sft import expert_layers, save_raw_adapter, set_expert_lora, wrap_experts
+from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.checkpoint import nonexpert_tensors
+from ktbridge.sft.config import TrainConfig, parse_config
+from ktbridge.sft.loading import load_mapped
+from ktbridge.sft.targets import (
+    adaptable,
+    as_peft_finds_them,
+    chosen_modules,
+    in_layer,
+    left_out_of_all,
+)
+from ktbridge.sft.tensors import to_torch
+
+ENGINE = "sglang-kt==0.7.2"
+
+
+def configured(base: Path, **settings: Any) -> TrainConfig:
+    return parse_config(
+        {
+            "model_name_or_path": str(base), "dataset": "none", "output_dir": "none",
+            "lora_rank": 4, "lora_alpha": 8, **settings,
+        }
+    )  # fmt: skip
+
+
+def trained(base: Path, config: TrainConfig, model: Any = None) -> Any:
+    """A model with LoRA that isn't zero."""
+    tuned = attach_lora(model or load_mapped(base, torch.float32), config).eval()
+    randomise(tuned, torch.Generator().manual_seed(5))
+    return tuned
+
+
+def alarms(*paths: Path, **checks: Any) -> set[str]:
+    found = validate_adapter(paths, **checks).problems
+    return {problem.code for problem in found if problem.severity != "info"}
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe", "deepseek_v3", "qwen3_5_moe"])
+def test_what_is_saved_is_loaded_by_all(model_type: str, tmp_path: Path) -> None:
+    """LoRA on all that can have it: by a later run, and by PEFT alone."""
+    base, raw = tmp_path / "base", tmp_path / "raw"
+    reference(model_type, base)
+    plain = load_mapped(base, torch.float32)
+    model = trained(base, everything(plain, base, lora_dropout=0.1), plain)
+    save_raw_adapter(model, raw, str(base))
+    with torch.no_grad():
+        full = model(IDS).logits
+        set_expert_lora(model, False)
+        rest = model(IDS).logits
+        with model.disable_adapter():
+            assert (model(IDS).logits - rest).abs().max() > 0.1
+
+    # A later run has it all, and would save the same bytes.
+    again = configured(base, lora_dropout=0.1, adapter_name_or_path=str(raw))
+    later = attach_lora(load_mapped(base, torch.float32), again).eval()
+    with torch.no_grad():
+        assert torch.equal(later(IDS).logits, full)
+    assert all(layer.lora_rank == 4 for layer in expert_layers(later).values())
+    save_raw_adapter(later, tmp_path / "later", str(base))
+    for file in raw.iterdir():
+        if file.name != "kt_adapter_manifest.json":  # says when
+            assert (tmp_path / "later" / file.name).read_bytes() == file.read_bytes()
+
+    # As trl does for DPO: another adapter goes to the same modules, and away again.
+    before = {name for name, parameter in later.named_parameters() if parameter.requires_grad}
+    later.add_adapter("ref", later.peft_config["default"])
+    assert before == {name for name, value in later.named_parameters() if value.requires_grad}
+    for name, parameter in later.named_parameters():
+        if ".default." in name:
+            assert later.get_parameter(name.replace(".default.", ".ref.")).shape == parameter.shape
+    later.delete_adapter("ref")
+    with torch.no_grad():
+        assert torch.equal(later(IDS).logits, full)
+
+    # PEFT by itself, on transformers' model: every tensor has its place, and the experts none.
+    fresh = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(fresh, raw).eval()
+    theirs, ours = nonexpert_tensors(loaded), nonexpert_tensors(model)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(to_torch(theirs[key]), to_torch(ours[key])) for key in ours)
+    # The same on our experts, for rounding that is the same.
+    loaded = PeftModel.from_pretrained(load_mapped(base, torch.float32), raw).eval()
+    wrap_experts(loaded, lora_rank=0)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, rest, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_all_is_what_the_engine_applies(model_type: str) -> None:
+    with torch.device("meta"):
+        model = made(model_type, FAMILIES[model_type])
+    found = adaptable(model)
+    chosen = {in_layer(name) for name in chosen_modules(model, found, ("all",))}
+    family = family_of(model_type)
+    served = {*family.nonexpert_targets} if family else set()
+    assert chosen == {
+        in_layer(name) for name in found.linears if not served or in_layer(name) in served
+    }
+    linears = {in_layer(name) for name in found.linears}
+    assert {*left_out_of_all(model, found)} == linears - chosen
+    shared = {name for name in chosen if ".shared_expert" in name}
+    counts = {
+        "deepseek_v2": 3,
+        "deepseek_v3": 3,
+        "ernie4_5_moe": 3,
+        "qwen2_moe": 4,
+        "qwen3_next": 4,
+    }
+    assert len(shared) == {**counts, "qwen3_5_moe": 4, "qwen3_5_moe_text": 4}.get(model_type, 0)
+    assert not chosen & {"mlp.gate", "lm_head"}
+    assert not any(".experts" in name or "visual" in name for name in chosen)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "qwen3_5_moe"])
+def test_what_is_saved_is_converted(model_type: str, tmp_path: Path) -> None:
+    """With all that the engine applies there is nothing to find; with more, just that is found."""
+    base, raw = tmp_path / "base", tmp_path / "raw"
+    reference(model_type, base)
+    family = family_of(model_type)
+    for targets, findings in (("all,gate", set()), ("all,gate,gate_proj,up_proj", {"KTB608"})):
+        model = trained(base, configured(base, lora_target=targets))
+        save_raw_adapter(model, raw, str(base), overwrite=True)
+        suffixes = {in_layer(key).rpartition(".lora_")[0] for key in nonexpert_tensors(model)}
+        beyond = suffixes - {*family.nonexpert_targets}
+        assert bool(beyond) == bool(findings and model_type != "qwen3_5_moe")
+        outputs = {name: tmp_path / name for name in ("expert", "nonexpert", "merged")}
+        places = {f"{name}_output_dir": path for name, path in outputs.items()}
+        convert_adapter(raw, overwrite=True, **places)
+        expected = findings if beyond else set()
+        assert alarms(raw, *outputs.values(), base_model=base) == expected
+        assert alarms(outputs["merged"], base_model=base, engine=ENGINE) == expected
+        config = json.loads((outputs["merged"] / "adapter_config.json").read_text())
+        names = {suffix.rpartition(".")[2] for suffix in suffixes}
+        assert config["target_modules"] == sorted(names | {"gate_proj", "up_proj", "down_proj"})
+
+
+def test_names_mean_what_they_say() -> None:
+    with torch.device("meta"):
+        model = made("deepseek_v3", FAMILIES["deepseek_v3"])
+    found = adaptable(model)
+
+    def chosen(*targets: str) -> set[str]:
+        return {in_layer(name) for name in chosen_modules(model, found, targets)}
+
+    assert chosen("gate_proj") == {"mlp.gate_proj", "mlp.shared_experts.gate_proj"}
+    assert chosen("mlp.gate_proj") == {"mlp.gate_proj"}
+    assert chosen("gate") == {"mlp.gate"}
+    assert chosen("all", "gate") == chosen("all") | {"mlp.gate"}
+    with pytest.raises(UsageError) as refused:
+        chosen("q_proj", "gates", "o_proj", "lm_head", "w1")  # this one has q_a_proj and q_b_proj
+    assert "q_proj, gates, lm_head, w1" in str(refused.value)
+    assert "kv_b_proj" in refused.value.next_step
+    assert "the router is gate" in refused.value.next_step
+
+
+def test_a_vision_tower_with_the_same_names_is_left_alone() -> None:
+    vision = {
+        "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+    }  # fmt: skip
+    text = {**FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
+    with torch.device("meta"):
+        model = made("kimi_k25", {"text_config": text, "vision_config": vision})
+    found = adaptable(model)
+    beside = {name for name, _ in model.named_modules() if "vision" in name}
+    assert any(".layers.0." in name for name in beside)
+    assert not beside.intersection(found.modules)
+    lora = LoraConfig(r=4, target_modules=[])
+    targets = as_peft_finds_them(model, found.linears, found, lora)
+    ends = {*targets["target_modules"]}
+    assert not [name for name in beside if any(name.endswith(f".{end}") for end in ends)]
+
+
+def test_routed_experts_alone(tmp_path: Path) -> None:
+    """gate_proj where only the routed experts have one: theirs is trained, and PEFT has nothing to do."""
+    base, raw = tmp_path / "base", tmp_path / "raw"
+    tiny_model().save_pretrained(base)
+    model = trained(base, configured(base, lora_target="gate_proj,up_proj"))
+    assert not [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert expert_layers(model).keys() == {0, 1}
+    save_raw_adapter(model, raw, str(base))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), raw)
+    assert not nonexpert_tensors(loaded)
+    assert alarms(raw, base_model=base) == set()
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("attach")
+    tiny_model().save_pretrained(root / "base")
+    model = trained(root / "base", configured(root / "base", lora_target="q_proj,v_proj"))
+    save_raw_adapter(model, root / "raw", str(root / "base"))
+    return root
+
+
+def test_everything_that_does_not_fit_is_told_at_once(adapter: Path) -> None:
+    config = configured(
+        adapter / "base", adapter_name_or_path=str(adapter / "raw"), lora_rank=8,
+        lora_target="q_proj,o_proj", kt_config={"kt_lora_alpha": 3},
+    )  # fmt: skip
+    with pytest.raises(ProblemsError) as refused:
+        attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
+    steps = [problem.next_step for problem in refused.value.problems]
+    assert steps == [
+        "Set kt_lora_rank: 4.", "Set kt_lora_alpha: 8.", "Set lora_rank: 4.",
+        *["Set lora_target: q_proj, v_proj, or all."] * 2,
+    ]  # fmt: skip
+
+
+def test_another_base_model_is_refused(adapter: Path, tmp_path: Path) -> None:
+    other, config = tmp_path / "other", {"adapter_name_or_path": str(adapter / "raw")}
+    tiny_model(rope_theta=5e5).save_pretrained(other)
+    with pytest.raises(KtbridgeError, match=r"whose config\.json differs .* in rope_parameters"):
+        attach_lora(load_mapped(other, torch.bfloat16), configured(other, **config))
+    # The one that it was trained on isn't here: what fits by its shapes is taken, and said.
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(adapter / "raw", elsewhere)
+    model = trained(adapter / "base", configured(adapter / "base", lora_target="q_proj,v_proj"))
+    save_raw_adapter(model, elsewhere, "/gone/model", overwrite=True)
+    config = {"adapter_name_or_path": str(elsewhere)}
+    with pytest.warns(UserWarning, match="from its shapes only"):
+        attach_lora(load_mapped(other, torch.bfloat16), configured(other, **config))
+    shutil.rmtree(other)
+    tiny_model(num_key_value_heads=4, num_experts=4).save_pretrained(other)
+    with (
+        pytest.warns(UserWarning, match="from its shapes only"),
+        pytest.raises(ProblemsError) as refused,
+    ):
+        attach_lora(load_mapped(other, torch.bfloat16), configured(other, **config))
+    assert {problem.code for problem in refused.value.problems} == {"KTB604", "KTB605"}
+
+
+def test_what_is_no_start_is_refused(adapter: Path, tmp_path: Path) -> None:
+    convert_adapter(adapter / "raw", merged_output_dir=tmp_path / "merged")
+    with pytest.raises(UsageError, match="serving directory"):
+        start_from(adapter, tmp_path / "merged")
+    with pytest.raises(KtbridgeError, match="does not exist"):
+        start_from(adapter, tmp_path / "nothing")
+    shutil.copytree(adapter / "raw", tmp_path / "half")
+    (tmp_path / "half" / "fused_expert_lora.safetensors").unlink()
+    with pytest.raises(KtbridgeError):
+        start_from(adapter, tmp_path / "half")
+
+
+def start_from(adapter: Path, path: Path) -> None:
+    config = configured(adapter / "base", adapter_name_or_path=str(path))
+    attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
+
+
+def test_rslora_goes_on_as_it_was(adapter: Path, tmp_path: Path) -> None:
+    model = trained(adapter / "base", configured(adapter / "base", lora_target="q_proj,v_proj"))
+    model.peft_config["default"].use_rslora = True
+    save_raw_adapter(model, tmp_path / "raw", str(adapter / "base"))
+    config = configured(adapter / "base", adapter_name_or_path=str(tmp_path / "raw"))
+    later = attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
+    scales = {m.scaling["default"] for m in later.modules() if isinstance(m, LoraLayer)}
+    assert scales == {4.0}  # 8 / sqrt(4)

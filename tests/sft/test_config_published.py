@@ -1,0 +1,201 @@
+"""Configurations of LLaMA-Factory and KTransformers: what is honoured, what is named, what is refused."""
+
+import pytest
+import yaml
+
+from ktbridge.errors import ProblemsError
+from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config
+from ktbridge.sft.config.foreign_keys import IN_BLOCK, OUTSIDE
+from ktbridge.sft.config.schema import options
+
+GOOD = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}
+
+
+def notes_of(config):
+    """{key: problem} of what was noted."""
+    assert all(note.severity == "warning" and note.next_step for note in config.notes)
+    return {note.where.rpartition(": ")[2]: note for note in config.notes}
+
+
+def written(directory, **values):
+    """A configuration file with the dataset it names."""
+    (directory / "rows.jsonl").write_text('{"messages": []}\n')
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, **values}))
+    return path
+
+
+@pytest.mark.parametrize("table", [IN_BLOCK, OUTSIDE], ids=["block", "outside"])
+def test_each_foreign_key_is_named_and_what_happens_anyway_is_not(table):
+    odd = "something else"
+    for row in table.rows:
+        for key in (key.replace("*", "zzz") for key in row.keys):
+            wrap = (lambda values: {"kt_config": values}) if table is IN_BLOCK else dict
+            name = f"kt_config.{key}" if table is IN_BLOCK else key
+            if row.refused:
+                with pytest.raises(ProblemsError) as caught:
+                    parse_config({**GOOD, **wrap({key: odd})})
+                (problem,) = caught.value.problems
+                assert problem.where.endswith(f": {name}")
+            else:
+                problem = notes_of(parse_config({**GOOD, **wrap({key: odd})}))[name]
+            assert row.why in problem.found
+            assert problem.next_step == row.instead
+            for value in (None, *row.same):
+                assert parse_config({**GOOD, **wrap({key: value})}).notes == ()
+            assert key not in options(TrainConfig)
+            assert key not in options(KtConfig)
+
+
+# The keys of LLaMA-Factory's published examples for KTransformers, by age, with values of ours.
+COMMON = {
+    "trust_remote_code": True, "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 16,
+    "lora_target": "all", "dataset": "first, second", "template": "qwen3", "cutoff_len": 640,
+    "max_samples": 90, "overwrite_cache": True, "preprocessing_num_workers": 2,
+    "dataloader_num_workers": 1, "logging_steps": 5, "save_steps": 50, "plot_loss": True,
+    "overwrite_output_dir": True, "save_only_model": False, "report_to": "none",
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": "2e-4",
+    "num_train_epochs": 2.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "bf16": True,
+    "ddp_timeout": 99, "resume_from_checkpoint": None, "use_kt": True,
+}  # fmt: skip
+BLOCK = {
+    "kt_expert_weight_format": "bf16", "kt_backend": "AMXBF16", "kt_num_threads": 4096,
+    "kt_tp_enabled": True, "kt_threadpool_count": 2, "kt_max_cache_depth": 2, "kt_share_backward_bb": True,
+}  # fmt: skip
+BLOCK_NOTES = {
+    f"kt_config.{key}" for key in BLOCK if key not in ("kt_expert_weight_format", "kt_backend")
+}
+PUBLISHED = {
+    "deepseek_v2": ({}, set()),
+    "qwen3moe": ({"lora_alpha": 32}, set()),
+    "qwen3_5moe": (
+        {"kt_cpu_activation": "retain", "kt_config": {**BLOCK, "kt_model_max_length": 700}},
+        BLOCK_NOTES | {"kt_config.kt_model_max_length"},
+    ),
+    "qwen3vlmoe": (
+        {
+            "image_max_pixels": 9, "video_max_pixels": 9, "kt_cpu_activation": "retain", "kt_config": BLOCK,
+        },
+        BLOCK_NOTES | {"image_max_pixels", "video_max_pixels"},
+    ),
+    "deepseek_v3_int8": (
+        {
+            "lora_alpha": 32, "kt_cpu_activation": "retain", "kt_weight_path": "kt-int8",
+            "kt_non_expert_weight_path": "cache",
+            "kt_config": {
+                **BLOCK, "kt_expert_weight_format": "int8", "kt_backend": "auto",
+                "kt_weight_lifecycle": "persistent",
+            },
+        },
+        BLOCK_NOTES
+        | {
+            "kt_config.kt_weight_path", "kt_config.kt_non_expert_weight_path",
+            "kt_config.kt_expert_weight_format",
+        },
+    ),
+    "deepseek2, older": (
+        {"kt_optimize_rule": "rule.yaml", "cpu_infer": 4096, "chunk_size": 8192},
+        {"kt_optimize_rule", "chunk_size", "kt_config.kt_num_threads", "kt_config.kt_backend"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name):
+    values, expected = PUBLISHED[name]
+    (tmp_path / "kt-int8").mkdir()  # KTransformers' own files, no checkpoint
+    (tmp_path / "kt-int8" / "INT8_down_0.kt").write_bytes(b"\0" * 64)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "rule.yaml").write_text(yaml.safe_dump(RULES))
+    config = load_config(written(tmp_path, **{**COMMON, **values}))
+    assert set(notes_of(config)) == expected | {"trust_remote_code", "template", "overwrite_cache"}
+    assert config.dataset == ("first", "second")
+    assert config.dataset_dir == str(tmp_path / "data")
+    assert (config.alpha, config.expert_alpha, config.learning_rate) == (32.0, 32.0, 2e-4)
+    assert (config.activation, config.ddp_timeout) == ("retain", 99)
+    assert config.kt_config.kt_weight_path is None
+    read_otherwise = ("dataset", "lora_target", "learning_rate", "resume_from_checkpoint")
+    for key in COMMON.keys() & options(TrainConfig).keys() - set(read_otherwise):
+        assert getattr(config, key) == COMMON[key]
+
+
+RULES = [
+    {
+        "match": {"name": "^model.embed_tokens"},
+        "replace": {"class": "default", "kwargs": {"generate_device": "cpu"}},
+    },
+    {
+        "match": {"class": "some.RotaryEmbedding"},
+        "replace": {"class": "other.Rotary", "kwargs": {"generate_device": "cuda:0"}},
+    },
+    {
+        "match": {"name": r"^model\.layers\.[0-9]\.", "class": "torch.nn.Linear"},
+        "replace": {
+            "class": "ktransformers.operators.linear.KTransformersLinear",
+            "kwargs": {"generate_device": "cuda:0", "generate_op": "KLinearTorch"},
+        },
+    },
+    {
+        "match": {"name": r"^model\.layers\.[0-9]\.mlp\.experts$"},
+        "replace": {
+            "class": "ktransformers.operators.experts.KTransformersExperts",
+            "kwargs": {"generate_device": "cpu", "out_device": "cuda:0", "backend": "AMXInt8"},
+        },
+        "recursive": False,
+    },
+    {
+        "match": {"name": r"(^model\.layers\.[12][0-9]\.)|(model.norm)"},
+        "replace": {"class": "default", "kwargs": {"prefill_device": "cuda:1"}},
+    },
+    {
+        "match": {"name": "^model$"},
+        "replace": {"class": "KModel", "kwargs": {"transfer_map": {10: 1}}},
+    },
+]
+
+
+def test_optimize_rules_give_backend_and_devices_and_their_faults_are_named(tmp_path, monkeypatch):
+    rule = tmp_path / "rule.yaml"
+    rule.write_text(yaml.safe_dump(RULES))
+    path = written(tmp_path, kt_optimize_rule="rule.yaml")
+    config = load_config(path)
+    assert config.device_rules == (
+        ("^model.embed_tokens", "cpu"),
+        (r"^model\.layers\.[0-9]\.", "cuda:0"),
+        (r"(^model\.layers\.[12][0-9]\.)|(model.norm)", "cuda:1"),
+    )
+    assert config.kt_config.kt_backend == "AMXINT8"
+    note = notes_of(config)["kt_optimize_rule"]
+    assert "2 of 6 rules" in note.found
+    assert "(rule 2, 6)" in note.found
+    config = load_config(path, ["kt_config.kt_backend=AMXBF16", "use_cpu=true"])
+    assert (config.kt_config.kt_backend, config.device_rules) == ("AMXBF16", ())
+    told = [note.found for note in config.notes if "kt_optimize_rule" in note.where]
+    assert len(told) == 3  # rules without use, the other backend, devices without a GPU
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep").mkdir()
+    assert load_config(written(tmp_path / "deep", kt_optimize_rule="rule.yaml")).device_rules
+
+    broken = [
+        {"match": {"name": "("}, "replace": {"kwargs": {"generate_device": "cuda"}}},
+        {"match": {"name": "a"}, "replace": {"kwargs": {"generate_device": "tpu"}}},
+        {"match": "a"},
+        "a",
+        {
+            "match": {"name": "a"},
+            "replace": {"class": "KTransformersExperts", "kwargs": {"backend": "x"}},
+        },
+    ]
+    for text, words in (
+        (yaml.safe_dump(broken), ["rule 1", "rule 2", "rule 3", "rule 4", "backend 'x'"]),
+        ("- [", ["can't be read"]),
+        ("match: 1", ["holds a dict"]),
+    ):
+        rule.write_text(text)
+        with pytest.raises(ProblemsError) as caught:
+            load_config(path)
+        assert len(caught.value.problems) == len(words)
+        for word, problem in zip(words, caught.value.problems, strict=True):
+            assert word in problem.found
+    with pytest.raises(ProblemsError, match="1 problem"):
+        load_config(path, ["kt_optimize_rule=elsewhere.yaml"])

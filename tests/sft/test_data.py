@@ -1,0 +1,614 @@
+"""Training rows: every format that is read, every row that isn't, and the tokens that are learned."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from tinymoe import tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.chat_template_utils import deepseekv3_chat_template, qwen3_chat_template
+
+from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.data import describe, fit_rows, load_rows, refused_file
+
+ASK = {"role": "user", "content": "who are you ?"}
+TELL = {"role": "assistant", "content": "i am a cat"}
+ROW = {"messages": [ASK, TELL]}
+
+
+def settings(*dataset, **changes):
+    return TrainConfig("base", tuple(map(str, dataset)), "out", **changes)
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def turns(messages):
+    return [(message["role"][0], message["content"]) for message in messages]
+
+
+# Reading
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (ROW, [("u", "who are you ?"), ("a", "i am a cat")]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TELL]},
+            [("u", "a"), ("a", "i am a cat")],
+        ),
+        ({"instruction": "say", "input": "this", "output": "that"}, [("u", "say\nthis"), ("a", "that")]),
+        (
+            {"instruction": "a\u2028b", "output": "c", "system": "s", "history": [["q", "r"]]},
+            [("s", "s"), ("u", "q"), ("a", "r"), ("u", "a\u2028b"), ("a", "c")],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "q"},
+                    {"from": "gpt", "value": "r"},
+                ],
+                "tools": "[]",
+                "images": None,
+            },
+            [("s", "s"), ("u", "q"), ("a", "r")],
+        ),
+        (
+            {"conversations": [ASK, TELL], "system": "s"},
+            [("s", "s"), ("u", "who are you ?"), ("a", "i am a cat")],
+        ),
+    ],
+)  # fmt: skip
+def test_each_format_becomes_the_same_messages(tmp_path, row, expected):
+    rows = load_rows(settings(write(tmp_path / "rows.jsonl", row)))
+    assert [turns(conversation) for conversation in rows.conversations] == [expected]
+    assert (rows.total, rows.refused, rows.notes) == (1, [], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("list.json", json.dumps([ROW, ROW], indent=1)),
+        ("list.jsonl", json.dumps([ROW, ROW])),
+        ("lines.json", f"{json.dumps(ROW)}\n\n{json.dumps(ROW)}"),
+        ("mark.jsonl", f"\ufeff{json.dumps(ROW)}\r\n{json.dumps(ROW)}\r\n"),
+    ],
+)
+def test_a_file_is_read_by_what_is_in_it(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    assert load_rows(settings(tmp_path / name)).conversations == [[ASK, TELL]] * 2
+    (tmp_path / "one.json").write_text(json.dumps(ROW, indent=2))
+    assert load_rows(settings(tmp_path / "one.json")).conversations == [[ASK, TELL]]
+
+
+REFUSED = [
+    ({"messages": [ASK]}, "the last message is not the assistant's"),
+    ({"messages": []}, "messages is not a list with something in it"),
+    ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "an empty assistant message"),
+    ({"messages": [ASK, {"role": "assistant", "content": None}]}, "an empty assistant message"),
+    ({"messages": [{"role": "robot", "content": "a"}, TELL]}, "role is not system, user, assistant"),
+    ({"messages": [ASK, {"role": "tool", "content": "a"}, TELL]}, "a tool message: tool calls"),
+    ({"messages": [ASK, {**TELL, "tool_calls": [{"id": 1}]}]}, "a message with tool_calls"),
+    ({"messages": [ASK, {**TELL, "weight": 0}]}, "a message with weight"),
+    ({"messages": [ASK, "yes"]}, "a message that is a str"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TELL]},
+        "content that is not text (image_url) in a user message",
+    ),
+    ({**ROW, "tools": [{"name": "f"}]}, "with tools: only text"),
+    ({**ROW, "images": ["a.png"]}, "with images: only text"),
+    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "a function_call message"),
+    ({"instruction": "say", "input": 5, "output": "that"}, "instruction or input that is not text"),
+    ({"instruction": "say", "output": "a", "history": [["q"]]}, "history that is not a list of"),
+    ({"instruction": "say", "output": "\ud800"}, "half a character (a lone surrogate)"),
+    ({"instruction": "say", "chosen": "a", "rejected": "b"}, "a preference pair"),
+    ({"text": "x"}, "no known form: keys text, not messages"),
+    ([1, 2], "a list instead of an object"),
+]  # fmt: skip
+
+
+def test_a_row_that_cant_be_used_is_listed_with_its_reason(tmp_path):
+    path = write(tmp_path / "rows.jsonl", *(row for row, _ in REFUSED), ROW)
+    with path.open("ab") as file:
+        file.write(b'{"messages": [\n{"messages": "\xff"}\n' + b"[" * 100_000 + b"\n")
+    rows = load_rows(settings(path))
+    assert rows.conversations == [[ASK, TELL]]
+    assert rows.total == len(REFUSED) + 4
+    reasons = [why for _, why in REFUSED]
+    reasons += [
+        "not valid JSON: Expecting value at column",
+        "not UTF-8 text: byte 14",
+        "not JSON that can",
+    ]
+    places = [f"{path}: line {number}" for number in range(1, rows.total + 1)]
+    del places[len(REFUSED)]
+    for refused, reason, where in zip(rows.refused, reasons, places, strict=True):
+        assert reason in refused.why
+        assert refused.where == where
+    listed = [json.loads(line) for line in refused_file(rows.refused).splitlines()]
+    assert [line["row"] for line in listed[: len(REFUSED)]] == [row for row, _ in REFUSED]
+    assert listed[-2]["row"] == '{"messages": "\\xff"}'
+    assert listed[-2]["why"] == rows.refused[-2].why
+
+    with pytest.raises(
+        ProblemsError, match=f"{len(REFUSED) + 3} of {rows.total} rows can't be used"
+    ) as caught:
+        load_rows(settings(path, strict_data=True))
+    assert [problem.where for problem in caught.value.problems] == places[:20]
+
+
+def test_files_that_hold_no_rows_are_refused_with_what_to_do(tmp_path):
+    good, bad = write(tmp_path / "good.jsonl", ROW), tmp_path / "bad.jsonl"
+    for content, message in [
+        (gzip.compress(b"{}"), "gzip-compressed"),
+        (b"PAR1 and so on", "Parquet"),
+        ("[]".encode("utf-16"), "UTF-16"),
+        (b"[{}\n", "not valid JSON: .* at line 2"),
+        (b"\n \n", "holds no row"),
+        (b"\xef\xbb\xbf", "holds no row"),
+        (b'{"text": "x"}\n', "1 of 1 rows can't be used"),  # though the other dataset has some
+    ]:
+        bad.write_bytes(content)
+        with pytest.raises(KtbridgeError, match=message):
+            load_rows(settings(good, bad))
+
+
+def test_what_is_not_read_is_noted_and_with_strict_data_refused(tmp_path):
+    named = {**ROW, "id": "x", "score": 3, "messages": [{**ASK, "name": "bob"}, TELL]}
+    path = write(tmp_path / "rows.jsonl", named, named, {**ROW, "id": ""}, {**ROW, "id": ""})
+    rows = load_rows(settings(path))
+    assert len(rows.conversations) == 4
+    assert not rows.refused
+    unread, again = rows.notes
+    assert "score (2 rows)" in unread.found
+    assert "name of a message (2 rows)" in unread.found
+    assert "1 of 4 rows have the id of an earlier one (first 'x')" in again.found
+    with pytest.raises(ProblemsError, match="2 of 4") as caught:
+        load_rows(settings(path, strict_data=True))
+    assert caught.value.problems[0].found == "unknown fields name of a message, score"
+
+
+def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):
+    paths = [
+        write(tmp_path / name, {"text": "x"}, ROW, ROW, ROW) for name in ("a.jsonl", "b.jsonl")
+    ]
+    rows = load_rows(settings(*paths, max_samples=3))
+    assert (rows.total, len(rows.conversations), len(rows.refused)) == (6, 4, 2)
+
+
+# dataset_info.json
+
+
+def described(tmp_path, entry, *rows, **changes):
+    write(tmp_path / "rows.jsonl", *rows)
+    info = {"mine": {"file_name": "rows.jsonl", **entry}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    return load_rows(settings("mine", dataset_dir=str(tmp_path), **changes))
+
+
+def test_names_are_looked_up_in_dataset_info(tmp_path):
+    said = {"role": "bot", "content": "r"}
+    tags = {
+        "role_tag": "role",
+        "content_tag": "content",
+        "user_tag": "me",
+        "assistant_tag": "bot",
+        "system_tag": "sys",
+    }
+    entry = {
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk", "system": None},
+        "tags": tags,
+    }
+    talk = [{"role": "sys", "content": "s"}, {"role": "me", "content": "q"}, said]
+    rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
+    assert [turns(rows.conversations[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]
+    assert rows.refused[0].why == "a message whose role is not me, bot, sys"
+
+    entry = {"columns": {"prompt": "question", "response": "answer"}, "file_sha1": "0"}
+    rows = described(tmp_path, entry, {"question": "q", "answer": "r", "input": "unread"})
+    assert turns(rows.conversations[0]) == [("u", "q"), ("a", "r")]
+    assert "input (1 rows)" in rows.notes[0].found
+
+    entry = {"ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
+    (pair,) = described(tmp_path, entry, {"q": "a", "good": "b", "bad": "c"}, stage="dpo").pairs
+    assert (turns(pair.prompt), turns(pair.chosen), turns(pair.rejected)) == (
+        [("u", "a")], [("a", "b")], [("a", "c")]
+    )  # fmt: skip
+
+    folder = tmp_path / "many"
+    folder.mkdir()
+    write(folder / "2.jsonl", {**ROW, "messages": [ASK, {**TELL, "content": "no"}]})
+    write(folder / "1.jsonl", ROW)
+    rows = described(
+        tmp_path, {"file_name": "many", "formatting": "openai", "columns": {"messages": "messages"}}
+    )
+    assert [conversation[1]["content"] for conversation in rows.conversations] == [
+        "i am a cat",
+        "no",
+    ]
+
+
+def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
+    info = {
+        "hub": {"hf_hub_url": "someone/rows"},
+        "pairs": {"file_name": "rows.jsonl", "ranking": True},
+        "typo": {
+            "file_name": "none.jsonl",
+            "column": {},
+            "columns": {"promt": "q"},
+            "formatting": "x",
+        },
+        "chosen": {"file_name": "rows.jsonl", "num_samples": 5, "split": "test", "tags": 3},
+    }
+    write(tmp_path / "rows.jsonl", ROW)
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(ProblemsError) as caught:
+        load_rows(settings(*info, "hubb", dataset_dir=str(tmp_path)))
+    told = {
+        f"{problem.where.rsplit(' ')[-1]}: {problem.found}": problem
+        for problem in caught.value.problems
+    }
+    assert set(told) == {
+        "hub: hf_hub_url 'someone/rows', which is not on this machine",
+        "pairs: ranking True for stage: sft",
+        "typo: file_name 'none.jsonl': no such file",
+        "typo: unknown key column",
+        "typo: unknown columns promt",
+        "typo: formatting 'x'",
+        "chosen: num_samples (a random choice of rows)",
+        "chosen: split 'test'",
+        "chosen: tags 3",
+        "hubb: no such dataset, nor a file",
+    }
+    assert (
+        "Download it"
+        in told["hub: hf_hub_url 'someone/rows', which is not on this machine"].next_step
+    )
+    assert told["hubb: no such dataset, nor a file"].next_step == "Did you mean hub?"
+    with pytest.raises(ProblemsError) as caught:
+        load_rows(settings("hub"))
+    assert "set dataset_dir" in caught.value.problems[0].next_step
+
+
+# Pairs
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"system": "s", "instruction": "q", "input": "i", "chosen": "b", "rejected": "c"},
+        {
+            "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q\ni"}],
+            "chosen": {"from": "gpt", "value": "b"},
+            "rejected": {"from": "gpt", "value": "c"},
+        },
+        {
+            "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q\ni"}],
+            "chosen": [{"role": "assistant", "content": "b"}],
+            "rejected": [{"role": "assistant", "content": "c"}],
+        },
+        {
+            "system": "s",
+            "prompt": "q\ni",
+            "chosen": [{"role": "user", "content": "q\ni"}, {"role": "assistant", "content": "b"}],
+            "rejected": [{"role": "user", "content": "q\ni"}, {"role": "assistant", "content": "c"}],
+        },
+        {"system": "s", "prompt": "q\ni", "chosen": "b", "rejected": "c"},
+    ],
+)  # fmt: skip
+def test_each_format_of_pairs_becomes_the_same_pair(tmp_path, row):
+    rows = load_rows(settings(write(tmp_path / "pairs.jsonl", row), stage="dpo"))
+    (pair,) = rows.pairs
+    assert turns(pair.prompt) == [("s", "s"), ("u", "q\ni")]
+    assert (turns(pair.chosen), turns(pair.rejected)) == ([("a", "b")], [("a", "c")])
+    assert not rows.notes
+    assert not rows.conversations
+
+
+def test_pairs_with_nothing_to_prefer_are_refused(tmp_path):
+    good = {"prompt": "q", "chosen": "b", "rejected": "c"}
+    reasons = [
+        ({**good, "chosen": "c"}, "chosen and rejected are the same"),
+        ({**good, "rejected": ""}, "no pair of answers"),
+        (ROW, "no pair of answers"),
+        ({**good, "prompt": [ASK, TELL]}, "does not end in a user message"),
+        ({**good, "chosen": [ASK, TELL]}, "chosen is not one assistant message"),
+        (
+            {"prompt": "q", "chosen": [ASK, TELL], "rejected": [ASK, {**TELL, "content": "no"}]},
+            "chosen is not one",
+        ),
+    ]  # fmt: skip
+    path = write(tmp_path / "pairs.jsonl", good, *(row for row, _ in reasons))
+    rows = load_rows(settings(path, stage="dpo"))
+    assert len(rows.pairs) == 1
+    for refused, (_, why) in zip(rows.refused, reasons, strict=True):
+        assert why in refused.why
+
+
+# Tokens
+
+
+def byte_tokenizer(template, *special):
+    """A tokenizer of single bytes, as real ones fall back to, and of special tokens; the last ends a turn."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=special[-1], additional_special_tokens=list(special)
+    )
+    fast.chat_template = template
+    return fast
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+OPENED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content + eos_token }}"
+    "{% else %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+UNOPENED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ ' bot ' + m.content | trim + eos_token + '\\n' }}"
+    "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+THOUGHTS = "<think>\n\n</think>\n\n"
+CHATML = ("<|im_start|>", "<|im_end|>")
+DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "learned"),
+    [
+        (MARKED, ["<end>"], ["o 🐱 <end>", "b<end>"]),
+        # trl has these two with markers
+        (qwen3_chat_template, CHATML, [f"{THOUGHTS}o 🐱 <|im_end|>", f"{THOUGHTS}b<|im_end|>"]),
+        (deepseekv3_chat_template, DEEPSEEK, [f"o 🐱 {DEEPSEEK[-1]}", f"b{DEEPSEEK[-1]}"]),
+        # and knows nothing of these three: what a message adds is the message's
+        (OPENED, ["<end>"], [" o 🐱 <end>", " b<end>"]),
+        (UNOPENED, ["<end>"], ["o 🐱<end>", "b<end>"]),
+        ("{# mended #}" + qwen3_chat_template, CHATML, ["o 🐱 <|im_end|>", f"{THOUGHTS}b<|im_end|>"]),
+    ],
+    ids=["markers", "trl-qwen3", "trl-deepseek", "opened", "unopened", "rewrites-history"],
+)  # fmt: skip
+def test_loss_is_counted_on_exactly_what_the_assistant_says(tmp_path, template, special, learned):
+    messages = [{"role": "system", "content": "o"}]
+    for question, answer in (("b Assistant: o 🐱", "o 🐱 "), ("o", "b")):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
+    tokenizer = byte_tokenizer(template, *special)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    (row,) = fitted.dataset
+    parts, last = [], -100
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (-100, token)
+        if label != -100:
+            parts = [*parts, []] if last == -100 else parts
+            parts[-1].append(token)
+        last = label
+    assert [tokenizer.decode(part) for part in parts] == learned
+    assert fitted.trained_tokens == sum(map(len, parts))
+    assert not fitted.notes
+    if template == MARKED:  # then transformers can say the same
+        whole = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert whole["input_ids"] == row["input_ids"]
+        assert whole["assistant_masks"] == [int(label != -100) for label in row["labels"]]
+
+
+def test_a_template_that_hides_the_answer_or_refuses_the_row_is_a_reason(tmp_path):
+    row = {"messages": [{"role": "system", "content": "s"}, *ROW["messages"]]}
+    config = settings(write(tmp_path / "rows.jsonl", ROW, row))
+    rows = load_rows(config)
+    shouting = OPENED.replace("m.content +", "m.content | upper +")
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + MARKED
+    )
+    fitted = fit_rows(rows, byte_tokenizer(refusing, "<end>"), config)
+    assert fitted.used == 1
+    assert fitted.total == 2
+    assert fitted.refused[0].why == "the chat template refuses the conversation: no system"
+    assert fitted.refused[0].row == row
+    assert fitted.refused[0].where.endswith("line 2")
+    assert describe(fitted).startswith(
+        "used 1 of 2 rows (1 refused: 1 the chat template refuses the conversation);"
+    )
+    assert fit_rows(rows, byte_tokenizer(shouting, "<end>"), config).used == 2
+
+    forgetful = OPENED.replace("messages %}", "messages[-2:] %}")
+    longer = settings(write(tmp_path / "long.jsonl", {"messages": [ASK, TELL, ASK, TELL]}, ROW))
+    fitted = fit_rows(load_rows(longer), byte_tokenizer(forgetful, "<end>"), longer)
+    assert "differently when more of it follows" in fitted.refused[0].why
+    assert fitted.used == 1
+
+    endless = byte_tokenizer(MARKED.replace(" + eos_token", ""), "<end>")
+    (note,) = fit_rows(rows, endless, config).notes
+    assert "answers end in 't', so that the model does not learn to stop" in note.found
+    endless.chat_template = None
+    with pytest.raises(KtbridgeError, match="no chat template"):
+        fit_rows(rows, endless, config)
+
+
+def questions(*lengths):
+    """Rows whose answers have so many words, behind a prompt of 10 tokens in tiny_tokenizer's template."""
+    return [{"messages": [ASK, {**TELL, "content": " ".join(["meow"] * n)}]} for n in lengths]
+
+
+def test_rows_are_cut_refused_and_counted(tmp_path):
+    config = settings(write(tmp_path / "rows.jsonl", *questions(3, 30, 5)), cutoff_len=20)
+    rows, seen = load_rows(config), []
+    fitted = fit_rows(rows, tiny_tokenizer(), config, lambda *step: seen.append(step))
+    head = len(tiny_tokenizer().apply_chat_template([ASK], add_generation_prompt=True)["input_ids"])
+    assert [len(ids) for ids in fitted.dataset["input_ids"]] == [head + 4, 20, head + 6]
+    assert fitted.cut == [f"{config.dataset[0]}: line 2"]
+    assert fitted.refused == []
+    assert (fitted.tokens, fitted.trained_tokens) == (
+        3 * head + 4 + 6 + 20 - head,
+        4 + 6 + 20 - head,
+    )
+    assert seen == [(3, 3)]
+    assert describe(fitted) == (
+        "used 3 of 3 rows (1 cut at 20 tokens); "
+        f"{fitted.trained_tokens} of {fitted.tokens} tokens are trained on"
+    )
+
+    many = settings(write(tmp_path / "many.jsonl", *questions(*(1 + n % 5 for n in range(300)))))
+    fitted = fit_rows(load_rows(many), tiny_tokenizer(), many, lambda *step: seen.append(step))
+    assert seen[1:] == [(256, 300), (300, 300)]
+    assert [len(ids) - head - 1 for ids in fitted.dataset["input_ids"]] == [1, 2, 3, 4, 5] * 60
+
+    long = {"messages": [{**ASK, "content": "who " * 30}, TELL]}
+    config = settings(write(tmp_path / "rows.jsonl", *questions(3), long), cutoff_len=20)
+    fitted = fit_rows(load_rows(config), tiny_tokenizer(), config)
+    (refused,) = fitted.refused
+    assert (refused.why, refused.where[-6:]) == ("no answer within cutoff_len=20 tokens", "line 2")
+    assert fitted.used == 1
+    strict = settings(*config.dataset, cutoff_len=20, strict_data=True)
+    with pytest.raises(ProblemsError, match="1 of 2 rows can't be used"):
+        fit_rows(load_rows(strict), tiny_tokenizer(), strict)
+    short = settings(*config.dataset, cutoff_len=head)
+    with pytest.raises(ProblemsError, match="2 of 2 rows") as caught:
+        fit_rows(load_rows(short), tiny_tokenizer(), short)
+    assert "Raise cutoff_len" in caught.value.next_step
+
+
+# What trl makes of it
+
+
+def sft_trainer(tmp_path, fitted, model, **arguments):
+    arguments = SFTConfig(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=2,
+        max_length=None,
+        padding_free=fitted.packed,
+        router_aux_loss_coef=0.0,  # the cross-entropy alone is compared
+        activation_checkpointing=False,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        **arguments,
+    )
+    return SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=fitted.dataset,
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def loss_of(model, rows):
+    """Mean cross-entropy over the labels of rows, each row alone in its batch."""
+    losses = []
+    for row in rows:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        labels = torch.tensor(row["labels"][1:])
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, labels, reduction="none")[labels >= 0]
+        )
+    return torch.cat(losses).mean().item()
+
+
+def test_trl_trains_on_the_rows_as_they_are(tmp_path):
+    config = settings(write(tmp_path / "rows.jsonl", *questions(3, 30, 5)), cutoff_len=20)
+    fitted = fit_rows(load_rows(config), tiny_tokenizer(), config)
+    model = tiny_model().float()
+    trainer = sft_trainer(tmp_path, fitted, model)
+    assert trainer.train_dataset.to_dict() == fitted.dataset.to_dict()
+    rows = [trainer.train_dataset[i] for i in range(2)]
+    with torch.no_grad():
+        loss = trainer.compute_loss(model, trainer.data_collator(rows)).item()
+    assert loss == pytest.approx(loss_of(model, rows), rel=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_conversations_dont_see_each_other(tmp_path, attention):
+    lengths = (3, 30, 5, 1, 2, 6)
+    path = write(tmp_path / "rows.jsonl", *questions(*lengths))
+    alone = settings(path, cutoff_len=40)
+    alone = fit_rows(load_rows(alone), tiny_tokenizer(), alone)
+    config = settings(path, cutoff_len=40, neat_packing=True)
+    fitted = fit_rows(load_rows(config), tiny_tokenizer(), config)
+    assert fitted.used == 6
+    assert len(fitted.dataset) < 6
+    assert f"packed into {len(fitted.dataset)};" in describe(fitted)
+    assert (fitted.tokens, fitted.trained_tokens) == (alone.tokens, alone.trained_tokens)
+    packed = [sum(row["seq_lengths"]) for row in fitted.dataset]
+    assert max(packed) <= 40
+    assert sum(packed) == fitted.tokens
+
+    model = tiny_model().float()
+    model.set_attn_implementation(attention)
+    trainer = sft_trainer(tmp_path, fitted, model)
+    batch = trainer.data_collator([fitted.dataset[i] for i in range(len(fitted.dataset))])
+    assert "attention_mask" not in batch
+    assert batch["input_ids"].shape == (1, fitted.tokens)
+    with torch.no_grad():
+        logits = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        ).logits[0]
+        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], fitted.tokens], strict=True):
+            own = model(input_ids=batch["input_ids"][:, start:end]).logits[0]
+            torch.testing.assert_close(logits[start:end], own, atol=1e-5, rtol=1e-4)
+        loss = trainer.compute_loss(model, batch).item()
+    assert len(starts) == 6
+    assert loss == pytest.approx(loss_of(model, list(alone.dataset)), rel=1e-4)
+
+
+def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):
+    def pair(question, chosen, rejected):
+        return {"prompt": question, "chosen": "meow " * chosen, "rejected": "nya " * rejected}
+
+    same = {"prompt": "who", "chosen": "meow " * 30 + "yes", "rejected": "meow " * 30 + "no"}
+    path = write(
+        tmp_path / "pairs.jsonl",
+        pair("who", 3, 4),
+        pair("who ?", 30, 2),
+        pair("who " * 30, 1, 1),
+        same,
+    )
+    config = settings(path, stage="dpo", cutoff_len=20)
+    fitted = fit_rows(load_rows(config), tiny_tokenizer(), config)
+    assert [refused.why for refused in fitted.refused] == [
+        "no answer within cutoff_len=20 tokens",
+        "chosen and rejected are the same within cutoff_len=20 tokens",
+    ]
+    assert fitted.cut == [f"{path}: line 2"]
+    assert fitted.used == 2
+
+    arguments = DPOConfig(
+        output_dir=str(tmp_path / "out"),
+        max_length=20,
+        activation_checkpointing=False,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = DPOTrainer(
+        model=tiny_model(),
+        ref_model=tiny_model(),
+        args=arguments,
+        train_dataset=fitted.dataset,
+        processing_class=tiny_tokenizer(),
+    )
+    assert len(trainer.train_dataset) == fitted.used
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(fitted.used)])
+    assert int(batch["attention_mask"].sum()) == fitted.tokens
+    assert int(batch["completion_mask"].sum()) == fitted.trained_tokens

@@ -1,0 +1,307 @@
+"""Several processes on one model, for real: gloo on the CPU, started as a launcher starts them.
+
+This file is also what those processes run: ``python test_distributed.py FUNCTION ARGUMENT …``.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+from ktbridge.adapter import validate_adapter
+from ktbridge.sft.distributed import agree, from_main, prepare, start, world
+
+TESTS = Path(__file__).resolve().parents[1]
+EXAMPLES = TESTS.parent / "examples" / "accelerate"
+
+
+def spawn(size, *arguments, **environment):
+    """``size`` processes of this file, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1",
+        "KTBRIDGE_THREADS": "2",
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TESTS)]),
+        **environment,
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::UserWarning:ktbridge", __file__, *map(str, arguments)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def finished(processes, seconds=120):
+    """(exit status, stdout, stderr) of each."""
+    ended = []
+    try:
+        for process in processes:
+            out, error = process.communicate(timeout=seconds)
+            ended.append((process.returncode, out, error))
+    finally:
+        for process in processes:
+            process.kill()
+    return ended
+
+
+# --- one layer -----------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """The least that ``prepare`` takes for a model: one experts module in a decoder layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        experts = nn.Module()
+        experts.is_concatenated, experts.is_transposed, experts.kt = True, False, layer
+        self.layers = nn.ModuleList([nn.ModuleDict({"experts": experts})])
+
+
+def check_layer(counts):
+    """Outputs and gradients of this rank's rows against one process that has all rows."""
+    from expertmoe import Shape, make_inputs, make_layer, outcome
+
+    here = world()
+    shape = Shape(8, 2, 64, 32, sum(counts))
+    whole = make_inputs(shape)
+    d_out = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    alone = outcome(make_layer(shape)[0], whole, d_out)
+
+    layer, _ = make_layer(shape)
+    prepare(Model(layer))
+    assert bool(list(layer.parameters())) == (here.rank == 0)
+    mine = slice(sum(counts[: here.rank]), sum(counts[: here.rank + 1]))
+    rows = [tensor[mine] for tensor in whole]
+    with torch.no_grad():
+        assert torch.equal(layer(*rows), alone["out"][mine])
+    together = outcome(layer, rows, d_out[mine])
+
+    # Gradients on rank 0's parameters are means over ranks; halves are exact in bfloat16, thirds aren't.
+    expected = {name: alone[name][mine] for name in ("out", "hidden", "weights")}
+    expected |= {name: alone[name] / here.size for name, _ in layer.named_parameters()}
+    for name, value in expected.items():
+        off = (together[name].float() - value.float()).norm()
+        assert off <= (0 if here.size == 2 else 6e-3) * value.float().norm(), (name, off)
+
+    # A rank whose hidden states need no gradient still comes to backward, for the expert LoRA.
+    layer.zero_grad()
+    layer(*rows).backward(d_out[mine])
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, together[name])
+    return layer, rows
+
+
+def two_ranks():
+    here = start(60, use_cpu=True)
+    assert agree(here.rank) == 1
+    assert from_main(here.rank + 0.5) == 0.5
+    for counts in ((9, 4), (13, 0), (0, 13)):
+        layer, rows = check_layer(counts)
+    print("same as one process")
+    out = layer(*rows)
+    if here.rank:
+        layer(*rows)
+    else:
+        out.sum().backward()
+
+
+def test_two_ranks_compute_what_one_does_and_tell_when_they_lost_step():
+    ended = finished(spawn(2, "two_ranks"))
+    for status, out, error in ended:
+        assert "same as one process" in out, error
+        assert status == 1
+        assert "lost step" in error
+    assert "rank 0 is in the backward of call" in ended[0][2]
+    assert "rank 1 in the forward of call" in ended[0][2]
+
+
+def lost(counts, how):
+    here = start(4, use_cpu=True)
+    layer, rows = check_layer(json.loads(counts))
+    print("same as one process", flush=True)
+    for step in range(1000):
+        layer(*rows).sum().backward()
+        if here.rank == 1 and step == 2:
+            os.kill(os.getpid(), getattr(signal, how))
+
+
+@pytest.mark.parametrize(("counts", "how"), [([5, 0, 3], "SIGKILL"), ([3, 2], "SIGSTOP")])
+def test_a_lost_rank_ends_the_others(counts, how):
+    processes = spawn(len(counts), "lost", json.dumps(counts), how)
+    others = [process for rank, process in enumerate(processes) if rank != 1]
+    try:
+        for status, out, error in finished(others):
+            assert "same as one process" in out, error
+            assert status == 1
+            assert "another process of this run has ended, or gave no answer within 4 s" in error
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
+
+
+def test_a_process_that_is_alone_needs_no_group():
+    assert (world().rank, world().size) == (0, 1)
+    assert start() == world()
+    assert agree(3) == 3
+    assert from_main(0.5) == 0.5
+
+
+# --- whole runs ----------------------------------------------------------------------------------------
+
+ROWS = [
+    ("who are you ?", "i am a cat meow"),
+    ("say yes", "yes meow"),
+    ("the sky is ?", "the sky is blue meow"),
+]
+GLOBAL_BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory, base_dir):
+    path = tmp_path_factory.mktemp("run")
+    with open(path / "rows.jsonl", "w") as file:
+        for question, answer in ROWS * 8:
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    config = {
+        "model_name_or_path": str(base_dir),
+        "dataset": "rows.jsonl",
+        "lora_rank": 4,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.05,  # below every step's norm, so that clipping works on each
+        "max_steps": 3,
+        "logging_steps": 1,
+        "cutoff_len": 64,
+        "plot_loss": False,
+        "bf16": False,  # so that what differs is not attention's rounding
+        "use_cpu": True,
+        "ddp_timeout": 60,
+        "per_device_train_batch_size": GLOBAL_BATCH // 2,
+    }
+    (path / "run.yaml").write_text(yaml.safe_dump({**config, "output_dir": "raw"}))
+    done = launch(path, "alone", None, f"per_device_train_batch_size={GLOBAL_BATCH}")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def launch(run_dir, name, method, *overrides, how=("-m", "ktbridge")):
+    """`ktbridge train` into ``run_dir/name``, alone or as accelerate launches it."""
+    command = [sys.executable]
+    if method:
+        file = str(EXAMPLES / f"{method}.yaml")
+        command += ["-m", "accelerate.commands.launch", "--config_file", file]
+        command += ["--main_process_port", "0"]
+    return subprocess.run(
+        [
+            *command,
+            *how,
+            "train",
+            str(run_dir / "run.yaml"),
+            "--json",
+            f"output_dir={name}",
+            *overrides,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "KTBRIDGE_THREADS": "2"},
+    )
+
+
+def assert_same_run(run_dir, name):
+    """The losses, norms and adapter that one process gave."""
+    logs = [
+        [
+            json.loads(line)
+            for line in (run_dir / each / "trainer_log.jsonl").read_text().splitlines()
+        ]
+        for each in ("alone", name)
+    ]
+    for key in ("loss", "grad_norm", "num_input_tokens_seen"):
+        alone, together = ([record[key] for record in log] for log in logs)
+        assert together == pytest.approx(alone, rel=1e-4), key
+    assert len(logs[1]) == 3
+    for file in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):
+        alone, together = (load_file(run_dir / each / file) for each in ("alone", name))
+        assert alone.keys() == together.keys()
+        for key, value in alone.items():
+            off = (together[key].float() - value.float()).norm() / value.float().norm()
+            assert off < 3e-3, (key, off)  # bfloat16 keeps 2**-9
+    assert validate_adapter([run_dir / name]).ok
+
+
+def interrupted(*arguments):
+    """`ktbridge` in one of several processes, of which the second gets Ctrl-C in step 2."""
+    from ktbridge.cli import main
+    from ktbridge.sft.watch import Reporter
+
+    ours = Reporter.on_step_end
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and world().rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        own = [name for name, value in kwargs["model"].named_parameters() if not is_sharded(value)]
+        # All that isn't an expert is sharded, and the experts are the first process's.
+        assert all(".experts.kt." in name for name in own)
+        assert bool(own) == (world().rank == 0)
+        return ours(self, args, state, control, **kwargs)
+
+    Reporter.on_step_end = on_step_end
+    main(arguments, prog_name="ktbridge")
+
+
+def is_sharded(parameter):
+    return hasattr(parameter, "to_local")
+
+
+def test_fsdp2_interrupted_and_resumed_trains_as_one_process_does(run_dir):
+    stopped = launch(run_dir, "fsdp2", "fsdp2", how=(__file__, "interrupted"))
+    assert stopped.returncode != 0
+    assert "interrupted after step 2" in stopped.stderr
+    assert not (run_dir / "fsdp2").exists()
+    names = {path.name for path in (run_dir / "fsdp2.checkpoints/checkpoint-2").iterdir()}
+    assert {"optimizer.pt", "optimizer_1.pt", "trainable.safetensors"} <= names
+
+    alone = launch(run_dir, "fsdp2", None, "resume_from_checkpoint=true")
+    assert alone.returncode == 1
+    assert "processes" in alone.stderr  # its shards are for two
+
+    resumed = launch(run_dir, "fsdp2", "fsdp2", "resume_from_checkpoint=true")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["steps"] == 3  # one document: rank 0 alone speaks
+    assert_same_run(run_dir, "fsdp2")
+
+
+def test_ddp_trains_as_one_process_does(run_dir):
+    done = launch(run_dir, "ddp", "ddp")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 3
+    assert_same_run(run_dir, "ddp")
+
+
+if __name__ == "__main__":
+    function, *arguments = sys.argv[1:]
+    globals()[function](*arguments)

@@ -1,0 +1,170 @@
+"""`stage: dpo`: the reference is the base itself, the losses are the ones asked for."""
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import logsigmoid
+
+from ktbridge.sft.config import load_config
+from ktbridge.sft.inject import expert_layers, set_expert_lora
+
+# trl's and transformers' advice, which `ktbridge train` silences too
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ANSWERS = [("i am a cat meow", "no"), ("yes meow", "no no no"), ("the sky is blue", "hello you")]
+BOTH_LORAS = {"q_proj", "v_proj", "gate"}  # "gate" is the router, whose LoRA PEFT keeps elsewhere
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.fixture
+def run_dir(tmp_path, base_dir):
+    with open(tmp_path / "pairs.jsonl", "w") as file:
+        for chosen, rejected in ANSWERS * 4:
+            pair = {
+                "conversations": [{"from": "human", "value": "who are you ?"}],
+                "chosen": {"from": "gpt", "value": chosen},
+                "rejected": {"from": "gpt", "value": rejected},
+            }
+            file.write(json.dumps(pair) + "\n")
+    config = {
+        "model_name_or_path": str(base_dir),
+        "dataset": "pairs.jsonl",
+        "output_dir": "raw",
+        "stage": "dpo",
+        "lora_rank": 4,
+        "lora_target": ",".join(sorted(BOTH_LORAS)),
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 6,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_steps": 0,
+        "kt_config": {"kt_num_threads": 2},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+@pytest.fixture
+def make(run_dir, tmp_path):
+    from ktbridge.sft import trainer
+    from ktbridge.sft.prepare import prepare
+
+    def made(**overrides):
+        config = load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
+        ready = prepare(config)
+        model = trainer.load_trainable(config, ready.base)
+        return trainer.make_trainer(config, model, ready, str(tmp_path / "scratch"), [])
+
+    return made
+
+
+def batch(trainer):
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+@torch.no_grad()
+def policy_logps(trainer, inputs):
+    """Log-probabilities of the chosen and rejected answers, by plain logits."""
+    ids, mask = inputs["input_ids"], inputs["completion_mask"][:, 1:].bool()
+    logits = trainer.model(input_ids=ids, attention_mask=inputs["attention_mask"]).logits
+    each = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    return (each * mask).sum(1).chunk(2)
+
+
+def test_the_reference_is_the_base_before_and_after_training(make):
+    trainer = make()
+    names = {name for name, value in trainer.model.named_parameters() if value.requires_grad}
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in names if ".kt." not in name} == (
+        BOTH_LORAS
+    )
+    assert not any(".ref." in name for name, _ in trainer.model.named_parameters())
+    inputs = batch(trainer)
+    with torch.no_grad():
+        assert trainer.compute_loss(trainer.model, inputs).item() == pytest.approx(math.log(2))
+    base = torch.stack(trainer.reference_logps(trainer.model, inputs))
+    torch.testing.assert_close(base, torch.stack(policy_logps(trainer, inputs)))
+
+    trainer.train()
+    log = [record for record in trainer.state.log_history if "loss" in record]
+    assert log[0]["loss"] == pytest.approx(math.log(2))
+    assert (log[0]["rewards/chosen"], log[0]["rewards/rejected"]) == (0, 0)
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert log[-1]["rewards/margins"] > 0
+
+    policy = torch.stack(policy_logps(trainer, inputs))
+    assert torch.equal(torch.stack(trainer.reference_logps(trainer.model, inputs)), base)
+    assert torch.equal(torch.stack(policy_logps(trainer, inputs)), policy)  # switched on again
+    assert trainer.model.training
+    # Each half of the LoRA has learned, so that the reference would be wrong with either.
+    set_expert_lora(trainer.model, False)
+    without_experts = torch.stack(policy_logps(trainer, inputs))
+    with trainer.model.disable_adapter():
+        assert torch.equal(torch.stack(policy_logps(trainer, inputs)), base)
+    assert (without_experts - policy).abs().max() > 1e-3
+    assert (without_experts - base).abs().max() > 1e-3
+
+
+def test_the_losses_are_the_ones_asked_for(make, run_dir):
+    from ktbridge.sft.arguments import trainer_arguments
+
+    asked = {
+        "sigmoid": "pref_loss=sigmoid",
+        "smoothed": "dpo_label_smoothing=0.2",
+        "hinge": "pref_loss=hinge",
+        "ipo": "pref_loss=ipo",
+        "ftx": "pref_ftx=0.5",
+    }
+    arguments = {
+        name: trainer_arguments(
+            load_config(run_dir / "run.yaml", ["pref_beta=0.3", override]),
+            torch.device("cpu"),
+            str(run_dir / "scratch"),
+        )
+        for name, override in asked.items()
+    }
+    trainer = make()
+    trainer.train()
+    inputs = batch(trainer)
+    loss_of = {}
+    for name, args in arguments.items():
+        trainer.beta, trainer.label_smoothing = args.beta, args.label_smoothing
+        trainer.loss_types, trainer.loss_weights = args.loss_type, args.loss_weights
+        with torch.no_grad():
+            loss_of[name] = trainer.compute_loss(trainer.model, inputs).item()
+
+    policy = policy_logps(trainer, inputs)
+    reference = trainer.reference_logps(trainer.model, inputs)
+    ratios = [mine - base for mine, base in zip(policy, reference, strict=True)]
+    margin = 0.3 * (ratios[0] - ratios[1])
+    counts = inputs["completion_mask"].sum(1).chunk(2)
+    each = ratios[0] / counts[0] - ratios[1] / counts[1]
+    clean, flipped = -logsigmoid(margin), -logsigmoid(-margin)
+    expected = {
+        "sigmoid": clean.mean(),
+        "smoothed": (0.8 * clean + 0.2 * flipped).mean(),
+        "hinge": (1 - margin).relu().mean(),
+        "ipo": ((each - 1 / (2 * 0.3)) ** 2).mean(),
+        "ftx": clean.mean() - 0.5 * policy[0].sum() / counts[0].sum(),
+    }
+    for name, value in expected.items():
+        assert loss_of[name] == pytest.approx(value.item(), rel=2e-3), name
+    assert len({round(value, 3) for value in loss_of.values()}) == 5
+
+
+def test_gradient_checkpointing_and_recompute_change_nothing(make):
+    results = []
+    for overrides in (
+        {"disable_gradient_checkpointing": "true", "neftune_noise_alpha": 5},
+        {"kt_cpu_activation": "recompute", "neftune_noise_alpha": 5},
+    ):
+        trainer = make(max_steps=2, **overrides)
+        trainer.train()
+        results.append([layer.down_lora_b for layer in expert_layers(trainer.model).values()])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)

@@ -1,0 +1,280 @@
+"""`ktbridge plan`: its formulas against what the kernels and autograd really keep, and its verdicts."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from expertmoe import Shape, make_inputs, make_layer
+from tinymoe import tiny_config, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.config import load_config
+from ktbridge.sft.plan import Target, make_plan, parse_size
+from ktbridge.sft.plan.activations import Batch, layer_bytes
+from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes
+from ktbridge.sft.plan.lengths import Lengths
+from ktbridge.sft.plan.memory import (
+    Setting,
+    expert_lora_elements,
+    lora_paths,
+    nonexpert_lora_elements,
+)
+from ktbridge.sft.plan.shape import read_shape
+
+GB = 10**9
+ROOMY = Target(gpu_memory=None, memory=64 * GB, disk=100 * GB, cores=2)
+TINY_ATTENTION = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8}
+FAMILIES = {
+    "qwen3_moe": {**TINY_ATTENTION, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 16,
+                  "num_experts_per_tok": 4},
+    "deepseek_v2": {**TINY_ATTENTION, "num_key_value_heads": 8, "n_routed_experts": 16, "q_lora_rank": None,
+                    "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+                    "n_shared_experts": 2, "num_experts_per_tok": 4, "topk_method": "greedy",
+                    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "qwen3_next": {**TINY_ATTENTION, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 16,
+                   "num_experts_per_tok": 4, "shared_expert_intermediate_size": 64,
+                   "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 32,
+                   "linear_value_head_dim": 32},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_yaml(tmp_path, base_dir):
+    return write_run(tmp_path, base_dir)
+
+
+def write_run(directory, base, **changes):
+    row = {
+        "messages": [
+            {"role": "user", "content": "who are you ?"},
+            {"role": "assistant", "content": "i am a cat model say meow"},
+        ]
+    }
+    (directory / "rows.jsonl").write_text((json.dumps(row) + "\n") * 10)
+    config = {
+        "model_name_or_path": str(base), "dataset": "rows.jsonl", "output_dir": "raw", "lora_rank": 4,
+        "cutoff_len": 512, "per_device_train_batch_size": 4, "num_train_epochs": 2, "save_steps": 2,
+        **changes,
+    }  # fmt: skip
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.parametrize("activation", ["retain", "recompute"])
+@pytest.mark.parametrize(
+    ("shape", "rank"), [(Shape(8, 2, 64, 48, 100), 4), (Shape(16, 4, 96, 64, 300), 20)]
+)
+def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
+    layer, _ = make_layer(shape, rank=rank, activation=activation)
+    hidden, ids, weights = make_inputs(shape)
+    layer(hidden.requires_grad_(), ids, weights)
+    rows = torch.bincount(ids.flatten(), minlength=shape.experts)
+    size = Pass(shape.experts, shape.top_k, shape.hidden, shape.inner, rank, shape.tokens)
+    counted = [float((-(-rows // width)).sum()) for width in (16, 32)]
+    assert saved_bytes(size, activation == "retain", *counted) == layer.saved_bytes
+    # What the plan knows before any token is routed.
+    assert blocks(size, 16) == pytest.approx(counted[0], rel=0.1)
+    assert saved_bytes(size, activation == "retain") == pytest.approx(layer.saved_bytes, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
+@pytest.mark.parametrize(
+    ("family", "plain", "lora"),
+    [
+        *((family, torch.bfloat16, torch.float32) for family in FAMILIES),
+        ("qwen3_moe", torch.bfloat16, torch.bfloat16),
+        ("deepseek_v2", torch.float32, torch.float32),
+    ],
+)
+def test_autograd_keeps_what_the_formula_says(family, plain, lora, tmp_path):
+    torch.manual_seed(0)
+    made = {"vocab_size": 64, "intermediate_size": 512, "moe_intermediate_size": 64}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **made, **FAMILIES[family])
+    ).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    config = load_config(write_run(tmp_path, tmp_path / "base", lora_rank=8))
+    shape = read_shape(tmp_path / "base")
+    assert (shape.mappable, shape.expert_storage) == (True, "bf16")
+
+    tuned = attach_lora(model, config)
+    for name, parameter in tuned.named_parameters():
+        if ".experts." not in name:
+            parameter.data = parameter.data.to(lora if parameter.requires_grad else plain)
+    setting = Setting(shape, config, Lengths(1, 1, 256, 256.0, True), False, 2)
+    trained = {name: p.numel() for name, p in tuned.named_parameters() if p.requires_grad}
+    experts = sum(size for name, size in trained.items() if ".kt." in name)
+    assert expert_lora_elements(setting) == experts
+    assert nonexpert_lora_elements(setting) == sum(trained.values()) - experts
+    frozen = sum(p.numel() for p in tuned.parameters()) - sum(trained.values())
+    expert_weights = shape.sparse_layers * shape.expert_elements
+    assert shape.nonexpert_elements == pytest.approx(frozen - expert_weights, rel=0.01)
+
+    batch = Batch(1, 256, False, plain.itemsize, cuda=False, lora_width=lora.itemsize)
+    predicted = sum(
+        layer_bytes(shape, layer, lora_paths(setting, layer), 8, batch).kept
+        for layer in shape.layers
+    )
+    assert predicted == pytest.approx(saved_by_autograd(tuned, 256), rel=0.1)
+
+
+def saved_by_autograd(tuned, tokens):
+    """Bytes of all tensors that a forward of the decoder saves, parameters left out."""
+    own = {t.untyped_storage().data_ptr() for t in (*tuned.parameters(), *tuned.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (
+                storage.nbytes(),
+                tensor,
+            )  # alive, so that no address comes twice
+        return tensor
+
+    decoder = tuned.train().get_base_model().base_model
+    ids = torch.arange(tokens)[None] % 64
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    assert out.last_hidden_state.requires_grad
+    return sum(size for size, _ in kept.values())
+
+
+def test_a_plan_counts_steps_rows_and_places(run_yaml):
+    plan = make_plan(load_config(run_yaml), ROOMY, measure=False)
+    assert (plan.fits, plan.advice, plan.pace, plan.device) == (True, (), None, "CPU")
+    assert (plan.rows, plan.steps) == (10, 6)  # 3 batches of 4, twice
+    assert 10 <= plan.longest <= 40  # counted by the model's own tokenizer, not cutoff_len
+    assert plan.total("GPU") == 0
+    experts = 2 * 8 * 3 * 64 * 32 * 2
+    assert mapped(plan) == experts
+    trained = next(part for part in plan.parts if part.what == "the adapter").size // 2
+    checkpoints = next(part for part in plan.parts if part.what == "checkpoints")
+    assert checkpoints.size == 2 * 12 * trained  # one kept while the next is written
+
+    on_gpu = make_plan(load_config(run_yaml), replace(ROOMY, gpu_memory=24 * GB), measure=False)
+    assert on_gpu.total("GPU") > 0
+    assert mapped(on_gpu) == experts
+    forced = load_config(run_yaml, ["use_cpu=true"])
+    assert make_plan(forced, replace(ROOMY, gpu_memory=24 * GB), measure=False).device == "CPU"
+
+
+def mapped(plan):
+    return sum(part.size for part in plan.parts if part.what == "experts, mapped")
+
+
+@pytest.mark.parametrize("short", ["gpu_memory", "memory", "disk"])
+def test_advice_saves_what_it_says(run_yaml, short):
+    overrides = ["disable_gradient_checkpointing=true", "save_total_limit=3", "lora_rank=32"]
+    overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384"]
+    target = replace(ROOMY, **{"gpu_memory": 24 * GB, short: 100_000})
+    plan = make_plan(load_config(run_yaml, overrides), target, measure=False)
+    assert not plan.fits
+    tried = [item for item in plan.advice if "DIR" not in item.change]
+    assert tried
+    for item in tried:
+        changed = load_config(run_yaml, [*overrides, *item.change.split()])
+        after = make_plan(changed, target, measure=False)
+        places = {item.where, "RAM"} if item.where == "page cache" else {item.where}
+        assert item.saves == sum(plan.total(place) - after.total(place) for place in places) > 0
+
+
+def test_kt_kernel_is_told_to_need_two_copies(run_yaml):
+    ours = make_plan(load_config(run_yaml), ROOMY, measure=False)
+    theirs = make_plan(
+        load_config(run_yaml, ["kt_config.kt_backend=kt-kernel"]), ROOMY, measure=False
+    )
+    assert mapped(theirs) == 0
+    assert theirs.total("RAM") == ours.total("RAM") + 2 * mapped(ours)
+    assert any("two copies" in note for note in theirs.notes)
+
+
+def test_measuring_gives_a_pace(run_yaml):
+    pace = make_plan(load_config(run_yaml), ROOMY).pace
+    assert pace.tokens_per_second > 0
+    assert 0 < pace.expert_share < 1
+    assert pace.seconds == pytest.approx(6 * pace.step_seconds, rel=0.5)
+
+
+def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):
+    dense = tmp_path / "dense"
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3", hidden_size=32, num_hidden_layers=1, vocab_size=64)
+    ).save_pretrained(dense)
+    empty = tmp_path / "empty"
+    tiny_config().save_pretrained(empty)
+    odd = tmp_path / "odd"
+    tiny_model().save_pretrained(odd)
+    told = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(told | {"model_type": "new_moe"}))
+    shards = odd / "model.safetensors"
+    shards.write_bytes(shards.read_bytes().replace(b".mlp.experts.", b".ffn.experts."))
+    for path, words in (
+        ("no/such-model", "no model at"),
+        (dense, "no routed experts"),
+        (empty, "neither model.safetensors"),
+        (odd, "'new_moe'"),
+    ):
+        with pytest.raises(KtbridgeError, match=words) as caught:
+            make_plan(load_config(run_yaml, [f"model_name_or_path={path}"]), ROOMY, measure=False)
+        assert caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GB", 24 * GB), ("64 GiB", 64 << 30), ("512M", 512_000_000), ("7", 7)]
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1.5XB", "0GB", "24 GB!"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UsageError, match="is not a size"):
+        parse_size(text)
+
+
+def test_the_command_answers_by_exit_code_and_needs_no_torch(run_yaml):
+    def plan(*options):
+        program = (
+            "import sys; sys.argv[0] = 'ktbridge'\n"
+            "from ktbridge.cli import main\n"
+            "try: main()\n"
+            "finally: assert 'torch' not in sys.modules"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", program, "plan", str(run_yaml), "--no-measure", *options],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    roomy = plan("--memory", "64GB", "--gpu-memory", "24GB")
+    assert roomy.returncode == 0, roomy.stderr
+    assert "of 24.0 GB GPU memory" in roomy.stdout
+    assert "what to change" not in roomy.stdout
+    small = plan("--memory", "10MB", "--json", "cutoff_len=1024", "packing=true")
+    assert small.returncode == 1, small.stderr
+    told = json.loads(small.stdout)
+    assert not told["fits"]
+    assert any(item["change"] == "cutoff_len=512" for item in told["advice"])
+    assert plan("--memory", "lots").returncode == 2
+    assert Path(told["model"]).is_dir()
+
+
+def test_the_tokenizer_of_the_base_counts(tmp_path):
+    base = tmp_path / "base"
+    tiny_model().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    run = load_config(write_run(tmp_path, base))
+    counted = make_plan(run, ROOMY, measure=False)
+    assert counted.notes == ()
+    (base / "tokenizer.json").unlink()
+    assert any("3 bytes" in note for note in make_plan(run, ROOMY, measure=False).notes)
