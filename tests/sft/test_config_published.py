@@ -108,7 +108,12 @@ def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name
     (tmp_path / "data").mkdir()
     (tmp_path / "rule.yaml").write_text(yaml.safe_dump(RULES))
     config = load_config(written(tmp_path, **{**COMMON, **values}))
-    assert set(notes_of(config)) == expected | {"trust_remote_code", "template", "overwrite_cache"}
+    assert set(notes_of(config)) == expected | {
+        "trust_remote_code",
+        "template",
+        "overwrite_cache",
+        "preprocessing_num_workers",
+    }
     assert config.dataset == ("first", "second")
     assert config.dataset_dir == str(tmp_path / "data")
     assert (config.alpha, config.expert_alpha, config.learning_rate) == (32.0, 32.0, 2e-4)
