@@ -3,19 +3,25 @@
 
     scripts/random_checkpoint.py deepseek-v2-lite /data/v2-lite
     scripts/bench_train.py /data/v2-lite --json run.json
+    scripts/bench_train.py --from-json run.json
 
 The peers: `gpu`, Hugging Face and PEFT with everything on the GPU; `offload`, our placement with torch's own
 operations for the experts on the CPU. peers/train_worker.py is what each runs, in a process of its own.
 The first step, in which memory is touched and caches fill, is not counted. A step is --accumulation
-micro-batches of one row; the offload baseline may take fewer, since its speed does not depend on it.
+micro-batches of one row, the same ones each time; the offload baseline may take fewer, since its speed does
+not depend on it. Prints a table, and ends with 1 when a contestant fails or the first row's losses, which are
+the base model's, differ by more than 1 %. Needs `ktbridge[train]`; without a GPU all are on the CPU.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,49 +31,116 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ktbridge.cli._app import Command
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import read_model_config
+
 OURS = "ktbridge"
+SAME_LOSS = 0.01
 WORKER = Path(__file__).parent / "peers" / "train_worker.py"
-console, stderr = Console(), Console(stderr=True)
+LEGEND = (
+    "ours is: ktbridge's speed over this one's. RAM: the process's peak, mapped experts with it; /ckpt: over "
+    "the checkpoint's size. loss: the first row's, untrained."
+)
+console, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
-def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Run one contestant. Raises CalledProcessError when it fails; its words are on stderr then."""
-    done = subprocess.run(
-        [sys.executable, str(WORKER), json.dumps(case)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def measure(case: dict[str, Any], log: Path) -> dict[str, Any]:
+    """Run one contestant; what it says goes to ``log``. Raises KtbridgeError when it fails."""
+    who, result = case["who"], log.with_suffix(".json")
+    command = [sys.executable, str(WORKER), json.dumps(case), str(result)]
+    merged: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with (
+        open(log, "w") as file,
+        subprocess.Popen(command, text=True, errors="replace", **merged) as process,
+    ):
+        for line in process.stdout or ():
+            file.write(line)
+            if line.startswith(f"{who}: step "):
+                stderr.print(line.rstrip(), markup=False)
+    if process.returncode:
+        raise KtbridgeError(failure(who, process.returncode, log))
+    told: dict[str, Any] = json.loads(result.read_text())
     tokens = case["accumulation"] * case["length"]
     told["tokens_per_second"] = tokens / statistics.median(told["seconds"][1:])
     return {**told, "case": case}
 
 
+def failure(who: str, status: int, log: Path) -> str:
+    """Why a contestant ended, in a sentence that says where there is more."""
+    lines = [line.strip() for line in log.read_text().splitlines()]
+    lines = [line for line in lines if line and not line.startswith(f"{who}: step ")]
+    if status < 0:
+        why = f"was killed by {signal.Signals(-status).name}"
+        why += ", as the system does when memory runs out" if status == -signal.SIGKILL else ""
+    else:
+        why = f"failed ({lines[-1] if lines else f'exit code {status}'})"
+    return f"{who} {why}; {log} has all that it said."
+
+
+def compare(run: dict[str, Any]) -> None:
+    """Add to each contestant what it is beside ours and the checkpoint, to the run how losses differ."""
+    told = run["contestants"]
+    ours = next((each for each in told if each["who"] == OURS), None)
+    for each in told:
+        each["cpu_over_checkpoint"] = each["cpu"]["peak"] / run["checkpoint_bytes"]
+        if ours is not None:
+            each["ours_is"] = ours["tokens_per_second"] / each["tokens_per_second"]
+        if each["gpu"]:
+            run["machine"]["gpu"] = each["gpu"]["name"]
+    first = [each["first_row_losses"][0] for each in told]
+    run["loss_difference"] = max(first) / min(first) - 1 if first else None
+
+
 def table(run: dict[str, Any]) -> Table:
-    ours = next((told for told in run["contestants"] if told["who"] == OURS), None)
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("", "tokens/s", "ours is", "GPU GB", "CPU GB", "÷ checkpoint", "start s", "loss"):
-        made.add_column(title, justify="left" if not title else "right")
+    """At most 80 columns wide."""
+    made = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        caption=LEGEND,
+        caption_justify="left",
+    )
+    for title in ("", "tokens/s", "ours is", "GPU GB", "RAM GB", "/ckpt", "load s", "loss"):
+        made.add_column(title, justify="right" if title else "left", no_wrap=True)
     for told in run["contestants"]:
-        speed = told["tokens_per_second"]
-        ratio = "" if ours is None or told is ours else f"{ours['tokens_per_second'] / speed:.2f}x"
+        ratio = "" if told["who"] == OURS or "ours_is" not in told else f"{told['ours_is']:.2f}x"
         gpu = told["gpu"]
         made.add_row(
             told["who"] + ("" if told["case"]["ahead"] else ", waiting"),
-            f"{speed:,.0f}",
+            f"{told['tokens_per_second']:,.0f}",
             ratio,
             f"{gpu['used'] / 1e9:.2f}" if gpu else "none",
             f"{told['cpu']['peak'] / 1e9:.1f}",
-            f"{told['cpu']['peak'] / run['checkpoint_bytes']:.2f}",
+            f"{told['cpu_over_checkpoint']:.2f}",
             f"{told['load_seconds']:.0f}",
-            f"{told['losses'][0]:.3f} → {told['losses'][-1]:.3f}",
+            f"{told['first_row_losses'][0]:.3f}",
         )
     return made
 
 
-@click.command(context_settings={"max_content_width": 110})
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def show(run: dict[str, Any]) -> bool:
+    """Print a run; whether all went well."""
+    machine, model, settings = run["machine"], run["model"], run["settings"]
+    console.print(f"{machine['cpu']}, {machine['cores']} cores; {machine['gpu'] or 'no GPU'}")
+    console.print(
+        f"{model['model_type']}, {model['layers']} layers, {run['checkpoint_bytes'] / 1e9:.1f} GB; rank "
+        f"{settings['rank']}, rows of {settings['length']} tokens"
+    )
+    if run["contestants"]:
+        console.print(table(run))
+    for sentence in run["failed"]:
+        stderr.print(sentence, style="red", markup=False, soft_wrap=True)
+    apart = run["loss_difference"] or 0
+    if apart > SAME_LOSS:
+        stderr.print(f"[red]the first row's losses differ by {apart:.1%}: not the same model")
+    return not run["failed"] and apart <= SAME_LOSS
+
+
+@click.command(cls=Command, context_settings={"max_content_width": 110})
+@click.argument(
+    "checkpoint", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
 @click.option("--peer", "peers", multiple=True, type=click.Choice(["offload", "gpu"]))
 @click.option("--rank", default=8, show_default=True, type=click.IntRange(1))
 @click.option(
@@ -76,51 +149,65 @@ def table(run: dict[str, Any]) -> Table:
 @click.option("--accumulation", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--offload-accumulation", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(2))
+@click.option("--learning-rate", default=1e-4, show_default=True, type=float)
 @click.option("--no-checkpointing", is_flag=True, help="Keep activations on the GPU.")
 @click.option("--no-run-ahead", is_flag=True, help="Also ours waiting for each pass.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All samples."
+)
+@click.option(
+    "--from-json", type=click.Path(exists=True, path_type=Path), help="Show a recorded run."
+)
 def main(
-    checkpoint: Path,
+    checkpoint: Path | None,
     peers: tuple[str, ...],
-    rank: int,
-    length: int,
-    accumulation: int,
-    offload_accumulation: int,
-    steps: int,
     no_checkpointing: bool,
     no_run_ahead: bool,
     json_file: Path | None,
+    from_json: Path | None,
+    **settings: Any,
 ) -> None:
     """Train CHECKPOINT for some steps with ktbridge and with each --peer (default: both)."""
+    if (checkpoint is None) == (from_json is None):
+        raise click.UsageError("Give a CHECKPOINT, or a recorded run with --from-json.")
+    if from_json:
+        sys.exit(0 if show(json.loads(from_json.read_text())) else 1)
+    assert checkpoint is not None
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    machine = {"cpu": cpu_model(), "cores": physical_cores()}
-    run: dict[str, Any] = {"machine": machine, "checkpoint_bytes": size, "contestants": []}
-    contestants = [(OURS, True), *((peer, True) for peer in peers or ("gpu", "offload"))]
+    if not size:
+        raise click.UsageError(f"{checkpoint} has no safetensors.")
+    config = read_model_config(checkpoint)
+    machine = {"cpu": cpu_model(), "cores": physical_cores(), "gpu": None}
+    run: dict[str, Any] = {
+        "machine": machine, "checkpoint": str(checkpoint), "checkpoint_bytes": size,
+        "model": {"model_type": config.model_type, "layers": config.num_layers},
+        "settings": settings, "contestants": [], "failed": [],
+    }  # fmt: skip
+    contestants = [
+        (OURS, True),
+        *((peer, True) for peer in dict.fromkeys(peers) or ("gpu", "offload")),
+    ]
     if no_run_ahead:
         contestants.insert(1, (OURS, False))
-    for who, ahead in contestants:
+    logs = Path(tempfile.mkdtemp(prefix="bench_train-"))
+    for number, (who, ahead) in enumerate(contestants):
         case = {
-            "who": who,
-            "ahead": ahead,
-            "checkpointing": not no_checkpointing,
-            "checkpoint": str(checkpoint),
-            "rank": rank,
-            "length": length,
-            "accumulation": offload_accumulation if who == "offload" else accumulation,
-            "steps": steps,
-        }
+            "who": who, "ahead": ahead, "checkpointing": not no_checkpointing,
+            "checkpoint": str(checkpoint), **settings,
+        }  # fmt: skip
+        few = case.pop("offload_accumulation")
+        case["accumulation"] = few if who == "offload" else case["accumulation"]
         try:
-            run["contestants"].append(measure(case))
-        except subprocess.CalledProcessError as error:
-            stderr.print(f"{who} failed (exit code {error.returncode}); see above.")
+            run["contestants"].append(measure(case, logs / f"{number}-{who}.log"))
+        except KtbridgeError as error:
+            run["failed"].append(str(error))
+        compare(run)
         if json_file:
             json_file.write_text(json.dumps(run, indent=1) + "\n")
-    console.print(
-        f"rank {rank}, rows of {length} tokens, checkpoint {size / 1e9:.1f} GB", highlight=False
-    )
-    console.print(table(run))
-    if len(run["contestants"]) < len(contestants):
-        sys.exit(1)
+    good = show(run)
+    if not run["failed"]:
+        shutil.rmtree(logs)
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

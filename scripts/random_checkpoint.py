@@ -2,28 +2,40 @@
 """A checkpoint of a real family's shape with random weights, for measuring memory and speed.
 
     scripts/random_checkpoint.py deepseek-v2-lite /data/v2-lite
-    scripts/random_checkpoint.py qwen3-30b-a3b /data/small --layers 4 --set num_experts=32 --rows 200
+    scripts/random_checkpoint.py deepseek-v2-lite /data/half --layers 14 --rows 200
+    scripts/random_checkpoint.py qwen3-30b-a3b /data/small --layers 4 --set num_experts=32 --row-tokens 512
 
-Written shard by shard, so memory stays at one decoder layer. Beside the weights: a tokenizer of plain words
-with a chat template and, with --rows, an alpaca file whose answers are --row-tokens words long.
+Experts are stored as the family's published checkpoints store them: one by one, or fused (Qwen3.5). Beside
+the bfloat16 weights: a tokenizer of plain words with a chat template and, with --rows, rows.json: an alpaca
+file of rows that are --row-tokens tokens long each under that template. DIRECTORY must be new or empty, and
+is complete or absent, whatever happens. Prints its size. Needs `ktbridge[train]`; memory stays below 2 GB.
+
+Other scripts call ``make_checkpoint``.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import os
 import random
-from collections.abc import Iterator
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
 import yaml
-from accelerate import init_empty_weights
-from rich.progress import track
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from ktbridge.cli._app import Command, terminable
+from ktbridge.cli._ui import progress_bar
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.model.families import family_of
+from ktbridge.model.tensorfile import build_header
+from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
 
 # Shapes as the models' own config.json states them.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -32,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
         "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
         "n_shared_experts": 2, "num_experts_per_tok": 6, "kv_lora_rank": 512, "q_lora_rank": None,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "topk_method": "greedy", "norm_topk_prob": False,
         "routed_scaling_factor": 1.0, "max_position_embeddings": 163840, "tie_word_embeddings": False,
     },
@@ -43,7 +55,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 5120, "moe_intermediate_size": 512, "num_hidden_layers": 48,
+        "shared_expert_intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10, "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "norm_topk_prob": True, "max_position_embeddings": 262144, "tie_word_embeddings": False,
+    },
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "vocab_size": 248320, "hidden_size": 2048, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "num_hidden_layers": 40,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 256,
+            "num_experts_per_tok": 8, "linear_num_value_heads": 32, "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144, "tie_word_embeddings": False,
+        },
+        "vision_config": {
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+        },
+    },
 }  # fmt: skip
+ALIASES = {shape["model_type"]: name for name, shape in SHAPES.items()}
+"""Families, as config.json names them, by the model that stands for them."""
+
+SPECIAL = ("<unk>", "<s>", "</s>", "user", "assistant", "system")
 WORDS = 4000
 TEMPLATE = (
     "{% for message in messages %}{{ '<s> ' + message['role'] + ' ' }}"
@@ -52,89 +90,242 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + ' </s> ' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s> assistant ' }}{% endif %}"
 )
+AROUND = 6  # tokens that the template puts around a question and its answer
+SHORTEST = AROUND + 2
+
+NOISE = 1 << 24  # different values; a tensor is a window on them
+Tensors = list[tuple[str, tuple[int, ...]]]
+Heard = Callable[[int, int], None]
+"""Called with bytes written and bytes in all."""
 
 
-def make(shape: str, directory: Path, layers: int | None, changes: dict[str, Any]) -> int:
-    """Write the checkpoint; its bytes. The experts are stored one by one, as these families ship them."""
-    settings = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {}), **changes}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+def make_checkpoint(
+    directory: Path,
+    shape: str,
+    changes: Mapping[str, Any] | None = None,
+    row_lengths: Sequence[int] = (),
+    on_bytes: Heard = lambda done, whole: None,
+) -> int:
+    """Write a random checkpoint, in place when it is whole; the bytes of its weights.
+
+    ``shape`` is a name in ``SHAPES`` or a ``model_type`` there; ``changes`` are entries of its config.json
+    (the text model's, for a multimodal one). ``row_lengths`` gives tokens, a row of rows.json each.
+    Raises UsageError for what is no such configuration, KtbridgeError where ``directory`` isn't empty or
+    the disk is too small.
+    """
+    config, tensors = _planned(shape, changes or {})
+    whole = sum(_nbytes(shape) for _, shape in tensors)
+    shards: dict[str, Tensors] = {}
+    for name, size in tensors:
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        shards.setdefault(layer[1] if layer else "rest", []).append((name, size))
+    with Staging(directory, _refusal) as staging:
+        free = shutil.disk_usage(staging.path).free
+        if free < whole:
+            raise KtbridgeError(
+                f"{directory} needs {whole / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB",
+                "ask for fewer --layers, or choose another directory",
+            )
+        config.save_pretrained(staging.path)
+        where = {}
+        pieces = []
+        for number, part in enumerate(shards.values(), 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            where |= dict.fromkeys((name for name, _ in part), file)
+            pieces.append((staging.path / file, part))
+        _write_shards(pieces, config, whole, on_bytes)
+        index = {"metadata": {"total_size": whole}, "weight_map": where}
+        (staging.path / "model.safetensors.index.json").write_text(json.dumps(index))
+        words = vocabulary(config.get_text_config().vocab_size)
+        make_tokenizer(words).save_pretrained(staging.path)
+        if row_lengths:
+            write_rows(staging.path / "rows.json", row_lengths, words[len(SPECIAL) :])
+        staging.commit()  # without a flush: nobody misses random numbers after a power cut
+    return whole
+
+
+def _refusal(directory: Path) -> tuple[str, str] | None:
+    return why_not_replaced(directory, False, lambda entries: ("is not empty", ELSEWHERE))
+
+
+def _planned(shape: str, changes: Mapping[str, Any]) -> tuple[Any, Tensors]:
+    """The configuration, and names and shapes of the tensors as they are on disk."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    name = ALIASES.get(shape, shape)
+    if name not in SHAPES:
+        raise UsageError(f"there is no shape {shape!r}", f"choose one of {', '.join(SHAPES)}")
+    settings = copy.deepcopy(SHAPES[name])
+    model_type = settings.pop("model_type")
+    multimodal = "text_config" in settings
+    text = settings["text_config"] if multimodal else settings
+    known = AutoConfig.for_model(model_type).get_text_config()
+    for key, value in changes.items():
+        if isinstance(settings.get(key), dict) and isinstance(value, Mapping):
+            settings[key] |= value
+        elif key in text or hasattr(known, key):
+            text[key] = value
+        else:
+            raise UsageError(
+                f"a configuration of {model_type} has no {key}", "see the model's config.json"
+            )
+    if multimodal:
+        settings["vision_config"]["out_hidden_size"] = text["hidden_size"]
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+        auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=torch.bfloat16)
+    except (StrictDataclassError, TypeError, ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"transformers makes no {model_type} of that: {why}") from error
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
-    directory.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(directory)
-    parts: dict[str, dict[str, torch.Size]] = {}
-    for name, tensor in model.state_dict().items():
-        part = name.split(".")[2] if ".layers." in name else "rest"
-        parts.setdefault(part, {})[name] = tensor.shape
-    where, total = {}, 0
-    for number, (_, shapes) in enumerate(track(parts.items(), "writing shards"), 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        tensors = dict(stored(shapes))
-        save_file(tensors, directory / file, {"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    tokenizer().save_pretrained(directory)
-    return total
+    tied = config.get_text_config().tie_word_embeddings
+    found = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+    return config, list(_stored(model_type, found))
 
 
-def stored(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A shard's tensors under the names that checkpoints have on disk."""
+def _stored(
+    model_type: str, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """transformers' fused experts one by one, where the family's checkpoints have them so."""
+    family = family_of(model_type)
+    assert family is not None
+    assert family.storage in ("per-expert", "fused")  # what transformers loads without transposing
+    gate, up, down = family.names
     for name, shape in shapes.items():
         stem, _, last = name.rpartition(".")
-        if stem.endswith(".experts"):
-            gates = ("gate", "up") if last == "gate_up_proj" else ("down",)
-            rows = shape[1] // len(gates)
-            for expert in range(shape[0]):
-                for gate in gates:
-                    yield f"{stem}.{expert}.{gate}_proj.weight", values((rows, shape[2]))
-        elif len(shape) == 1:  # norms; biases of routers
-            yield name, torch.full(shape, float("norm" in name), dtype=torch.bfloat16)
-        else:
-            yield name, values(tuple(shape))
+        if not stem.endswith(".experts") or family.storage == "fused":
+            yield name, shape
+            continue
+        projections = (gate, up) if last == "gate_up_proj" else (down,)
+        one = (shape[1] // len(projections), shape[2])
+        for expert in range(shape[0]):
+            for projection in projections:
+                yield f"{stem}.{expert}.{projection}.weight", one
 
 
-def values(shape: tuple[int, ...]) -> torch.Tensor:
-    """bfloat16 on the CPU, drawn where that is quick."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return (torch.randn(shape, device=device) * 0.02).to(torch.bfloat16).cpu()
+def _write_shards(
+    shards: list[tuple[Path, Tensors]], config: Any, whole: int, on_bytes: Heard
+) -> None:
+    """Write each (path, tensors), some at a time: one thread copies slower than memory and disks take it."""
+    import torch
+
+    drawn = torch.randn(NOISE, generator=torch.Generator().manual_seed(0))
+    scale = config.get_text_config().initializer_range
+    noise = (drawn * scale).bfloat16().view(torch.uint8).numpy().data
+    done = 0
+
+    def write(number: int, path: Path, tensors: Tensors) -> int:
+        draw = random.Random(number)
+        with open(path, "xb") as file:
+            file.write(
+                build_header([(name, "BF16", shape) for name, shape in tensors], {"format": "pt"})
+            )
+            for name, shape in tensors:
+                left = _nbytes(shape)
+                if len(shape) < 2:
+                    file.write(
+                        (b"\x80\x3f" if _is_one(config.model_type, name) else b"\0\0") * (left // 2)
+                    )
+                    continue
+                start = 2 * draw.randrange(NOISE)  # tensors of one shape differ
+                while left:
+                    piece = noise[start : start + left]
+                    file.write(piece)
+                    left, start = left - len(piece), 0
+        return sum(_nbytes(shape) for _, shape in tensors)
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        jobs = [pool.submit(write, number, *shard) for number, shard in enumerate(shards)]
+        try:
+            for job in jobs:
+                done += job.result()
+                on_bytes(done, whole)
+        finally:
+            for job in jobs:
+                job.cancel()
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = ["<unk>", "<s>", "</s>", "user", "assistant", "system"]
-    vocabulary += [f"w{number}" for number in range(WORDS)]
-    words = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(vocabulary)}, "<unk>")
+def _is_one(model_type: str, name: str) -> bool:
+    """Whether a vector begins as ones: norms' scales, but for those that are added to one."""
+    centred = model_type in ("qwen3_next", "qwen3_5_moe") and ".visual." not in name
+    return "norm" in name and name.endswith("weight") and (not centred or ".linear_attn." in name)
+
+
+def _nbytes(shape: tuple[int, ...]) -> int:
+    return 2 * math.prod(shape)
+
+
+def vocabulary(size: int) -> list[str]:
+    """The tokenizer's words, by their ids: SPECIAL and as many others as a model of ``size`` has room for."""
+    if size <= len(SPECIAL):
+        raise UsageError(f"a vocabulary of {size} is too small", f"give it {len(SPECIAL) + 1}")
+    return [*SPECIAL, *(f"w{number}" for number in range(min(WORDS, size - len(SPECIAL))))]
+
+
+def make_tokenizer(words: Sequence[str]) -> Any:
+    """A tokenizer for which each word is a token, with TEMPLATE as its chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, SPECIAL[0])
     )
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+        tokenizer_object=core, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
     )
     fast.chat_template = TEMPLATE
     return fast
 
 
-def write_rows(path: Path, rows: int, tokens: int) -> None:
-    """An alpaca file of random words."""
+def write_rows(path: Path, lengths: Sequence[int], words: Sequence[str]) -> None:
+    """An alpaca file of random ``words``: a row of each length in tokens, which are SHORTEST or more."""
+    if min(lengths) < SHORTEST:
+        raise UsageError(f"a row of {min(lengths)} tokens is too short", f"{SHORTEST} is the least")
     draw = random.Random(0)
+    rows = []
+    for length in lengths:
+        question = min(16, (length - AROUND) // 2)
+        texts = [
+            " ".join(draw.choices(words, k=count))
+            for count in (question, length - AROUND - question)
+        ]
+        rows.append({"instruction": texts[0], "input": "", "output": texts[1]})
+    path.write_text(json.dumps(rows))
 
-    def words(count: int) -> str:
-        return " ".join(f"w{draw.randrange(WORDS)}" for _ in range(count))
 
-    made = [{"instruction": words(16), "input": "", "output": words(tokens)} for _ in range(rows)]
-    path.write_text(json.dumps(made))
+def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE texts, values as YAML has them. Raises UsageError for one that isn't."""
+    parsed = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        try:
+            parsed[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            sign = ""
+        if not (key and sign):
+            raise UsageError(f"{pair!r} is not KEY=VALUE", "as in num_hidden_layers=8")
+    return parsed
 
 
-@click.command(context_settings={"max_content_width": 110})
-@click.argument("shape", type=click.Choice(sorted(SHAPES)))
+@click.command(cls=Command, context_settings={"max_content_width": 110})
+@click.argument("shape", type=click.Choice([*SHAPES, *ALIASES]))
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--layers", type=click.IntRange(1), help="Fewer than the model has.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Of config.json.")
 @click.option("--rows", default=0, type=click.IntRange(0), help="Also write rows.json.")
-@click.option("--row-tokens", default=2048, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--row-tokens", default=2048, show_default=True, type=click.IntRange(SHORTEST), help="Of a row."
+)
 def main(
     shape: str,
     directory: Path,
@@ -143,16 +334,12 @@ def main(
     rows: int,
     row_tokens: int,
 ) -> None:
-    """Write a random checkpoint of a real SHAPE into DIRECTORY."""
-    parsed = {}
-    for change in changes:
-        key, sign, value = change.partition("=")
-        if not sign:
-            raise click.UsageError(f"{change!r} is not KEY=VALUE.")
-        parsed[key] = yaml.safe_load(value)
-    total = make(shape, directory, layers, parsed)
-    if rows:
-        write_rows(directory / "rows.json", rows, row_tokens)
+    """Write a random checkpoint of a real SHAPE, a model or its model_type, into DIRECTORY."""
+    parsed = parse_changes(changes)
+    if layers:
+        parsed["num_hidden_layers"] = layers
+    with terminable(), progress_bar("writing", "bytes") as bar:
+        total = make_checkpoint(directory, shape, parsed, [row_tokens] * rows, bar)
     click.echo(f"{directory}: {total / 1e9:.2f} GB")
 
 

@@ -1,10 +1,13 @@
-"""One contestant of bench_train.py: some optimizer steps on one checkpoint; a line of JSON about them.
+"""One contestant of bench_train.py: some optimizer steps on one checkpoint.
+
+    train_worker.py CASE RESULT        # CASE: JSON as bench_train makes it; RESULT: the JSON file to write
 
 * ``ktbridge``: attention on the GPU, experts mapped from the checkpoint and run by our kernels.
 * ``offload``: the same placement with torch's own CPU operations for the experts, which are loaded.
 * ``gpu``: Hugging Face and PEFT with everything on the GPU, LoRA on the fused experts too.
 
-All train LoRA on attention and experts with the same rank, rows, checkpointing, AdamW and loss.
+All train LoRA on attention and experts with the same rank, rows, checkpointing, AdamW and loss. Without a
+GPU all of each is on the CPU. Prints a line a step on stderr. Needs `ktbridge[train]`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +144,43 @@ def memory() -> dict[str, int]:
     return {wanted[line[0]]: int(line[1]) * 1024 for line in lines if line[0] in wanted}
 
 
+def gpu_memory() -> dict[str, Any]:
+    """The GPU's name, the highest sum of torch's tensors, and what is in use of the device now.
+
+    torch gives nothing back while it runs, so the last is the peak with the CUDA context and torch's reserve.
+    """
+    if DEVICE.type != "cuda":
+        return {}
+    free, whole = torch.cuda.mem_get_info()
+    return {
+        "name": torch.cuda.get_device_name(),
+        "allocated": torch.cuda.max_memory_allocated(),
+        "used": whole - free,
+    }
+
+
 def main() -> None:
     case = json.loads(sys.argv[1])
     started = time.perf_counter()
     torch.manual_seed(0)
     model = build(case).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"])
     loaded = time.perf_counter() - started
-    draw = torch.Generator().manual_seed(1)
-    seconds, losses = [], []
+    vocabulary = model.config.get_text_config().vocab_size
+    seconds, losses, first = [], [], []
     for _ in range(case["steps"]):
+        # The same rows in each step, so that losses fall, and the same first ones whatever the accumulation.
+        draw = torch.Generator().manual_seed(1)
         begun = time.perf_counter()
         total = 0.0
-        for _ in range(case["accumulation"]):
-            ids = torch.randint(0, 4000, (1, case["length"]), generator=draw).to(DEVICE)
+        for row in range(case["accumulation"]):
+            ids = torch.randint(0, vocabulary, (1, case["length"]), generator=draw).to(DEVICE)
             loss = model(input_ids=ids, labels=ids).loss / case["accumulation"]
             loss.backward()
             total += float(loss.detach())
+            if row == 0:
+                first.append(total * case["accumulation"])
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
@@ -165,21 +188,23 @@ def main() -> None:
         print(
             f"{case['who']}: step {len(seconds)} {seconds[-1]:.1f} s", file=sys.stderr, flush=True
         )
-    gpu = {}
-    if DEVICE.type == "cuda":
-        free, whole = torch.cuda.mem_get_info()
-        gpu = {"allocated": torch.cuda.max_memory_allocated(), "used": whole - free}
     told = {
         "who": case["who"],
         "load_seconds": loaded,
         "seconds": seconds,
         "losses": losses,
-        "gpu": gpu,
+        "first_row_losses": first,
+        "gpu": gpu_memory(),
         "cpu": memory(),
         "kernel_seconds": kernel_seconds(),
+        "threads": torch.get_num_threads(),
         "trained": sum(parameter.numel() for parameter in trained),
+        "versions": {name: version(name) for name in ("ktbridge", "torch", "transformers", "peft")},
     }
-    print(json.dumps(told))
+    if case["who"] == "ktbridge":
+        layer = next(iter(expert_layers(model).values()))
+        told |= {"isa": layer.isa, "threads": layer.threads}
+    Path(sys.argv[2]).write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

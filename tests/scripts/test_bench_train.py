@@ -1,0 +1,161 @@
+"""bench_train: a whole run of two contestants on the CPU, and what it says when one fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from ktbridge.errors import KtbridgeError
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+TITLES = ["tokens/s", "ours is", "GPU GB", "RAM GB", "/ckpt", "load s", "loss"]
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "vocab_size": 512, "initializer_range": 0.3,  # such that experts change the loss by much
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scripts_on_path():
+    sys.path.insert(0, str(SCRIPTS))
+    yield
+    sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What one run writes, prints and says."""
+    from random_checkpoint import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("bench")
+    make_checkpoint(folder / "base", "qwen3_moe", SIZES)
+    done = subprocess.run(
+        [
+            sys.executable, str(SCRIPTS / "bench_train.py"), str(folder / "base"), "--peer", "offload",
+            "--length", "32", "--steps", "3", "--accumulation", "2", "--offload-accumulation", "1",
+            "--learning-rate", "1e-2", "--json", str(folder / "run.json"),
+        ],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "run.json").read_text()), done, folder
+
+
+def test_contestants_train_the_same_model_alike(run):
+    ours, peer = run[0]["contestants"]
+    assert (ours["who"], peer["who"]) == ("ktbridge", "offload")
+    assert run[0]["loss_difference"] < 0.005
+    assert ours["trained"] == peer["trained"]
+    first, last = ([each["first_row_losses"][step] for each in (ours, peer)] for step in (0, -1))
+    assert min(first) > math.log(SIZES["vocab_size"]) + 1  # not what a model without experts has
+    fell = [start - end for start, end in zip(first, last, strict=True)]
+    assert min(fell) > 1
+    assert fell[0] == pytest.approx(fell[1], rel=0.3)
+
+
+def test_the_json_agrees_with_itself(run):
+    told, _, folder = run
+    base = folder / "base"
+    assert told["checkpoint_bytes"] == sum(
+        path.stat().st_size for path in base.glob("*.safetensors")
+    )
+    assert told["model"] == {"model_type": "qwen3_moe", "layers": 2}
+    assert told["machine"].keys() == {"cpu", "cores", "gpu"}
+    assert told["failed"] == []
+    ours = told["contestants"][0]
+    for each in told["contestants"]:
+        case = each["case"]
+        assert case["accumulation"] == (1 if each["who"] == "offload" else 2)
+        assert len(each["seconds"]) == len(each["losses"]) == case["steps"] == 3
+        tokens = case["accumulation"] * case["length"]
+        pace = tokens / statistics.median(each["seconds"][1:])
+        assert each["tokens_per_second"] == pytest.approx(pace)
+        assert each["ours_is"] == pytest.approx(ours["tokens_per_second"] / pace)
+        assert each["cpu"]["peak"] >= max(each["cpu"]["anonymous"], each["cpu"]["mapped"])
+        assert each["cpu_over_checkpoint"] * told["checkpoint_bytes"] == pytest.approx(
+            each["cpu"]["peak"]
+        )
+        assert each["versions"].keys() == {"ktbridge", "torch", "transformers", "peft"}
+        assert bool(each["gpu"]) == (told["machine"]["gpu"] is not None)
+    assert 0 < ours["kernel_seconds"] < sum(ours["seconds"])
+    assert told["contestants"][1]["kernel_seconds"] == 0
+
+
+def test_the_table_is_whole_in_80_columns(run):
+    import bench_train
+
+    told, done, folder = run
+    assert "ktbridge: step 3 " in done.stderr
+    again = CliRunner().invoke(bench_train.main, ["--from-json", str(folder / "run.json")])
+    assert again.exit_code == 0
+    for title in TITLES:
+        assert title in done.stdout
+        assert title in again.stdout
+
+    # As wide as a large machine makes it.
+    wide = json.loads(json.dumps(told))
+    for each in wide["contestants"]:
+        each["tokens_per_second"], each["ours_is"], each["load_seconds"] = 123456.0, 123.45, 1234.0
+        each["gpu"], each["cpu"]["peak"] = {"used": 139.99e9, "name": "Some GPU"}, 1234.5e9
+        each["case"]["ahead"] = False
+    console = Console(file=StringIO(), width=80)
+    console.print(bench_train.table(wide))
+    text = console.file.getvalue()
+    for word in (*TITLES, "ktbridge, waiting", "123,456", "123.45x", "139.99", "1234.5"):
+        assert word in text
+    assert "…" not in text
+
+
+def test_a_failure_is_a_sentence_that_says_where_there_is_more(run, tmp_path, monkeypatch):
+    import bench_train
+
+    told, case = run[0], {"who": "gpu", "length": 32, "accumulation": 2}
+    worker, log = tmp_path / "worker.py", tmp_path / "gpu.log"
+    monkeypatch.setattr(bench_train, "WORKER", worker)
+    sentences = []
+    for ending, said in (
+        ("raise MemoryError('the GPU is full')", "failed (MemoryError: the GPU is full)"),
+        ("raise SystemExit(3)", "failed (exit code 3)"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL, as the system does when"),
+    ):
+        worker.write_text(f"print('gpu: step 1 0.1 s', flush=True)\n{ending}\n")
+        with pytest.raises(KtbridgeError) as caught:
+            bench_train.measure(case, log)
+        sentences.append(str(caught.value))
+        assert sentences[-1].startswith(f"gpu {said}")
+        assert sentences[-1].endswith(f"; {log} has all that it said.")
+        assert log.read_text().startswith("gpu: step 1")
+
+    recorded = tmp_path / "run.json"
+    recorded.write_text(json.dumps({**told, "failed": sentences}))
+    done = CliRunner().invoke(bench_train.main, ["--from-json", str(recorded)])
+    assert done.exit_code == 1
+    assert all(sentence in done.stderr for sentence in sentences)
+
+
+def test_different_losses_are_told(run, tmp_path):
+    import bench_train
+
+    told = json.loads(json.dumps(run[0]))
+    told["contestants"][1]["first_row_losses"][0] *= 1.02
+    bench_train.compare(told)
+    (tmp_path / "run.json").write_text(json.dumps(told))
+    done = CliRunner().invoke(bench_train.main, ["--from-json", str(tmp_path / "run.json")])
+    assert done.exit_code == 1
+    assert "not the same model" in done.stderr
+    for arguments in (
+        [],
+        [str(tmp_path)],
+        [str(tmp_path), "--from-json", str(tmp_path / "run.json")],
+    ):
+        assert CliRunner().invoke(bench_train.main, arguments).exit_code == 2
