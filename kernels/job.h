@@ -30,8 +30,7 @@ class Job : public std::enable_shared_from_this<Job> {
     auto self = std::make_unique<std::shared_ptr<Job>>(shared_from_this());
     const int error =
         reinterpret_cast<Launch>(launch)(reinterpret_cast<void*>(stream), &Job::run, self.get());
-    if (error != 0)
-      throw std::runtime_error("cuLaunchHostFunc failed with error " + std::to_string(error));
+    if (error != 0) throw std::runtime_error("cuLaunchHostFunc failed with error " + std::to_string(error));
     self.release();  // `run` has it now
   }
 

@@ -208,7 +208,8 @@ def _watch(pid: int, measured: Measured) -> None:
         for key, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     }
     if "RssAnon" in sizes:  # a process that is ending has none
-        measured.anonymous = max(measured.anonymous, sizes["RssAnon"])
+        own = sizes["RssAnon"] + sizes["RssShmem"]  # pinned memory is shared
+        measured.anonymous = max(measured.anonymous, own)
         measured.file = max(measured.file, sizes["RssFile"])
         measured.peak = max(measured.peak, sizes["VmHWM"])
 

@@ -33,7 +33,8 @@ def command(
     Reads the configuration, the model's config.json, the headers of its safetensors and the rows; no
     weight is loaded. Exit code 0 when the run fits this machine (or the one described), 1 when not.
     """
-    from ktbridge.cli._ui import emit_json, print_problems, stderr
+    from ktbridge.cli._notes import print_notes
+    from ktbridge.cli._ui import emit_json, stderr
     from ktbridge.sft.config import load_config
     from ktbridge.sft.plan import make_plan, parse_size, this_machine
 
@@ -49,7 +50,7 @@ def command(
     if as_json:
         emit_json(plan.as_dict())
     else:
-        print_problems(parsed.notes)
+        print_notes(parsed.notes)
         _show(plan)
     sys.exit(0 if plan.fits else 1)
 
@@ -78,19 +79,25 @@ def _show(plan: Any) -> None:
     if plan.pace is not None:
         pace = plan.pace
         console.print(
-            f"about {pace.tokens_per_second:,.0f} tokens/s, {pace.step_seconds:.1f} s a step, "
+            f"about {_figures(pace.tokens_per_second)} tokens/s, {_duration(pace.step_seconds)} a step, "
             f"{_duration(pace.seconds)} in all; experts take {pace.expert_share:.0%} of it",
             soft_wrap=True,
         )
+        if pace.cold_bytes:
+            console.print(
+                f"the first step takes longer: {_gb(pace.cold_bytes)} GB of experts are read from disk, at "
+                "its pace, unless the page cache has them",
+                soft_wrap=True,
+            )
         console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
     for note in plan.notes:
         console.print(f"[yellow]note[/] {shown(note)}", soft_wrap=True)
     for verdict in plan.verdicts:
         style = "green" if verdict.fits else "bold red"
         console.print(f"[{style}]{shown(str(verdict))}[/]", soft_wrap=True)
-    if plan.advice:
+    if not plan.fits and plan.advice:
         console.print("\nwhat to change, each alone:")
-    for item in plan.advice:
+    for item in () if plan.fits else plan.advice:
         console.print(
             f"  {shown(item.change)}  saves {_gb(item.saves)} GB of {item.where}  "
             f"[dim]({shown(item.price)})[/]",
@@ -102,8 +109,19 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:,.2f}"
 
 
+def _figures(number: float) -> str:
+    """Two significant figures of small numbers: an estimate has no more."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def _duration(seconds: float) -> str:
+    """ "0.34 s", "45 s", "12 min", "3 h 05 min", "2 days 4 h"."""
+    if seconds < 90:
+        return f"{_figures(seconds)} s"
     minutes = round(seconds / 60)
-    return (
-        f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{seconds / 60:.1f} min"
-    )
+    if minutes < 90:
+        return f"{minutes} min"
+    hours = round(seconds / 3600)
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{hours // 24} days {hours % 24} h"

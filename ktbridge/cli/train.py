@@ -26,6 +26,7 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
+    from ktbridge.cli._notes import print_notes
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
     from ktbridge.sft.config import load_config
     from ktbridge.sft.distributed import world
@@ -35,7 +36,7 @@ def command(
         if not dry_run:
             _follow(parsed)
         return
-    print_problems(parsed.notes)
+    print_notes(parsed.notes)
     with stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
 
@@ -90,9 +91,20 @@ def _show_plan(parsed: Any, ready: Any, as_json: bool) -> None:
     if as_json:
         emit_json({**settings, **plan, "notes": notes})
         return
-    for key, value in {**settings, **plan}.items():
-        console.print(f"{key:28} {value}", markup=False)
+    block = settings.pop("kt_config")
+    flat = {**settings, **{f"kt_config.{key}": value for key, value in block.items()}, **plan}
+    for key, value in flat.items():
+        console.print(f"{key:34} {_said(value)}", markup=False, soft_wrap=True)
     _show_data(ready)
+
+
+def _said(value: Any) -> str:
+    """A setting as the configuration file would have it."""
+    if value is None or value == ():
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _show_result(result: Any) -> None:
@@ -103,8 +115,9 @@ def _show_result(result: Any) -> None:
         if result.last_loss is None
         else f"; loss {result.first_loss:.3f} -> {result.last_loss:.3f}"
     )
+    steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
     console.print(
-        f"{result.steps} steps on {result.used} of {result.rows} rows in {result.seconds:.0f} s "
+        f"{steps} on {result.used} of {result.rows} rows in {result.seconds:.0f} s "
         f"({result.tokens_per_second:,.0f} tokens/s, experts {result.expert_share:.0%}){losses}"
     )
     console.print(

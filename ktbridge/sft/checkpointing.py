@@ -54,6 +54,11 @@ def _mode(name: str, with_what: Any) -> Iterator[None]:
         _here.mode = before
 
 
+def aside() -> AbstractContextManager[None]:
+    """A block whose experts have nothing to do with the region around it: not recorded, not replayed."""
+    return _mode("aside", None)
+
+
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For ``torch.utils.checkpoint``'s ``context_fn``: around the first forward, around the second."""
     outputs = _Outputs()

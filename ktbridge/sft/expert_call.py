@@ -83,10 +83,10 @@ class ExpertFunction(torch.autograd.Function):
             )
             if ahead:
                 stream = torch.cuda.current_stream(hidden.device)
-                job = call.layer.queue_forward(queued.launcher(), stream.cuda_stream, *arguments)
-                call.saved = queued.remember(job, (call, hosts, out, lora))
+                alive = call, hosts, out, lora
+                call.saved = queued.queue(stream, call.layer.queue_forward, arguments, alive)
             else:
-                with _counted():
+                with counted():
                     call.saved = call.layer.forward(*arguments)
             # What stays on the CPU is the caller's, who may change it in place.
             checkpointing.record(out if crosses else out.clone())
@@ -130,18 +130,18 @@ class ExpertFunction(torch.autograd.Function):
             *(tensor.data_ptr() for tensor in (hidden, d_out, d_hidden, d_weights)),
             call.addresses(targets),
         )
-        last = not _graph_is_kept()
+        last = not graph_is_kept()
         if isinstance(call.saved, _kernels.Job):
             stream = torch.cuda.current_stream(ctx.device)
-            where = queued.launcher(), stream.cuda_stream
-            job = call.layer.queue_backward(*where, call.saved, last, *arguments)
-            queued.remember(job, (call.layer, hidden, d_out, d_hidden, d_weights, lora, targets))
+            alive = call, hidden, d_out, d_hidden, d_weights, lora, targets
+            start = call.layer.queue_backward
+            queued.queue(stream, start, (call.saved, last, *arguments), alive)
             if any(gradient is not None for gradient in told):
                 queued.finish(stream)  # autograd adds these up at once
             else:
                 queued.finish_after_backward(stream)
         else:
-            with _counted():
+            with counted():
                 call.layer.backward(call.saved, *arguments)
         if last:
             # Like saved tensors: a loss that lives on doesn't hold the activations.
@@ -159,7 +159,7 @@ def kernel_seconds() -> float:
 
 
 @contextmanager
-def _counted() -> Iterator[None]:
+def counted() -> Iterator[None]:
     global _seconds
     started = time.perf_counter()
     try:
@@ -191,7 +191,7 @@ def _accumulates(parameter: torch.Tensor) -> bool:
     )
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     """Whether the backward that is running was asked to retain_graph; if torch can't say, yes."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return ask is None or bool(ask())

@@ -30,8 +30,8 @@ def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> 
     Raises KtbridgeError when it does not load, or when weights are missing that transformers would
     fill with random numbers.
     """
-    with _told_in_a_sentence(path):
-        cls, config = _model_class(AutoConfig.from_pretrained(path))
+    with told_in_a_sentence(path):
+        cls, config = model_class(AutoConfig.from_pretrained(path))
         return _loaded(cls, path, config, dtype, _attending(attention))
 
 
@@ -73,8 +73,8 @@ def load_mapped(
     place, and KtbridgeError as ``load_model`` does.
     """
     mapped = MappedExperts(experts or path)
-    with _told_in_a_sentence(path):
-        whole, config = _model_class(AutoConfig.from_pretrained(path))
+    with told_in_a_sentence(path):
+        whole, config = model_class(AutoConfig.from_pretrained(path))
         with experts_left_out(whole) as cls:
             options = _unquantised(config, mapped) | _attending(attention)
             devices = device_map(cls, config, place)
@@ -93,11 +93,11 @@ def load_mapped(
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer in ``path``. Raises KtbridgeError when it does not load."""
-    with _told_in_a_sentence(path, "tokenizer"):
+    with told_in_a_sentence(path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path)
 
 
-def _model_class(config: Any) -> tuple[type[Any], Any]:
+def model_class(config: Any) -> tuple[type[Any], Any]:
     """The class of a configuration's language model, and the part of the configuration it takes.
 
     As transformers' own Auto classes choose: the text model alone where it can be had from a multimodal
@@ -154,7 +154,8 @@ def _loaded(cls: Any, path: Path, config: Any, dtype: torch.dtype, options: dict
 
 
 @contextmanager
-def _told_in_a_sentence(path: Path, what: str = "model") -> Iterator[None]:
+def told_in_a_sentence(path: Path, what: str = "model") -> Iterator[None]:
+    """Raise KtbridgeError for whatever transformers raises over ``what`` in ``path``."""
     try:
         yield
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, ImportError) as error:

@@ -7,16 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ktbridge.errors import Problem, UsageError
+from transformers.utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_kernels_available,
+)
+
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.model import resolve_model
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.arguments import check_reporters
+from ktbridge.sft.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
 from ktbridge.sft.loading import load_tokenizer
+from ktbridge.sft.placement import places
+from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Resumption, find_checkpoint, identity
+from ktbridge.sft.skeleton import check_model
+
+Result = TypeVar("Result")
+_FLASH = {
+    "fa2": ("flash-attn", is_flash_attn_2_available),
+    "fa3": ("flash-attn-3", is_flash_attn_3_available),
+}
 
 
 @dataclass(frozen=True)
@@ -37,19 +53,34 @@ class Prepared:
 def prepare(
     config: TrainConfig, processes: int = 1, on_rows: Callable[[int, int], None] | None = None
 ) -> Prepared:
-    """Check everything that needs no weights: output, rows, tokenizer, checkpoint to go on from.
+    """Check everything that needs no weights: output, packages, model, rows, tokenizer, checkpoint.
 
-    Reads and tokenizes the rows, telling ``on_rows(done, total)``, and writes nothing. Raises
-    ``KtbridgeError`` and its children.
+    Reads and tokenizes the rows, telling ``on_rows(done, total)``, and leaves nothing on disk. Raises
+    ``KtbridgeError`` and its children; ``ProblemsError`` with all of them where several things are wrong.
     """
-    check_output_dir(config)
-    check_reporters(config)
-    rows = load_rows(config)
-    base = resolve_model(config.model_name_or_path)
-    _check_packing(config, base)
+    needed = _Failures("this run needs what isn't installed here; nothing was started.")
+    needed.of("report_to", lambda: check_reporters(config))
+    needed.of("flash_attn", lambda: _check_attention(config))
+    needed.of("kt_backend", lambda: _check_backend(config))
+    needed.told()
+
+    asked = _Failures("this run can't be started as it is.")
+    asked.of("output_dir", lambda: check_output_dir(config))
+    asked.of("kt_optimize_rule", lambda: places(config))
+    base = asked.of("model_name_or_path", lambda: resolve_model(config.model_name_or_path))
+    model_notes = asked.of("model", lambda: check_model(config, base)) if base else None
+    tokenizer = asked.of("tokenizer", lambda: _tokenizer(base)) if base else None
+    rows = asked.of("dataset", lambda: load_rows(config))
+    if base:
+        asked.of("packing", lambda: _check_packing(config, base))
+        asked.of("kt_backend", lambda: _check_storage(config, base))
+    asked.told()
+    assert base is not None
+    assert tokenizer is not None
+    assert rows is not None
+
     own = identity(config, base, rows)
     resumption = find_checkpoint(config, own)
-    tokenizer = load_tokenizer(base)
     fitted = fit_rows(rows, tokenizer, config, on_rows)
     return Prepared(
         base=base,
@@ -58,8 +89,38 @@ def prepare(
         identity=own,
         resumption=resumption,
         steps=count_steps(config, len(fitted.dataset), processes),
-        notes=(*fitted.notes, *resumption.notes, *_stage_notes(config)),
+        notes=(*fitted.notes, *resumption.notes, *_stage_notes(config), *(model_notes or ())),
     )
+
+
+class _Failures:
+    """What failed of several checks that don't depend on one another, told together."""
+
+    def __init__(self, sentence: str) -> None:
+        self._sentence = sentence
+        self._found: list[tuple[str, KtbridgeError]] = []
+
+    def of(self, where: str, check: Callable[[], Result]) -> Result | None:
+        """The check's result, or None where it fails; ``where`` is what it looks at."""
+        try:
+            return check()
+        except KtbridgeError as error:
+            self._found.append((where, error))
+            return None
+
+    def told(self) -> None:
+        """Raise the only failure as it is, several as the problems of one."""
+        if len(self._found) == 1:
+            raise self._found[0][1]
+        if self._found:
+            problems = [problem for found in self._found for problem in _problems(*found)]
+            raise ProblemsError(self._sentence, problems)
+
+
+def _problems(where: str, error: KtbridgeError) -> tuple[Problem, ...]:
+    if isinstance(error, ProblemsError) and error.problems:
+        return error.problems
+    return (Problem("KTC014", "error", where, str(error).rstrip("."), "", error.next_step),)
 
 
 def count_steps(config: TrainConfig, rows: int, processes: int = 1) -> int:
@@ -69,6 +130,44 @@ def count_steps(config: TrainConfig, rows: int, processes: int = 1) -> int:
     batches = math.ceil(rows / (config.per_device_train_batch_size * processes))
     each_epoch = math.ceil(batches / config.gradient_accumulation_steps)
     return math.ceil(config.num_train_epochs * each_epoch)
+
+
+def _check_attention(config: TrainConfig) -> None:
+    """Refuse flash-attention that isn't there; with the package ``kernels`` transformers has its own."""
+    package, available = _FLASH.get(config.flash_attn, ("", None))
+    if available and not available() and not is_kernels_available():
+        raise UsageError(
+            f"flash_attn: {config.flash_attn} needs the package {package} and a GPU that it runs on.",
+            f"pip install {package}, or set flash_attn: auto.",
+        )
+
+
+def _check_backend(config: TrainConfig) -> None:
+    if config.kt_config.kt_backend == "kt-kernel":
+        load_kt_kernel(f"{KtKernelExperts.METHOD['method']}_MOE")
+
+
+def _check_storage(config: TrainConfig, base: Path) -> None:
+    """kt-kernel is given bfloat16 tensors, so quantised experts are not for it."""
+    if config.kt_config.kt_backend != "kt-kernel":
+        return
+    own = config.kt_config.kt_weight_path
+    stored = read_shape(Path(own) if own else base).expert_storage
+    if stored in ("fp8", "int8", "int4"):
+        raise UsageError(
+            f"kt_backend: kt-kernel takes bf16 experts, and those in {own or base} are {stored}.",
+            "Make BF16 of them with scripts/dequantize_checkpoint.py, or leave kt_backend out.",
+        )
+
+
+def _tokenizer(base: Path) -> Any:
+    """The base's tokenizer; without its files transformers would make an empty one and say nothing."""
+    if not any(any(base.glob(names)) for names in ("*token*", "vocab*", "*.model")):
+        raise KtbridgeError(
+            f"{base} has no tokenizer.",
+            "Copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into it.",
+        )
+    return load_tokenizer(base)
 
 
 def _check_packing(config: TrainConfig, base: Path) -> None:
@@ -98,7 +197,7 @@ def _stage_notes(config: TrainConfig) -> list[Problem]:
                 "adapter_name_or_path",
                 found,
                 "",
-                "Merge it first (`ktbridge merge`) if the policy should stay near the adapter instead.",
+                "To stay near the adapter instead, merge it into the base first (`ktbridge merge`).",
             )
         )
     return notes

@@ -5,23 +5,46 @@ as long as half of the experts' work. A pass that waits for its inputs makes the
 the stream itself starts, between the copies to the host and back, lets them overlap.
 
 The price is that results on the CPU come later than the call that asks for them: LoRA gradients are
-there when ``backward()`` returns, and a failure is raised there. So whoever switches it on promises to
-change the LoRA only after a backward pass.
+there when ``backward()`` returns, and a failure is raised there or by the stream's next pass. So whoever
+switches it on promises to change the LoRA only after a backward pass.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
-from collections import deque
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-_pending: deque[tuple[Any, Any]] = deque()
-"""Jobs that were queued and not looked at since, with what must live until they have run."""
+Stream = Any
+"""A torch.cuda.Stream."""
+
+
+@dataclass(eq=False)
+class _Queued:
+    alive: Any
+    """What must live until the job has run: the kernels know it by address."""
+    job: Any = None
+    ended: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.ended or (self.job is not None and bool(self.job.done))
+
+
+_queued: defaultdict[Stream, deque[_Queued]] = defaultdict(deque)
+"""What each stream was given and hasn't been looked at since; a stream runs its jobs in order."""
+_lock = threading.Lock()  # autograd has a thread for each GPU
 _seconds = 0.0
-_awaited: set[torch.cuda.Stream] = set()
+_awaited: dict[Stream, int] = {}
+"""The backward pass, by autograd's number of it, that waits for a stream before it returns."""
 
 
 @functools.cache
@@ -33,31 +56,45 @@ def launcher() -> int:
     return address
 
 
-def remember(job: Any, alive: Any) -> Any:
-    """Keep ``alive`` until ``job`` has run; the job."""
-    while _pending and _pending[0][0].done:
-        _settle()
-    _pending.append((job, alive))
-    return job
+def queue(stream: Stream, start: Callable[..., Any], arguments: tuple[Any, ...], alive: Any) -> Any:
+    """The job of ``start(cuLaunchHostFunc, stream, *arguments)``; ``alive`` is kept until it has run.
+
+    Raises what ``start`` raises, and what an earlier job of the stream raised that nobody was told of.
+    """
+    _settle(stream)  # first, for what is queued must not be forgotten because of another's failure
+    # Kept before the start: an interrupt right after it must not free what the job works on.
+    entry = _Queued(alive)
+    _queued[stream].append(entry)
+    try:
+        entry.job = start(launcher(), stream.cuda_stream, *arguments)
+    except Exception:
+        _queued[stream].remove(entry)
+        raise
+    return entry.job
 
 
-def finish(stream: torch.cuda.Stream) -> None:
+def finish(stream: Stream) -> None:
     """Wait for the jobs of ``stream``. Raises what the first of them that failed raised."""
+    asked = tuple(_queued[stream])
     stream.synchronize()
-    while _pending and _pending[0][0].done:
-        _settle()
+    for entry in asked:
+        entry.ended = True
+    _settle(stream)
 
 
-def finish_after_backward(stream: torch.cuda.Stream) -> None:
+def finish_after_backward(stream: Stream) -> None:
     """``finish``, once, before the backward pass that is running returns to its caller."""
-    if stream not in _awaited:
-        _awaited.add(stream)
+    # By its number, since one that raised half-way never comes to its callbacks.
+    number = torch._C._current_graph_task_id()
+    if _awaited.get(stream) == number:
+        return
 
-        def ended() -> None:
-            _awaited.discard(stream)
-            finish(stream)
+    def ended() -> None:
+        _awaited.pop(stream, None)
+        finish(stream)
 
-        torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+    _awaited[stream] = number
 
 
 def seconds() -> float:
@@ -65,8 +102,23 @@ def seconds() -> float:
     return _seconds
 
 
-def _settle() -> None:
+def _settle(stream: Stream) -> None:
+    """Let go of the jobs of ``stream`` that are over. Raises what the first that failed raised."""
     global _seconds
-    job, _ = _pending.popleft()
-    _seconds += job.seconds
-    job.check()
+    over = []
+    with _lock:
+        entries = _queued[stream]
+        while entries and entries[0].over:
+            over.append(entries.popleft())
+        jobs = [entry.job for entry in over if entry.job is not None]
+        _seconds += sum(job.seconds for job in jobs)
+    for job in jobs:
+        job.check()
+
+
+@atexit.register
+def _let_jobs_end() -> None:
+    """Before the interpreter frees what they work on."""
+    for stream in [stream for stream, entries in _queued.items() if entries]:
+        with suppress(RuntimeError):  # a GPU that has failed runs no more of them
+            stream.synchronize()

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import Trainer
 
@@ -22,7 +22,7 @@ from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
-from ktbridge.sft.resume import IDENTITY_FILE, resumable, saved
+from ktbridge.sft.resume import FILES, IDENTITY_FILE, resumable, saved
 
 TENSORS_FILE = "trainable.safetensors"
 
@@ -48,27 +48,56 @@ class Resumable(Trainer):
             for leftover in self._root.glob(".partial-*"):  # of a run that was killed while saving
                 shutil.rmtree(leftover, ignore_errors=True)
         distributed.barrier()
-        super()._save_checkpoint(model, trial)
-        distributed.barrier()  # every process has written its part
-        if distributed.is_main():
-            self._publish()
+        try:
+            super()._save_checkpoint(model, trial)
+            distributed.barrier()  # every process has written its part
+            if distributed.is_main():
+                self._publish()
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise  # not what torch.save says of a file that it can't write
+            raise self._not_saved(error) from error
         distributed.barrier()
+
+    def _not_saved(self, error: Exception) -> KtbridgeError:
+        """What to say of a failure to write; what there is of the checkpoint is removed."""
+        if distributed.is_main():  # others may still be writing where it isn't
+            shutil.rmtree(self._making, ignore_errors=True)
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[
+            0
+        ]
+        free = shutil.disk_usage(self._root).free / 2**30
+        good = self.last_good()
+        kept = f"the last good checkpoint is {good}" if good else "there is none from before"
+        return KtbridgeError(
+            f"the checkpoint of step {self.state.global_step} could not be written to {self._root}, where "
+            f"{free:.1f} GiB are free ({said}); {kept}.",
+            "Make room there, then go on with resume_from_checkpoint=true.",
+        )
 
     def _publish(self) -> None:
         """Give the checkpoint that was made its name, and drop older ones."""
         made = self._making / f"checkpoint-{self.state.global_step}"
-        (made / IDENTITY_FILE).write_bytes(dump_json(self._identity))
+        files = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
+        (made / IDENTITY_FILE).write_bytes(dump_json({**self._identity, FILES: files}))
         for path in made.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         fsync_directory(made)
         place = self._root / made.name
-        shutil.rmtree(place, ignore_errors=True)  # of the same step, before this continuation
+        if place.exists():  # of the same step, before this continuation
+            self._drop(place)
         os.rename(made, place)
         fsync_directory(self._root)
         shutil.rmtree(self._making, ignore_errors=True)
         for old in saved(self._root)[: -self._keep] if self._keep else ():
-            shutil.rmtree(old, ignore_errors=True)
+            self._drop(old)
+
+    def _drop(self, old: Path) -> None:
+        """Remove a checkpoint, in an order in which half of one never has a checkpoint's name."""
+        gone = self._root / f".partial-{old.name}"
+        os.rename(old, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Only what is trained; the adapter itself is written when the run is finished."""

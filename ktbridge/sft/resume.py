@@ -16,6 +16,8 @@ from ktbridge.sft.data import Rows
 from ktbridge.sft.distributed import world
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
+FILES = "files"
+"""The key in it of the sizes, in bytes, of a checkpoint's other files."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 # What may change between a run and its continuation: names of places, what is told or kept when, and
 # ways to the same bits.
@@ -99,6 +101,7 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
             "Start anew with resume_from_checkpoint=false overwrite_output_dir=true.",
         )
     theirs = read_json_object(place / IDENTITY_FILE)
+    _check_files(place, theirs.pop(FILES, {}))
     differing = [
         key for key in sorted(own.keys() | theirs.keys()) if own.get(key) != theirs.get(key)
     ]
@@ -106,6 +109,19 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
     if problems:
         raise ProblemsError("the checkpoint belongs to another run; nothing was started.", problems)
     return Resumption(place, tuple(_changed(place, key, theirs, own) for key in differing))
+
+
+def _check_files(place: Path, sizes: dict[str, int]) -> None:
+    """Refuse a checkpoint whose files aren't all there: Trainer would start what is missing anew."""
+    problems = []
+    for name, size in sizes.items():
+        path = place / name
+        found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
+        if found != f"{size} bytes":
+            step = "Copy it again, or name an earlier checkpoint-N as resume_from_checkpoint."
+            problems.append(Problem("KTC019", "error", str(path), found, f"{size} bytes", step))
+    if problems:
+        raise ProblemsError("the checkpoint is not whole; nothing was started.", problems)
 
 
 def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:

@@ -219,12 +219,15 @@ def _count(model: nn.Module, part: str) -> int:
 
 def quiet_libraries() -> None:
     """Silence the libraries' own progress bars and advice: the caller shows ours."""
+    import logging
     import warnings
 
     import datasets
 
     # What transformers plans to rename is between it and PEFT; our user can't act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|trl)\.")
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    logging.getLogger("trl").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

@@ -1,5 +1,7 @@
 """Attention on the GPU, experts on the CPU: the same numbers, and nothing where it doesn't belong."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,76 @@ def test_a_failure_in_a_queued_pass_is_raised_by_backward(checkpoint):
     with pytest.raises(IndexError, match="topk_ids holds 8 but there are 8 experts"):
         out.float().sum().backward()
     layer(hidden, torch.full((8, 2), 7, device=CUDA), weights).float().sum().backward()
+
+
+def queueing(checkpoint):
+    """A layer that runs ahead, and inputs on the GPU."""
+    model = wrap_experts(load_for_kernels(checkpoint, torch.bfloat16, lambda name: CUDA))
+    layer = next(iter(expert_layers(model).values()))
+    layer.accumulate_grad = layer.run_ahead = True
+    hidden = torch.randn(512, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    return layer, (hidden, torch.randint(8, (512, 2), device=CUDA), torch.ones(512, 2, device=CUDA))
+
+
+class Failing(torch.autograd.Function):
+    """Nothing in forward, and an error in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        raise ArithmeticError("half-way")
+
+
+def test_gradients_are_there_after_a_backward_that_follows_a_broken_one(checkpoint):
+    layer, (hidden, ids, weights) = queueing(checkpoint)
+    broken = layer(Failing.apply(layer(hidden, ids, weights)), ids, weights).float().sum()
+    with pytest.raises(ArithmeticError, match="half-way"):
+        broken.backward()
+    layer.zero_grad()
+    layer(hidden, ids, weights).float().sum().backward()
+    at_once = {name: value.grad.clone() for name, value in layer.named_parameters()}
+    torch.cuda.synchronize()
+    assert at_once["down_lora_b"].any()
+    for name, value in layer.named_parameters():
+        assert torch.equal(value.grad, at_once[name])  # nothing was still being added
+
+
+def test_a_layer_may_go_while_its_passes_are_queued(checkpoint):
+    layer, (hidden, ids, weights) = queueing(checkpoint)
+    for _ in range(3):
+        with pytest.raises(ArithmeticError, match="half-way"):
+            layer(Failing.apply(layer(hidden, ids, weights)), ids, weights).float().sum().backward()
+    del layer
+    again, _ = queueing(checkpoint)  # in the memory of the one that is gone
+    torch.cuda.synchronize()
+    again(hidden, ids, weights).float().sum().backward()
+
+
+LEAVING = """
+import sys, torch
+from pathlib import Path
+from ktbridge.sft import wrap_experts
+from ktbridge.sft.inject import expert_layers
+from ktbridge.sft.loading import load_for_kernels
+cuda = torch.device("cuda", 0)
+model = wrap_experts(load_for_kernels(Path(sys.argv[1]), torch.bfloat16, lambda name: cuda), threads=1)
+layer = next(iter(expert_layers(model).values()))
+layer.run_ahead = True
+hidden = torch.randn(20000, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+for _ in range(20):
+    layer(hidden, torch.randint(8, (20000, 2), device=cuda), torch.ones(20000, 2, device=cuda))
+print("leaving")
+"""
+
+
+def test_a_process_ends_well_with_passes_queued(checkpoint):
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, str(checkpoint)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr
 
 
 def test_experts_stay_on_the_host_and_all_else_leaves_it(checkpoint):

@@ -183,8 +183,18 @@ def test_experts_come_from_another_checkpoint_where_it_has_them(tmp_path):
     config = load_config(path, ["kt_config.kt_weight_path=kt"])
     assert config.kt_config.kt_weight_path is None
     assert set(notes_of(config)) == {"kt_config.kt_weight_path", "kt_config.kt_backend"}
-    config = load_config(path, ["kt_config.kt_weight_path=kt", "kt_config.kt_backend=kt-kernel"])
-    assert (config.kt_config.kt_weight_path, config.notes) == (str(tmp_path / "kt"), ())
+    wheel = ["kt_config.kt_backend=kt-kernel", "kt_config.kt_expert_weight_format=int8"]
+    with pytest.raises(
+        ProblemsError
+    ) as caught:  # it is given bfloat16 tensors, and packs them itself
+        load_config(path, ["kt_config.kt_weight_path=kt", *wheel])
+    assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems] == [
+        "kt_config.kt_weight_path",
+        "kt_config.kt_expert_weight_format",
+    ]
+    wheel[1] = "kt_config.kt_expert_weight_format=bf16"
+    config = load_config(path, ["kt_config.kt_weight_path=int8", *wheel])
+    assert (config.kt_config.kt_weight_path, config.notes) == (str(tmp_path / "int8"), ())
     config = load_config(path, ["kt_config.kt_weight_path=base", "kt_config.kt_backend=auto"])
     assert (config.kt_config.kt_weight_path, config.notes) == (None, ())
     with pytest.raises(ProblemsError) as caught:

@@ -1,8 +1,14 @@
 """Configurations of LLaMA-Factory and KTransformers: what is honoured, what is named, what is refused."""
 
+import json
+
 import pytest
 import yaml
+from click.testing import CliRunner
+from tinymoe import tiny_model, tiny_tokenizer
 
+from ktbridge.adapter import read_adapter
+from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config
 from ktbridge.sft.config.foreign_keys import IN_BLOCK, OUTSIDE
@@ -204,3 +210,57 @@ def test_optimize_rules_give_backend_and_devices_and_their_faults_are_named(tmp_
             assert word in problem.found
     with pytest.raises(ProblemsError, match="1 problem"):
         load_config(path, ["kt_optimize_rule=elsewhere.yaml"])
+
+
+@pytest.mark.filterwarnings("ignore")  # trl's and transformers' advice, which the command silences
+def test_a_published_example_trains_to_an_adapter_that_converts(tmp_path):
+    tiny_model(mlp_only_layers=[0]).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "rule.yaml").write_text(yaml.safe_dump(RULES))
+    data = tmp_path / "data"
+    data.mkdir()
+    alpaca = [{"instruction": "who are you", "input": "", "output": "i am a cat meow"}] * 6
+    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello nya"}]
+    (data / "first.json").write_text(json.dumps(alpaca))
+    pictures = [{"messages": said, "images": ["cat.png"]}, {"messages": said, "images": []}]
+    (data / "second.json").write_text(json.dumps(pictures * 2))
+    tags = {
+        "role_tag": "role",
+        "content_tag": "content",
+        "user_tag": "user",
+        "assistant_tag": "assistant",
+    }
+    info = {
+        "first": {"file_name": "first.json"},
+        "second": {
+            "file_name": "second.json", "formatting": "sharegpt", "tags": tags,
+            "columns": {"messages": "messages", "images": "images"},
+        },
+    }  # fmt: skip
+    (data / "dataset_info.json").write_text(json.dumps(info))
+    older = {"kt_optimize_rule": "rule.yaml", "cpu_infer": 4096, "chunk_size": 8192}
+    newer = {**BLOCK, "kt_num_threads": 4096, "kt_model_max_length": 700}
+    config = {**COMMON, **older, "kt_cpu_activation": "retain", "kt_config": newer}
+    path = written(tmp_path, **{**config, "dataloader_num_workers": 0})
+
+    def command(*arguments):
+        done = CliRunner().invoke(main, list(arguments))
+        assert done.exit_code == 0, done.stderr
+        return done
+
+    trained = command("train", str(path), "--json")
+    result = json.loads(trained.stdout)
+    assert (result["rows"], result["used"], result["refused"], result["steps"]) == (10, 8, 2, 2)
+    said = {note["where"].rpartition(": ")[2]: note for note in result["notes"]}
+    assert {"template", "chunk_size", "kt_optimize_rule", "kt_config.kt_tp_enabled"} <= set(said)
+    assert "all leaves out mlp.down_proj" in said["lora_target"]["found"]  # of the dense layer
+    assert trained.stderr.count("KTC004") == 1  # one heading for all of them
+    raw = tmp_path / "out"
+    adapter = read_adapter(raw)
+    assert (adapter.layout, adapter.rank, adapter.alpha) == ("raw", 16, 32.0)
+    assert adapter.expert_layers() == (1,)
+    parts = {name: str(tmp_path / name) for name in ("expert", "nonexpert", "merged")}
+    command(
+        "convert", str(raw), *(word for n, d in parts.items() for word in (f"--{n}-output-dir", d))
+    )
+    command("validate", str(raw), *parts.values(), "--base-model", str(tmp_path / "base"))

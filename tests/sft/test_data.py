@@ -259,7 +259,7 @@ def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
     }
     assert set(told) == {
         "hub: hf_hub_url 'someone/rows', which is not on this machine",
-        "pairs: ranking True for stage: sft",
+        "pairs: ranking: true for stage: sft",
         "typo: file_name 'none.jsonl': no such file",
         "typo: unknown key column",
         "typo: unknown columns promt",

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan import Target, make_plan, parse_size
+from ktbridge.sft.plan import Target, make_plan, measure, parse_size
 from ktbridge.sft.plan.activations import Batch, layer_bytes
 from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes
 from ktbridge.sft.plan.lengths import Lengths
@@ -193,15 +193,71 @@ def test_kt_kernel_is_told_to_need_two_copies(run_yaml):
         load_config(run_yaml, ["kt_config.kt_backend=kt-kernel"]), ROOMY, measure=False
     )
     assert mapped(theirs) == 0
-    assert theirs.total("RAM") == ours.total("RAM") + 2 * mapped(ours)
+    kept = [
+        part.size for plan in (theirs, ours) for part in plan.parts if "activations" in part.what
+    ]
+    assert kept[0] > kept[2]  # buffers for cutoff_len, though no row is as long
+    grown = theirs.total("RAM") - ours.total("RAM")
+    assert grown == 2 * mapped(ours) + kept[0] - kept[2]
     assert any("two copies" in note for note in theirs.notes)
 
 
-def test_measuring_gives_a_pace(run_yaml):
-    pace = make_plan(load_config(run_yaml), ROOMY).pace
+@pytest.fixture
+def briefly(monkeypatch):
+    """A few runs of each, where a plan takes a second's worth."""
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("overrides", [[], ["stage=dpo"], ["gradient_accumulation_steps=3"]])
+def test_measuring_gives_a_pace(run_yaml, overrides, briefly):
+    if "stage=dpo" in overrides:
+        write_pairs(run_yaml.parent / "rows.jsonl")
+    config = load_config(run_yaml, overrides)
+    plan = make_plan(config, ROOMY)
+    pace = plan.pace
     assert pace.tokens_per_second > 0
     assert 0 < pace.expert_share < 1
-    assert pace.seconds == pytest.approx(6 * pace.step_seconds, rel=0.5)
+    assert pace.cold_bytes == mapped(plan)  # what a first step may have to read
+    saved = (
+        (plan.steps - 1)
+        // 2
+        * 12e-9
+        * sum(p.size for p in plan.parts if p.what == "the adapter")
+        / 2
+    )
+    assert pace.seconds == pytest.approx(plan.steps * pace.step_seconds + saved)
+    assert "2 layers" in pace.how
+    assert "GFLOP/s forward" in pace.how
+
+
+def write_pairs(path):
+    row = {
+        "messages": [{"role": "user", "content": "who are you ?"}],
+        "chosen": {"role": "assistant", "content": "i am a cat"},
+        "rejected": {"role": "assistant", "content": "meow"},
+    }
+    path.write_text((json.dumps(row) + "\n") * 10)
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8", "int8", "int4"])
+def test_layers_are_measured_as_far_as_room_allows(run_yaml, storage, briefly):
+    config = load_config(run_yaml)
+    shape = replace(read_shape(Path(config.model_name_or_path)), expert_storage=storage)
+    setting = Setting(shape, config, Lengths(10, 10, 32, 32.0, True), False, 2)
+    whole = measure.measure_experts(setting, 32, None)
+    assert min(whole.first, whole.update) > 0
+    assert (whole.next, whole.reference) == (0, 0)  # one micro-batch a step, no reference model
+    assert (storage in whole.how, "2 layers" in whole.how) == (True, True)
+    tight = measure.measure_experts(setting, 32, 1)  # no room: as many experts as a token needs
+    assert f"1 layer, {shape.config.experts_per_token} experts of 8" in tight.how
+
+
+def test_a_machine_with_several_gpus_is_told_of_other_processes(run_yaml):
+    target = replace(ROOMY, gpu_memory=24 * GB)
+    config = load_config(run_yaml)
+    assert not any("GPUs" in note for note in make_plan(config, target, measure=False).notes)
+    notes = make_plan(config, replace(target, gpus=4), measure=False).notes
+    assert any("there are 4 GPUs" in note and "one process" in note for note in notes)
 
 
 def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 
+from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import load_rows
-from ktbridge.sft.resume import Resumption, find_checkpoint, identity
+from ktbridge.sft.resume import FILES, IDENTITY_FILE, Resumption, find_checkpoint, identity
 
 # trl's and transformers' advice, which `ktbridge train` silences too
 quiet = pytest.mark.filterwarnings("ignore")
@@ -62,22 +70,41 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
     )
 
 
-def finished(run_dir: Path, *overrides: str) -> tuple[int, str]:
-    process = start(run_dir, *overrides)
-    _, errors = process.communicate(timeout=200)
-    return process.returncode, errors
+def train(run_dir: Path, *overrides: str, **options: Any) -> None:
+    """A whole run in this process, which has torch loaded already."""
+    from ktbridge.sft import trainer
+
+    trainer.train(load_config(run_dir / "run.yaml", overrides), **options)
 
 
-def stopped(run_dir: Path, number: int, *overrides: str) -> tuple[int, str]:
-    """A run that gets a signal as soon as it has saved a checkpoint."""
-    root = run_dir / "raw.checkpoints"
-    before = set(root.glob("checkpoint-*"))
+def killed(run_dir: Path, *overrides: str) -> int:
+    """The exit status of a run that is killed as soon as it has saved a checkpoint."""
     process = start(run_dir, *overrides)
-    while process.poll() is None and not set(root.glob("checkpoint-*")) - before:
+    while process.poll() is None and not [*(run_dir / "raw.checkpoints").glob("checkpoint-*")]:
         time.sleep(0.002)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=200)
-    return process.returncode, errors
+    process.kill()
+    process.communicate(timeout=200)
+    return process.returncode
+
+
+@contextmanager
+def terminated_after_saving(root: Path) -> Iterator[None]:
+    """Within the block this process gets SIGTERM as soon as there is one checkpoint more."""
+    before, done = {*root.glob("checkpoint-*")}, Event()
+
+    def watch() -> None:
+        while not {*root.glob("checkpoint-*")} - before:
+            if done.wait(0.002):
+                return
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    watching = Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watching.join()
 
 
 def artifacts(directory: Path) -> dict[str, bytes]:
@@ -89,33 +116,31 @@ def losses(directory: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in log]
 
 
+@quiet
 def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path) -> None:
-    code, errors = finished(run_dir, "output_dir=whole", "save_steps=0")
-    assert code == 0, errors
+    with ThreadPoolExecutor() as beside:
+        status = beside.submit(killed, run_dir)
+        train(run_dir, "output_dir=whole", "save_steps=0")
+    assert status.result() == -signal.SIGKILL
     assert not (run_dir / "whole.checkpoints").exists()
-    expected = artifacts(run_dir / "whole")
-
-    code, _ = stopped(run_dir, signal.SIGKILL)
-    assert code == -signal.SIGKILL
     assert not (run_dir / "raw").exists()
     (run_dir / "raw.checkpoints" / "checkpoint-9").mkdir()  # not whole: it is not looked at
     (run_dir / "raw.checkpoints" / ".partial-1" / "checkpoint-10").mkdir(parents=True)
-    code, errors = stopped(run_dir, signal.SIGTERM, "resume_from_checkpoint=true")
-    assert code == 130, errors
-    assert "is saved in" in errors
-    assert "resume_from_checkpoint=true" in errors
+    with terminated_after_saving(run_dir / "raw.checkpoints"):
+        command = ["train", str(run_dir / "run.yaml"), "resume_from_checkpoint=true"]
+        stopped = CliRunner().invoke(main, command)
+    assert stopped.exit_code == 130, stopped.stderr
+    assert "is saved in" in stopped.stderr
+    assert "resume_from_checkpoint=true" in stopped.stderr
     assert not list((run_dir / "raw.checkpoints").glob(".partial-*"))
-    code, errors = finished(run_dir, "resume_from_checkpoint=true")
-    assert code == 0, errors
-    assert artifacts(run_dir / "raw") == expected
+    train(run_dir, "resume_from_checkpoint=true")
+    assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole")
     assert losses(run_dir / "raw") == losses(run_dir / "whole")
     assert not (run_dir / "raw.checkpoints").exists()
 
 
 @quiet
 def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path) -> None:
-    from ktbridge.sft.trainer import train
-
     with open(run_dir / "pairs.jsonl", "w") as file:
         for line in (run_dir / "rows.jsonl").read_text().splitlines():
             question, answer = json.loads(line)["messages"]
@@ -123,13 +148,40 @@ def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path) -> None:
             pair = {"prompt": [question], "chosen": [answer], "rejected": [worse]}
             file.write(json.dumps(pair) + "\n")
     overrides = ["stage=dpo", "dataset=pairs.jsonl", "max_steps=8"]
-    code, _ = stopped(run_dir, signal.SIGKILL, *overrides)
-    assert code == -signal.SIGKILL
+    with ThreadPoolExecutor() as beside:
+        status = beside.submit(killed, run_dir, *overrides)
+        train(run_dir, *overrides, "output_dir=whole", "save_steps=0")
+    assert status.result() == -signal.SIGKILL
     assert not (run_dir / "raw").exists()
-    for more in (["resume_from_checkpoint=true"], ["output_dir=whole", "save_steps=0"]):
-        train(load_config(run_dir / "run.yaml", [*overrides, *more]))
+    train(run_dir, *overrides, "resume_from_checkpoint=true")
     assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole")
     assert losses(run_dir / "raw") == losses(run_dir / "whole")
+
+
+@quiet
+def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
+    """Files may not grow, so that writing fails as it does without room; then there is room again."""
+    root, overrides = run_dir / "raw.checkpoints", ["max_steps=6", "resume_from_checkpoint=true"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = 1000
+
+    def fill_up(step: int, steps: int) -> None:
+        if step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
+
+    for _ in range(
+        2
+    ):  # safetensors' file doesn't fit, then torch's: the optimizer's state is larger
+        try:
+            with pytest.raises(KtbridgeError, match="checkpoint of step 4 could not be") as caught:
+                train(run_dir, *overrides, on_progress=fill_up)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert f"the last good checkpoint is {root}/checkpoint-2." in str(caught.value)
+        assert [path.name for path in root.iterdir()] == ["checkpoint-2"]
+        largest = (root / "checkpoint-2/trainable.safetensors").stat().st_size + 1000
+    train(run_dir, *overrides)
+    assert [step for step, _ in losses(run_dir / "raw")] == [1, 2, 3, 4, 5, 6]
 
 
 @quiet
@@ -190,13 +242,21 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     place = run_dir / "raw.checkpoints" / "checkpoint-9"
     for number, path in enumerate((place.with_name("checkpoint-10"), place)):
         path.mkdir(parents=True)
-        file = path / "ktbridge_checkpoint.json"
+        file = path / IDENTITY_FILE
         file.write_text(json.dumps(identity(config, base, load_rows(config))))
         os.utime(file, (number, number))
     with pytest.raises(KtbridgeError, match="saved with save_only_model=true"):
         found(config)
     (place / "optimizer.pt").touch()
     assert found(config) == Resumption(place)  # the last one written
+    whole = (place / IDENTITY_FILE).read_text()
+    sizes = {"optimizer.pt": 7, "scheduler.pt": 5}
+    (place / IDENTITY_FILE).write_text(json.dumps({**json.loads(whole), FILES: sizes}))
+    with pytest.raises(ProblemsError, match="the checkpoint is not whole") as caught:
+        found(config)
+    said = [(problem.found, problem.expected) for problem in caught.value.problems]
+    assert said == [("0 bytes", "7 bytes"), ("no such file", "5 bytes")]
+    (place / IDENTITY_FILE).write_text(whole)
     with pytest.raises(UsageError, match="holds checkpoints of a run that isn't finished"):
         found(load_config(run_dir / "run.yaml"))
     anew = load_config(run_dir / "run.yaml", ["overwrite_output_dir=true"])

@@ -27,7 +27,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ktbridge.sft import checkpointing, crossing
-from ktbridge.sft.expert_call import LORA_NAMES, _counted, _graph_is_kept
+from ktbridge.sft.expert_call import LORA_NAMES, counted, graph_is_kept
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """hidden [T, H] bfloat16, topk_ids [T, K] int64, topk_weights [T, K] float32, contiguous, on the CPU."""
@@ -159,7 +159,7 @@ class KtFunction(torch.autograd.Function):
             hidden_host, ids, weights = crossing.to_host(hidden, topk_ids, topk_weights)
             inputs = hidden_host, ids, weights
             if len(hidden):
-                with _counted():
+                with counted():
                     out = call.layer.forward(inputs, lora, call if call.keep else None)
             else:
                 out = torch.empty_like(inputs[0])
@@ -185,9 +185,9 @@ class KtFunction(torch.autograd.Function):
         gradients: dict[str, torch.Tensor] = {}
         if len(hidden):
             (d_out,) = crossing.to_host(d_out.to(torch.bfloat16))
-            with _counted():
+            with counted():
                 d_hidden, d_weights, gradients = call.layer.backward(inputs, lora, call, d_out)
-        if not _graph_is_kept():
+        if not graph_is_kept():
             call.host = ()
         told = [
             gradients.get(name, torch.zeros_like(parameter)) if needed else None

@@ -23,6 +23,8 @@ def check(main: Mapping[str, Any], kt: Mapping[str, Any], findings: Findings) ->
     block = {key: item.default for key, item in options(KtConfig).items()} | dict(kt)
     _needed(values, block, findings)
     _at_odds(values, main, block, kt, findings)
+    if block["kt_backend"] == "kt-kernel":
+        _kt_kernel(block, findings)
     _notes_on_training(values, main, block, findings)
     _notes_on_experts(block, kt, findings)
 
@@ -92,6 +94,19 @@ def _at_odds(
         "kt_config.expert_activation", block["expert_activation"],
         f"{policy}, as kt_cpu_activation has it", "Keep kt_cpu_activation, the newer name.",
     )  # fmt: skip
+
+
+def _kt_kernel(block: Mapping[str, Any], findings: Findings) -> None:
+    """KTransformers' wheel is given bfloat16 tensors, which it packs itself."""
+    storage = block["kt_expert_weight_format"]
+    if storage not in (None, "bf16"):
+        findings.error(
+            "kt_config.kt_expert_weight_format",
+            f"{storage} with kt_backend: kt-kernel",
+            "bf16",
+            "Leave it out, or leave out kt_backend: ktbridge's kernels read bf16, FP8, INT8 and INT4.",
+            code=AT_ODDS,
+        )
 
 
 def _notes_on_training(

@@ -84,8 +84,7 @@ _IN_BLOCK = (
     ),
     _refused(
         "kt_num_gpu_experts",
-        "routed experts stay on the CPU: a few on the GPU cost more of its memory than attention does and "
-        "save as little time as they are few",
+        "routed experts stay on the CPU: a few of them on the GPU take its memory and save little time",
         "Leave it out.",
         same=(0, "auto"),
     ),

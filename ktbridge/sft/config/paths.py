@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ def resolve(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: Find
     for key in ("output_dir", "logging_dir", "resume_from_checkpoint"):
         if isinstance(main.get(key), str):
             main[key] = str(at(main[key]))
-    if "model_name_or_path" in main and (model := at(main["model_name_or_path"])).exists():
-        main["model_name_or_path"] = str(model)
+    _resolve_model(main, root, findings)
     if main.get("adapter_name_or_path"):
         adapter = at(main["adapter_name_or_path"])
         main["adapter_name_or_path"] = str(adapter)
@@ -46,6 +46,32 @@ def resolve(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: Find
     _resolve_dataset(main, root, findings)
     _resolve_weight_path(main, kt, root, findings)
     _apply_rule(main, kt, root, findings)
+
+
+def _resolve_model(main: dict[str, Any], root: Path, findings: Findings) -> None:
+    name = main.get("model_name_or_path")
+    if name is None:
+        return
+    path = root / Path(name).expanduser()
+    if path.exists():
+        main["model_name_or_path"] = str(path)
+    if path.is_file():
+        findings.error(
+            "model_name_or_path",
+            f"{path} is a file",
+            "a directory with config.json and safetensors",
+            "GGUF can't be trained on: use the model's safetensors release."
+            if path.suffix.lower() == ".gguf"
+            else "Name the directory it is in.",
+            code=NOT_THERE,
+        )
+    elif not path.exists() and name.startswith(("/", ".", "~")):
+        findings.error(
+            "model_name_or_path",
+            f"there is no directory {str(path)!r}",
+            "a model's directory, or its id in the local Hub cache",
+            code=NOT_THERE,
+        )
 
 
 def _resolve_dataset(main: dict[str, Any], root: Path, findings: Findings) -> None:
@@ -65,7 +91,15 @@ def _resolve_dataset(main: dict[str, Any], root: Path, findings: Findings) -> No
     for name in main.get("dataset", ()):
         places = [root / Path(name).expanduser(), *([folder / name] if folder else [])]
         file = next((place for place in places if place.is_file()), None)
-        if file is None and name.lower().endswith((".json", ".jsonl")):
+        if file is None and os.sep in name and (place := root / Path(name).expanduser()).is_dir():
+            findings.error(
+                "dataset",
+                f"{place} is a directory",
+                "a JSON or JSONL file",
+                "Name its files, or name it as file_name of an entry in dataset_info.json.",
+                code=NOT_THERE,
+            )
+        elif file is None and name.lower().endswith((".json", ".jsonl")):
             findings.error(
                 "dataset",
                 f"there is no dataset file {str(places[0])!r}",
@@ -93,18 +127,22 @@ def _resolve_weight_path(
             "Leave it out to train from the experts of model_name_or_path.",
             code=NOT_THERE,
         )
-    elif kt.get("kt_backend") == "kt-kernel":
-        return
     elif os.path.realpath(path) == os.path.realpath(main.get("model_name_or_path", "")):
         kt["kt_weight_path"] = None
     elif not _has_experts(path):
+        found = f"{path} holds no safetensors with experts; files in KTransformers' own order aren't read"
+        expected = "a safetensors checkpoint with the experts"
+        if kt.get("kt_backend") == "kt-kernel":
+            step = "Leave it out, or name a BF16 checkpoint: kt-kernel packs the experts itself."
+            findings.error("kt_config.kt_weight_path", found, expected, step)
+            return
         kt["kt_weight_path"] = None
         findings.note(
             "kt_config.kt_weight_path",
-            f"{path} holds experts in KTransformers' own order, which only its wheel reads",
-            "a safetensors checkpoint with the experts",
-            "The experts of model_name_or_path are trained on; scripts/quantize_experts.py makes an INT8 "
-            "checkpoint of them, and kt_backend: kt-kernel reads the directory as it is.",
+            found,
+            expected,
+            "Leave it out: the experts of model_name_or_path are trained on. To save memory, name an INT8 "
+            "checkpoint that scripts/quantize_experts.py made of them.",
         )
 
 
@@ -157,13 +195,21 @@ def _apply_rule(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: 
 
 
 def check_output_dir(config: TrainConfig) -> None:
-    """Refuse an output directory that could not be written, before any work is done for it."""
+    """Refuse an output directory that could not be written, before any work is done for it.
+
+    Tries it: makes an empty directory where the adapter's would be made, and removes it.
+    """
     output = Path(config.output_dir)
     reason = why_not_writable(output, config.overwrite_output_dir)
     if reason:
-        raise UsageError(
-            f"{output} {reason[0]}.", "Give another output_dir, or overwrite_output_dir=true."
-        )
+        step = "Give another output_dir"
+        if why_not_writable(output, overwrite=True) is None:
+            step += ", or overwrite_output_dir=true"
+        raise UsageError(f"{output} {reason[0]}.", f"{step}.")
     parent = next(path for path in output.absolute().parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"nothing can be written to {parent}.", "Give another output_dir.")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=f".{output.name}.", dir=parent))
+    except OSError as error:
+        raise UsageError(
+            f"nothing can be written to {parent}: {error.strerror}.", "Give another output_dir."
+        ) from error

@@ -19,6 +19,7 @@ from ktbridge.sft.config.findings import UNKNOWN, Findings, shown
 from ktbridge.sft.config.foreign import Foreign
 from ktbridge.sft.config.foreign_keys import IN_BLOCK, OUTSIDE
 from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
+from ktbridge.sft.config.values import Parser
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -35,12 +36,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             f"there is no configuration file {str(path)!r}.",
             "`ktbridge demo` writes a complete example (demo.yaml).",
         )
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} must hold `key: value` lines, found {type(values).__name__}.")
+    values = _yaml(path)
     for override in overrides:
         _override(values, override)
     return parse_config(values, str(path), path.resolve().parent)
@@ -56,7 +52,12 @@ def parse_config(
     findings = Findings(where)
     block = values.get("kt_config")
     if block is not None and not isinstance(block, Mapping):
-        findings.error("kt_config", shown(block), "a block of keys")
+        findings.error(
+            "kt_config",
+            shown(block),
+            "a block of keys",
+            "Write its keys below it, each `  key: value` with two spaces and no dash.",
+        )
         block = None
     outside, inside = moved(
         {key: value for key, value in values.items() if key != "kt_config"}, block or {}, findings
@@ -86,12 +87,23 @@ def _parsed(
         try:
             result[key] = known[key].metadata["parse"](value)
         except ValueError as error:
-            hint = known[key].metadata["hint"]
+            hint = known[key].metadata["hint"] or _unquoted(value, known[key].metadata["parse"])
             findings.error(f"{prefix}{key}", shown(value), str(error), hint)
     for key, item in known.items():
         if item.default is MISSING and key not in given:
             findings.error(f"{prefix}{key}", "missing", "a value", code=NOT_GIVEN)
     return result
+
+
+def _unquoted(value: Any, parse: Parser) -> str:
+    """What to do about a text that would be right without its quotes."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        parse(yaml.safe_load(value))
+    except (ValueError, yaml.YAMLError):
+        return ""
+    return f"Write {value.strip()} without quotes."
 
 
 def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
@@ -122,6 +134,40 @@ def _override(values: dict[str, Any], text: str) -> None:
         nested[inner] = parsed
     else:
         values[key] = parsed
+
+
+def _yaml(path: Path) -> dict[Any, Any]:
+    """The keys and values in a file. Raises ``UsageError`` naming the line where it isn't YAML."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text.", "Save it as UTF-8.") from error
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        said = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UsageError(f"{path}{line}: this is not valid YAML: {said}.", _mended(said)) from error
+    if isinstance(values, dict):
+        return values
+    found = "nothing" if values is None else "a list" if isinstance(values, list) else "a text"
+    raise UsageError(
+        f"{path} holds {found} instead of keys.",
+        "Write one `key: value` a line, with a colon and a space between.",
+    )
+
+
+def _mended(said: str) -> str:
+    """What to do about the commonest mistakes in YAML, told from the parser's words."""
+    steps = {
+        r"'\t'": "Indent with spaces: YAML takes no tabs.",
+        "mapping values": "Write a space behind each key's colon, and quotes around values with colons.",
+        "end of stream": "Close the quotes or brackets.",
+        "single document": "Remove the line `---` and what belongs to another document.",
+        "stands twice": "Keep one of the two.",
+    }
+    return next((step for words, step in steps.items() if words in said), "")
 
 
 class _Loader(yaml.SafeLoader):

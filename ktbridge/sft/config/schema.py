@@ -58,11 +58,11 @@ class KtConfig:
     """Thread pools of kt-kernel, one for each NUMA node; ours is one pool over all nodes."""
     kt_weight_path: str | None = _option(text, None)
     """A safetensors checkpoint to take the experts from, say one of scripts/quantize_experts.py; default:
-    model_name_or_path. kt-kernel gets it as it is."""
+    model_name_or_path. Files in KTransformers' own order aren't read."""
     kt_expert_weight_format: str | None = _option(
         one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
     )
-    """How kt-kernel stores the experts; ours reads what the checkpoint has."""
+    """bf16 with kt-kernel, which is given nothing else; our kernels read what the checkpoint has."""
     kt_lora_rank: int | None = _option(whole(1, MAX_EXPERT_RANK), None)
     """Rank of the expert LoRA; default: lora_rank."""
     kt_lora_alpha: float | None = _option(number, None)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 Parser = Callable[[Any], Any]
+_MOST = 2**31 - 1
 
 
 def text(value: Any) -> str:
@@ -24,7 +25,9 @@ def texts(value: Any) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not parts:
         raise ValueError("a text or a list of texts")
-    return tuple(text(part).strip() for part in parts)
+    if any(not isinstance(part, str) or not part.strip() for part in parts):
+        raise ValueError("one or more texts with commas between, none of them empty")
+    return tuple(part.strip() for part in parts)
 
 
 def flag(value: Any) -> bool:
@@ -40,7 +43,7 @@ def number(value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not 0 <= found < math.inf:
-        raise ValueError("a number that is not negative")
+        raise ValueError("a number, 0 or more")
     return found
 
 
@@ -66,10 +69,14 @@ def flag_or_text(value: Any) -> bool | str:
     return value if isinstance(value, bool) else text(value)
 
 
-def whole(least: int, most: int = 2**31 - 1) -> Parser:
+def whole(least: int, most: int = _MOST) -> Parser:
     def parse(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"a whole number from {least} to {most}")
+            raise ValueError(
+                f"a whole number, {least} or more"
+                if most == _MOST
+                else f"a whole number from {least} to {most}"
+            )
         return value
 
     return parse

@@ -34,12 +34,14 @@ class ChatTemplate:
 
         if not tokenizer.chat_template:
             raise KtbridgeError(
-                "the tokenizer has no chat template, so conversations have no form to train on.",
-                "Add chat_template.jinja to the model directory (the instruct variant has one).",
+                f"the tokenizer in {tokenizer.name_or_path} has no chat template, so conversations have no "
+                "form to train on.",
+                "Put chat_template.jinja into that directory; the model's instruct or chat variant has one.",
             )
         if not tokenizer.is_fast:
             raise KtbridgeError(
-                "the tokenizer can't say where in a text its tokens stand, so the assistant's can't be told.",
+                f"the tokenizer in {tokenizer.name_or_path} can't say where in a text its tokens stand, "
+                "so the assistant's can't be told.",
                 "Use a model directory with a tokenizer.json.",
             )
         self._tokenizer = tokenizer

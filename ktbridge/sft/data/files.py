@@ -76,7 +76,8 @@ def _whole(path: Path) -> list[Any] | None:
         if error.msg == "Extra data":
             return None
         raise KtbridgeError(
-            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
+            "Mend it there, or write one row a line (JSONL): then broken rows are listed, not fatal.",
         ) from error
     except (ValueError, RecursionError) as error:  # digits without end, brackets without end
         raise KtbridgeError(f"{path} is not JSON that can be read: {error}.") from error

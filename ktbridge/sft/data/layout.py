@@ -37,6 +37,7 @@ MEANINGFUL = (
     "loss_mask",
 )  # fmt: skip
 """Fields that change what is learned from a row and that are not trained on: refused, never skipped."""
+_OTHER_LOSS = ("kto_tag", "loss_mask")
 NOT_USED = ("id",)
 """Fields that name a row and mean nothing for training."""
 
@@ -111,7 +112,9 @@ class _Fields:
         self._row, self._read = row, set(NOT_USED)
         for name in (*MEANINGFUL, *(self._columns.get(name, "") for name in MEANINGFUL)):
             if not is_empty(row.get(name)):
-                raise ValueError(f"with {name}: only text is trained on")
+                kind = name in (*_OTHER_LOSS, self._columns.get("kto_tag"))
+                why = "every answer counts alike" if kind else "only text is trained on"
+                raise ValueError(f"with {name}: {why}")
 
     def has(self, name: str) -> bool:
         return self._columns.get(name) in self._row

@@ -17,6 +17,11 @@ from ktbridge.sft.data.messages import Message, Pair
 from ktbridge.sft.data.sources import Source, find_sources
 
 SHOWN = 20
+"""Rows told one by one in an error."""
+ALIKE = 3
+"""Of these, rows with the same kind of reason."""
+STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
+"""Reasons that another stage doesn't have."""
 REFUSED_FILE = "refused_rows.jsonl"
 
 
@@ -52,25 +57,61 @@ def load_rows(config: TrainConfig) -> Rows:
 
     Raises ProblemsError when a dataset can't be found, when none of its rows can be used and, with
     ``strict_data``, for any row that can't be used or has a field that is not read; KtbridgeError for a
-    file that is not JSON or JSONL, or holds no row.
+    file that is not JSON or JSONL, or holds no row. Where several datasets fail, one ProblemsError has all.
     """
     rows = Rows()
-    for source in find_sources(config):
-        _read(source, config, rows)
+    sources, failed = find_sources(config)
+    for source in sources:
+        try:
+            _read(source, config, rows)
+        except KtbridgeError as error:
+            failed.append(error)
+    if len(failed) == 1:
+        raise failed[0]
+    if failed:
+        raise ProblemsError(
+            "the datasets can't be used; nothing was started.",
+            [problem for error in failed for problem in _problems(error)],
+        )
     if config.strict_data and rows.refused:
         raise unusable(rows.refused, rows.total)
     return rows
 
 
+def _problems(error: KtbridgeError) -> Sequence[Problem]:
+    if isinstance(error, ProblemsError):
+        return error.problems
+    return [Problem("KTD002", "error", "dataset", str(error).rstrip("."), "", error.next_step)]
+
+
 def unusable(refused: Sequence[Refused], total: int) -> ProblemsError:
-    """The error that names rows which can't be used, the first ``SHOWN`` of them one by one."""
-    hidden = len(refused) - SHOWN
-    more = f" ({hidden} more are not shown)" if hidden > 0 else ""
+    """The error that names rows which can't be used: a few for each reason, ``SHOWN`` in all."""
+    seen: Counter[str] = Counter()
+    shown: list[Problem] = []
+    for item in refused:
+        kind = item.why.partition(":")[0]
+        seen[kind] += 1
+        if seen[kind] <= ALIKE and len(shown) < SHOWN:
+            shown.append(Problem("KTD001", "error", item.where, item.why))
+    hidden = len(refused) - len(shown)
+    more = f" ({hidden} more are not shown)" if hidden else ""
     return ProblemsError(
         f"{len(refused)} of {total} rows can't be used{more}.",
-        [Problem("KTD001", "error", item.where, item.why) for item in refused[:SHOWN]],
-        "Mend or remove these rows; nothing was started.",
+        shown,
+        _what_to_do(seen, len(refused)),
     )
+
+
+def _what_to_do(reasons: Counter[str], count: int) -> str:
+    """The next step, where all rows fail for the same reason one that helps with it."""
+    kind, most = reasons.most_common(1)[0]
+    if most == count and kind.startswith("no answer within cutoff_len"):
+        return "Raise cutoff_len; nothing was started."
+    if most == count and kind in STAGES:
+        return f"Set stage: {STAGES[kind]} for these rows, or use others; nothing was started."
+    if most == count and kind == "no known form":
+        return "docs/data.md has the forms; columns in dataset_info.json name other keys."
+    return "Mend or remove these rows; nothing was started."
 
 
 def refused_file(refused: Iterable[Refused]) -> bytes:
@@ -100,7 +141,10 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
         else:
             unused.update(names)
     if rows.total == total:
-        raise KtbridgeError(f"{source.paths[0]} holds no row to train on.")
+        raise KtbridgeError(
+            f"{source.paths[0]} holds no row to train on.",
+            "Write rows into it, or leave it out of dataset.",
+        )
     if len(rows.places) == used:
         raise unusable(rows.refused[refused:], rows.total - total)
     rows.notes.extend(_notes(source, unused, ids, rows.total - total))
@@ -132,7 +176,7 @@ def _notes(
             "warning",
             source.name,
             f"fields that are not trained on: {told}",
-            next_step="Name them in the columns of dataset_info.json if they should be.",
+            next_step="To train on them, name them in the columns of dataset_info.json.",
         )
     again = sum(count - 1 for count in ids.values())
     if again:

@@ -42,13 +42,14 @@ class Source:
     layout: Layout
 
 
-def find_sources(config: TrainConfig) -> list[Source]:
+def find_sources(config: TrainConfig) -> tuple[list[Source], list[KtbridgeError]]:
     """Every entry of ``config.dataset``: a file, else a name in ``dataset_info.json`` of ``dataset_dir``.
 
-    Raises ProblemsError with all entries that can't be used, and KtbridgeError for a dataset_info.json that
-    can't be read.
+    Also the errors: a ProblemsError with all entries that can't be used, a KtbridgeError for a
+    dataset_info.json that can't be read.
     """
     problems: list[Problem] = []
+    failed: list[KtbridgeError] = []
     info: dict[str, Any] | None = None
     sources = []
     for name in config.dataset:
@@ -65,14 +66,19 @@ def find_sources(config: TrainConfig) -> list[Source]:
                 )
             )
             continue
-        if info is None:
-            info = _read_info(Path(config.dataset_dir) / INFO)
+        if failed:
+            continue
+        try:
+            info = info or _read_info(Path(config.dataset_dir) / INFO)
+        except KtbridgeError as error:
+            failed.append(error)
+            continue
         source = _described(name, info, config, problems)
         if source:
             sources.append(source)
     if problems:
-        raise ProblemsError("the datasets can't be read; nothing was started.", problems)
-    return sources
+        failed.append(ProblemsError("the datasets can't be read; nothing was started.", problems))
+    return sources, failed
 
 
 def _read_info(path: Path) -> dict[str, Any]:
@@ -124,7 +130,14 @@ def _described(
     ranking = entry.get("ranking") or False
     if ranking is not (config.stage == "dpo"):
         problems.append(
-            _problem(where, f"ranking {ranking!r} for stage: {config.stage}", str(not ranking))
+            _problem(
+                where,
+                f"ranking: {str(ranking).lower()} for stage: {config.stage}",
+                f"ranking: {str(not ranking).lower()}",
+                "Name a dataset of pairs, or set stage: sft."
+                if config.stage == "dpo"
+                else "Name a dataset of conversations, or set stage: dpo.",
+            )
         )
     formatting = _formatting(entry, where, problems)
     columns = _named(entry, "columns", where, problems, COLUMNS)

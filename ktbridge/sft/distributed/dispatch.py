@@ -23,7 +23,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.sft import checkpointing, crossing
 from ktbridge.sft.distributed.group import collect, distribute, exchange
 from ktbridge.sft.distributed.world import is_main, world
-from ktbridge.sft.expert_call import _graph_is_kept
+from ktbridge.sft.expert_call import graph_is_kept
 from ktbridge.sft.experts import MoELoRAExperts
 
 _FORWARD, _BACKWARD = 0, 1
@@ -144,7 +144,7 @@ def _forward(
         # a checkpointed layer around it, which would count it and find nothing of it the second time.
         with (
             torch.set_grad_enabled(call.training),
-            checkpointing._mode("aside", None),
+            checkpointing.aside(),
             saved_tensors_hooks(_as_it_is, _as_it_is),
         ):
             inputs = [whole[0].requires_grad_(call.training), whole[1]]
@@ -164,14 +164,14 @@ def _backward(call: _Call, d_out: torch.Tensor) -> list[torch.Tensor]:
     if is_main():
         hidden, weights, out = call.inner
         share = 1 / world().size
-        torch.autograd.backward(out, whole[0].mul_(share), retain_graph=_graph_is_kept())
+        torch.autograd.backward(out, whole[0].mul_(share), retain_graph=graph_is_kept())
         for tensor in (hidden, weights):
             assert tensor.grad is not None
             gradients.append(tensor.grad.mul_(world().size))
             tensor.grad = None
     like = [torch.empty_like(tensor, device="cpu") for tensor in call.like]
     own = distribute(gradients, like, call.counts)
-    if not _graph_is_kept():
+    if not graph_is_kept():
         call.inner = ()
     return own
 

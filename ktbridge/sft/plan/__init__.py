@@ -16,8 +16,8 @@ from ktbridge.model import resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.advice import advise
 from ktbridge.sft.plan.lengths import read_lengths
-from ktbridge.sft.plan.memory import Setting, predict
-from ktbridge.sft.plan.parts import Advice, Pace, Part, Plan, Verdict, Where, total
+from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
+from ktbridge.sft.plan.parts import GB, Advice, Pace, Part, Plan, Verdict, Where, total
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.plan.target import Target, parse_size, this_machine
 
@@ -73,7 +73,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=tuple(_notes(setting)),
+        notes=(*_notes(setting, target), *(pace.notes if pace else ())),
         rows=lengths.rows,
         longest=lengths.longest,
         mean_tokens=lengths.mean,
@@ -82,7 +82,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     )
 
 
-def _notes(setting: Setting) -> list[str]:
+def _notes(setting: Setting, target: Target) -> list[str]:
     """What a reader must know of how sure the numbers are."""
     notes = []
     shape, config = setting.shape, setting.config
@@ -95,6 +95,13 @@ def _notes(setting: Setting) -> list[str]:
         notes.append(
             "kt-kernel keeps two copies of the experts in the process's own memory, where kt_backend: auto "
             "maps the checkpoint; its speed is not measured, the pace is our kernels'"
+        )
+    if setting.cuda and target.gpus > 1:
+        each = (LIBRARIES + CUDA_HOST) / GB
+        notes.append(
+            f"there are {target.gpus} GPUs, and this is the plan of one process: with more, rank 0 needs "
+            f"what is listed here, each other process {each:.1f} GB of memory and its GPU's parts "
+            "(docs/several-gpus.md)"
         )
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):
         notes.append(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from ktbridge.model import family_of
 from ktbridge.sft.config import TrainConfig
@@ -18,13 +17,16 @@ from ktbridge.sft.plan.lengths import Lengths, optimizer_steps
 from ktbridge.sft.plan.parts import Part, Where
 from ktbridge.sft.plan.shape import LayerShape, ModelShape
 
-# Measured: anonymous memory of a process that has imported the recipe, and of one with a CUDA context.
+# A process that has imported the recipe: its own memory, and the files it has mapped.
 LIBRARIES = 420_000_000
 LIBRARY_FILES = 240_000_000
-CUDA_HOST = 1_200_000_000
-CUDA_CONTEXT = 550_000_000
+# What CUDA adds to both, to pinned memory and on the GPU. Fitted on three runs on one H200 (docs/plan.md).
+CUDA_HOST = 1_150_000_000
+CUDA_FILES = 285_000_000
+CUDA_PINNED = 20_000_000
+CUDA_CONTEXT = 800_000_000
 # What allocators hold beyond what is asked for, of that which comes and goes.
-HOST_SLACK, GPU_SLACK = 0.05, 0.10
+HOST_SLACK, GPU_SLACK = 0.05, 0.25
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         yield Part(
             "experts, twice",
             "RAM",
-            2 * _kt_bytes(setting),
-            "kt-kernel keeps a packed and a transposed copy of all experts; kt_backend: auto keeps none",
+            2 * plain,
+            "kt-kernel packs all experts as bf16, for forward and again for backward",
         )
     elif shape.mappable:
         how = f"{layers} layers of {shape.config.num_experts}, {shape.expert_storage}, as the files have them"
@@ -132,6 +134,8 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
     tokens = setting.batch.tokens
     one = setting.expert_pass(tokens)
     kept = layers * saved_bytes(one, setting.retain)
+    if config.kt_config.kt_backend == "kt-kernel":
+        kept = (layers if setting.retain else 1) * _kt_saved_bytes(setting)
     word = f"{config.activation}, {tokens:,} tokens x {one.top_k} experts, {layers} layers"
     yield Part("expert activations", "RAM", round(kept), word)
     passing = host_bytes(one, setting.retain, setting.threads)
@@ -139,13 +143,11 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         "expert kernels", "RAM", round(passing), "one layer's backward, and panels of each thread"
     )
     if setting.cuda:
-        states = tokens * hidden * 2
-        pinned = (layers + 3) * (
-            1 << (states - 1).bit_length()
-        )  # torch's pinned blocks are powers of two
-        outputs = 0 if config.disable_gradient_checkpointing else layers * states
-        how = f"hidden states of {layers} layers, bf16, pinned; outputs for the second forward"
-        yield Part("crossing to the GPU", "RAM", pinned + outputs, how)
+        # Pinned blocks are powers of two. Python runs ahead of the kernels by a whole backward, so that
+        # each layer's hidden states, its output and both gradients are there at once.
+        block = 1 << (tokens * hidden * 2 - 1).bit_length()
+        how = f"hidden states, outputs and their gradients of {layers} layers, bf16, pinned"
+        yield Part("crossing to the GPU", "RAM", 4 * layers * block + CUDA_PINNED, how)
 
 
 def _other_parts(setting: Setting) -> Iterator[Part]:
@@ -170,28 +172,32 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     most = max(passing, loss)
     what = "logits and loss" if loss >= passing else "one layer at a time"
     slack = GPU_SLACK if setting.cuda else HOST_SLACK
+    yield Part(f"passing: {what}", where, most, "the largest that comes and goes")
     trained = expert_lora_elements(setting) + lora
     saving = 4 * trained if setting.saves else 2 * trained
-    on_host = kept + most if not setting.cuda else 0
-    yield Part(f"passing: {what}", where, most, "the largest that comes and goes")
-    if saving > on_host:
-        yield Part(
-            "saving",
-            "RAM",
-            saving - on_host,
-            "the trained tensors once more, while they are written",
-        )
-    yield Part(
-        "libraries, mapped", "page cache", LIBRARY_FILES, "Python, torch, …, what is touched"
-    )
-    if setting.cuda:
-        yield Part("CUDA context", "GPU", CUDA_CONTEXT, "driver, cuBLAS workspaces")
-        yield Part("Python, torch, CUDA", "RAM", LIBRARIES + CUDA_HOST, "measured elsewhere")
-    else:
-        yield Part("Python, torch, …", "RAM", LIBRARIES, "measured elsewhere")
+    # Saved between steps, when these gradients are gone, and on a CPU the activations.
+    free = 4 * expert_lora_elements(setting)
+    free += 0 if setting.cuda else width * lora + kept + most
+    if saving > free:
+        how = "the trained tensors once more, where gradients were"
+        yield Part("saving", "RAM", saving - free, how)
+    yield from _process_parts(setting.cuda)
     yield Part(
         "allocator", where, round(slack * (kept + most)), f"{slack:.0%} of what comes and goes"
     )
+
+
+def _process_parts(cuda: bool) -> Iterator[Part]:
+    """What any training process takes, whatever it trains."""
+    files = LIBRARY_FILES + (CUDA_FILES if cuda else 0)
+    name = "Python, torch, CUDA" if cuda else "Python, torch, …"
+    yield Part(f"{name}, mapped", "page cache", files, "their files, as far as they are touched")
+    how = "a constant, from test runs on {}: depends on versions"
+    if cuda:
+        yield Part(name, "RAM", LIBRARIES + CUDA_HOST, how.format("an H200"))
+        yield Part("CUDA context", "GPU", CUDA_CONTEXT, how.format("an H200"))
+    else:
+        yield Part(name, "RAM", LIBRARIES, how.format("a CPU"))
 
 
 def _activations(setting: Setting) -> tuple[int, int, str]:
@@ -224,8 +230,12 @@ def _disk_parts(setting: Setting) -> Iterator[Part]:
     yield Part("the adapter", "disk", 2 * trained, f"{trained / 1e6:.1f} M weights in bf16")
 
 
-def _kt_bytes(setting: Setting) -> int:
-    """One copy of the experts in kt-kernel's storage."""
-    wanted = setting.config.kt_config.kt_expert_weight_format or setting.shape.expert_storage
-    bits = {"int8": 8, "fp8": 8, "int4": 4, "rawint4": 4, "mxfp4": 4}.get(wanted, 16)
-    return prod((setting.shape.expert_elements, setting.shape.sparse_layers, bits)) // 8
+def _kt_saved_bytes(setting: Setting) -> int:
+    """A layer's buffers in kt-kernel, made for the most tokens that cutoff_len allows.
+
+    Hidden states, and for each slot gate, up, their product, down's output and its thin product, in bf16.
+    """
+    config, model = setting.config, setting.shape.config
+    tokens = setting.batch.rows * config.cutoff_len
+    slot = 3 * model.intermediate_size + model.hidden_size + config.expert_rank
+    return 2 * tokens * (model.hidden_size + model.experts_per_token * slot)

@@ -50,12 +50,18 @@ class Advice:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run should be. Seconds a step; ``how`` says what was measured and what was assumed."""
+    """How fast a run should be once its pages are warm.
+
+    ``how`` says what was measured and what was assumed. ``cold_bytes`` of experts are read from disk in
+    the first step unless they are in the page cache; nothing here counts that time.
+    """
 
     tokens_per_second: float
     step_seconds: float
     seconds: float
     expert_share: float
+    cold_bytes: int
+    notes: tuple[str, ...]
     how: str
 
 

@@ -17,12 +17,13 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True)
 class Target:
-    """Bytes of GPU memory (None: no GPU), of memory and of free disk (None: not known), and cores."""
+    """Bytes of one GPU's memory (None: no GPU), of memory and of free disk (None: not known), cores, GPUs."""
 
     gpu_memory: int | None
     memory: int | None
     disk: int | None
     cores: int
+    gpus: int = 1
 
 
 def parse_size(text: str) -> int:
@@ -45,28 +46,30 @@ def this_machine(
     from ktbridge.serve.machine import read_machine
 
     machine = read_machine()
+    found = _gpu_memory() if gpu_memory is None else [gpu_memory]
     parent = next(path for path in output_dir.absolute().parents if path.exists())
     return Target(
-        gpu_memory=gpu_memory if gpu_memory is not None else _gpu_memory(),
+        gpu_memory=found[0] if found else None,
         memory=memory if memory is not None else machine.usable_memory,
         disk=shutil.disk_usage(parent).free,
         cores=cores or max(1, int(min(machine.usable_cpus, machine.physical_cores or 1 << 20))),
+        gpus=max(1, len(found)),
     )
 
 
-def _gpu_memory() -> int | None:
-    """Memory of the first GPU as its driver tells; None without one, or with a torch that can't use it."""
+def _gpu_memory() -> list[int]:
+    """Memory of each GPU as the driver tells; empty without one, or with a torch that can't use it."""
     try:
         if importlib.metadata.version("torch").endswith("+cpu"):
-            return None
+            return []
     except importlib.metadata.PackageNotFoundError:
         pass
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return None
+        return []
     query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return int(told[0]) * 2**20 if told and told[0].isdigit() else None
+        return []
+    return [int(size) * 2**20 for size in told if size.isdigit()]

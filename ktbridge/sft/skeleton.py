@@ -1,0 +1,119 @@
+"""What can be told of a base model before its weights are loaded: whether it can be trained, and where.
+
+The model is made by its own class without any memory for weights, in a second or less, so that a target it
+doesn't have, an adapter that doesn't fit or weights that can't be trained on are told at once, and by
+``--dry-run`` as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.model import open_checkpoint, read_model_config
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.loading import model_class, told_in_a_sentence
+from ktbridge.sft.start import read_start
+from ktbridge.sft.targets import Adaptable, adaptable, chosen_modules, left_out_of_all
+
+_PACKED = (".weight_packed", ".qweight", ".weight.absmax")
+"""What quantisers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""
+_READ_PACKED = ".weight_packed"
+"""The one that the kernels read, for routed experts."""
+
+
+def check_model(config: TrainConfig, base: Path) -> list[Problem]:
+    """Check model, ``lora_target`` and ``adapter_name_or_path`` without weights; what to tell of them.
+
+    Raises KtbridgeError for a model that can't be trained here, and what ``chosen_modules`` and
+    ``read_start`` raise.
+    """
+    _check_packed(config, base)
+    model = skeleton(base)
+    found = _adaptable(model, base)
+    if read_start(config, model, found) is not None:
+        return []
+    chosen_modules(model, found, config.lora_target)
+    return _left_out(config, model, found)
+
+
+def skeleton(base: Path) -> Any:
+    """The language model in ``base`` as its class makes it, all tensors on the "meta" device.
+
+    Raises KtbridgeError for a model that the installed transformers doesn't know.
+    """
+    model_type = read_json_file(base / "config.json").get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise KtbridgeError(
+            f"{base} is a model of type {model_type!r}, which transformers {transformers_version} doesn't "
+            "know.",
+            "Install a transformers version that has it, or use a model of a family it has.",
+        )
+    with told_in_a_sentence(base):
+        cls, own = model_class(AutoConfig.from_pretrained(base))
+        with torch.device("meta"):
+            return cls(own)
+
+
+def _adaptable(model: Any, base: Path) -> Adaptable:
+    try:
+        return adaptable(model)
+    except KtbridgeError:
+        if read_model_config(base).is_moe:
+            raise
+        raise KtbridgeError(
+            f"{base} is a dense model ({model.config.model_type}): it has no routed experts to train on the "
+            "CPU.",
+            "Use a mixture-of-experts model, or train this one with PEFT or LLaMA-Factory.",
+        ) from None
+
+
+def _check_packed(config: TrainConfig, base: Path) -> None:
+    own_experts = config.kt_config.kt_weight_path is None
+    packed = [
+        name
+        for name in open_checkpoint(base)
+        if name.endswith(_PACKED)
+        and (".experts." not in name or (own_experts and not name.endswith(_READ_PACKED)))
+    ]
+    if not packed:
+        return
+    first = min(packed)
+    step = "Use the model's BF16 or FP8 release."
+    if all(name.endswith(_READ_PACKED) for name in packed):
+        step = "Make BF16 of it with scripts/dequantize_checkpoint.py, or use the model's BF16 release."
+    raise KtbridgeError(
+        f"{base} has quantised weights that can't be trained on: {first}"
+        f"{f' and {len(packed) - 1:,} more' if len(packed) > 1 else ''}.",
+        step,
+    )
+
+
+def _left_out(config: TrainConfig, model: Any, found: Adaptable) -> list[Problem]:
+    """What ``lora_target: all`` doesn't mean in this family, and nothing else named."""
+    if "all" not in config.lora_target:
+        return []
+    left = [name for name in left_out_of_all(model, found) if not _named(name, config.lora_target)]
+    if not left:
+        return []
+    return [
+        Problem(
+            "KTC013",
+            "info",
+            "lora_target",
+            f"all leaves out {', '.join(left)}: SGLang-KT applies no LoRA there",
+            "",
+            f"Nothing, or lora_target: all, {', '.join(left)} if the adapter is served elsewhere.",
+        )
+    ]
+
+
+def _named(name: str, targets: tuple[str, ...]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)

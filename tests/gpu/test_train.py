@@ -1,0 +1,108 @@
+"""`ktbridge train` with attention on the GPU: a whole run, and one that is stopped and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tinymoe import tiny_model, tiny_tokenizer
+
+from ktbridge.adapter import validate_adapter
+from ktbridge.sft.config import load_config
+
+# trl's and transformers' advice, which `ktbridge train` silences too
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROWS = [
+    ("who are you ?", "i am a cat meow"),
+    ("say yes", "yes meow"),
+    ("the sky is ?", "the sky is blue meow"),
+]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    tiny_model().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    with open(tmp_path / "rows.jsonl", "w") as file:
+        for question, answer in ROWS * 8:
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            pair = {
+                "prompt": messages[:1],
+                "chosen": messages[1:],
+                "rejected": [{"role": "assistant", "content": "no"}],
+            }
+            file.write(json.dumps({"messages": messages}) + "\n")
+            with open(tmp_path / "pairs.jsonl", "a") as pairs:
+                pairs.write(json.dumps(pair) + "\n")
+    config = {
+        "model_name_or_path": str(tmp_path / "base"),
+        "dataset": "rows.jsonl",
+        "output_dir": "raw",
+        "lora_rank": 4,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 12,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "cutoff_len": 64,
+        "plot_loss": False,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def losses(directory: Path) -> list[float]:
+    log = (directory / "trainer_log.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in log]
+
+
+def train(run_dir: Path, *overrides: str, **options):
+    from ktbridge.sft import trainer
+
+    return trainer.train(load_config(run_dir / "run.yaml", overrides), **options)
+
+
+def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
+    command = [sys.executable, "-m", "ktbridge", "train", str(run_dir / "run.yaml"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["steps"] == 12
+    assert result["last_loss"] < 0.85 * result["first_loss"]
+    assert result["peak_gpu_bytes"] > 0
+    assert 0 < result["expert_share"] < 1
+    assert validate_adapter([run_dir / "raw"]).ok
+
+    on_cpu = train(run_dir, "use_cpu=true", "output_dir=cpu")
+    assert on_cpu.first_loss == pytest.approx(result["first_loss"], rel=2e-2)
+    assert losses(run_dir / "cpu") == pytest.approx(losses(run_dir / "raw"), rel=0.1)
+
+
+@pytest.mark.parametrize("stage", [("stage=sft",), ("stage=dpo", "dataset=pairs.jsonl")])
+def test_a_run_that_was_stopped_goes_on(run_dir, stage):
+    from ktbridge.errors import KtbridgeError
+
+    train(run_dir, *stage, "output_dir=whole")
+
+    def stop(step: int, steps: int) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KtbridgeError, match="interrupted after step"):
+        train(run_dir, *stage, on_progress=stop)
+    assert not (run_dir / "raw").exists()
+    result = train(run_dir, *stage, "resume_from_checkpoint=true")
+    assert result.steps == 12
+    assert validate_adapter([run_dir / "raw"]).ok
+    # A GPU adds up in no fixed order; weights or moments that were lost would be seen.
+    assert losses(run_dir / "raw") == pytest.approx(losses(run_dir / "whole"), rel=5e-2)
