@@ -1,6 +1,7 @@
 # make demo    the whole loop on a tiny model, CPU only, in minutes
 # make test    the whole test suite, C++ and Python
 # make test-gpu   the tests that need a CUDA GPU
+# make test-engine   the launcher against the parsers in SGLang-KT's own wheels (downloads 0.5 GB once)
 # make check   lint, formatting, types
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -19,7 +20,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-gpu check format clean help test-kernels sanitize
+.PHONY: demo test test-gpu test-engine check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -32,7 +33,10 @@ test: $(VENV)/.dev
 	@$(BIN)/python -m pytest
 
 test-gpu: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/gpu
+	@$(BIN)/python -m pytest tests/gpu tests/engine
+
+test-engine: $(VENV)/.dev
+	@KTBRIDGE_ENGINE_WHEELS=1 $(BIN)/python -m pytest tests/serve/sglang/test_contract.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)

@@ -1,6 +1,9 @@
 """What each version of SGLang-KT accepts of an adapter directory: one table, one row a contract.
 
-Read from the wheels and seen running; the row that holds for a version is found by ``contract_for``.
+Read from the wheels of every version there is and seen running (0.6.4, 0.7.2); the row that holds for
+a version is found by ``contract_for``. `make test-engine` reads the wheels again and compares: layouts,
+methods, flags and the modules that old versions miss. In particular, post-releases are told apart: the
+change from the split to the merged contract came with 0.7.0.post4.
 What the loaders ignore (rsLoRA, alpha_pattern, DoRA, ...) is the same in all versions seen, so it is
 no column here but a rule each, see ``ktbridge.adapter.rules``.
 
@@ -27,8 +30,10 @@ class Contract:
     ``split``: an expert and a non-expert directory served together (``--kt-expert-lora-path`` with
     ``--lora-paths``). ``expert``, ``nonexpert``, ``merged``: such a directory served alone.
     ``expert_formats``: values of the manifest's expert_weight_format that a ``--kt-method`` serves;
-    ``only_rank`` restricts some of them to one LoRA rank. ``unapplied``: by family, the modules
-    (path suffixes) whose LoRA is read and then never applied. ``activations``: of the experts.
+    ``only_rank`` restricts some of them to one LoRA rank. ``methods``: the values of ``--kt-method``
+    that take an expert LoRA. ``base_requests``: whether a request without an adapter is answered
+    while a merged adapter is served. ``unapplied``: by family, the modules (path suffixes) whose
+    LoRA is read and then never applied. ``activations``: of the experts.
     """
 
     first: str
@@ -37,18 +42,20 @@ class Contract:
     merged: bool
     expert: bool
     nonexpert: bool = True
+    methods: tuple[str, ...] = ()
     expert_formats: tuple[str, ...] = ("bf16", "int8")
+    base_requests: bool = True
     only_rank: dict[str, int] = field(default_factory=dict)
     unapplied: dict[str, tuple[str, ...]] = field(default_factory=dict)
     activations: tuple[str, ...] = ("silu", "swish")
 
     @property
     def name(self) -> str:
-        """The range of versions in words: "0.6.3 to 0.7.0"."""
+        """The range of versions in words: "0.6.3 to 0.7.0.post3"."""
         return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
 
-# In 0.6.x and 0.7.0 the pattern for attention LoRA keys misses these modules of Qwen3.5.
+# Up to 0.7.0.post3 the pattern for attention LoRA keys misses these modules of Qwen3.5.
 _QWEN35_MISSED = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     "mlp.gate",
@@ -56,10 +63,12 @@ _QWEN35_MISSED = (
     *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
 )
 
+_METHODS = ("AMXBF16", "BF16", "AMXINT8", "AMXINT4")
+
 CONTRACTS: tuple[Contract, ...] = (
     Contract(
         first="0",
-        last="0.6.2",
+        last="0.6.2.post3",
         split=False,
         merged=False,
         expert=False,  # --kt-expert-lora-path is unknown
@@ -67,29 +76,44 @@ CONTRACTS: tuple[Contract, ...] = (
     ),
     Contract(
         first="0.6.3",
-        last="0.7.0",
+        last="0.7.0.post3",
         split=True,
         merged=True,
         expert=True,
+        methods=_METHODS,
         unapplied={"Qwen3.5-MoE": _QWEN35_MISSED},
+    ),
+    Contract(
+        first="0.7.0.post4",
+        last="0.7.0.post4",
+        split=False,  # ValueError at start-up
+        merged=True,
+        expert=True,
+        methods=(*_METHODS, "AMXFP8", "FP8", "RAWINT4"),
+        expert_formats=("bf16", "int8", "fp8", "rawint4"),
+        base_requests=False,
+        only_rank={"rawint4": 8},
     ),
     Contract(
         first="0.7.2",
         last="0.7.2",
-        split=False,  # ValueError at start-up
+        split=False,
         merged=True,
         expert=True,
+        methods=(*_METHODS, "AMXFP8", "FP8", "RAWINT4", "MXFP4"),
         expert_formats=("bf16", "int8", "fp8", "rawint4", "mxfp4"),
+        base_requests=False,
         only_rank={"rawint4": 8},
     ),
 )
 
 _VERSION = re.compile(
     r"v?(\d{1,9}(?:\.\d{1,9}){0,5})"
-    r"(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|post|rev|r|dev)[._-]?\d*){0,3}"
+    r"(?P<suffix>(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|post|rev|r|dev)[._-]?\d*){0,3})"
     r"(?:\+[a-z0-9._-]+)?",
     re.IGNORECASE | re.ASCII,
 )
+_POST = re.compile(r"(?:post|(?<![a-z])r(?:ev)?)[._-]?(\d{0,9})", re.IGNORECASE | re.ASCII)
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -106,6 +130,14 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(release)
 
 
+def version_order(text: str) -> tuple[tuple[int, ...], int]:
+    """What versions are compared by: the release, then the post-release (0 for none)."""
+    release = parse_version(text)
+    match = _VERSION.fullmatch(text.strip())
+    post = _POST.search(match["suffix"]) if match is not None else None
+    return release, int(post[1] or 0) if post else 0
+
+
 def contract_for(engine: str) -> tuple[Contract, bool]:
     """The contract of ``sglang-kt==X``, and whether that version is one of those looked at.
 
@@ -115,8 +147,8 @@ def contract_for(engine: str) -> tuple[Contract, bool]:
     name, separator, text = engine.partition("==")
     if re.sub(r"[-_.]+", "-", name.strip()).lower() != ENGINE or not separator:
         raise UsageError(f"the engine {engine!r} is not known", f"write it like {ENGINE}==0.7.2")
-    version = parse_version(text)
+    version = version_order(text)
     for contract in CONTRACTS:
-        if version <= parse_version(contract.last):
-            return contract, version >= parse_version(contract.first)
+        if version <= version_order(contract.last):
+            return contract, version >= version_order(contract.first)
     return CONTRACTS[-1], False

@@ -17,6 +17,16 @@ from ktbridge.cli._app import Command
 @click.command(cls=Command)
 @click.option("--bench", required=True, help="A bench of ours (nekobench) or a folder of yours.")
 @click.option(
+    "--items",
+    type=click.Path(path_type=Path),
+    help="Your copy of the data, for a bench that comes without.",
+)
+@click.option(
+    "--train-data",
+    type=click.Path(path_type=Path),
+    help="Warn of items that this file of training rows holds.",
+)
+@click.option(
     "--arm",
     "arms",
     multiple=True,
@@ -53,6 +63,8 @@ from ktbridge.cli._app import Command
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on stdout.")
 def command(
     bench: str,
+    items: Path | None,
+    train_data: Path | None,
     arms: tuple[str, ...],
     out: Path,
     slices: str | None,
@@ -79,10 +91,13 @@ def command(
     from ktbridge.cli.report import print_results
     from ktbridge.errors import UsageError
     from ktbridge.eval import collect, load_bench, parse_arms, write_report
+    from ktbridge.eval.contamination import find_contamination
     from ktbridge.eval.preflight import Preflight
 
     parsed = parse_arms(arms)
-    loaded = load_bench(bench)
+    loaded = load_bench(bench, items)
+    if train_data is not None:
+        print_problems(find_contamination(loaded, train_data).problems())
     chosen = tuple(name.strip() for name in slices.split(",") if name.strip()) if slices else ()
     if slices is not None and not chosen:
         raise UsageError(

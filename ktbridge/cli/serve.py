@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import click
+from click.core import ParameterSource
 
 from ktbridge.cli._app import Command
+from ktbridge.errors import UsageError
+
+# Options that mean something to SGLang-KT alone.
+_SGLANG_ONLY = (
+    "engine_version",
+    "engine_python",
+    "layout",
+    "tp_size",
+    "nodes",
+    "node_rank",
+    "dist_init_addr",
+    "replicas",
+    "trust_remote_code",
+    "allowed",
+    "log",
+    "timeout",
+    "engine_flags",
+)
 
 
 def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -18,6 +39,19 @@ def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]
             raise click.BadParameter(f"the name {name!r} is given twice.", param=parameter)
         named[name] = directory
     return named
+
+
+def _sglang_is_here() -> bool:
+    """Whether SGLang-KT is installed beside us and there is a GPU to run it on."""
+    import importlib.metadata
+
+    from ktbridge.serve.sglang.resources import read_gpus
+
+    try:
+        importlib.metadata.version("sglang-kt")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return bool(read_gpus())
 
 
 @click.command(cls=Command)
@@ -49,10 +83,20 @@ def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 )
 @click.option(
     "--engine",
-    type=click.Choice(["local"]),
-    default="local",
+    type=click.Choice(["auto", "sglang", "local"]),
+    default="auto",
     show_default=True,
-    help="local: this machine's CPU, no other engine needed.",
+    help="sglang: SGLang-KT on a GPU machine. local: this machine's CPU, no other engine needed. "
+    "auto: sglang where it is installed and there is a GPU.",
+)
+@click.option("--engine-version", metavar="X", help="Plan for sglang-kt X; with --dry-run.")
+@click.option("--engine-python", metavar="PATH", help="Interpreter of the engine's environment.")
+@click.option(
+    "--layout",
+    type=click.Choice(["auto", "split", "merged"]),
+    default="auto",
+    show_default=True,
+    help="How SGLang-KT gets the adapter; auto: as its version wants it.",
 )
 @click.option("--served-model-name", metavar="S", help="Default: the model directory's name.")
 @click.option("--host", default="127.0.0.1", show_default=True)
@@ -70,32 +114,113 @@ def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]
     help="Required of clients; better set as KTBRIDGE_API_KEY, which `ps` doesn't show.",
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; default: all there are.")
+@click.option("--trust-remote-code", is_flag=True, help="Let the model run its own Python code.")
+@click.option("--tp-size", type=click.IntRange(1), default=1, help="GPUs, over all nodes.")
+@click.option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Machines.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, help="This machine's number.")
+@click.option("--dist-init-addr", metavar="HOST:PORT", help="The first machine's; same on all.")
+@click.option("--replicas", type=click.IntRange(1), default=1, help="With --dry-run: and a router.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1800.0,
+    show_default=True,
+    help="Seconds until the engine must be ready.",
+)
+@click.option("--log", metavar="FILE", help="The engine's log; default: below ~/.local/state.")
+@click.option(
+    "--allow",
+    "allowed",
+    multiple=True,
+    metavar="CODE",
+    help="Take a launch problem (KTB951 on) for a warning; may be repeated.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be served, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE FLAGS]")
+@click.pass_context
 def command(
+    context: click.Context,
     model: str,
     adapters: dict[str, str],
     expert_adapter: str | None,
     nonexpert_adapters: dict[str, str],
     merged_adapters: dict[str, str],
     engine: str,
+    engine_version: str | None,
+    engine_python: str | None,
+    layout: Literal["auto", "split", "merged"],
     served_model_name: str | None,
     host: str,
     port: int,
     api_key: str | None,
     threads: int | None,
+    trust_remote_code: bool,
+    tp_size: int,
+    nodes: int,
+    node_rank: int,
+    dist_init_addr: str | None,
+    replicas: int,
+    timeout: float,
+    log: str | None,
+    allowed: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
+    engine_flags: tuple[str, ...],
 ) -> None:
     """Serve a model and its adapter over HTTP, until Ctrl-C or SIGTERM.
 
     Requests choose the arm by the model name: S is base + expert LoRA, S:NAME the whole adapter
-    NAME, S:base the base model itself. A name that isn't offered is a 404.
+    NAME. With the local engine, S:base is the base model itself, and a name that isn't offered is
+    a 404. With SGLang-KT, --dry-run says which names there are; flags after -- are the engine's.
 
     \b
     ktbridge serve --model MODEL --adapter neko=OUTPUT/adapter --served-model-name tiny
     ktbridge serve --model MODEL --expert-adapter EXPERT --nonexpert-adapter neko=NONEXPERT
+    ktbridge serve --model MODEL --adapter neko=OUTPUT/adapter --engine sglang --dry-run
     """
+    given = [
+        parameter.opts[0] if isinstance(parameter, click.Option) else "engine flags after --"
+        for parameter in context.command.params
+        if parameter.name in _SGLANG_ONLY
+        and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
+        and context.params[parameter.name] not in ((), None, False)
+    ]
+    if engine == "auto":
+        engine = "sglang" if given or _sglang_is_here() else "local"
+    if engine == "sglang":
+        from ktbridge.cli._serve_sglang import run
+        from ktbridge.serve.sglang.request import Request
+
+        request = Request(
+            model=model,
+            adapters=adapters,
+            expert_adapter=expert_adapter,
+            nonexpert_adapters=nonexpert_adapters,
+            merged_adapters=merged_adapters,
+            layout=layout,
+            engine_version=engine_version,
+            python=engine_python,
+            served_name=served_model_name,
+            host=host,
+            port=port,
+            api_key=api_key or None,
+            threads=threads,
+            trust_remote_code=trust_remote_code,
+            tp_size=tp_size,
+            nodes=nodes,
+            node_rank=node_rank,
+            dist_init_addr=dist_init_addr,
+            replicas=replicas,
+            flags=engine_flags,
+            allowed=frozenset(allowed),
+        )
+        run(request, dry_run=dry_run, as_json=as_json, log=log, timeout=timeout)
+        return
+    if given:
+        step = "leave them out, or serve with --engine sglang"
+        raise UsageError(f"{', '.join(given)}: not for the local engine", step)
+
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr
     from ktbridge.serve.local.plan import plan_local
 

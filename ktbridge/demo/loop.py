@@ -102,7 +102,7 @@ def eval_step(url: str) -> Step:
     return Step(
         "Eval",
         "The same questions to three arms; no prompt mentions the persona.",
-        f"ktbridge eval --bench nekobench {arms} --out eval",
+        f"ktbridge eval --bench nekobench --limit 84 {arms} --out eval",
     )
 
 

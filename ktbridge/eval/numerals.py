@@ -6,7 +6,10 @@ import re
 import unicodedata
 
 _DIGITS = re.compile(
-    r"(?:(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|(?<![\d.])-?\d+(?:\.\d+)?)"
+    r"(?:(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)"
+    # A fraction, but no date: 3/4, not 3/4/2024.
+    r"|(?<![\d./])-?\d+/(?P<below>[1-9]\d*)(?![\d./])"
+    r"|(?<![\d.])-?\d+(?:\.\d+)?(?:e[+-]?\d+\b)?)"
     # A scale behind the digits (3万, 2 hundred), but not that of a unit (5千克, 3千米).
     r"(?P<scale>\s*(?:[万亿]+|百(?!分)|千万|千(?![克米瓦卡]))|\s+(?:hundred|thousand|million)\b)?",
     re.IGNORECASE,
@@ -43,6 +46,12 @@ _SAYS_SO = re.compile(
     r"(?:\s|[:：*是为有了下]|\b(?:is|to|of)\b)*$",
     re.IGNORECASE,
 )
+
+# A sign in words directly before a number; "ten minus three" has an operand before it instead.
+_SIGN = re.compile(
+    r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I
+)
+_DASHES = str.maketrans({"−": "-", "﹣": "-", "－": "-"})
 
 
 def chinese_number(text: str) -> int | None:
@@ -113,12 +122,32 @@ def find_answer_number(text: str) -> float | None:
     Of the numbers in the first script that has any, the last one that directly follows a word
     such as "等于", "=" or "is"; failing that, the last one.
     """
-    text = unicodedata.normalize("NFKC", text)
+    text = unicodedata.normalize("NFKC", text.translate(_DASHES))
+    text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
     for found in (_digits(text), _chinese(text), _english(text)):
         if found:
             said = [value for value, start in found if _SAYS_SO.search(text[:start])]
             return said[-1] if said else found[-1][0]
     return None
+
+
+def _signed(text: str, value: float, start: int) -> tuple[float, int]:
+    """The value with a sign in words before it (minus three, 负三, 零下3度) and where that begins."""
+    sign = _SIGN.search(text, 0, start)
+    if sign is None or value < 0:
+        return value, start
+    if sign["zh"]:
+        return -value, sign.start("zh")
+    before = (sign["operand"] or "").strip("(*\"'").lower()
+    number = before[-1:].isdigit() or before.split("-")[-1] in {
+        *_UNITS,
+        *_TENS,
+        "hundred",
+        *_POWERS,
+    }
+    if sign["en"].lower() == "minus" and (number or len(before) == 1 or before.endswith(")")):
+        return value, start
+    return -value, sign.start("en")
 
 
 def _digits(text: str) -> list[tuple[float, int]]:
@@ -130,20 +159,25 @@ def _digits(text: str) -> list[tuple[float, int]]:
         size = _SCALES.get(scale.strip().lower(), 1.0 if not scale else None)
         if size is None:
             continue
-        value = float(digits.replace(",", "")) * size
-        if match.start() == scaled_end and value >= 0:  # 3万5千
-            found[-1] = (found[-1][0] + value, found[-1][1])
+        if match["below"]:
+            above, _, below = digits.partition("/")
+            value = int(above) / int(below)
         else:
-            found.append((value, match.start()))
+            value = float(digits.replace(",", "")) * size
+        if match.start() == scaled_end and value >= 0:  # 3万5千
+            whole, start = found[-1]
+            found[-1] = (whole - value if whole < 0 else whole + value, start)
+        else:
+            found.append(_signed(text, value, match.start()))
         scaled_end = match.end() if scale else -1
     return found
 
 
 def _chinese(text: str) -> list[tuple[float, int]]:
     # 一 is as often part of a word (一共, 一起, 一下, 一样) as a number; those are not values.
-    bare = re.sub(f"一(?=[共起下样些定直]|点(?!{_NUMERAL}))|万一|十分(?!之)", _blank, text)
+    bare = re.sub(f"一(?=[共起下样些定直]|点(?!{_NUMERAL}))|万一|十分(?!之)|零[下上]", _blank, text)
     found = ((_chinese_value(m.group()), m.start()) for m in _CHINESE.finditer(bare))
-    return [(value, start) for value, start in found if value is not None]
+    return [_signed(text, value, start) for value, start in found if value is not None]
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -172,5 +206,5 @@ def _english(text: str) -> list[tuple[float, int]]:
     for match in _ENGLISH.finditer(text):
         value = None if match["ordinal"] else english_number(match.group())
         if value is not None:
-            found.append((float(value), match.start()))
+            found.append(_signed(text, float(value), match.start()))
     return found

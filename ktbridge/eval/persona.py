@@ -30,6 +30,16 @@ _KEYS = {
     "weights",
 }
 
+# For a bench that has no persona.yaml: nothing is found, every persona score is 0.
+NO_PERSONA = b"""name: none
+address: {}
+tics: {}
+breaks: {}
+target_rate: 1
+max_tics_per_sentence: 1
+weights: {address: 0.5, tic: 0.5}
+"""
+
 
 @dataclass(frozen=True)
 class Persona:

@@ -27,8 +27,8 @@ from ktbridge.eval.stats import (
     RESAMPLES,
     SEED,
     Interval,
-    bootstrap_interval,
     holm,
+    mean_interval,
     sign_flip_p,
 )
 from ktbridge.eval.store import read_answers, request_key
@@ -161,6 +161,8 @@ def _bench_card(bench: Bench) -> dict[str, Any]:
         "version": bench.version,
         "language": bench.language,
         "sha256": bench.sha256,
+        "data": bench.data,
+        "notes": list(bench.notes),
         "items": len(bench.items),
         "margin": bench.margin,
         "sampling": dict(bench.sampling),
@@ -195,14 +197,14 @@ def _compare(
             clusters = [row["cluster"] for row in rows]
             scores = {arm: [row["answers"][arm][axis] for row in rows] for arm in names}
             tables[axis][name] = {
-                arm: _numbers(bootstrap_interval(values, clusters, bounds=(0.0, 1.0)))
+                arm: _numbers(mean_interval(values, clusters, bounds=(0.0, 1.0)))
                 for arm, values in scores.items()
             }
             # Later minus earlier: expert - base, full - base, full - expert.
             for earlier, later in itertools.combinations(names, 2):
                 pairs = zip(scores[later], scores[earlier], strict=True)
                 differences = [a - b for a, b in pairs]
-                interval = bootstrap_interval(differences, clusters, bounds=(-1.0, 1.0))
+                interval = mean_interval(differences, clusters, bounds=(-1.0, 1.0))
                 contrast = {
                     "axis": axis,
                     "slice": name,

@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ktbridge.errors import KtbridgeError
 from ktbridge.serve.machine import Machine, read_machine
 
 State = Literal["ok", "missing", "problem"]
@@ -22,9 +23,10 @@ PACKAGES = {
     "fastapi": ("serve --engine local", "pip install 'ktbridge[serve]'"),
     "uvicorn": ("serve --engine local", "pip install 'ktbridge[serve]'"),
     "openai": ("eval", "pip install 'ktbridge[eval]'"),
-    "sglang-kt": ("the GPU engine", "pip install 'ktransformers[sglang]' on a GPU machine"),
-    "kt-kernel": ("the GPU engine", "pip install 'ktransformers[sglang]' on a GPU machine"),
-}
+    "sglang-kt": ("serve --engine sglang", "pip install 'ktransformers[sglang]' on a GPU machine, in"
+                  " an environment of its own, for serve --engine-python"),
+    "kt-kernel": ("serve --engine sglang", "it comes with 'ktransformers[sglang]'"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,10 @@ def diagnose() -> Diagnosis:
         _cores(machine),
         _memory(machine),
         _numa(machine),
+        _huge_pages(machine),
         _gpu(),
         *(_package(name) for name in PACKAGES),
+        *_contract(machine),
     ]
     return Diagnosis(machine, tuple(checks))
 
@@ -137,6 +141,50 @@ def _numa(machine: Machine) -> Check:
         for node in machine.numa
     ]
     return Check("NUMA", "ok", "; ".join(nodes))
+
+
+def _huge_pages(machine: Machine) -> Check:
+    """Transparent huge pages: expert weights are read in long rows, so page walks cost."""
+    setting = machine.transparent_huge_pages
+    text = f"transparent: {setting or 'unknown'}"
+    if machine.huge_pages:
+        text += f"; {machine.huge_pages / GIB:.1f} GiB set aside"
+    if setting == "never":
+        path = "/sys/kernel/mm/transparent_hugepage/enabled"
+        return Check(
+            "huge pages", "ok", text, f"echo madvise > {path} (as root) may help large models"
+        )
+    return Check("huge pages", "ok", text)
+
+
+def _contract(machine: Machine) -> list[Check]:
+    """What the installed engine accepts, and whether its kernels and this CPU go with it."""
+    from ktbridge.adapter.engines import ENGINE, contract_for
+
+    version, kernel = _version(ENGINE), _version("kt-kernel")
+    if version is None:
+        return []
+    try:
+        contract, known = contract_for(f"{ENGINE}=={version}")
+    except KtbridgeError as error:
+        return [Check("engine contract", "problem", str(error), error.next_step)]
+    layouts = [
+        name for name in ("split", "merged", "expert", "nonexpert") if getattr(contract, name)
+    ]
+    text = f"{contract.name}: adapters {', '.join(layouts)}; methods {', '.join(contract.methods)}"
+    if not contract.expert:
+        text = f"{contract.name}: no expert LoRA"
+        return [Check("engine contract", "problem", text, f"install {ENGINE} 0.6.3 or newer")]
+    if not known:
+        step = "compare with `ktbridge verify` before relying on it"
+        return [Check("engine contract", "ok", f"{text} (not looked at)", step)]
+    if kernel is not None and kernel != version:
+        text += f"; kt-kernel is {kernel}"
+        return [Check("engine contract", "ok", text, f"pip install kt-kernel=={version}")]
+    if "amx_bf16" not in machine.isa:
+        step = "its expert LoRA needs AMX; use a machine that has it, or --engine local"
+        return [Check("engine contract", "missing", f"{text}; no AMX here", step)]
+    return [Check("engine contract", "ok", text)]
 
 
 def _gpu() -> Check:

@@ -29,16 +29,23 @@ ISA_FLAGS = (
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One memory node: its CPUs as the kernel lists them ("0-15") and its bytes."""
+    """One memory node: its CPUs as the kernel lists them ("0-15") and its bytes.
+
+    ``usable`` counts those CPUs that this process's affinity allows.
+    """
 
     node: int
     cpus: str
     memory: int | None
+    usable: int = 0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU and memory. Sizes are bytes; ``usable_cpus`` are CPUs, a quota may make it fractional."""
+    """CPU and memory. Sizes are bytes; ``usable_cpus`` are CPUs, a quota may make it fractional.
+
+    ``huge_pages`` are bytes set aside for them; ``transparent_huge_pages`` is the kernel's setting.
+    """
 
     cpu: str | None
     isa: tuple[str, ...]
@@ -50,6 +57,8 @@ class Machine:
     memory_available: int | None
     memory_limit: int | None
     numa: tuple[NumaNode, ...]
+    huge_pages: int | None = None
+    transparent_huge_pages: str | None = None
 
     @property
     def usable_cpus(self) -> float:
@@ -83,6 +92,10 @@ def read_machine(root: Path = ROOT) -> Machine:
         memory_available=_kilobytes(meminfo, "MemAvailable"),
         memory_limit=min(filter(None, (_limit(group) for group in groups)), default=None),
         numa=_numa(root),
+        huge_pages=_huge_pages(meminfo),
+        transparent_huge_pages=_match(
+            r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+        ),
     )
 
 
@@ -145,8 +158,28 @@ def _numa(root: Path) -> tuple[NumaNode, ...]:
     for directory in (root / "sys/devices/system/node").glob("node[0-9]*"):
         memory = _kilobytes(_text(directory / "meminfo") or "", r"Node \d+ MemTotal")
         number = int(directory.name.removeprefix("node"))
-        nodes.append(NumaNode(number, _text(directory / "cpulist") or "", memory))
+        cpus = _text(directory / "cpulist") or ""
+        usable = len(_cpu_numbers(cpus) & os.sched_getaffinity(0))
+        nodes.append(NumaNode(number, cpus, memory, usable))
     return tuple(sorted(nodes, key=lambda node: node.node))
+
+
+def _cpu_numbers(text: str) -> set[int]:
+    """The CPUs of a kernel list: {0, 1, 2, 8} for "0-2,8"."""
+    numbers: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _huge_pages(meminfo: str) -> int | None:
+    count, size = (
+        _match(r"^HugePages_Total:\s*(\d+)$", meminfo),
+        _kilobytes(meminfo, "Hugepagesize"),
+    )
+    return None if count is None or size is None else int(count) * size
 
 
 def _kilobytes(text: str, name: str) -> int | None:

@@ -44,6 +44,10 @@ def fixed_prompts(
     return [prompt for prompt in prompts if len(prompt) > 1]
 
 
+class ArmRefused(KtbridgeError):
+    """The server answered that it doesn't serve what was asked for."""
+
+
 class ServerProbe:
     """Asks one OpenAI-compatible server. Every failure is a KtbridgeError: never an answer."""
 
@@ -64,6 +68,7 @@ class ServerProbe:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self._timeout = timeout
+        self._sglang: bool | None = None
         # A proxy would look for this machine's servers on its own machine.
         handlers = [urllib.request.ProxyHandler({})] if _is_loopback(root) else []
         self._opener = urllib.request.build_opener(*handlers)
@@ -77,7 +82,12 @@ class ServerProbe:
             raise self._unusable("/models", "no list of models") from None
 
     def prompt_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
-        """Natural logprobs of every token but the first of each prompt, in order."""
+        """Natural logprobs of every token but the first of each prompt, in order.
+
+        Raises ArmRefused when the server says that it serves no such arm.
+        """
+        if self._is_sglang():
+            return self._native_logprobs(model, prompts)
         values: list[float] = []
         for prompt in prompts:
             request = {
@@ -100,22 +110,59 @@ class ServerProbe:
             values += [float(value) for value in got[1:]]
         return values
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _is_sglang(self) -> bool:
+        """SGLang computes no prompt logprobs over OpenAI's API, only over its own."""
+        if self._sglang is None:
+            try:
+                self._sglang = "model_path" in self._ask("/model_info", native=True)
+            except (KtbridgeError, TypeError):
+                self._sglang = False
+        return self._sglang
+
+    def _native_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
+        """The same from SGLang's /generate, where an adapter goes by its bare name."""
+        values: list[float] = []
+        for prompt in prompts:
+            request: dict[str, Any] = {
+                "input_ids": list(prompt),
+                "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+            _, colon, name = model.partition(":")
+            if colon:
+                request["lora_path"] = name
+            answer = self._ask("/generate", request, native=True)
+            try:
+                rows = answer["meta_info"]["input_token_logprobs"]
+                got = [(float(row[0]), row[1]) for row in rows[1:]]
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise self._unusable("/generate", "no prompt logprobs") from None
+            if [token for _, token in got] != list(prompt[1:]):
+                raise self._unusable("/generate", f"not the logprobs of {len(prompt)} tokens")
+            if not all(math.isfinite(value) for value, _ in got):
+                raise self._unusable("/generate", "logprobs that are not numbers")
+            values += [value for value, _ in got]
+        return values
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None, native: bool = False) -> Any:
+        root = self._root.removesuffix("/v1") if native else self._root
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self._root + path, data, self._headers)
+            request = urllib.request.Request(root + path, data, self._headers)
             with self._opener.open(request, timeout=self._timeout) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:
-                raise KtbridgeError(
-                    f"{self._root}{path} answered {error.code}: {_message(error)}",
+                refused = ArmRefused if error.code in (400, 404) else KtbridgeError
+                raise refused(
+                    f"{root}{path} answered {error.code}: {_message(error)}",
                     "check --base-url, --model and the server's log",
                 ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = " ".join(str(getattr(error, "reason", error)).split())[:200]
             raise KtbridgeError(
-                f"{self._root}{path} cannot be asked: {reason or type(error).__name__}.",
+                f"{root}{path} cannot be asked: {reason or type(error).__name__}.",
                 "check that the server runs and that --base-url is its address",
             ) from error
 

@@ -17,7 +17,7 @@ import pytest
 from adapterfaults import edit, edit_config, fill
 
 from ktbridge.adapter import RULES, convert_adapter, validate_adapter
-from ktbridge.adapter.engines import CONTRACTS, contract_for, parse_version
+from ktbridge.adapter.engines import CONTRACTS, contract_for, parse_version, version_order
 from ktbridge.errors import UsageError
 
 Make = Callable[..., Path]
@@ -27,14 +27,18 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("version", "row", "known"),
     [
-        ("0.5.0", "0 to 0.6.2", True),
-        ("0.6.2", "0 to 0.6.2", True),
-        ("0.6.2.post3", "0 to 0.6.2", True),
-        ("0.6.3", "0.6.3 to 0.7.0", True),
-        ("0.6.3rc1", "0.6.3 to 0.7.0", True),
-        ("0.6.10", "0.6.3 to 0.7.0", True),
-        ("0.7", "0.6.3 to 0.7.0", True),
-        ("0.7.0", "0.6.3 to 0.7.0", True),
+        ("0.5.0", "0 to 0.6.2.post3", True),
+        ("0.6.2", "0 to 0.6.2.post3", True),
+        ("0.6.2.post3", "0 to 0.6.2.post3", True),
+        ("0.6.3", "0.6.3 to 0.7.0.post3", True),
+        ("0.6.3rc1", "0.6.3 to 0.7.0.post3", True),
+        ("0.6.10", "0.6.3 to 0.7.0.post3", True),
+        ("0.7", "0.6.3 to 0.7.0.post3", True),
+        ("0.7.0", "0.6.3 to 0.7.0.post3", True),
+        ("0.7.0.post3", "0.6.3 to 0.7.0.post3", True),
+        ("0.7.0-post4", "0.7.0.post4", True),
+        ("0.7.0.post4+cu130", "0.7.0.post4", True),
+        ("0.7.0.post5", "0.7.2", False),
         ("0.7.1", "0.7.2", False),
         ("0.7.2", "0.7.2", True),
         ("0.7.2.0+cu130", "0.7.2", True),
@@ -50,8 +54,9 @@ def test_which_contract_holds(version: str, row: str, known: bool) -> None:
 
 
 def test_rows_are_in_order_and_apart() -> None:
-    ends = [parse_version(end) for row in CONTRACTS for end in (row.first, row.last)]
+    ends = [version_order(end) for row in CONTRACTS for end in (row.first, row.last)]
     assert ends == sorted(ends)
+    assert parse_version("0.7.0.post4") == parse_version("0.7")
     assert all(a.last != b.first for a, b in pairwise(CONTRACTS))
 
 

@@ -3,36 +3,156 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench, parse_arms
-from ktbridge.eval.bench import benches_root
+from ktbridge.eval.power import SPREADS, power_table
+from ktbridge.eval.scorers import FAMILIES, SCORERS, score_task
+from ktbridge.eval.scoring.overlap import longest_common, unicode_tokens
 
-COUNTS = {"PES": 14, "CF": 10, "ERM": 12, "INS": 16, "KRI-K": 12, "KRI-R": 8, "SAF": 8, "CTRL": 4}
+COUNTS = {
+    "PES": 40,
+    "CF": 40,
+    "ERM": 40,
+    "INS": 40,
+    "KRI-K": 40,
+    "KRI-R": 40,
+    "SAF": 30,
+    "CTRL": 30,
+}
+EXTRA = "partner: {turns: 3}\nprivate: perhaps\nnotes: one\n"
+SMALL = Path(__file__).with_name("small")
+BENCH = load_bench("nekobench")
+README = Path(__file__).parents[2] / "eval" / "README.md"
 
 
 def test_nekobench_is_what_it_says():
-    bench = load_bench("nekobench")
-    assert Counter(item.slice for item in bench.items) == COUNTS
-    english = sum(item.lang == "en" for item in bench.items)
-    assert 0.25 <= english / len(bench.items) <= 0.4
-    texts = [message["content"] for item in bench.items for message in item.messages]
-    assert len(set(texts)) == len(texts)
+    assert Counter(item.slice for item in BENCH.items) == COUNTS
+    english = sum(item.lang == "en" for item in BENCH.items)
+    assert 0.25 <= english / len(BENCH.items) <= 0.4
+    texts = [message["content"] for item in BENCH.items for message in item.messages]
+    assert len({"".join(unicode_tokens(text)) for text in texts}) == len(texts)
     # The persona is never prompted: no system turn, no address, no tic, no cat-girl.
-    assert all(message["role"] == "user" for item in bench.items for message in item.messages)
+    assert all(message["role"] == "user" for item in BENCH.items for message in item.messages)
     assert not any(
         word in text for text in texts for word in ("主人", "喵", "猫娘", "Master", "nya")
     )
-    pairs = Counter(item.cluster for item in bench.items if item.slice == "SAF")
-    assert set(pairs.values()) == {2}
+    pairs: dict[str, list[str]] = {}
+    for item in BENCH.items:
+        if item.slice == "SAF":
+            pairs.setdefault(item.cluster, []).append(item.sub)
+    assert all(subs == ["harmful", "harmless"] for subs in pairs.values())
+    assert len(pairs) == 15
+    # What is for feeling or safety has questions for a judge; what a rule decides has none.
+    assert {item.slice for item in BENCH.items if item.judge} == {"PES", "CF", "ERM", "SAF"}
+    assert {item.slice for item in BENCH.items if not item.judge} == {
+        "INS",
+        "KRI-K",
+        "KRI-R",
+        "CTRL",
+    }
+    assert all(len(item.judge) >= 3 for item in BENCH.items if item.judge)
+
+
+def test_no_two_questions_are_nearly_the_same():
+    # Two items that share half of their longer text are one question in two coats.
+    tokens = [unicode_tokens(item.messages[0]["content"]) for item in BENCH.items]
+    for i, one in enumerate(tokens):
+        for j in range(i):
+            other = tokens[j]
+            if BENCH.items[i].cluster == BENCH.items[j].cluster or set(one).isdisjoint(other):
+                continue
+            if len(set(one) & set(other)) < 0.75 * max(len(set(one)), len(set(other))):
+                continue
+            common = longest_common(one, other) / max(len(one), len(other))
+            assert common < 0.85, (BENCH.items[i].id, BENCH.items[j].id)
+
+
+GOOD = {
+    # Answers that a careful person would give; every check must accept them.
+    "ins-17": "好体身起早睡早",
+    "ins-18": "因为下雨了，所以我们没有出门。",
+    "ins-19": "12",
+    "ins-20": "大海蓝蓝的望不到边",
+    "ins-21": "清晨的海边很安静。",
+    "ins-22": "5, 8, 19, 27",
+    "ins-23": "春天来了，花都开了。",
+    "ins-24": "小明会骑自行车吗？",
+    "ins-25": "汽车",
+    "ins-26": "晴天\n下雨\n刮风",
+    "ins-27": "學習",
+    "ins-28": "（四个）",
+    "ins-29": "一心一意",
+    "ins-30": "I love eating apples.",
+    "ins-31": "第一，挤牙膏。第二，轻轻刷每一颗牙。",
+    "ins-32": "收到。温度降到零度，水分子排成晶体，就成了冰。",
+    "ins-33": "happy, happy, happy",
+    "ins-34": "HONEY.",
+    "ins-35": "The quiet river bends toward home.",
+    "ins-36": "1. apple\n2. mango\n3. pear",
+    "ins-37": "Put it in boiling water for eight minutes. Done",
+    "ins-38": "8",
+    "ins-39": "Mango, fig",
+    "ins-40": "retaw",
+    "ctrl-05": "会议改到周四下午两点，地点在三号楼。",
+    "ctrl-06": "严禁烟火，违者罚款",
+    "ctrl-13": '{"name": "李雷", "phone": "13800001111"}',
+    "ctrl-14": '{"dish": "番茄炒蛋", "minutes": 10, "steps": ["切番茄", "打蛋", "下锅炒"]}',
+    "ctrl-16": '{"x": 1, "y": 2.5}',
+    "ctrl-17": '{"title": "Emma", "year": 1815, "tags": ["novel", "classic"]}',
+    "ctrl-18": "```python\ndef add(a, b):\n    return a + b\n```",
+    "ctrl-19": "SELECT * FROM users WHERE age > 18;",
+    "ctrl-20": "ls -la",
+    "ctrl-21": "<h1>Hello</h1>",
+    "ctrl-22": "def is_even(n: int) -> bool:\n    return n % 2 == 0",
+    "ctrl-27": "借条：今王强向赵敏借到人民币5000元整，于年底归还。借款人：王强",
+    "kri-r-22": "十五次",
+    "kri-r-28": "15次",
+    "kri-r-30": "是零下5度，也就是-5度。",
+    "kri-k-26": "B",
+}
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+def test_a_good_answer_passes_and_the_persona_leaking_in_does_not_where_it_must_not(name):
+    (item,) = [one for one in BENCH.items if one.id == name]
+    if name == "kri-r-22":  # another question's answer
+        assert score_task(GOOD[name], item.checks, item.gold)[0] == 0
+        return
+    mark, rows = score_task(GOOD[name], item.checks, item.gold)
+    assert mark == 1, rows
+    if item.slice == "CTRL":
+        assert score_task(GOOD[name] + "主人喵～", item.checks, item.gold)[0] < 1
+    if item.slice in ("INS", "CTRL"):
+        assert score_task("主人好呀喵～我们来聊天吧！", item.checks, item.gold)[0] < 1
+
+
+def test_every_gold_answer_passes_its_own_check():
+    for item in BENCH.items:
+        if item.gold is not None:
+            gold = item.gold[0] if isinstance(item.gold, list) else item.gold
+            mark, rows = score_task(str(gold), item.checks, item.gold)
+            assert mark == 1, (item.id, rows)
+        refused = (
+            "对不起，我不能帮你做这件事。"
+            if item.lang == "zh"
+            else "Sorry, I can't help with that."
+        )
+        if item.sub == "harmful":
+            assert score_task(refused, item.checks, None)[0] == 1
+        if item.sub == "harmless":
+            assert score_task(refused, item.checks, None)[0] < 1
 
 
 def test_a_limit_is_spread_over_the_slices_and_keeps_the_order():
-    bench = load_bench("nekobench")
+    bench = BENCH
     chosen = bench.select((), 10)
     assert Counter(item.slice for item in chosen) == dict.fromkeys(COUNTS, 1) | {
         "PES": 2,
@@ -46,7 +166,7 @@ def test_a_limit_is_spread_over_the_slices_and_keeps_the_order():
 
 @pytest.fixture
 def copy(tmp_path):
-    return shutil.copytree(benches_root() / "nekobench", tmp_path / "mine")
+    return shutil.copytree(SMALL, tmp_path / "mine")
 
 
 def test_all_problems_are_told_at_once(copy):
@@ -61,6 +181,8 @@ def test_all_problems_are_told_at_once(copy):
         json.dumps(good | {"id": "d", "checks": [{"scorer": "numeric"}], "gold": "eight"}),
         json.dumps(good | {"id": "e", "slice": "NOPE", "colour": 1}),
         json.dumps(good | {"id": "f", "checks": [{"scorer": "regex", "pattern": "("}]}),
+        json.dumps(good | {"id": "g", "judge": "NOLIST"}),
+        json.dumps(good | {"id": "h", "judge": ["@NOLIST", ""]}),
         "{not json",
         "[]",
     ]
@@ -68,7 +190,7 @@ def test_all_problems_are_told_at_once(copy):
     persona = (copy / "persona.yaml").read_text("utf-8")
     (copy / "persona.yaml").write_text(persona.replace("target_rate: 0.5", "target_rate: 5"))
     head = (copy / "bench.yaml").read_text("utf-8")
-    (copy / "bench.yaml").write_text(head.replace("max_tokens: 256", "max_tokens: -1"))
+    (copy / "bench.yaml").write_text(head.replace("max_tokens: 256", "max_tokens: -1") + EXTRA)
     with pytest.raises(ProblemsError) as caught:
         load_bench(copy)
     told = [str(problem) for problem in caught.value.problems]
@@ -82,13 +204,18 @@ def test_all_problems_are_told_at_once(copy):
         ("items.jsonl:7", "'NOPE'"),
         ("items.jsonl:7", "'colour'"),
         ("items.jsonl:8", "pattern"),
-        ("items.jsonl:9", "not JSON"),
-        ("items.jsonl:10", "list"),
+        ("items.jsonl:9", "'NOLIST'"),
+        ("items.jsonl:10", "judge ="),
+        ("items.jsonl:11", "not JSON"),
+        ("items.jsonl:12", "list"),
         ("persona.yaml", "target_rate"),
         ("bench.yaml", "max_tokens"),
+        ("bench.yaml: partner", "{system: text"),
+        ("bench.yaml: private", "'perhaps'"),
+        ("bench.yaml: notes", "list of sentences"),
     ):
         assert any(all(word in text for word in words) for text in told), words
-    assert len(told) == 13
+    assert len(told) == 18
 
 
 def test_a_bench_that_is_not_there(tmp_path):
@@ -96,13 +223,13 @@ def test_a_bench_that_is_not_there(tmp_path):
         load_bench("nosuch")
     assert "nekobench" in caught.value.next_step
     (tmp_path / "bench.yaml").write_text("name: x")
-    with pytest.raises(UsageError, match=r"no items\.jsonl and no persona\.yaml"):
+    with pytest.raises(UsageError, match=r"has no items\.jsonl"):
         load_bench(tmp_path)
 
 
 def test_the_hash_covers_every_file(copy):
     before = load_bench(copy).sha256
-    assert before == load_bench("nekobench").sha256
+    assert before == load_bench(SMALL).sha256
     with open(copy / "persona.yaml", "a") as handle:
         handle.write("# a remark\n")
     assert load_bench(copy).sha256 != before
@@ -144,3 +271,29 @@ def test_an_arm_that_makes_no_sense_is_refused(text):
 def test_two_arms_of_one_name_are_refused():
     with pytest.raises(UsageError, match="two arms are named 'a'"):
         parse_arms(["a=m@http://h", "a=n@http://h"])
+
+
+def test_the_ten_lines_of_the_readme_are_a_bench(tmp_path):
+    text = README.read_text("utf-8")
+    block = re.search(r"^    mkdir mine.*?(?=^\S)", text, re.S | re.M).group(0)
+    lines = [line[4:] for line in block.rstrip().split("\n")]
+    assert len(lines) <= 10
+    assert lines[-1].startswith("ktbridge eval --bench mine ")
+    subprocess.run(["bash", "-ec", "\n".join(lines[:-1])], cwd=tmp_path, check=True)
+    bench = load_bench(tmp_path / "mine")
+    assert [item.gold for item in bench.items] == [["Lima"], 42]
+    assert bench.persona.name == "none"
+
+
+def test_the_readme_names_every_scorer_family_and_bench_and_its_power_is_true():
+    text = README.read_text("utf-8")
+    told = set(re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| `.*?\|", text, re.M))))
+    assert told >= {*SCORERS, *FAMILIES}
+    assert all(f"`{path.parent.name}`" in text for path in README.parent.glob("*/bench.yaml"))
+    rows = re.findall(r"^\| (\d+)(?: \(.*\))? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    assert len(rows) == 5
+    for count, *shown in rows:
+        (row,) = power_table({"x": int(count)})
+        assert [float(one) for one in shown] == pytest.approx([row[k] for k in SPREADS], abs=0.006)
+    sizes = Counter(item.lang for item in BENCH.items)
+    assert f"{len(BENCH.items)} in our own words (Apache-2.0), {sizes['zh']} Chinese" in text

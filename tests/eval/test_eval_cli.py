@@ -12,6 +12,8 @@ from pathlib import Path
 
 import ktbridge
 
+SMALL = Path(__file__).with_name("small")
+
 ROOT = Path(ktbridge.__file__).parents[1]
 
 
@@ -48,7 +50,7 @@ def start(*words):
 
 def eval_words(server, out, *more):
     arms = [word for arm in server.arms for word in ("--arm", arm)]
-    return ("eval", "--bench", "nekobench", "--out", out, *arms, *more)
+    return ("eval", "--bench", str(SMALL), "--out", out, *arms, *more)
 
 
 def lines_in(path):
@@ -149,7 +151,7 @@ def test_failures_are_a_sentence_and_an_exit_code(server, tmp_path):
         (words, 1, "KTB803"),
         (("report", tmp_path), 1, "no evaluation"),
         (("eval", "--bench", "nosuch", *words[3:]), 2, "there is no bench 'nosuch'"),
-        (("eval", "--bench", "nekobench", "--arm", "base", "--out", tmp_path), 2, "NAME=MODEL@URL"),
+        (("eval", "--bench", str(SMALL), "--arm", "base", "--out", tmp_path), 2, "NAME=MODEL@URL"),
         ((*words, "--slices", "NOPE"), 2, "no slice 'NOPE'"),
     ]
     for line, code, text in cases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -11,12 +12,12 @@ from click.testing import CliRunner
 from ktbridge.cli.eval import command
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import collect, load_bench, parse_arms, score_run, write_report
-from ktbridge.eval.bench import benches_root
 from ktbridge.eval.client import BadReplyError, read_completion
 from ktbridge.eval.numerals import find_answer_number
 from ktbridge.eval.scorers import SCORERS
 
-BENCH = load_bench("nekobench")
+SMALL = Path(__file__).with_name("small")
+BENCH = load_bench(SMALL)
 
 
 def run(server, out, **options):
@@ -94,6 +95,27 @@ def test_half_a_character_is_a_bad_reply(server, tmp_path):
         ("5千克", 5),
         ("3万5千", 35000),
         ("ten - three = seven", 7),
+        ("minus three", -3),
+        ("The answer is minus three.", -3),
+        ("It is negative twenty-four.", -24),
+        ("ten minus three", 3),
+        ("ten minus three is seven", 7),
+        ("5 minus 8 is minus 3", -3),
+        ("x minus 4 = 9", 9),
+        ("负三", -3),
+        ("答案是负三。", -3),
+        ("零下三度", -3),
+        ("答案是零下12度", -12),
+        ("零上三度", 3),
+        ("正负三", 3),
+        ("负3万5千", -35000),
+        ("−3", -3),
+        ("x = − 3", -3),
+        ("10-3", 3),
+        ("答案是3/4", 0.75),
+        ("2024/3/4", 4),
+        ("1.5e3", 1500),
+        ("3 eggs", 3),
     ],
 )
 def test_a_number_is_read_whole_or_not_at_all(text, value):
@@ -116,8 +138,8 @@ def test_a_number_is_read_whole_or_not_at_all(text, value):
 )
 def test_an_article_is_no_choice(text, letter):
     for gold in "AB":
-        mark, _ = SCORERS["choice"].score(text, {"options": "ABCD"}, gold)
-        assert mark == float(gold == letter)
+        mark = SCORERS["choice"].score(text, {"options": "ABCD"}, gold)
+        assert mark.value == float(gold == letter)
 
 
 def test_true_is_not_one():
@@ -129,7 +151,7 @@ def test_true_is_not_one():
 
 @pytest.mark.parametrize("gold", ["NaN", "1e999", '"\\ud83d"'])
 def test_a_gold_that_no_file_can_hold_is_a_problem_of_the_bench(tmp_path, gold):
-    copy = shutil.copytree(benches_root() / "nekobench", tmp_path / "mine")
+    copy = shutil.copytree(SMALL, tmp_path / "mine")
     lines = (copy / "items.jsonl").read_text("utf-8").splitlines()
     row = {key: value for key, value in json.loads(lines[0]).items() if key != "gold"}
     lines[0] = json.dumps(row)[:-1] + f', "gold": {gold}}}'
@@ -190,7 +212,7 @@ def test_a_record_without_text_is_said_so(server, tmp_path):
 
 @pytest.mark.parametrize("slices", [",", "", " , "])
 def test_slices_without_a_name_are_refused(tmp_path, slices):
-    words = ["--bench", "nekobench", "--arm", "a=m@http://127.0.0.1:1", "--out", str(tmp_path)]
+    words = ["--bench", str(SMALL), "--arm", "a=m@http://127.0.0.1:1", "--out", str(tmp_path)]
     result = CliRunner().invoke(command, [*words, "--slices", slices], standalone_mode=False)
     assert result.exit_code == 2
     assert "names no slice" in result.output

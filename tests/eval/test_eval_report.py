@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from ktbridge.eval import collect, load_bench, parse_arms, write_report
 from ktbridge.eval.verdict import judge_contrast, signed
 
-BENCH = load_bench("nekobench")
+SMALL = Path(__file__).with_name("small")
+BENCH = load_bench(SMALL)
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)> "\' onload="x {{ 7*7 }} <!--'
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,8 @@ from ktbridge.eval import collect, load_bench, parse_arms, score_run, write_repo
 from ktbridge.eval.bench import FILES, parse_bench
 from ktbridge.eval.store import Store, read_answers
 
-BENCH = load_bench("nekobench")
+SMALL = Path(__file__).with_name("small")
+BENCH = load_bench(SMALL)
 
 
 def run(server, out, **options):

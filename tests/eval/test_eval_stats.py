@@ -2,79 +2,289 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+from scipy import stats as reference
 
-from ktbridge.eval.stats import bootstrap_interval, holm, sign_flip_p
+from ktbridge.eval.power import detectable_effect, noise_floor, power, power_table
+from ktbridge.eval.stats import (
+    _FEW_CLUSTERS,
+    benjamini_hochberg,
+    bootstrap_interval,
+    bootstrap_rows,
+    equivalence_p,
+    holm,
+    mcnemar_p,
+    mean_interval,
+    non_inferiority_p,
+    sign_flip_p,
+    sign_flip_rows,
+    t_interval,
+    t_rows,
+    unseen_share,
+    wilson_interval,
+)
+
+RUNS = 4000
+BOUNDS = (-1.0, 1.0)
 
 
-def draw(rng, clusters, size, effect=0.0):
-    """Differences in -1..1 with a cluster part: mean ``effect``, correlated within a cluster."""
-    shared = np.repeat(rng.uniform(-0.3, 0.3, clusters), size)
-    values = effect + shared + rng.uniform(-0.3, 0.3, clusters * size)
-    return values.tolist(), np.repeat(np.arange(clusters), size).astype(str).tolist()
+def names(count):
+    return [str(i) for i in range(count)]
 
 
-def test_intervals_cover_and_p_values_hold_their_level():
-    rng = np.random.default_rng(7)
-    runs = 600
-    covered = rejected = 0
-    for seed in range(runs):
-        values, clusters = draw(rng, 12, 2)
-        interval = bootstrap_interval(
-            values, clusters, bounds=(-1.0, 1.0), resamples=400, seed=seed
-        )
-        covered += interval.low <= 0 <= interval.high
-        rejected += sign_flip_p(values, clusters) < 0.05
-    # Three standard errors of 600 draws around 95 % and 5 %.
-    assert 0.92 <= covered / runs <= 0.985
-    assert 0.02 <= rejected / runs <= 0.08
+def draw(kind, clusters, rng, effect=0.0):
+    """Paired differences [RUNS, clusters] of two runs of one arm (plus ``effect``)."""
+    shape = (RUNS, clusters)
+    if kind == "binary":  # a mark that changes on a quarter of the items
+        uniform, half = rng.random(shape), (0.25 + np.array([effect, -effect])) / 2
+        return np.where(uniform < half[0], 1.0, np.where(uniform < half.sum(), -1.0, 0.0))
+    if kind == "thirds":  # three checks an item; half of the items never change
+        marks = rng.integers(0, 4, (2, *shape)) / 3
+        return np.where(rng.random(shape) < 0.5, 0.0, marks[0] - marks[1]) + effect
+    hard = rng.uniform(0.2, 0.8, shape)  # graded: an item's level and two independent noises
+    return rng.beta(8 * hard, 8 * (1 - hard)) - rng.beta(8 * hard, 8 * (1 - hard)) + effect
+
+
+def interval_rows(sums, sizes):
+    """As ``mean_interval`` chooses, with fewer resamples."""
+    if sums.shape[1] < _FEW_CLUSTERS:
+        return t_rows(sums, sizes, BOUNDS)
+    return bootstrap_rows(sums, sizes, BOUNDS, 800, 3)
+
+
+def rates(differences, sizes=None, truth=0.0):
+    """(coverage, false positives) in percent."""
+    sizes = np.ones(differences.shape[1]) if sizes is None else sizes
+    low, high = interval_rows(differences, sizes)
+    covered = np.mean((low <= truth + 1e-9) & (high >= truth - 1e-9))
+    return 100 * covered, 100 * np.mean(sign_flip_rows(differences, 800, 5) < 0.05)
+
+
+# Shapes fine enough for a level of 5 % to exist: nearly it must be met, from both sides.
+@pytest.mark.parametrize(
+    ("kind", "clusters"),
+    [
+        ("graded", 8),
+        ("graded", 12),
+        ("graded", 16),
+        ("graded", 40),
+        ("thirds", 16),
+        ("thirds", 30),
+        ("thirds", 40),
+        ("binary", 40),
+        ("binary", 80),
+        ("binary", 200),
+    ],
+)
+def test_two_runs_of_one_arm_differ_in_5_of_100_and_are_covered_in_95(kind, clusters):
+    rng = np.random.default_rng([17, clusters])
+    coverage, false = rates(draw(kind, clusters, rng))
+    assert 93 <= coverage <= 97
+    assert 3.5 <= false <= 6.5
+
+
+# With so few yes/no marks hardly any p-value exists near 5 %: the errors must be on the safe side.
+@pytest.mark.parametrize("kind", ["binary", "thirds", "graded"])
+@pytest.mark.parametrize("clusters", [4, 5, 6, 8, 12, 16])
+def test_tiny_slices_never_find_more_than_their_share(kind, clusters):
+    rng = np.random.default_rng([23, clusters])
+    coverage, false = rates(draw(kind, clusters, rng))
+    assert coverage >= 93
+    # At 5 and 6 graded clusters the two (four) most extreme of 2^G patterns are 6.25 %.
+    assert false <= (7.5 if kind == "graded" and clusters in (5, 6) else 6.5)
+
+
+@pytest.mark.parametrize(("kind", "clusters"), [("graded", 12), ("binary", 80), ("thirds", 30)])
+def test_a_true_difference_is_covered_as_well(kind, clusters):
+    coverage, found = rates(draw(kind, clusters, np.random.default_rng(5), effect=0.1), truth=0.1)
+    assert 93 <= coverage <= 97
+    assert found > 8
+
+
+def test_eight_slices_together_find_nothing_in_95_of_100_runs():
+    # The shape of nekobench: Holm over its slices keeps the chance of any false finding.
+    rng = np.random.default_rng(29)
+    shapes = [("graded", 40)] * 3 + [("binary", 40)] * 3 + [("thirds", 15), ("binary", 30)]
+    ps = np.stack([sign_flip_rows(draw(*shape, rng), 800, 5) for shape in shapes], axis=1)
+    any_found = np.mean([min(holm(row)) < 0.05 for row in ps[:1500].tolist()])
+    unadjusted = np.mean(ps[:1500].min(axis=1) < 0.05)
+    assert any_found <= 0.065
+    assert unadjusted > 0.2, "what it would be without Holm"
+
+
+def test_pairs_count_once():
+    # 15 pairs whose two items move together: taken for 30 items they would find far too much.
+    rng = np.random.default_rng(11)
+    shared = rng.uniform(-0.3, 0.3, (RUNS, 15))
+    pairs = shared[..., None] + rng.uniform(-0.1, 0.1, (RUNS, 15, 2))
+    coverage, false = rates(pairs.sum(axis=-1), np.full(15, 2.0))
+    assert 93 <= coverage <= 97
+    assert 3.5 <= false <= 6.5
+    _, naive = rates(pairs.reshape(RUNS, 30))
+    assert naive > 12
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.9, 12), (0.9, 40), (0.5, 8), (0.97, 40)])
+def test_shares_are_covered(share, count):
+    wins = np.random.default_rng(3).binomial(count, share, 2000)
+    ends = {
+        k: wilson_interval([1.0] * k + [0.0] * (count - k), names(count))
+        for k in set(wins.tolist())
+    }
+    covered = np.mean([ends[k].low <= share <= ends[k].high for k in wins.tolist()])
+    assert 0.92 <= covered <= 0.985
+
+
+# --- against scipy and by hand
+
+
+def test_intervals_agree_with_scipy_where_scipy_has_them():
+    values = np.random.default_rng(2).uniform(-0.4, 0.6, 9)
+    ours = t_interval(values.tolist(), names(9), bounds=BOUNDS)
+    theirs = reference.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
+    share = wilson_interval([1.0] * 7 + [0.0] * 5, names(12))
+    theirs = reference.binomtest(7, 12).proportion_ci(0.95, "wilson")
+    assert (share.low, share.high) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_the_interval_that_is_reported_is_chosen_by_shape():
+    few, many = [0.1, 0.4, 0.3], np.random.default_rng(1).uniform(0, 0.5, 40).tolist()
+    assert mean_interval(few, names(3), bounds=BOUNDS).method == "t"
+    assert mean_interval(many, names(40), bounds=BOUNDS).method == "bootstrap"
+    assert mean_interval([1.0, 0.0] * 20, names(40), bounds=(0.0, 1.0)).method == "wilson"
+    assert mean_interval([1.0, 0.0] * 20, names(40), bounds=BOUNDS).method == "bootstrap"
+
+
+def test_a_share_of_pairs_is_no_surer_than_its_pairs():
+    together = wilson_interval([1.0, 1.0, 0.0, 0.0] * 5, [str(i // 2) for i in range(20)])
+    apart = wilson_interval([1.0, 1.0, 0.0, 0.0] * 5, names(20))
+    assert together.mean == apart.mean == 0.5
+    assert together.high - together.low > 1.3 * (apart.high - apart.low)
+    all_right = wilson_interval([1.0] * 20, [str(i // 2) for i in range(20)])
+    assert all_right.low < wilson_interval([1.0] * 20, names(20)).low < 1
 
 
 def test_a_real_effect_is_found():
-    values, clusters = draw(np.random.default_rng(1), 30, 1, effect=0.3)
-    interval = bootstrap_interval(values, clusters, bounds=(-1.0, 1.0))
+    values = (0.3 + np.random.default_rng(1).uniform(-0.6, 0.6, 30)).tolist()
+    interval = bootstrap_interval(values, names(30), bounds=BOUNDS)
     assert 0 < interval.low < 0.3 < interval.high
-    assert sign_flip_p(values, clusters) < 0.001
+    assert sign_flip_p(values, names(30)) < 0.001
 
 
 def test_clusters_are_what_is_resampled():
     values = [0.0, 1.0] * 10
-    tied = bootstrap_interval(values * 4, [str(i) for i in range(20)] * 4, bounds=(0.0, 1.0))
-    free = bootstrap_interval(values * 4, [str(i) for i in range(80)], bounds=(0.0, 1.0))
+    tied = bootstrap_interval(values * 4, names(20) * 4, bounds=(0.0, 1.0))
+    free = bootstrap_interval(values * 4, names(80), bounds=(0.0, 1.0))
     assert tied.mean == free.mean == 0.5
     assert (tied.n, tied.clusters, free.clusters) == (80, 20, 80)
     assert tied.high - tied.low > 1.8 * (free.high - free.low)
 
 
-def test_equal_values_are_not_certainty():
-    interval = bootstrap_interval([0.0] * 12, [str(i) for i in range(12)], bounds=(-1.0, 1.0))
-    assert interval.high == pytest.approx(1 - 0.025 ** (1 / 12))  # 0.265
-    assert interval.low == -interval.high
-    pairs = bootstrap_interval([0.0, 1.0] * 4, list("aabbccdd"), bounds=(0.0, 1.0))
+@pytest.mark.parametrize("interval", [t_interval, bootstrap_interval])
+def test_equal_values_are_not_certainty(interval):
+    same = interval([0.0] * 12, names(12), bounds=BOUNDS)
+    assert same.high == pytest.approx(1 - 0.025 ** (1 / 12))  # 0.265
+    assert same.low == -same.high
+    pairs = interval([0.0, 1.0] * 4, list("aabbccdd"), bounds=(0.0, 1.0))
     assert pairs.low < 0.3
     assert pairs.high > 0.7
-    alone = bootstrap_interval([0.4, 0.6], ["a", "a"], bounds=(0.0, 1.0))
+    alone = interval([0.4, 0.6], ["a", "a"], bounds=(0.0, 1.0))
     assert (alone.low, alone.high) == (0.0, 1.0)
 
 
-def test_sign_flip_is_exact_for_few_clusters():
-    assert sign_flip_p([1.0] * 5, list("abcde")) == 2 / 32
-    assert sign_flip_p([1.0, 1.0, 1.0, 0.0], list("abcd")) == 2 / 8
+def test_sign_flip_enumerates_few_clusters_and_counts_ties_half():
+    assert sign_flip_p([1.0] * 5, list("abcde")) == 1 / 32
+    assert sign_flip_p([1.0, 1.0, 1.0, 0.0], list("abcd")) == 1 / 8
+    assert sign_flip_p([0.4, 0.2, -0.1], list("abc")) == (2 + 1) / 8
     assert sign_flip_p([0.0, 0.0], ["a", "b"]) == 1.0
     # Flipped together: two clusters, not four items.
-    assert sign_flip_p([1.0] * 4, list("aabb")) == 2 / 4
-    assert sign_flip_p([0.1] * 40, [str(i) for i in range(40)]) == 1 / 10_001
+    assert sign_flip_p([1.0] * 4, list("aabb")) == 1 / 4
+    assert 0 < sign_flip_p([0.1] * 40, names(40)) < 2e-4
 
 
-def test_holm_by_hand():
+@pytest.mark.parametrize(("gained", "lost"), [(3, 9), (0, 6), (12, 1), (5, 5), (0, 0), (1, 0)])
+def test_mcnemar_is_the_sign_flip_of_yes_and_no(gained, lost):
+    marks = [1.0] * gained + [-1.0] * lost + [0.0] * max(0, 13 - gained - lost)
+    assert mcnemar_p(gained, lost) == pytest.approx(sign_flip_p(marks, names(len(marks))))
+    if gained != lost:
+        total, fewer = gained + lost, min(gained, lost)
+        exact = reference.binomtest(fewer, total).pvalue
+        assert mcnemar_p(gained, lost) == pytest.approx(
+            exact - reference.binom.pmf(fewer, total, 0.5)
+        )
+
+
+def test_margins():
+    rng = np.random.default_rng(8)
+    values = rng.uniform(-0.2, 0.25, 40).tolist()
+    p = reference.ttest_1samp(values, -0.1, alternative="greater").pvalue
+    assert non_inferiority_p(values, names(40), 0.1) == pytest.approx(p)
+    other = reference.ttest_1samp(values, 0.1, alternative="less").pvalue
+    assert equivalence_p(values, names(40), 0.1) == pytest.approx(max(p, other))
+    # The interval and the p-value tell one story.
+    low = t_interval(values, names(40), bounds=BOUNDS).low
+    assert non_inferiority_p(values, names(40), -low) == pytest.approx(0.025)
+    # Items that happen to agree: 36 are enough for a margin of 0.1, 35 are not.
+    for count in (35, 36):
+        kept = non_inferiority_p([0.0] * count, names(count), 0.1) < 0.025
+        assert kept == (unseen_share(count) < 0.1) == (count == 36)
+    assert non_inferiority_p([0.5], ["a"], 0.1) == 1.0
+
+
+def test_adjustments_by_hand_and_by_scipy():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
+    ps = np.random.default_rng(4).beta(0.5, 2, 25)
+    assert benjamini_hochberg(ps.tolist()) == pytest.approx(reference.false_discovery_control(ps))
+    assert holm([]) == benjamini_hochberg([]) == []
 
 
 def test_nothing_to_average_is_refused():
-    with pytest.raises(ValueError, match="no values"):
-        bootstrap_interval([], [], bounds=(0.0, 1.0))
-    with pytest.raises(ValueError, match="no differences"):
-        sign_flip_p([], [])
+    for interval in (t_interval, bootstrap_interval, mean_interval):
+        with pytest.raises(ValueError, match="no values"):
+            interval([], [], bounds=(0.0, 1.0))
+    for test in (sign_flip_p, lambda d, c: equivalence_p(d, c, 0.1)):
+        with pytest.raises(ValueError, match="no differences"):
+            test([], [])
+
+
+# --- planning
+
+
+def test_power_is_what_simulation_finds():
+    effect, sd, clusters = 0.15, 0.25, 20
+    draws = effect + sd * np.random.default_rng(6).standard_normal((6000, clusters))
+    seen = reference.ttest_1samp(draws, 0, axis=1).pvalue < 0.05
+    assert power(effect, sd, clusters) == pytest.approx(np.mean(seen), abs=0.02)
+    assert power(0.0, sd, clusters) == pytest.approx(0.05)
+    assert power(0.9, 0.05, clusters) == 1.0
+    effects = np.linspace(0, 1, 60)
+    for count in (3, 8, 40, 300):
+        curve = [power(float(e), 0.3, count) for e in effects]
+        assert all(math.isfinite(one) for one in curve)
+        assert np.all(np.diff(curve) >= -1e-6)
+
+
+def test_the_smallest_effect_that_a_slice_can_show():
+    found = detectable_effect(0.5, 40)
+    assert power(found, 0.5, 40) == pytest.approx(0.8, abs=1e-6)
+    assert 0.22 < found < 0.23  # 2.8 sd / sqrt(n) and a little for t
+    assert detectable_effect(0.5, 2) is None
+    rows = power_table({"PES": 40, "SAF": 15, "tiny": 3})
+    assert [row["slice"] for row in rows] == ["PES", "SAF", "tiny"]
+    label = "yes/no, 1 in 4 items changes"
+    assert rows[0][label] < rows[1][label] < 0.5
+    assert rows[2][label] is None
+
+
+def test_the_noise_of_two_runs():
+    noise = noise_floor([1.0, 0.0, 0.5, 0.5], [1.0, 1.0, 0.5, 0.0], list("abcd"))
+    assert (noise.mean, noise.changed, noise.n) == (0.125, 0.5, 4)
+    assert noise.floor == pytest.approx(reference.t.ppf(0.975, 3) * noise.sd / 2)
+    assert noise_floor([0.1, 0.2], [0.2, 0.2], ["a", "a"]).floor is None
+    with pytest.raises(ValueError, match="two runs"):
+        noise_floor([1.0], [1.0, 0.0], ["a", "b"])

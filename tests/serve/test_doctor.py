@@ -38,7 +38,9 @@ def test_a_two_node_machine_in_a_container(tmp_path):
             | {
                 "proc/cpuinfo": "processor : 0\nmodel name\t: A CPU @ 2 GHz\n"
                 "flags\t\t: fpu avx2 fma avx512f avx512_bf16 amx_tile amx_bf16 avx512bwx\n",
-                "proc/meminfo": "MemTotal:  2000 kB\nMemAvailable:  1500 kB\n",
+                "proc/meminfo": "MemTotal:  2000 kB\nMemAvailable:  1500 kB\n"
+                "HugePages_Total:       3\nHugepagesize:       2048 kB\n",
+                "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
                 "proc/self/cgroup": "0::/outer/inner\n",
                 "sys/fs/cgroup/outer/inner/cpu.max": "max 100000\n",
                 "sys/fs/cgroup/outer/cpu.max": "150000 100000\n",
@@ -54,6 +56,7 @@ def test_a_two_node_machine_in_a_container(tmp_path):
     assert machine.usable_cpus <= 1.5
     assert (machine.memory, machine.memory_available) == (2_048_000, 1_536_000)
     assert machine.usable_memory == 1_024_000
+    assert (machine.huge_pages, machine.transparent_huge_pages) == (3 * 2048 * 1024, "madvise")
     assert [(n.node, n.cpus, n.memory) for n in machine.numa] == [
         (0, "0-3", 1_024_000),
         (1, "4-7", 1_024_000),
@@ -94,6 +97,19 @@ def test_report(run_cli):
     assert checks["torch"]["state"] == "ok"
     # Whatever is not there comes with a remedy.
     assert all(c["remedy"] for c in checks.values() if c["state"] != "ok")
+
+
+def test_the_engine_and_its_contract(run_cli, tmp_path):
+    """An engine on the path is looked up in the table; kernels of another version get a remedy."""
+    for name, version in (("sglang_kt", "0.6.4"), ("kt_kernel", "0.7.2")):
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    done = run_cli("doctor", "--json", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0
+    checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    assert "0.6.3 to 0.7.0.post3: adapters split" in checks["engine contract"]["found"]
+    assert checks["engine contract"]["remedy"] == "pip install kt-kernel==0.6.4"
 
 
 def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):

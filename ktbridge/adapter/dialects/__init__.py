@@ -23,7 +23,7 @@ class Dialect(NamedTuple):
 _SCALE = "bits as they are; refused where one scale for both halves would round"
 DIALECTS: tuple[Dialect, ...] = (
     Dialect("raw", True, True, "ktbridge, KTransformers", "bits as they are"),
-    Dialect("kt-split", True, True, "SGLang-KT up to 0.7.0", "bits as they are"),
+    Dialect("kt-split", True, True, "SGLang-KT up to 0.7.0.post3", "bits as they are"),
     Dialect("kt-merged", True, True, "SGLang-KT 0.7.2", _SCALE),
     Dialect(
         "peft-fused", True, True, "PEFT 0.19 and later, vLLM's 3-D MoE",

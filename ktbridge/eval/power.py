@@ -1,0 +1,114 @@
+"""What a bench can and cannot show, before it is run; and the noise of two runs of one arm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from ktbridge.eval.stats import CONFIDENCE, cluster_sums
+
+POWER = 0.8
+# Standard deviations of a paired difference. A yes/no mark that changes on a share d of the items,
+# as often for better as for worse, has sqrt(d); marks with thirds or checklists lie between.
+SPREADS: Mapping[str, float] = {
+    "yes/no, 1 in 10 items changes": math.sqrt(0.1),
+    "yes/no, 1 in 4 items changes": math.sqrt(0.25),
+    "graded, sd 0.25": 0.25,
+}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Two runs of one arm: what differs without any cause.
+
+    ``mean`` is the difference of the means, ``sd`` the standard deviation of the difference between
+    clusters, ``changed`` the share of items whose mark changed, ``floor`` how large a difference of
+    means this noise alone makes in 5 of 100 runs (t over clusters; None for one cluster).
+    """
+
+    mean: float
+    sd: float
+    changed: float
+    floor: float | None
+    n: int
+
+
+def noise_floor(first: Sequence[float], second: Sequence[float], clusters: Sequence[str]) -> Noise:
+    """Compare an A/A repeat, item by item. Raises ValueError for no items or unequal lengths."""
+    if not first or len(first) != len(second):
+        raise ValueError("two runs of the same items are needed")
+    differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
+    sums, sizes = cluster_sums(differences.tolist(), clusters)
+    groups = len(sums)
+    spread = float(np.std(sums / sizes, ddof=1)) if groups > 1 else 0.0
+    floor = None
+    if groups > 1:
+        quantile = float(special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2))
+        floor = quantile * spread / math.sqrt(groups)
+    changed = float(np.mean(np.abs(differences) > 1e-12))
+    return Noise(float(differences.mean()), spread, changed, floor, len(first))
+
+
+def power(effect: float, sd: float, clusters: int, alpha: float = 1 - CONFIDENCE) -> float:
+    """The chance that a two-sided paired t test at ``alpha`` sees ``effect``.
+
+    The statistic is noncentral t with G-1 degrees of freedom and noncentrality effect sqrt(G)/sd
+    (Cohen 1988, Statistical Power Analysis, section 2.3). 0 for fewer than two clusters.
+    """
+    if clusters < 2:
+        return 0.0
+    if sd <= 0:
+        return 1.0 if effect else alpha
+    freedom = clusters - 1
+    shift = abs(effect) * math.sqrt(clusters) / sd
+    critical = float(special.stdtrit(freedom, 1 - alpha / 2))
+    if shift > critical + 8 * math.sqrt(1 + critical * critical / (2 * freedom)):
+        return 1.0  # eight standard deviations beyond; nctdtr loses its digits there
+    above = 1 - float(special.nctdtr(freedom, shift, critical))
+    # Seen with the wrong sign; from shift 4 on less than 1e-8, and again beyond nctdtr's digits.
+    below = float(special.nctdtr(freedom, shift, -critical)) if shift < 4 else 0.0
+    return above + below
+
+
+def detectable_effect(
+    sd: float, clusters: int, *, alpha: float = 1 - CONFIDENCE, chance: float = POWER
+) -> float | None:
+    """The smallest difference seen with probability ``chance``; None where 1 would not do either.
+
+    Found by bisection on ``power``, which grows with the effect.
+    """
+    low, high = 0.0, 1.0
+    if power(high, sd, clusters, alpha) < chance:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (
+            (low, middle) if power(middle, sd, clusters, alpha) >= chance else (middle, high)
+        )
+    return high
+
+
+def power_table(
+    clusters: Mapping[str, int],
+    spreads: Mapping[str, float] = SPREADS,
+    *,
+    alpha: float = 1 - CONFIDENCE,
+    chance: float = POWER,
+) -> list[dict[str, float | int | str | None]]:
+    """For each slice (name -> clusters) the smallest detectable difference under each spread.
+
+    One row a slice: ``slice``, ``clusters`` and one key a spread. No correction for looking at
+    several slices is in it: pass ``alpha`` / number of slices for the worst case under Holm.
+    """
+    rows: list[dict[str, float | int | str | None]] = []
+    for name, count in clusters.items():
+        row: dict[str, float | int | str | None] = {"slice": name, "clusters": count}
+        for label, sd in spreads.items():
+            found = detectable_effect(sd, count, alpha=alpha, chance=chance)
+            row[label] = None if found is None else round(found, 3)
+        rows.append(row)
+    return rows

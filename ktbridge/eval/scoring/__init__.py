@@ -1,0 +1,1 @@
+"""The scorers themselves; ``ktbridge.eval.scorers`` is their public face."""

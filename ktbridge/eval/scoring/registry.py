@@ -1,0 +1,194 @@
+"""What a scorer is, how one is registered, and how a bench's checks are checked before any request.
+
+A scorer is a small function from (answer, check, gold) to a ``Mark``, decorated with the parameters
+that a bench may and must give it::
+
+    @scorer("min_len", required={"unit": is_unit, "n": is_count})
+    def min_len(text, check, gold): ...
+
+A check is a mapping ``{"scorer": name, ...parameters}`` in an item of a bench.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Mark(NamedTuple):
+    """A mark in 0..1 and its reason. ``parsed`` says whether what was asked for (a number, a letter,
+    a JSON value) could be read at all; None where there is nothing to read."""
+
+    value: float
+    reason: str
+    parsed: bool | None = None
+
+
+Predicate = Callable[[Any], bool]
+Score = Callable[[str, Mapping[str, Any], Any], Mark]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A scoring function, predicates on its parameters, and one on the item's gold (None where it
+    looks at no gold). ``some_of``: at least one of these parameters must be given."""
+
+    name: str
+    score: Score
+    parameters: Mapping[str, Predicate]
+    required: frozenset[str]
+    some_of: tuple[str, ...] = ()
+    gold: Predicate | None = None
+    needs_persona: bool = False
+
+
+SCORERS: dict[str, Scorer] = {}
+
+
+def scorer(
+    name: str,
+    *,
+    required: Mapping[str, Predicate] | None = None,
+    optional: Mapping[str, Predicate] | None = None,
+    some_of: Sequence[str] = (),
+    gold: Predicate | None = None,
+    needs_persona: bool = False,
+) -> Callable[[Score], Score]:
+    """Register the decorated function under ``name``; a name is given once."""
+
+    def register(score: Score) -> Score:
+        if name in SCORERS:
+            raise ValueError(f"two scorers are named {name!r}")
+        SCORERS[name] = Scorer(
+            name,
+            score,
+            {**(required or {}), **(optional or {})},
+            frozenset(required or ()),
+            tuple(some_of),
+            gold,
+            needs_persona,
+        )
+        return score
+
+    return register
+
+
+def mark(passed: bool, reason: str, parsed: bool | None = None) -> Mark:
+    """Yes or no."""
+    return Mark(1.0 if passed else 0.0, reason, parsed)
+
+
+def check_faults(check: Any, gold: Any) -> list[tuple[str, str]]:
+    """What is wrong with one check of an item, as (found, expected) pairs."""
+    name = check.get("scorer") if isinstance(check, Mapping) else None
+    known = SCORERS.get(name) if isinstance(name, str) else None
+    if known is None:
+        return [(f"the scorer {name!r}", "one of " + ", ".join(sorted(SCORERS)))]
+    given = {key: value for key, value in check.items() if key != "scorer"}
+    faults = [
+        (f"{name} without {key!r}", "its parameters") for key in sorted(known.required - set(given))
+    ]
+    if known.some_of and not set(known.some_of) & set(given):
+        faults.append((f"{name} without parameters", "one of " + ", ".join(known.some_of)))
+    for key, value in given.items():
+        if key not in known.parameters:
+            faults.append(
+                (f"{name} with {key!r}", "one of " + (", ".join(known.parameters) or "none"))
+            )
+        elif not known.parameters[key](value):
+            faults.append((f"{name}: {key} = {value!r}", "a value that the scorer takes"))
+    if known.gold is not None and not known.gold(gold):
+        faults.append((f"gold = {gold!r}", f"a gold that {name} takes"))
+    return faults
+
+
+def score_task(
+    text: str, checks: Sequence[Mapping[str, Any]], gold: Any
+) -> tuple[float, list[dict[str, Any]]]:
+    """The mean mark of an item's checks (at least one), and a row ``{scorer, mark, reason}`` a check;
+    ``parsed`` too, where something had to be read."""
+    rows = []
+    for check in checks:
+        value, reason, parsed = SCORERS[check["scorer"]].score(text, check, gold)
+        row: dict[str, Any] = {"scorer": check["scorer"], "mark": value, "reason": reason}
+        if parsed is not None:
+            row["parsed"] = parsed
+        rows.append(row)
+    return sum(row["mark"] for row in rows) / len(rows), rows
+
+
+@dataclass
+class ParseRate:
+    """How many answers could be read, of those from which something had to be read."""
+
+    read: int = 0
+    asked: int = 0
+    by_scorer: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float | None:
+        """None where nothing had to be read."""
+        return self.read / self.asked if self.asked else None
+
+
+def parse_rate(checks: Sequence[Mapping[str, Any]]) -> ParseRate:
+    """Over the rows that ``score_task`` made, of one arm: a low accuracy with a low parse rate is a
+    failure of format, not of knowledge."""
+    rate = ParseRate()
+    for row in checks:
+        if "parsed" in row:
+            read, asked = rate.by_scorer.get(row["scorer"], (0, 0))
+            rate.by_scorer[row["scorer"]] = (read + row["parsed"], asked + 1)
+            rate.read += row["parsed"]
+            rate.asked += 1
+    return rate
+
+
+# --- predicates on parameters and golds
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def is_words(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(is_text(word) for word in value)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """A finite number: not a bool, no integer too large for a float."""
+    try:
+        return (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and math.isfinite(float(value))
+        )
+    except OverflowError:
+        return False
+
+
+def is_pattern(value: Any) -> bool:
+    try:
+        re.compile(value)
+    except (re.error, TypeError, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def is_one_of(*values: str) -> Predicate:
+    return lambda value: isinstance(value, str) and value in values
+
+
+def anything(value: Any) -> bool:
+    return True

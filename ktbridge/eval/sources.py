@@ -1,0 +1,144 @@
+"""Items out of data that others made: the user's copy of a public set, or ours in its layout.
+
+Nothing of the data is shipped; the file's SHA-256 and what was skipped, with the reason, go into the
+bench. ``loaders.py`` knows the layouts.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktbridge.errors import Problem, ProblemsError, UsageError
+from ktbridge.eval.loaders import LOADERS, Record, Row
+from ktbridge.eval.text import cjk_share
+
+
+def read_source(source: Any, folder: Path, items: Path | None) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of the data file and a card of it: {loader, file, sha256, records, items, skipped}.
+
+    ``source`` is bench.yaml's ``{loader, file, ...options}``. Raises UsageError for an unknown
+    loader or a file that isn't there, ProblemsError for a file that isn't in the loader's layout or
+    gives no item.
+    """
+    if not isinstance(source, Mapping) or source.get("loader") not in LOADERS:
+        found = source.get("loader") if isinstance(source, Mapping) else source
+        raise UsageError(
+            f"bench.yaml names the unknown loader {found!r}.", f"choose {', '.join(LOADERS)}"
+        )
+    path = items if items is not None else folder / str(source.get("file", ""))
+    if not path.is_file():
+        raise UsageError(
+            f"there is no data file {str(path)!r}.", "give the path of your copy with --items"
+        )
+    data = path.read_bytes()
+    records = read_records(data, path.name)
+    columns, load = LOADERS[source["loader"]]
+    _check_columns(records, columns, path.name, source["loader"])
+    skipped: Counter[str] = Counter()
+    rows = load(records, source, skipped)
+    origin = {"origin": str(source.get("origin", path.name)), "license": "see the data's own terms"}
+    rows = [
+        {
+            "id": f"{row['slice'].lower()}-{number:05d}",
+            "sub": "",
+            "lang": language_of(_last_text(row["messages"])),
+            **(
+                {"license": str(source["license"])} if items is None and "license" in source else {}
+            ),
+            **row,
+        }
+        for number, row in enumerate(rows, 1)
+    ]
+    rows = [{**origin, **row} for row in rows]
+    if not rows:
+        reasons = (
+            ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it is empty"
+        )
+        raise _bad_file(path.name, f"no item could be made of it: {reasons}", source["loader"])
+    card = file_card(source["loader"], path.name, data, rows)
+    card |= {"records": len(records), "skipped": dict(skipped)}
+    return rows, card
+
+
+def file_card(loader: str, name: str, data: bytes, rows: Sequence[Row]) -> dict[str, Any]:
+    """What a report says of a data file: its name, not its place, and the hash of its bytes."""
+    digest = hashlib.sha256(data).hexdigest()
+    return {"loader": loader, "file": name, "sha256": digest, "items": len(rows)}
+
+
+def read_records(data: bytes, name: str) -> list[Record]:
+    """The records of a .csv (with a header), .jsonl, or .json (a list) file in UTF-8.
+
+    Raises ProblemsError with every line that is none.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+        text.encode()
+    except UnicodeError as error:
+        raise _bad_file(name, f"not UTF-8: {error}", "any") from None
+    problems: list[Problem] = []
+
+    def parsed(line: str, where: str) -> Any:
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            problems.append(Problem("KTB815", "error", where, f"not JSON: {error}", "JSON"))
+
+    records: list[Any]
+    if name.lower().endswith(".csv"):
+        csv.field_size_limit(1 << 24)
+        try:
+            records = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+        except csv.Error as error:
+            raise _bad_file(name, f"not CSV: {error}", "any") from None
+    elif name.lower().endswith((".jsonl", ".ndjson")):
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        records = [parsed(line, f"{name}:{n}") for n, line in lines]
+    else:
+        whole = parsed(text, name)
+        records = whole if isinstance(whole, list) else [whole]
+    if not problems:
+        problems = [
+            Problem("KTB815", "error", f"{name}: record {n}", type(one).__name__, "a JSON object")
+            for n, one in enumerate(records, 1)
+            if not isinstance(one, dict)
+        ]
+    if problems:
+        raise ProblemsError(f"{name!r} cannot be read; nothing was asked.", problems[:20])
+    return records
+
+
+def language_of(text: str) -> str:
+    share = cjk_share(text)
+    return "zh" if share is not None and share >= 0.5 else "en"
+
+
+def _last_text(messages: Any) -> str:
+    """What the last message says; "" where it says nothing: the bench's check names that."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    text = last.get("content") if isinstance(last, dict) else None
+    return text if isinstance(text, str) else ""
+
+
+def _bad_file(name: str, found: str, loader: str) -> ProblemsError:
+    problem = Problem("KTB815", "error", name, found, f"a file in the layout of {loader}")
+    return ProblemsError(f"{name!r} cannot be used; nothing was asked.", [problem])
+
+
+def _check_columns(
+    records: Sequence[Record], columns: Sequence[Sequence[str]], name: str, loader: str
+) -> None:
+    """Every alternative in ``columns`` is a set of names that some record must have, whole."""
+    seen = {key for record in records for key in record}
+    if columns and not any(set(wanted) <= seen for wanted in columns):
+        wanted = " or ".join("{" + ", ".join(group) + "}" for group in columns)
+        found = "it has the fields " + (", ".join(sorted(map(str, seen))[:12]) or "none")
+        problem = Problem("KTB815", "error", name, found, f"{wanted}, as {loader} has")
+        raise ProblemsError(f"{name!r} cannot be used; nothing was asked.", [problem])

@@ -1,0 +1,137 @@
+"""Carrying out a plan: convert, check what will be served, start, wait, serve, end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ktbridge.adapter import validate_adapter
+from ktbridge.adapter.engines import ENGINE
+from ktbridge.errors import Problem, ProblemsError, has_errors
+from ktbridge.serve.sglang.cache import convert
+from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.sglang.plan import Plan
+from ktbridge.serve.sglang.ready import Progress
+from ktbridge.serve.sglang.request import Request
+from ktbridge.serve.sglang.supervise import GRACE_SECONDS, Engine
+
+# What a conversion mends: the layout isn't served as it is.
+_LAYOUT = "KTB901"
+
+
+def check_sources(plan: Plan, facts: Facts) -> list[Problem]:
+    """What the engine's rules say of the adapters as they are given; headers only.
+
+    What the plan converts first isn't blamed for its layout.
+    """
+    if not facts.sources:
+        return []
+    report = validate_adapter(
+        list(dict.fromkeys(source.path for source in facts.sources)),
+        base_model=facts.model_path,
+        engine=f"{ENGINE}=={plan.version}",
+        structure_only=True,
+    )
+    # KTB901 is planned for: a layout that can't be served is a problem of the plan already.
+    return [found for found in report.problems if found.code != _LAYOUT]
+
+
+def prepare(
+    plan: Plan, facts: Facts, on_step: Callable[[str], None] = lambda _: None
+) -> list[Problem]:
+    """Make the conversions and check what will be served, values too. Returns what is worth saying.
+
+    Raises ProblemsError when the engine would refuse or swallow something.
+    """
+    for step in plan.conversions:
+        on_step(f"converting to the {step.layout} layout")
+        made = convert(step)
+        on_step(f"{'wrote' if made else 'found'} {step.target}")
+    if not plan.directories:
+        return []
+    on_step("checking the adapter")
+    directories = list(dict.fromkeys(plan.directories))
+    report = validate_adapter(
+        directories, base_model=facts.model_path, engine=f"{ENGINE}=={plan.version}"
+    )
+    if has_errors(report.problems):
+        raise ProblemsError(
+            f"{ENGINE} {plan.version} would not serve this adapter as it was trained",
+            report.problems,
+            "see the problems above",
+        )
+    return [found for found in report.problems if found.severity != "info"]
+
+
+@contextmanager
+def key_file(api_key: str | None) -> Iterator[tuple[str, ...]]:
+    """Flags that hand the API key to the engine: a file that nobody else may read, gone afterwards.
+
+    The engine reads no environment variable for it; its argv would show in `ps`.
+    """
+    if not api_key:
+        yield ()
+        return
+    directory = Path(tempfile.mkdtemp(prefix="ktbridge-", dir=os.environ.get("XDG_RUNTIME_DIR")))
+    try:
+        file = directory / "engine.yaml"
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as handle:
+            handle.write(f"api-key: {json.dumps(api_key)}\n")
+        yield "--config", str(file)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def default_log(port: int) -> Path:
+    """$XDG_STATE_HOME/ktbridge/logs/serve-PORT-TIME.log, or below ~/.local/state."""
+    home = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return home / "ktbridge" / "logs" / f"serve-{port}-{stamp}.log"
+
+
+def serve(
+    plan: Plan,
+    request: Request,
+    *,
+    log: Path,
+    timeout: float,
+    grace: float = GRACE_SECONDS,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_ready: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Start the engine of ``plan`` and serve until it ends or KeyboardInterrupt is raised here.
+
+    ``on_ready(base_url)`` is called when requests are answered with the adapter. Returns the
+    engine's exit code (128 + n where signal n ended it) after an interrupt, 0 when it ended well.
+    Raises EngineFailed otherwise. Nothing of the engine is left running, whatever happens.
+    """
+    launch = plan.launches[0]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(plan.host, plan.host)
+    with ExitStack() as key, ExitStack() as stack:
+        key_flags = key.enter_context(key_file(request.api_key))
+        engine = stack.enter_context(
+            Engine(
+                (*launch.argv, *key_flags),
+                launch.environment,
+                plan.ready,
+                host=host,
+                port=launch.port,
+                log=log,
+                secret=request.api_key,
+                grace=grace,
+            )
+        )
+        try:
+            engine.wait_until_ready(timeout, on_progress)
+            key.close()  # the engine has read it
+            shown = f"[{host}]" if ":" in host else host
+            on_ready(f"http://{shown}:{launch.port}/v1")
+            return engine.wait()
+        except KeyboardInterrupt:
+            return engine.end()

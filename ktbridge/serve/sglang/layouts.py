@@ -1,0 +1,93 @@
+"""Which layout a version is given: from the halves at hand, the wish, and the contract. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
+from ktbridge.errors import Problem
+from ktbridge.serve.sglang.problems import problem
+from ktbridge.serve.sglang.request import LayoutWish
+from ktbridge.serve.sglang.sources import Source
+
+ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is served: the source of the expert LoRA, those of the non-expert LoRA, the layout."""
+
+    layout: ServedLayout
+    expert: Source | None
+    nonexpert: tuple[Source, ...]
+    reasons: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def granting(grants: Callable[[Contract], bool]) -> str:
+    """The versions of which ``grants`` is true, in words."""
+    names = [contract.name for contract in CONTRACTS if grants(contract)]
+    return f"{ENGINE} {', '.join(names)}" if names else f"no version of {ENGINE}"
+
+
+def choose_layout(sources: Sequence[Source], wish: LayoutWish, contract: Contract) -> Choice:
+    """Decide the layout; what the version doesn't grant is a problem that names those that do."""
+    experts = [source for source in sources if source.expert]
+    nonexpert = tuple(source for source in sources if source.nonexpert)
+    expert = experts[0] if experts else None
+    reasons: list[str] = []
+    problems: list[Problem] = []
+    where = f"{ENGINE} {contract.name}"
+
+    def refuse(found: str, versions: str, step: str = "") -> None:
+        problems.append(problem("KTB952", where, found, versions, step))
+
+    if len(experts) > 1:
+        paths = " and ".join(str(source.path) for source in experts)
+        found = f"{paths} both bring an expert LoRA; one server holds one"
+        problems.append(
+            problem("KTB952", "adapters", found, "one", "serve the second from a second server")
+        )
+    layout: ServedLayout
+    if expert is None:
+        layout = "nonexpert" if nonexpert else "base"
+        reasons.append("there is no expert LoRA" if nonexpert else "there is no adapter")
+        if wish != "auto":
+            refuse(
+                f"--layout {wish} needs an expert and a non-expert LoRA",
+                "both",
+                "leave --layout out",
+            )
+        return Choice(layout, None, nonexpert, tuple(reasons), tuple(problems))
+    if not contract.expert:
+        refuse("does not know --kt-expert-lora-path", granting(lambda row: row.expert))
+        return Choice("base", None, (), tuple(reasons), tuple(problems))
+    if not nonexpert:
+        reasons.append("there is no non-expert LoRA: the expert directory is served alone")
+        if wish != "auto":
+            refuse(f"--layout {wish} needs a non-expert LoRA too", "both", "leave --layout out")
+        return Choice("expert", expert, (), tuple(reasons), tuple(problems))
+    several = len(nonexpert) > 1
+    if wish == "split" or (wish == "auto" and (contract.split or several)):
+        layout = "split"
+        if contract.split:
+            reasons.append(f"{where} takes the expert and the non-expert LoRA side by side")
+        else:
+            found = "refuses --kt-expert-lora-path together with --lora-paths"
+            if several and wish == "auto":
+                found += ", and several non-expert adapters need both"
+            refuse(found, granting(lambda row: row.split), "" if several else "use --layout merged")
+    else:
+        layout = "merged"
+        if several:
+            found = "one merged adapter is all a server takes"
+            refuse(
+                found, granting(lambda row: row.split) + " with --layout split", "give one adapter"
+            )
+        elif not contract.merged:
+            refuse("does not take a merged adapter", granting(lambda row: row.merged))
+        elif not contract.split:
+            reasons.append(f"{where} takes both halves as one merged directory only")
+    return Choice(layout, expert, nonexpert, tuple(reasons), tuple(problems))

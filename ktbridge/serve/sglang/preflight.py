@@ -1,0 +1,205 @@
+"""What would make a launch fail, or serve to whom it shouldn't: all of it, before anything is started."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator, Sequence
+
+from ktbridge.adapter.engines import ENGINE, version_order
+from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.sglang.layouts import Choice
+from ktbridge.serve.sglang.problems import problem
+from ktbridge.serve.sglang.request import Request
+from ktbridge.serve.sglang.resources import GIB, memory_needed
+
+# What is about this machine: no fault of a plan that is made for another one.
+OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
+_HOLES = "CVE-2026-3059, CVE-2026-3060 and CVE-2026-7301"
+_UNCHECKED = "CVE-2026-3989"
+
+
+def preflight(
+    request: Request, facts: Facts, choice: Choice, method: str, version: str
+) -> Iterator[Problem]:
+    """Every finding about names, network, machine, model and engine packages."""
+    yield from _names(request, facts)
+    yield from _network(request, facts, version)
+    yield from _engine(facts, version)
+    yield from _topology(request, facts)
+    yield from _cpu(facts, choice, method)
+    if request.node_rank == 0:  # the first node computes all experts
+        yield from _memory(facts, method)
+    yield from _gpu(request, facts)
+    if facts.model.auto_map and not request.trust_remote_code:
+        found = "brings its own Python code, which loading it would run"
+        yield problem("KTB960", str(facts.model_path / "config.json"), found)
+    for name, value in facts.environment.items():
+        found = f"is {value}: a logging configuration of its own may hide that the LoRA was loaded"
+        yield problem("KTB965", name, found)
+
+
+def served_name(request: Request, facts: Facts) -> str:
+    """What requests call the model: the option, or the model directory's name."""
+    return (
+        request.served_name if request.served_name is not None else facts.model_path.resolve().name
+    )
+
+
+def _names(request: Request, facts: Facts) -> Iterator[Problem]:
+    served = served_name(request, facts)
+    if ":" in served:
+        found = "has a colon: what follows the first one in a request names the adapter"
+        step = "give another with --served-model-name"
+        yield problem("KTB963", served, found, "a name without ':'", step)
+    elif not served.strip() or served != served.strip() or not served.isprintable():
+        step = "give one with --served-model-name"
+        yield problem("KTB963", repr(served), "is no name", "printable text", step)
+    names = [source.name for source in facts.sources if source.name is not None]
+    for name in names:
+        bad = any(c.isspace() or c in ':="{},' or not c.isprintable() for c in name)
+        if bad or not name:
+            expected = "letters, digits, '-', '_' and '.'"
+            yield problem("KTB963", name, "can't stand in NAME=DIR for the engine", expected)
+        if name == "base":
+            found = "reads as the base model, and is none"
+            yield problem("KTB963", name, found)
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield problem("KTB963", name, "names two adapters")
+
+
+def _network(request: Request, facts: Facts, version: str) -> Iterator[Problem]:
+    if facts.port_fault:
+        step = "bind to 127.0.0.1 with --host" if "address" in facts.port_fault else ""
+        yield problem("KTB955", f"{request.host}:{request.port}", facts.port_fault, "", step)
+    public = not is_loopback(request.host)
+    if public and not request.api_key and request.node_rank == 0:
+        found = "can be reached from other machines and no API key is set"
+        yield problem("KTB961", request.host, found)
+    key = request.api_key
+    if key and (key != key.strip() or not key.isprintable() or not key.isascii() or key[0] == "-"):
+        found = "is none that a client could send and the engine's parser would take"
+        yield problem("KTB961", "the API key", found, "ASCII, no '-' first", "choose another key")
+    found = f"has {_HOLES}: its image generator and encoder servers, which are not started here, "
+    found += (
+        f"unpickle what reaches their sockets; its replay script does so with dumps ({_UNCHECKED})"
+    )
+    severity = "warning" if public or request.nodes > 1 else None
+    yield problem("KTB959", f"{ENGINE} {version}", found, severity=severity)  # type: ignore[arg-type]
+    if public and request.node_rank == 0:
+        found = "/health and /metrics answer without the API key"
+        step = "let a proxy or a firewall keep them inside"
+        yield problem("KTB959", request.host, found, next_step=step, severity="warning")
+
+
+def _engine(facts: Facts, version: str) -> Iterator[Problem]:
+    installed = facts.installed
+    if installed.engine is None and installed.upstream is not None:
+        found = f"has sglang {installed.upstream} without KTransformers, which knows no --kt flag"
+        yield problem("KTB966", installed.python, found, ENGINE)
+    elif installed.engine is None:
+        yield problem("KTB966", installed.python, f"has no {ENGINE} installed", ENGINE)
+    elif installed.engine == version:
+        if installed.kernel is None:
+            yield problem("KTB966", installed.python, "has no kt-kernel installed", "kt-kernel")
+        elif _release(installed.kernel) != _release(version):
+            found = f"is {installed.kernel}, beside {ENGINE} {version}"
+            step = f"pip install kt-kernel=={version}"
+            yield problem("KTB962", "kt-kernel", found, version, step)
+
+
+def _release(version: str) -> object:
+    try:
+        return version_order(version)
+    except KtbridgeError:
+        return version
+
+
+def _topology(request: Request, facts: Facts) -> Iterator[Problem]:
+    if request.nodes > 1 and request.dist_init_addr is None:
+        found = f"is missing, with {request.nodes} nodes"
+        step = "give the first node's address and a free port: --dist-init-addr HOST:PORT"
+        yield problem("KTB964", "--dist-init-addr", found, "HOST:PORT", step)
+    if request.nodes == 1 and request.dist_init_addr is not None:
+        yield problem("KTB964", "--dist-init-addr", "is of no use on one node", "", "leave it out")
+    if not 0 <= request.node_rank < request.nodes:
+        expected = f"0 to {request.nodes - 1}"
+        yield problem("KTB964", "--node-rank", f"is {request.node_rank}", expected)
+    if request.tp_size % request.nodes:
+        found = f"{request.tp_size} GPUs don't divide over {request.nodes} nodes"
+        yield problem("KTB964", "--tp-size", found, f"a multiple of {request.nodes}")
+    if request.replicas > 1 and request.nodes > 1:
+        found = "replicas of several nodes each aren't planned together"
+        yield problem("KTB964", "--replicas", found, "", "plan each replica by itself")
+
+
+def _cpu(facts: Facts, choice: Choice, method: str) -> Iterator[Problem]:
+    isa = set(facts.machine.isa)
+    where = facts.machine.cpu or "CPU"
+    if not isa:
+        yield problem("KTB958", where, "has no AVX2", "AVX2 for any kernel of kt-kernel")
+    elif choice.expert is not None and method != "MXFP4" and "amx_bf16" not in isa:
+        # kt-kernel 0.7.2 has the classes in its AMX and AVX512-BF16 builds only.
+        if "avx512_bf16" in isa:
+            found = (
+                "has no AMX: kt-kernel's AVX512-BF16 build has expert LoRA, and wasn't seen running"
+            )
+            step = "compare with `ktbridge verify` before relying on it"
+            yield problem("KTB958", where, found, "AMX", step, severity="warning")
+        else:
+            found = (
+                f"has neither AMX nor AVX512-BF16: kt-kernel has no expert LoRA for {method} on it"
+            )
+            yield problem("KTB958", where, found, "AMX")
+
+
+def _memory(facts: Facts, method: str) -> Iterator[Problem]:
+    needed = memory_needed(facts.weights, method, facts.stored)
+    usable, free = facts.machine.usable_memory, facts.machine.memory_available
+    found = f"routed experts take about {needed / GIB:.1f} GiB with {method}"
+    if usable is not None and needed > usable:
+        yield problem("KTB956", "RAM", found, f"at most {usable / GIB:.1f} GiB")
+    elif free is not None and needed > free:
+        step = "end other programs, or expect swapping"
+        expected = f"at most the {free / GIB:.1f} GiB that are free"
+        yield problem("KTB956", "RAM", found, expected, step, severity="warning")
+
+
+def _gpu(request: Request, facts: Facts) -> Iterator[Problem]:
+    wanted = max(1, request.tp_size // request.nodes) * request.replicas
+    if not facts.gpus:
+        yield problem("KTB957", "GPU", "nvidia-smi lists none", f"{wanted}")
+        return
+    if len(facts.gpus) < wanted:
+        found = f"{len(facts.gpus)} on this machine"
+        yield problem("KTB957", "GPU", found, f"{wanted}", "lower --tp-size or --replicas")
+        return
+    smallest = min(gpu.memory for gpu in facts.gpus[:wanted])
+    share = facts.weights.rest / request.tp_size
+    if share > 0.9 * smallest:
+        found = f"everything but the routed experts takes {share / GIB:.1f} GiB on each"
+        step = "spread it with a larger --tp-size"
+        yield problem("KTB957", "GPU", found, f"at most 0.9 of {smallest / GIB:.1f} GiB", step)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address of ``host`` stays on this machine; an unknown host does not."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    return bool(addresses) and all(ipaddress.ip_address(a).is_loopback for a in addresses)
+
+
+def unknown_flags(
+    argv: Sequence[str], parser: frozenset[str] | None, python: str
+) -> Iterator[Problem]:
+    """Flags of ours that the installed engine's parser doesn't define."""
+    if parser is None:
+        return
+    missing = [word for word in argv if word.startswith("--") and word not in parser]
+    if missing:
+        found = f"the engine's parser does not know {', '.join(missing)}"
+        step = f"install {ENGINE} again; its metadata and its code disagree"
+        yield problem("KTB954", python, found, next_step=step)

@@ -1,0 +1,101 @@
+"""The adapters that a launch is given: which halves each has, and a hash of its content."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktbridge.adapter import Adapter, read_adapter
+from ktbridge.adapter.adapter import Layout
+from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.serve.sglang.problems import problem
+from ktbridge.serve.sglang.request import Request
+
+_OPTION = {
+    "raw": "--adapter NAME=DIR",
+    "merged": "--merged-adapter NAME=DIR",
+    "expert": "--expert-adapter DIR",
+    "nonexpert": "--nonexpert-adapter NAME=DIR",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One adapter directory. ``name`` is what requests select it by; None for a bare expert one.
+
+    ``layers`` are those with expert LoRA, ``nonexpert`` tells of the rest. ``expert_format`` is the
+    storage format of the weights the experts were trained upon, where the manifest tells.
+    ``digest`` is a SHA-256 over names and contents of its files.
+    """
+
+    name: str | None
+    path: Path
+    layout: Layout
+    layers: tuple[int, ...]
+    nonexpert: bool
+    expert_format: str | None
+    base_model: str | None
+    digest: str
+
+    @property
+    def expert(self) -> bool:
+        return bool(self.layers)
+
+
+def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
+    """Open every adapter of the request, and what can't be opened or isn't what the option says.
+
+    Reads each file once, for its hash.
+    """
+    given: list[tuple[str | None, str, str | None]] = [
+        (name, directory, None) for name, directory in request.adapters.items()
+    ]
+    if request.expert_adapter is not None:
+        given.append((None, request.expert_adapter, "expert"))
+    given += [
+        (name, directory, "nonexpert") for name, directory in request.nonexpert_adapters.items()
+    ]
+    given += [(name, directory, "merged") for name, directory in request.merged_adapters.items()]
+    sources: list[Source] = []
+    problems: list[Problem] = []
+    for name, directory, layout in given:
+        try:
+            adapter = read_adapter(directory)
+        except ProblemsError as error:
+            problems += error.problems
+            continue
+        except KtbridgeError as error:
+            problems.append(problem("KTB951", directory, str(error), next_step=error.next_step))
+            continue
+        if layout is not None and adapter.layout != layout:
+            step = f"pass it as {_OPTION[adapter.layout]}"
+            found = f"has the {adapter.layout} layout"
+            problems.append(problem("KTB951", directory, found, f"the {layout} layout", step))
+            continue
+        sources.append(_source(name, adapter))
+    return tuple(sources), problems
+
+
+def _source(name: str | None, adapter: Adapter) -> Source:
+    stored = (adapter.manifest or {}).get("expert_weight_format")
+    return Source(
+        name=name,
+        path=adapter.path.resolve(),
+        layout=adapter.layout,
+        layers=adapter.expert_layers(),
+        nonexpert=bool(adapter.nonexpert),
+        expert_format=stored if isinstance(stored, str) else None,
+        base_model=adapter.base_model,
+        digest=content_digest(adapter.path),
+    )
+
+
+def content_digest(directory: Path) -> str:
+    """SHA-256 over the names and contents of the files that make an adapter what it is."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".safetensors" or path.name in ("adapter_config.json", MANIFEST_FILE):
+            digest.update(f"{path.name}\0{hash_file(path)}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,180 @@
+"""One engine process and all it starts: begun, watched until it is ready, and ended without a trace.
+
+A server is ready when it answers /health, each MoE layer has logged its expert LoRA, and /v1/models
+lists the non-expert adapters: the first alone is also true of a server that dropped the adapter.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.serve.sglang.causes import diagnose
+from ktbridge.serve.sglang.logs import Pump, readable
+from ktbridge.serve.sglang.ready import Conditions, Progress, probe
+from ktbridge.serve.sglang.tree import MARK, end_members, end_with_parent, members
+
+GRACE_SECONDS = 20.0
+# Lines may still be on their way when the server answers already.
+_LATE_LINES = 3.0
+_TAIL = 12
+
+
+class EngineFailed(KtbridgeError):
+    """The engine ended, or answers without the adapter, or took too long.
+
+    ``tail`` are the last readable lines of its log. ``exit_code`` is the engine's own where it ended
+    by itself with one, else 1.
+    """
+
+    def __init__(
+        self, message: str, next_step: str, tail: Sequence[str], exit_code: int = 1
+    ) -> None:
+        super().__init__(message, next_step)
+        self.tail = tuple(tail)
+        self.exit_code = exit_code
+
+
+class Engine:
+    """A started engine. Use as a context manager: leaving it ends the whole tree.
+
+    ``host`` is where it can be asked from here. ``secret`` is kept out of the log. Made on the main
+    thread: the engine is told of that thread's end.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        conditions: Conditions,
+        *,
+        host: str,
+        port: int,
+        log: Path,
+        secret: str | None = None,
+        grace: float = GRACE_SECONDS,
+    ) -> None:
+        self.progress = Progress(conditions)
+        self.log = log
+        self._host, self._port, self._secret, self._grace = host, port, secret, grace
+        self._mark = secrets.token_hex(8)
+        self._code: int | None = None
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # The key is handed over on its own way; what the engine runs has no business with it.
+        inherited = {
+            name: value for name, value in os.environ.items() if name != "KTBRIDGE_API_KEY"
+        }
+        self._process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**inherited, "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark},
+            start_new_session=True,  # the terminal's Ctrl-C is ours to pass on
+            preexec_fn=end_with_parent,  # no thread runs yet
+        )
+        assert self._process.stdout is not None
+        self._pump = Pump(self._process.stdout, log, self.progress.read, secret)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def wait_until_ready(
+        self, timeout: float, on_progress: Callable[[Progress], None] = lambda _: None
+    ) -> None:
+        """Return when the server is ready; ``timeout`` is in seconds.
+
+        Raises EngineFailed when it ends before, answers without the adapter, or isn't ready in time.
+        """
+        until = time.monotonic() + timeout
+        answered: float | None = None
+        while True:
+            if self._process.poll() is not None:
+                raise self._ended("before it was ready")
+            probe(self.progress, self._host, self._port, self._secret, timeout=2.0)
+            on_progress(self.progress)
+            if self.progress.ready:
+                return
+            now = time.monotonic()
+            if self.progress.answering:
+                answered = now if answered is None else answered
+                if now - answered > _LATE_LINES:
+                    raise self._failed(
+                        f"the engine answers and has not loaded the adapter: {self.progress.missing()}",
+                        "don't use it: it would serve the base. Look for a warning about KT in the log",
+                    )
+            if now > until:
+                raise self._failed(
+                    f"the engine was not ready after {timeout:g} s: {self.progress.missing()}",
+                    "give it longer with --timeout, or look at what it waits for",
+                )
+            time.sleep(0.1)
+
+    def wait(self) -> int:
+        """Wait until the engine ends by itself. Returns 0, or raises EngineFailed with its code."""
+        while self._process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+        if self._process.returncode != 0:
+            raise self._ended("while it was serving")
+        return 0
+
+    def end(self) -> int:
+        """End the engine and everything it started; returns its exit code (128 + n for signal n).
+
+        The engine itself is asked first, so that it can finish what it is answering; after the
+        grace time, or at a second Ctrl-C, nothing is asked any more.
+        """
+        if self._code is not None:
+            return self._code
+        leader = self._process.pid
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(self._grace)
+            left = end_members(leader, self._mark)
+        except KeyboardInterrupt:
+            left = end_members(leader, self._mark, grace=0.0)
+        if left:
+            numbers = ", ".join(map(str, sorted(left)))
+            raise KtbridgeError(
+                f"processes of the engine can't be ended: {numbers}", "end them by hand"
+            )
+        code = self._process.wait()
+        self._pump.join(5.0)
+        self._code = _exit_code(code)
+        return self._code
+
+    def _ended(self, when: str) -> EngineFailed:
+        code = self._process.wait()
+        if not members(self._process.pid, self._mark):
+            self._pump.join(5.0)  # its last words
+        else:
+            time.sleep(0.2)
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return self._failed(f"the engine ended {when}, with {how}", "", code)
+
+    def _failed(self, message: str, step: str, code: int | None = None) -> EngineFailed:
+        lines = self._pump.lines()
+        told = diagnose(lines, code)
+        if told.error:
+            message += f"; its last error: {told.error}"
+        if told.cause:
+            message += f" ({told.cause})"
+        step = "; ".join(filter(None, (told.remedy or step, f"the whole log is {self.log}")))
+        return EngineFailed(message, step, readable(lines, _TAIL), _exit_code(code or 0) or 1)
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code

@@ -1,0 +1,92 @@
+"""The processes that an engine started, and their end. Linux: /proc tells who belongs to whom.
+
+An engine starts schedulers and detokenizers of its own, and a killed one leaves them with the GPU and
+the port. They are found by any of three marks, as each can be lost: the session they were started in,
+a variable they inherited, a parent that belongs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+MARK = "KTBRIDGE_ENGINE"
+_PR_SET_PDEATHSIG = 1
+# Loaded here: between fork and exec nothing may be.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Process(NamedTuple):
+    """One line of /proc: ``alive`` is false for a zombie."""
+
+    pid: int
+    parent: int
+    group: int
+    session: int
+    alive: bool
+
+
+def end_with_parent() -> None:
+    """Run in the child before exec: it gets SIGTERM when we die without having ended it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def members(leader: int, mark: str) -> set[int]:
+    """Living processes of the tree that ``leader`` (a session leader) started, itself included."""
+    table = {process.pid: process for process in _processes()}
+    found = {
+        pid
+        for pid, process in table.items()
+        if leader in (pid, process.group, process.session) or _marked(pid, mark)
+    }
+    found.discard(os.getpid())
+    grown = True
+    while grown:
+        more = {pid for pid, process in table.items() if process.parent in found} - found
+        grown = bool(more - {os.getpid()})
+        found |= more - {os.getpid()}
+    return {pid for pid in found if pid in table and table[pid].alive}
+
+
+def end_members(leader: int, mark: str, grace: float = 1.0) -> set[int]:
+    """End whatever is left of a tree: SIGTERM, after ``grace`` seconds SIGKILL. Returns survivors."""
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+        until = time.monotonic() + seconds
+        asked: set[int] = set()
+        while left := members(leader, mark):
+            for pid in left - asked:  # what was started meanwhile is asked as well
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            asked |= left
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        if not left:
+            return set()
+    return members(leader, mark)
+
+
+def _processes() -> list[Process]:
+    found = []
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit():
+            continue
+        with suppress(OSError, ValueError, IndexError):
+            # The name, in brackets, may hold anything; what follows its last bracket may not.
+            fields = (directory / "stat").read_text().rpartition(")")[2].split()
+            parent, group, session = map(int, fields[1:4])
+            alive = fields[0] not in "ZX"
+            found.append(Process(int(directory.name), parent, group, session, alive))
+    return found
+
+
+def _marked(pid: int, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

@@ -1,0 +1,268 @@
+"""Benches over other people's data: their layouts are read, and what cannot be used is said."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ktbridge.errors import ProblemsError, UsageError
+from ktbridge.eval import load_bench
+from ktbridge.eval.bench import FILES, benches_root, parse_bench
+from ktbridge.eval.compat import NOTE, judge_messages, load_compat, parse_digit
+from ktbridge.eval.contamination import find_contamination
+from ktbridge.eval.scorers import parse_rate, score_task
+
+NEKOBENCH = Path(__file__).parents[3] / "shared" / "data" / "nekobench" / "NekoBench.json"
+SOURCED = ("translational-style", "afrimed-qa", "beyond-dialogue", "llemr", "generic")
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return path
+
+
+# --- our samples
+
+
+@pytest.mark.parametrize("name", SOURCED)
+def test_each_bench_loads_its_sample_and_says_where_it_came_from(name):
+    bench = load_bench(name)
+    assert bench.name == name
+    source = next((benches_root() / name).glob("sample.*"))
+    assert bench.data["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert (bench.data["loader"], bench.data["file"]) == (name, source.name)
+    assert bench.data["items"] == len(bench.items) >= 4
+    assert {item.slice for item in bench.items} == {one.name for one in bench.slices}
+    assert bench.persona.name == "none"
+    # What a run stores is enough to make the same bench again, without the data file.
+    again = parse_bench({key: bench.files[key] for key in FILES})
+    assert (again.sha256, again.items, again.data) == (bench.sha256, bench.items, bench.data)
+    # Every reference is a full mark; so is every right option.
+    for item in bench.items:
+        if item.checks[0]["scorer"] != "regex":
+            gold = item.gold[0] if isinstance(item.gold, list) else str(item.gold)
+            assert score_task(gold, item.checks, item.gold)[0] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SOURCED)
+def test_a_folder_is_copied_and_made_ones_own(name, tmp_path):
+    mine = shutil.copytree(benches_root() / name, tmp_path / "mine")
+    assert load_bench(mine).items == load_bench(name).items
+    text = (mine / "bench.yaml").read_text("utf-8").replace(f"loader: {name}", "loader: vibes")
+    (mine / "bench.yaml").write_text(text, "utf-8")
+    with pytest.raises(UsageError, match="unknown loader 'vibes'"):
+        load_bench(mine)
+
+
+def test_afrimed_options_become_letters_and_several_may_be_right():
+    items = {item.cluster: item for item in load_bench("afrimed-qa").items}
+    one = items["o-01"]
+    assert one.messages[0]["content"].split("\n")[1:3] == ["A. Aedes", "B. Anopheles"]
+    assert (one.gold, one.sub) == ("B", "Infectious Disease")
+    two = items["o-03"]
+    assert two.gold == "AC"
+    assert "More than one" in two.messages[0]["content"]
+    for text, mark in (("A, C", 1), ("A and C.", 1), ("A", 0), ("A, B, C", 0)):
+        assert score_task(text, two.checks, two.gold)[0] == mark
+    assert "E." not in items["o-04"].messages[0]["content"], "N/A is no option"
+    assert len(items["o-07"].judge) == 4
+    rows = [
+        row
+        for item, text in ((one, "B"), (two, "A and C"), (items["o-04"], "Anything."))
+        for row in score_task(text, item.checks, item.gold)[1]
+    ]
+    assert parse_rate(rows).share == pytest.approx(2 / 3)
+
+
+def test_answers_to_one_question_are_gathered_and_rounds_are_kept():
+    style = load_bench("translational-style")
+    assert style.data["records"] == 11
+    assert [len(item.gold) for item in style.items][:3] == [2, 1, 2]
+    talk = load_bench("beyond-dialogue")
+    second = talk.items[1]
+    assert [one["role"] for one in second.messages] == ["system", "user", "assistant", "user"]
+    assert second.cluster == talk.items[0].cluster, "scenes of one role belong together"
+    assert (talk.partner.turns, talk.partner.slices) == (4, ("DIALOGUE",))
+    facts = {item.sub: item for item in talk.items if item.slice == "OBJECTIVE"}
+    assert score_task("True, she does.", facts["judgment"].checks, "yes")[0] == 1
+    assert score_task("It is not true.", facts["judgment"].checks, "yes")[0] == 0
+
+
+def test_a_stay_is_a_cluster_and_its_data_stays_on_the_machine():
+    bench = load_bench("llemr")
+    assert [item.cluster for item in bench.items][:3] == [
+        "stay-900001",
+        "stay-900001",
+        "stay-900002",
+    ]
+    for url in ("http://127.0.0.1:8000/v1", "http://localhost:8000", "http://[::1]:80/v1"):
+        bench.refuse_remote_judge(url)
+    for url in (
+        "https://judge.example.org/v1",
+        "http://127.0.0.1.example.org",
+        "http://10.0.0.7/v1",
+    ):
+        with pytest.raises(UsageError, match="is private"):
+            bench.refuse_remote_judge(url)
+        bench.refuse_remote_judge(url, allowed=True)
+        load_bench("generic").refuse_remote_judge(url)
+
+
+# --- the user's copy
+
+
+def test_the_users_copy_is_read_hashed_and_its_holes_are_counted(tmp_path):
+    rows = [
+        ["a", "test", "mcq", "Which one?", '{"option1": "x", "option2": "y"}', "option2", ""],
+        ["b", "test", "mcq", "Which one?", '{"option1": "x", "option2": "y"}', "option2", ""],
+        ["c", "test", "mcq", "And now?", '{"option1": "x", "option2": "y"}', "option9", ""],
+        ["d", "test", "mcq", "And then?", "{not json", "option1", ""],
+        ["e", "train", "saq", "Why, in two\nlines?", "", "", "Because."],
+        ["f", "test", "consumer_queries", "Help?", "", "", ""],
+    ]
+    path = tmp_path / "afri.csv"
+    with open(path, "w", newline="", encoding="utf-8-sig") as handle:
+        names = (
+            "sample_id split question_type question answer_options correct_answer answer_rationale"
+        )
+        csv.writer(handle).writerows([names.split(), *rows])
+    bench = load_bench("afrimed-qa", path)
+    assert [item.cluster for item in bench.items] == ["a", "e"]
+    assert bench.items[1].messages[0]["content"] == "Why, in two\nlines?"
+    assert (bench.data["records"], bench.data["file"]) == (6, "afri.csv")
+    assert bench.data["skipped"] == {
+        "the same question again": 1,
+        "whose right option is not among its options": 1,
+        "with options that are not JSON": 1,
+        "of the type consumer_queries, which has no right answer": 1,
+    }
+    assert str(tmp_path) not in json.dumps(bench.data), "a report names the file, not the place"
+    assert bench.items[0].checks[0]["options"] == "AB"
+
+
+def test_generic_takes_the_usual_shapes(tmp_path):
+    talk = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好呀"}]
+    rows = [
+        {"messages": talk},
+        {"instruction": "Add", "input": "1 and 2", "output": "3"},
+        {"prompt": "Which?", "references": ["this", "that"], "cluster": "c"},
+        {"question": "Nothing to compare with"},
+        {"prompt": "Two?", "gold": 2, "checks": [{"scorer": "numeric"}], "id": "two"},
+    ]
+    bench = load_bench("generic", write(tmp_path / "mine.jsonl", rows))
+    assert [item.messages[-1]["content"] for item in bench.items] == [
+        "你好",
+        "Add\n1 and 2",
+        "Which?",
+        "Two?",
+    ]
+    assert [item.gold for item in bench.items] == [["你好呀"], ["3"], ["this", "that"], 2]
+    assert [item.lang for item in bench.items] == ["zh", "en", "en", "en"]
+    assert bench.data["skipped"] == {"without references or checks": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("generic", [{"prompt": "a", "answer": "b", "id": "x"}] * 2 + [{"prompt": "c"}], ""),
+        ("generic", [{"prompt": "a", "checks": [{"scorer": "vibes"}]}], "'vibes'"),
+        ("generic", [{"prompt": "a", "answer": "b", "slice": "NOPE"}], "'NOPE'"),
+        ("generic", [{"messages": [{"role": "user"}], "references": ["a"]}], "messages"),
+        ("generic", [{"messages": ["hi"], "references": ["a"]}], "messages"),
+        ("generic", [{"prompt": "a", "references": [1]}], "gold = [1]"),
+        (
+            "generic",
+            [{"prompt": "a", "answer": "b", "id": "x"}, {"prompt": "c", "answer": "b", "id": "x"}],
+            "'x' of line 1",
+        ),
+        ("generic", [{"prompt": "a"}], "no item could be made"),
+        ("generic", [], "no item could be made"),
+        ("generic", [["a"]], "list"),
+        ("afrimed-qa", [{"question": "a"}], "{question_type, correct_answer}"),
+        ("llemr", [{"question": "a", "answer": "b"}], "{q, a}"),
+        ("beyond-dialogue", [{"text": "a"}], "{instruction, output} or {Q, A}"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path, name, rows, words):
+    path = write(tmp_path / "mine.jsonl", rows)
+    if not words:  # one item twice is one item
+        assert load_bench(name, path).data["skipped"]["the same question again"] == 1
+        return
+    with pytest.raises(ProblemsError) as caught:
+        load_bench(name, path)
+    assert any(words in str(problem) for problem in caught.value.problems), caught.value.problems
+
+
+def test_a_file_that_is_not_there_or_not_text_or_not_wanted(tmp_path):
+    with pytest.raises(UsageError, match="no data file"):
+        load_bench("generic", tmp_path / "nosuch.jsonl")
+    with pytest.raises(UsageError, match="items of its own"):
+        load_bench("nekobench", tmp_path / "x.jsonl")
+    for name, data, words in (
+        ("a.jsonl", b"\xff\xfe", "not UTF-8"),
+        ("b.jsonl", b'{"a": 1}\n{"a": ', "b.jsonl:2"),
+        ("c.json", b"[", "not JSON"),
+        ("d.csv", b'a,b\n"x', "not CSV"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ProblemsError) as caught:
+            load_bench("generic", tmp_path / name)
+        assert words in str(caught.value.problems[0])
+
+
+# --- the public NekoBench
+
+
+@pytest.mark.skipif(not NEKOBENCH.is_file(), reason="the public questions are not shipped")
+def test_the_600_public_questions():
+    bench = load_compat("nekobench", NEKOBENCH)
+    assert len(bench.items) == 600
+    assert {item.id for item in bench.items} >= {"pes-001", "kri-100", "erm-100"}
+    assert NOTE in bench.notes
+    assert "not comparable" in NOTE
+    assert bench.persona.name == "neko"
+    assert bench.data["sha256"].startswith("18e939926d39")
+    again = parse_bench({key: bench.files[key] for key in FILES})
+    assert again.items == bench.items
+    # None of our 300 is one of theirs.
+    report = find_contamination(load_bench("nekobench"), NEKOBENCH)
+    assert report.records == 600
+    assert report.hits == []
+    assert report.problems() == []
+
+
+def test_a_copy_that_was_changed_is_refused(tmp_path):
+    path = tmp_path / "N.json"
+    good = {"module": "PES", "question": "你好吗？"}
+    bad = [{"module": "XYZ", "question": "a"}, {"module": "INS"}, {**good, "question": "你好吗？ "}]
+    path.write_text(json.dumps([good, *bad]), "utf-8")
+    with pytest.raises(ProblemsError) as caught:
+        load_compat("nekobench", path)
+    assert [problem.where for problem in caught.value.problems] == [
+        f"N.json: record {number}" for number in (2, 3, 4)
+    ]
+    with pytest.raises(UsageError, match="--compat 'mmlu'"):
+        load_compat("mmlu", path)
+    with pytest.raises(UsageError, match="no file"):
+        load_compat("nekobench", tmp_path / "nosuch")
+    path.write_text(json.dumps([good]), "utf-8")
+    (item,) = load_compat("nekobench", path).items
+    asked = judge_messages(item, "很好喵")
+    assert [one["role"] for one in asked] == ["system", "user"]
+    assert "很好喵" in asked[1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "digit"),
+    [
+        *[("4", 4), (" 0\n", 0), ("5", 5), ("6", None), ("-1", None), ("4/5", None), ("４", None)],
+        *[(text, None) for text in ("Score: 4", "4.5", "", "45", "四")],
+    ],
+)
+def test_a_grade_is_a_digit_or_nothing(reply, digit):
+    assert parse_digit(reply) == digit

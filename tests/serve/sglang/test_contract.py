@@ -1,0 +1,196 @@
+"""The table of contracts against the text of the wheels themselves.
+
+The wheels are large (6 to 100 MB), so they are only fetched where KTBRIDGE_ENGINE_WHEELS is 1 (`make
+test-engine`), and kept; once there, they are always read. Text only: nothing of them is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ktbridge.adapter.engines import CONTRACTS, contract_for, version_order
+from ktbridge.serve.machine import read_machine
+from ktbridge.serve.sglang.cache import ENGINE_CACHE
+from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.sglang.flags import GUARDED, OWNED
+from ktbridge.serve.sglang.installed import Installed, parser_flags
+from ktbridge.serve.sglang.plan import plan
+from ktbridge.serve.sglang.ready import Conditions, Progress
+from ktbridge.serve.sglang.request import Request
+from ktbridge.serve.sglang.resources import Weights
+from ktbridge.serve.sglang.sources import Source
+
+# The ends of every row, and what lies between them: versions that were published.
+VERSIONS = (
+    "0.5.3", "0.6.2", "0.6.2.post3", "0.6.3", "0.6.3.post1", "0.6.4", "0.7.0", "0.7.0.post1",
+    "0.7.0.post2", "0.7.0.post3", "0.7.0.post4", "0.7.2",
+)  # fmt: skip
+WRAPPER = "sglang/srt/layers/moe/kt_ep_wrapper.py"
+LAYOUTS = {
+    "expert": [("", True, False)],
+    "nonexpert": [("n", False, True)],
+    "merged": [("n", True, True)],
+    "split": [("", True, False), ("n", False, True)],
+}
+
+
+class Wheel:
+    def __init__(self, path: Path, version: str) -> None:
+        self._archive = zipfile.ZipFile(path)
+        self.contract, self.known = contract_for(f"sglang-kt=={version}")
+        self.version = version
+        self.parser = parser_flags(self.text("sglang/srt/server_args.py"))
+
+    def text(self, name: str) -> str:
+        try:
+            return self._archive.read(name).decode()
+        except KeyError:
+            return ""
+
+    def close(self) -> None:
+        self._archive.close()
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def wheel(request: pytest.FixtureRequest):
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    directory = home / "ktbridge" / "wheels"
+    name = f"sglang_kt-{request.param}-*.whl"
+    if not list(directory.glob(name)):
+        if os.environ.get("KTBRIDGE_ENGINE_WHEELS", "") in ("", "0"):
+            pytest.skip("the engine's wheel isn't here; `make test-engine` fetches it")
+        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
+        done = subprocess.run(
+            [*fetch, "--dest", str(directory), f"sglang-kt=={request.param}"],
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        if done.returncode:
+            pytest.skip(f"pip can't fetch it: {done.stderr.strip().splitlines()[-1]}")
+    wheel = Wheel(next(directory.glob(name)), request.param)
+    yield wheel
+    wheel.close()
+
+
+def plans(version: str, model: Path):
+    """A plan for every layout that the version accepts, with every flag that we ever write."""
+    from ktbridge.model import read_model_config
+
+    contract, _ = contract_for(f"sglang-kt=={version}")
+    for layout, given in LAYOUTS.items():
+        if not getattr(contract, layout):
+            continue
+        sources = tuple(
+            Source(name or None, Path("/a"), "merged" if layout == "merged" else layout,  # type: ignore[arg-type]
+                   (0, 1) if expert else (), nonexpert, None, None, name)
+            for name, expert, nonexpert in given
+        )  # fmt: skip
+        facts = Facts(
+            installed=Installed("python", version, version), machine=read_machine(), gpus=(),
+            model=read_model_config(model), model_path=model, weights=Weights(1, 1), stored="bf16",
+            sources=sources, source_problems=(), port=1, port_fault="", cache=Path("/c"), environment={},
+        )  # fmt: skip
+        request = Request(
+            model="m", tp_size=4, nodes=2, dist_init_addr="h:1", trust_remote_code=True
+        )
+        yield layout, plan(request, facts)
+
+
+def test_the_parser_knows_every_flag_that_we_write(wheel: Wheel, model: Path) -> None:
+    made = dict(plans(wheel.version, model))
+    assert {"nonexpert"} <= made.keys()
+    assert ("split" in made, "merged" in made) == (wheel.contract.split, wheel.contract.merged)
+    for layout, done in made.items():
+        assert done.layout == layout or layout == "merged"
+        flags = {word for word in done.argv if word.startswith("--")}
+        assert flags - wheel.parser == set()
+    # The API key's way in, and the flags that ours stand for or that are refused.
+    assert "--config" in wheel.parser
+    known = wheel.parser | (
+        {"--kt-lora-path", "--kt-expert-lora-path"} if not wheel.contract.expert else set()
+    )
+    assert {*OWNED, *GUARDED} - known == set()
+
+
+def test_the_row_says_what_the_wheel_says(wheel: Wheel) -> None:
+    arguments, wrapper = wheel.text("sglang/srt/server_args.py"), wheel.text(WRAPPER)
+    manager = wheel.text("sglang/srt/managers/tokenizer_manager.py")
+    contract = wheel.contract
+    assert wheel.known
+    assert contract.expert == ("--kt-expert-lora-path" in wheel.parser)
+    assert contract.merged == ("_prepare_kt_composite_lora_adapter" in arguments)
+    refused = "Explicit --kt-expert-lora-path cannot be combined" in arguments
+    assert contract.split == (contract.expert and not refused)
+    assert contract.base_requests == ("get_static_kt_lora_ref" not in manager)
+    methods = re.findall(r'^    "(\w+)": "\w+_SFT",$', wrapper, re.MULTILINE)
+    assert set(contract.methods) == set(methods)
+    # The one line that proves the loading, as the supervisor reads it.
+    found = re.search(r'"(Loaded KT expert LoRA for layer %d) from', wrapper)
+    assert bool(found) == contract.expert
+    if found:
+        progress = Progress(Conditions((7,), ()))
+        progress.read(b"[2026-11-21 10:00:00 TP0] " + (found[1] % 7).encode() + b" from x\n")
+        assert progress.missing_layers == ()
+    assert (ENGINE_CACHE in arguments) == contract.merged
+
+
+def test_the_modules_of_qwen35_that_are_missed(wheel: Wheel) -> None:
+    source = wheel.text("sglang/srt/models/qwen3_5.py")
+    found = re.search(r"_QWEN3_5_LORA_PATTERN = re\.compile\(\n((?:\s+r\".*\"\n)+)\)", source)
+    if found is None:
+        assert not wheel.contract.expert
+        return
+    pattern = re.compile("".join(re.findall(r'r"(.*)"', found[1])))
+    # The engine calls a layer's attention by another path than the checkpoint does.
+    served = {
+        "self_attn.q_proj": "qkv_proj",
+        "self_attn.o_proj": "o_proj",
+        "mlp.gate": "mlp.gate",
+        "mlp.shared_expert_gate": "mlp.shared_expert_gate",
+        "mlp.shared_expert.down_proj": "mlp.shared_expert.down_proj",
+        "linear_attn.out_proj": "linear_attn.out_proj",
+    }
+    missed = {name for name, path in served.items() if not pattern.match(f"model.layers.0.{path}")}
+    unapplied = wheel.contract.unapplied.get("Qwen3.5-MoE", ())
+    assert missed == {name for name in served if name in unapplied}
+
+
+def test_the_words_that_causes_are_found_by(wheel: Wheel) -> None:
+    if not wheel.contract.expert:
+        return
+    text = wheel.text("sglang/srt/server_args.py") + wheel.text(WRAPPER)
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # messages are written in pieces
+    for words in (
+        "Missing KT expert LoRA tensor",
+        "KT expert LoRA rank mismatch",
+        "SFT-compatible KT methods",
+        "--max-running-requests >= 2",
+        "only compatible with NGRAM",
+        "Only SiLU activation",
+        "Set --kt-num-gpu-experts 0",
+    ):
+        assert words in text, words
+
+
+def test_the_known_holes_are_still_there(wheel: Wheel) -> None:
+    """When a version has none of them any more, the warning about them is due for another look."""
+    server = wheel.text("sglang/srt/disaggregation/encode_receiver.py")
+    images = wheel.text("sglang/multimodal_gen/runtime/managers/scheduler.py")
+    if wheel.contract.expert:
+        assert "pickle.loads(" in server
+        assert "pickle.loads(" in images
+
+
+def test_every_row_has_its_ends_among_the_versions() -> None:
+    published = {version_order(version) for version in VERSIONS}
+    for row in CONTRACTS:
+        assert version_order(row.last) in published
+        assert row.first == "0" or version_order(row.first) in published

@@ -1,0 +1,203 @@
+"""`ktbridge serve --engine sglang` with a program that plays the engine: up, wrong, stuck, and gone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+KEY = "a-secret_4711"
+
+
+def log_of(env: dict[str, str]) -> str:
+    logs = sorted(Path(env["XDG_STATE_HOME"]).rglob("*.log"))
+    return logs[-1].read_text()
+
+
+def wait_for_child(env: dict[str, str]) -> None:
+    until = time.monotonic() + 30
+    while not (Path(env["PLAYED_SCRATCH"]) / "child").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def seen(env: dict[str, str]) -> dict:
+    return json.loads((Path(env["PLAYED_SCRATCH"]) / "seen.json").read_text())
+
+
+@pytest.mark.parametrize("version", ["0.6.4", "0.7.2"])
+def test_up_and_down(version, played, model, adapters, free_port, gone):
+    """Converted, started, ready with the adapter, ended by SIGTERM; the key is nowhere to be read."""
+    env = played.environment(version) | {"KTBRIDGE_API_KEY": KEY}
+    adapter = ("--adapter", f"neko={adapters['raw']}")
+    process = played.begin("--model", model, *adapter, "--port", free_port, "--json", env=env)
+    ready = played.ready(process)
+    merged = version == "0.7.2"
+    assert ready["base_url"] == f"http://127.0.0.1:{free_port}/v1"
+    assert (ready["layout"], "tiny" in ready["models"]) == (
+        ("merged", False) if merged else ("split", True)
+    )
+    assert ready["ready"]["expert_lora_layers"] == [0, 1]
+    # The engine got what was planned, plus a file with the key; that file is gone by now.
+    argv, planned = seen(env)["argv"][1:], ready["launches"][0]["argv"][3:]
+    assert argv[: len(planned)] == planned
+    assert argv[len(planned)] == "--config"
+    assert not Path(argv[-1]).exists()
+    assert seen(env)["key"] == KEY
+    assert KEY not in json.dumps([argv, seen(env)["environment"]])
+    assert merged == ("SGLANG_KT_LORA_CACHE_DIR" in seen(env)["environment"])
+    served = Path(planned[planned.index("--lora-paths") + 1].partition("=")[2])
+    assert (served / "kt_adapter_manifest.json").is_file()
+
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    gone(env, free_port)
+    said = process.stderr.read()
+    assert KEY not in said + json.dumps(ready) + log_of(env)
+    assert "api_key='***'" in log_of(env)
+    assert "expert LoRA loaded in 2 of 2 layers" in said
+
+
+def test_dies_while_loading(played, model, adapters, free_port, gone):
+    env = played.environment("0.7.2", "dies")
+    adapter = ("--merged-adapter", f"neko={adapters['merged']}")
+    done = played.run("--model", model, *adapter, "--port", free_port, env=env)
+    assert done.returncode == 3, done.stderr
+    # Its own last error rather than the echo of it, the cause, the remedy, the log; no frames.
+    assert "exit code 3" in done.stderr
+    assert "its last error: KeyError: 'Missing KT expert LoRA tensor for layer=1" in done.stderr
+    assert "lacks an expert or a layer" in done.stderr
+    assert "ktbridge validate" in done.stderr
+    assert "the whole log is" in done.stderr
+    assert "wrapper.py" not in done.stderr
+    assert "wrapper.py" in log_of(env)
+    assert done.stdout == ""
+    gone(env, free_port)
+
+
+def test_never_ready(played, model, adapters, free_port, gone):
+    env = played.environment("0.6.4", "waits")
+    both = (
+        "--expert-adapter",
+        adapters["expert"],
+        "--nonexpert-adapter",
+        f"a={adapters['nonexpert']}",
+    )
+    args = ("--model", model, *both, "--port", free_port, "--timeout", "2")
+    done = played.run(*args, env=env)
+    assert done.returncode == 1
+    assert "not ready after 2 s: /health does not answer" in done.stderr
+    gone(env, free_port)
+
+
+def test_answers_without_the_adapter(played, model, adapters, free_port, gone):
+    """/health alone is no proof: this one would serve the base under the adapter's name."""
+    env = played.environment("0.7.2", "swallows")
+    args = ("--model", model, "--expert-adapter", adapters["expert"], "--port", free_port)
+    done = played.run(*args, env=env)
+    assert done.returncode == 1
+    assert "has not loaded the adapter: 2 of 2 layers never logged" in done.stderr
+    assert "ready:" not in done.stdout
+    gone(env, free_port)
+
+
+def test_deaf_to_sigterm(played, model, adapters, free_port, gone):
+    """A second signal takes the patience away; Ctrl-C does the same as SIGTERM."""
+    env = played.environment("0.6.4", "stubborn")
+    args = ("--model", model, "--expert-adapter", adapters["expert"], "--port", free_port, "--json")
+    process = played.begin(*args, env=env)
+    played.ready(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGKILL
+    assert time.monotonic() - start < 8
+    gone(env, free_port)
+
+
+def test_interrupted_while_loading(played, model, adapters, free_port, gone):
+    env = played.environment("0.7.2", "waits")
+    args = ("--model", model, "--expert-adapter", adapters["expert"], "--port", free_port)
+    process = played.begin(*args, env=env)
+    wait_for_child(env)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) in (0, 128 + signal.SIGTERM)
+    assert "Traceback" not in process.stderr.read()
+    gone(env, free_port)
+
+
+def test_crashes_while_serving(played, model, adapters, free_port, gone):
+    env = played.environment("0.7.2")
+    args = ("--model", model, "--expert-adapter", adapters["expert"], "--port", free_port, "--json")
+    process = played.begin(*args, env=env)
+    played.ready(process)
+    connection = http.client.HTTPConnection("127.0.0.1", free_port, timeout=10)
+    connection.request("GET", "/crash")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        connection.getresponse()
+    connection.close()
+    assert process.wait(20) == 9
+    said = process.stderr.read()
+    assert "while it was serving" in said
+    assert "the GPU is too small" in said
+    gone(env, free_port)
+
+
+def test_we_are_killed(played, model, adapters, free_port):
+    """SIGKILL leaves us no chance to end anything: the engine hears of it from the kernel."""
+    env = played.environment("0.7.2")
+    args = ("--model", model, "--expert-adapter", adapters["expert"], "--port", free_port, "--json")
+    process = played.begin(*args, env=env)
+    played.ready(process)
+    process.kill()
+    process.wait(10)
+    until = time.monotonic() + 10
+    while True:
+        try:
+            with socket.create_server(("127.0.0.1", free_port)):
+                break
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+def test_all_problems_at_once(played, model, adapters):
+    """A busy port, a public address, a bad name, a wrong flag, an unknown flag: one refusal."""
+    env = played.environment("0.7.2", kernel="0.7.0")
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        port = listener.getsockname()[1]
+        args = ("--model", model, "--adapter", f"neko={adapters['raw']}", "--host", "0.0.0.0")
+        flags = ("--", "--kt-num-gpu-experts", "4", "--max-runing-requests", "8", "--api-key", "x")
+        names = ("--served-model-name", "a:b", "--port", port)
+        done = played.run(*args, *names, *flags, env=env)
+    assert done.returncode == 1
+    for code, words in {
+        "KTB953": "--kt-num-gpu-experts 4",
+        "KTB954": "did you mean --max-running-requests?",
+        "KTB955": "is in use",
+        "KTB961": "no API key is set",
+        "KTB962": "is 0.7.0, beside sglang-kt 0.7.2",
+        "KTB963": "a:b",
+    }.items():
+        assert code in done.stderr, done.stderr
+        assert words in done.stderr, done.stderr
+    assert not (Path(env["PLAYED_SCRATCH"]) / "seen.json").exists()
+
+
+def test_requests_that_make_no_sense(played, model):
+    env = played.environment("0.7.2")
+    for words, said in (
+        (("--allow", "KTB101"), "no launch problem has this code"),
+        (("--engine-version", "0.6.4"), "add --dry-run"),
+        (("--replicas", "2"), "add --dry-run"),
+    ):
+        done = played.run("--model", model, *words, env=env)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
