@@ -21,6 +21,7 @@ COMMANDS = {
     "convert": "Turn a raw adapter into the layouts that engines serve.",
     "validate": "Check adapter directories for what engines would swallow.",
     "serve": "Serve a base model with its adapter over an OpenAI-compatible API.",
+    "chat": "Try a model by hand and switch between its arms.",
     "verify": "Prove that a served adapter took effect.",
     "eval": "Ask a bench's questions of each arm and score the answers.",
     "report": "Tables and one HTML file from what eval stored.",

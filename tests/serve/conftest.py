@@ -158,6 +158,16 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "KTBRID
 }
 
 
+@pytest.fixture(scope="session")
+def cli_command() -> Callable[..., list[str]]:
+    return cli
+
+
+@pytest.fixture(scope="session")
+def cli_environment() -> dict[str, str]:
+    return ENVIRONMENT
+
+
 @dataclass
 class Server:
     """A running `ktbridge serve`."""

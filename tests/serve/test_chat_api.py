@@ -101,6 +101,25 @@ def test_logprobs_spell_the_text(client, stream):
     assert ask(client).choices[0].logprobs is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices(client, stream):
+    """Each is what its seed draws, whether they are streamed or not; usage counts them all."""
+    options = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 12}
+    whole = ask(client, **options)
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert whole.usage.completion_tokens == 36
+    assert whole.usage.prompt_tokens == ask(client).usage.prompt_tokens
+    if stream:
+        pieces = dict.fromkeys(range(3), "")
+        for chunk in streamed(client, **options):
+            pieces[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert list(pieces.values()) == texts
+    else:
+        assert ask(client, **options | {"n": 1}).choices[0].message.content == texts[0]
+
+
 def test_template_variables_and_its_refusals(client):
     plain = ask(client).usage.prompt_tokens
     extra = {"chat_template_kwargs": {"mood": "cheerful"}}
@@ -136,7 +155,8 @@ def test_wrong_names_are_404_and_list_the_right_ones(client, name):
 
 GOOD = {"model": "tiny", "messages": ASK, "max_tokens": 1}
 BAD = {
-    "n": ({"n": 2}, "n", "n must be 1"),
+    "n": ({"n": 0}, "n", "greater than or equal to 1"),
+    "too many choices": ({"n": 9}, "n", "at most 8"),
     "unknown field": ({"temprature": 1}, "temprature", "unknown field"),
     "tools": ({"tools": []}, "tools", "unknown field"),
     "penalty": ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),

@@ -63,6 +63,26 @@ def test_stream_equals_whole(client):
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason
 
 
+def test_several_prompts(client):
+    """Each is answered n times as if alone, in order, with its own echo."""
+    prompts, options = ["The cat", PROMPT, "x"], {"temperature": 0, "max_tokens": 6, "logprobs": 1}
+    options |= {"model": "tiny:neko", "echo": True}
+    alone = [client.completions.create(prompt=p, **options) for p in prompts]
+    ids = [client.completions.create(prompt=[[40, 50], [60]], **options)]
+    together = client.completions.create(prompt=prompts, n=2, **options)
+    assert [choice.index for choice in together.choices] == list(range(6))
+    expected = [one.choices[0] for one in alone for _ in range(2)]
+    for got, one in zip(together.choices, expected, strict=True):
+        assert got.text == one.text
+        assert got.logprobs.tokens == one.logprobs.tokens
+        assert got.logprobs.text_offset == one.logprobs.text_offset
+        near = pytest.approx(one.logprobs.token_logprobs[1:], abs=0.1)
+        assert got.logprobs.token_logprobs[1:] == near
+    assert together.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone)
+    assert together.usage.completion_tokens == 36
+    assert len(ids[0].choices) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -70,7 +90,10 @@ def test_stream_equals_whole(client):
         ({"prompt": []}, "no tokens"),
         ({"prompt": [0, 10**9]}, "vocabulary"),
         ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a", ""]}, "no tokens"),
+        ({"prompt": ["a"] * 65}, "at most 64 prompts"),
         ({"prompt": "x", "max_tokens": 0}, "echo"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
@@ -87,6 +110,11 @@ def test_a_prompt_may_fill_the_context_when_only_scored(client):
         model="tiny", prompt=[5] * 512, echo=True, max_tokens=0, logprobs=0
     )
     assert len(got.choices[0].logprobs.token_logprobs) == 512
+
+
+def test_whole_numbers_may_have_a_point(client):
+    got = client.completions.create(model="tiny", prompt=[5.0, 6], max_tokens=3.0, n=2.0)
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (2, 6)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6])

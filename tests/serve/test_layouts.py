@@ -6,7 +6,7 @@ import pytest
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.errors import UsageError
-from ktbridge.serve.local.decode import Sampling, generate
+from ktbridge.serve.local.decode import prompt_logprobs
 from ktbridge.serve.local.plan import plan_local
 
 PROMPT = list(range(30, 70))
@@ -26,9 +26,11 @@ def logprobs(base, **adapters) -> dict[str, list]:
 
     plan = plan_local(str(base), served_name="s", threads=1, **adapters)
     engine = load_engine(plan)
-    scoring = Sampling(max_tokens=0, prompt_logprobs=True)
     return {
-        arm.name: [e.logprob for e in next(generate(engine, arm, PROMPT, scoring)).logprobs]
+        arm.name: [
+            entry.logprob
+            for entry in prompt_logprobs(engine.prefill(arm, PROMPT, True)[0], PROMPT, 0)
+        ]
         for arm in plan.arms
     }
 

@@ -136,14 +136,20 @@ def test_fingerprint_sees_every_small_file(base, tmp_path):
 
 
 def test_a_signal_leaves_the_queue_to_the_event_loop():
+    """The first begins the end, the second doesn't wait for it."""
+
     async def scenario() -> None:
-        closed = asyncio.Event()
-        server = _Server(uvicorn.Config(app=lambda: None), closed.set)
+        draining, closed = asyncio.Event(), asyncio.Event()
+        config = uvicorn.Config(app=lambda: None)
+        server = _Server(config, draining.set, closed.set, seconds=60)
         with server.capture_signals():
             server.handle_exit(signal.SIGTERM, None)
+            assert not draining.is_set()
+            await asyncio.wait_for(draining.wait(), 5)
+            assert server.should_exit
             assert not closed.is_set()
+            server.handle_exit(signal.SIGTERM, None)
             await asyncio.wait_for(closed.wait(), 5)
-        assert server.should_exit
 
     asyncio.run(scenario())
 

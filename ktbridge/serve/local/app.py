@@ -1,35 +1,34 @@
-"""The HTTP face: routes, streaming, and errors in OpenAI's shape."""
+"""The HTTP face: routes, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ktbridge import __version__
+from ktbridge.serve.local.answers import ClientGone, collect, stopping, stream
 from ktbridge.serve.local.arms import Arm
-from ktbridge.serve.local.decode import Finish, Sampling, TokenLogprob, generate
+from ktbridge.serve.local.batch import Ask, Batch
+from ktbridge.serve.local.decode import Sampling
 from ktbridge.serve.local.engine import Engine
-from ktbridge.serve.local.errors import ApiError, from_validation, model_not_found
+from ktbridge.serve.local.errors import ERRORS, ApiError, from_validation, model_not_found
 from ktbridge.serve.local.guard import LimitBody, RequireKey
+from ktbridge.serve.local.limits import Limits
+from ktbridge.serve.local.metrics import CONTENT_TYPE, Metrics
 from ktbridge.serve.local.prompts import PromptBuilder
-from ktbridge.serve.local.replies import ChatReply, CompletionReply
+from ktbridge.serve.local.replies import ChatReply, CompletionReply, Echo
 from ktbridge.serve.local.schema import ChatRequest, CompletionRequest
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 
-BODY_LIMIT = 4 * 1024 * 1024
-
-
-class ClientGone(Exception):
-    """The client hung up before its answer was ready."""
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def create_app(
@@ -38,15 +37,24 @@ def create_app(
     fingerprints: Mapping[str, str],
     *,
     api_key: str | None = None,
-    body_limit: int = BODY_LIMIT,
+    limits: Limits | None = None,
 ) -> FastAPI:
-    """The application that serves ``arms`` of ``engine``. Its lifespan owns the worker thread."""
+    """The application that serves ``arms`` of ``engine``. Its lifespan owns the worker thread.
+
+    ``app.state.drain()`` has it take no more requests; ``app.state.worker.close()`` gives up those
+    that are under way.
+    """
+    limits = limits or Limits()
     by_name = {arm.name: arm for arm in arms}
     started = int(time.time())
-    worker = Worker()
-    prompts = PromptBuilder(
-        engine.tokenizer, vocab_size=engine.vocab_size, context_length=engine.context_length
-    )
+    running = limits.running if engine.batchable else 1
+    most_choices = min(limits.choices, running)
+    cells = engine.cells()
+    context = min(engine.context_length, limits.context, cells)
+    metrics = Metrics()
+    worker = Worker(Batch(engine, running, cells), limits.waiting, metrics)
+    stop = asyncio.Event()
+    prompts = PromptBuilder(engine.tokenizer, vocab_size=engine.vocab_size, context_length=context)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -54,11 +62,16 @@ def create_app(
         worker.close()
         await asyncio.to_thread(worker.join)
 
-    app = FastAPI(title="ktbridge", version=__version__, lifespan=lifespan)
+    def drain() -> None:
+        worker.drain()
+        stop.set()
+
+    app = FastAPI(title="ktbridge", version=__version__, lifespan=lifespan, responses=ERRORS)
     app.state.worker = worker
+    app.state.drain = drain
     add_error_handlers(app)
     # The last one added is the outermost: first the key, then the size.
-    app.add_middleware(LimitBody, limit=body_limit)
+    app.add_middleware(LimitBody, limit=limits.body, seconds=limits.body_seconds, stopping=stop)
     app.add_middleware(RequireKey, key=api_key)
 
     def find_arm(name: str) -> Arm:
@@ -66,14 +79,24 @@ def create_app(
             raise model_not_found(name, list(by_name))
         return by_name[name]
 
-    def start(arm: Arm, prompt: list[int], sampling: Sampling) -> Job:
-        job = Job(lambda cancelled: generate(engine, arm, prompt, sampling, cancelled))
+    def start(arm: Arm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int) -> Job:
+        """Queue one request: each of its prompts ``n`` times. Raises ApiError."""
+        if n > most_choices:
+            raise ApiError(400, f"n must be at most {most_choices} on this server", param="n")
+        if len(ids) > limits.waiting:
+            said = f"one request may bring at most {limits.waiting} prompts"
+            raise ApiError(400, said, param="prompt")
+        job = Job(arm.name, len(ids) * n)
+        pairs = enumerate(zip(ids, samplings, strict=True))
         try:
-            worker.submit(job)
+            worker.submit([Ask(arm, prompt, how, job, n, i * n) for i, (prompt, how) in pairs])
         except QueueFull:
-            raise ApiError(429, "too many requests are waiting; try again later") from None
+            metrics.ended(arm.name, "rejected")
+            full = "too many requests are waiting; try again later"
+            raise ApiError(429, full, code="queue_full", retry_after=1) from None
         except ServerStopping:
-            raise ApiError(503, "the server is shutting down") from None
+            metrics.ended(arm.name, "rejected")
+            raise stopping() from None
         return job
 
     def describe(arm: Arm) -> dict[str, Any]:
@@ -84,12 +107,16 @@ def create_app(
             "owned_by": "ktbridge",
             "description": arm.description,
             "fingerprint": fingerprints[arm.name],
-            "max_model_len": engine.context_length,
+            "max_model_len": context,
         }
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "waiting": worker.waiting}
+        return {"status": "ok", "waiting": worker.waiting, "running": worker.running}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def numbers() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -99,7 +126,7 @@ def create_app(
     async def model(name: str) -> dict[str, Any]:
         return describe(find_arm(name))
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=STREAMS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         arm = find_arm(body.model)
         prompt = await asyncio.to_thread(prompts.chat, body.messages, body.chat_template_kwargs)
@@ -111,123 +138,63 @@ def create_app(
             stop=body.stops,
             top_logprobs=body.wanted_logprobs,
         )
-        reply = ChatReply(arm.name, engine.tokens, logprobs=body.logprobs)
-        job = start(arm, prompt, sampling)
+        job = start(arm, [prompt], [sampling], body.n)
+        reply = ChatReply(arm.name, engine.tokens, logprobs=body.logprobs, n=body.n)
         if body.stream:
-            return stream(job, reply, [reply.first()], len(prompt), body.include_usage)
-        text, entries, finish = await collect(job, request)
-        return JSONResponse(reply.whole(text, entries, finish, len(prompt)))
+            return stream(job, reply, len(prompt), body.include_usage, metrics)
+        choices = await collect(job, body.n, request, metrics)
+        return JSONResponse(reply.whole(choices, len(prompt)))
 
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, responses=STREAMS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arm = find_arm(body.model)
-        prompt = await asyncio.to_thread(prompts.completion, body.prompt)
-        sampling = Sampling(
-            max_tokens=prompts.room(prompt, body.max_tokens, "prompt"),
-            temperature=body.temperature,
-            top_p=body.top_p,
-            seed=body.seed,
-            stop=body.stops,
-            top_logprobs=body.logprobs,
-            prompt_logprobs=body.echo and body.logprobs is not None,
-        )
-        echo = ""
-        if body.echo:
-            given = body.prompt
-            echo = given if isinstance(given, str) else engine.tokens.decode(given, special=True)
+        ids = [await asyncio.to_thread(prompts.completion, given) for given in body.prompts]
+        scored = body.echo and body.logprobs is not None
+        samplings = [
+            Sampling(
+                max_tokens=prompts.room(prompt, body.max_tokens, "prompt"),
+                temperature=body.temperature,
+                top_p=body.top_p,
+                seed=body.seed,
+                stop=body.stops,
+                top_logprobs=body.logprobs,
+                prompt_logprobs=scored,
+            )
+            for prompt in ids
+        ]
+        job = start(arm, ids, samplings, body.n)
+
+        def echo(given: str | list[int], prompt: list[int]) -> Echo:
+            if not body.echo:
+                return Echo()
+            text = given if isinstance(given, str) else engine.tokens.decode(given, special=True)
+            return Echo(text, len(prompt) if scored else 0)
+
         reply = CompletionReply(
             arm.name,
             engine.tokens,
+            [echo(*pair) for pair in zip(body.prompts, ids, strict=True) for _ in range(body.n)],
             logprobs=body.logprobs is not None,
             tops=bool(body.logprobs),
-            echo=echo,
-            echoed=len(prompt) if sampling.prompt_logprobs else 0,
         )
-        job = start(arm, prompt, sampling)
+        tokens = sum(map(len, ids))
         if body.stream:
-            opening = [reply.piece(echo, ())] if echo else []
-            return stream(job, reply, opening, len(prompt), body.include_usage)
-        text, entries, finish = await collect(job, request)
-        return JSONResponse(reply.whole(echo + text, entries, finish, len(prompt)))
+            return stream(job, reply, tokens, body.include_usage, metrics)
+        choices = await collect(job, len(ids) * body.n, request, metrics)
+        return JSONResponse(reply.whole(choices, tokens))
 
+    schemas = app.openapi()["components"]["schemas"]  # kept by the app
+    for request in ("ChatRequest", "CompletionRequest"):
+        schemas[request]["properties"]["model"]["enum"] = list(by_name)
+        schemas[request]["properties"]["n"]["anyOf"][0]["maximum"] = most_choices
     return app
-
-
-async def collect(job: Job, request: Request) -> tuple[str, list[TokenLogprob], Finish]:
-    """A whole answer. Hanging up ends the generation."""
-
-    async def gather() -> tuple[str, list[TokenLogprob], Finish]:
-        texts: list[str] = []
-        entries: list[TokenLogprob] = []
-        async for event in job:
-            if isinstance(event, Finish):
-                return "".join(texts), entries, event
-            texts.append(event.text)
-            entries += event.logprobs
-        raise ServerStopping
-
-    async def hang_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    answer, gone = asyncio.ensure_future(gather()), asyncio.ensure_future(hang_up())
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientGone
-        return answer.result()
-    except ServerStopping:
-        raise ApiError(503, "the server is shutting down") from None
-    finally:
-        job.cancel()
-        answer.cancel()
-        gone.cancel()
-
-
-def stream(
-    job: Job,
-    reply: ChatReply | CompletionReply,
-    opening: list[dict[str, Any]],
-    prompt_tokens: int,
-    include_usage: bool,
-) -> StreamingResponse:
-    """Server-sent events, one a Delta, closed by [DONE]. Hanging up ends the generation."""
-
-    async def events() -> AsyncIterator[bytes]:
-        try:
-            for body in opening:
-                yield sse(body)
-            async for event in job:
-                if not isinstance(event, Finish):
-                    yield sse(reply.piece(event.text, event.logprobs))
-                    continue
-                yield sse(reply.last(event))
-                if include_usage:
-                    yield sse(reply.usage_only(event, prompt_tokens))
-            yield b"data: [DONE]\n\n"
-        except ServerStopping:
-            yield sse(ApiError(503, "the server is shutting down").body())
-        except Exception:
-            yield sse(ApiError(500, "the generation failed; see the server's log").body())
-        finally:
-            job.cancel()
-
-    return StreamingResponse(
-        events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-    )
-
-
-def sse(body: dict[str, Any]) -> bytes:
-    return (
-        b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
 
 
 def add_error_handlers(app: FastAPI) -> None:
     """Every failure leaves in OpenAI's shape."""
 
     def respond(error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status)
+        return JSONResponse(error.body(), error.status, error.headers)
 
     @app.exception_handler(ApiError)
     async def _api(_: Request, error: ApiError) -> JSONResponse:
@@ -241,7 +208,9 @@ def add_error_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 404:
             return respond(ApiError(404, f"there is no {request.method} {request.url.path} here"))
-        return respond(ApiError(error.status_code, str(error.detail)))
+        said = ApiError(error.status_code, str(error.detail))
+        said.headers.update(error.headers or {})
+        return respond(said)
 
     @app.exception_handler(ClientGone)
     async def _gone(_: Request, error: ClientGone) -> Response:

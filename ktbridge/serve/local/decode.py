@@ -1,35 +1,22 @@
-"""The token loop: prompt in, text and logprobs out, one request at a time.
+"""One answer, token by token: logits in, text and logprobs out.
 
 Logprobs are those of the model's own distribution (temperature 1, before top_p), natural log.
-The loop runs in the worker's thread; it asks ``cancelled`` before every forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.text import StopScanner, TextStream, Tokens
 
 FinishReason = Literal["stop", "length"]
 GREEDY_BELOW = 1e-5  # dividing logits by less than this can overflow, and is greedy anyway
 
-
-class Model(Protocol):
-    """What the loop needs of an engine."""
-
-    tokens: Tokens
-    stop_ids: frozenset[int]
-
-    def select(self, arm: Arm) -> None: ...
-
-    def forward(
-        self, ids: Sequence[int], cache: object | None, all_logits: bool
-    ) -> tuple[torch.Tensor, object]: ...
+SEED_STEP = 0x9E3779B97F4A7C15  # odd and large: seeds of neighbours' choices don't meet
 
 
 @dataclass(frozen=True)
@@ -74,77 +61,67 @@ class Finish:
 Event = Delta | Finish
 
 
-class Cancelled(Exception):
-    """Nobody waits for this answer any more."""
+class Answer:
+    """One answer as it comes about: ``take`` the logits after the last token, and get what is new."""
 
+    def __init__(
+        self, tokens: Tokens, stop_ids: frozenset[int], sampling: Sampling, choice: int = 0
+    ) -> None:
+        """``choice``: which of a request's n answers; each draws otherwise from the same seed."""
+        self._stop_ids = stop_ids
+        self._sampling = sampling
+        self._picker = Picker(sampling, choice)
+        self._stream = TextStream(tokens)
+        self._scanner = StopScanner(sampling.stop)
+        self._pending: list[TokenLogprob] = []
+        self.count = 0
+        self.token = -1
+        """The newest token, which the next forward takes."""
 
-def generate(
-    model: Model,
-    arm: Arm,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    cancelled: Callable[[], bool] = lambda: False,
-) -> Iterator[Event]:
-    """Continue ``prompt`` (token ids, at least one) and yield Deltas, then one Finish."""
-    if cancelled():
-        raise Cancelled
-    model.select(arm)
-    logits, cache = model.forward(prompt, None, sampling.prompt_logprobs)
-    if sampling.prompt_logprobs:
-        entries = prompt_logprobs(logits, prompt, sampling.top_logprobs or 0)
-        yield Delta("", tuple(entries), prompt=True)
-    row = logits[-1]
-    del logits
-    if sampling.max_tokens == 0:
-        yield Finish("length", 0)
-        return
+    def take(self, row: torch.Tensor) -> list[Event]:
+        """Choose the next token by logits ``row`` [V]; after a Finish, take no more."""
+        if self._sampling.max_tokens == 0:
+            return [Finish("length", 0)]
+        self.token = self._picker.pick(row)
+        self.count += 1
+        if self.token in self._stop_ids:
+            return self._finish("stop")
+        if self._sampling.top_logprobs is not None:
+            self._pending.append(token_logprob(row, self.token, self._sampling.top_logprobs))
+        text = self._scanner.feed(self._stream.feed(self.token))
+        events = self._flush(text) if text else []
+        if self._scanner.stopped:
+            return events + self._finish("stop")
+        if self.count == self._sampling.max_tokens:
+            return events + self._finish("length")
+        return events
 
-    picker = Picker(sampling)
-    stream = TextStream(model.tokens)
-    scanner = StopScanner(sampling.stop)
-    pending: list[TokenLogprob] = []
-    reason: FinishReason = "length"
-    count = 0
-    while True:
-        token = picker.pick(row)
-        count += 1
-        if token in model.stop_ids:
+    def _finish(self, reason: FinishReason) -> list[Event]:
+        text = ""
+        if not self._scanner.stopped:
+            text = self._scanner.feed(self._stream.flush()) + self._scanner.flush()
+        if self._scanner.stopped:
             reason = "stop"
-            break
-        if sampling.top_logprobs is not None:
-            pending.append(token_logprob(row, token, sampling.top_logprobs))
-        text = scanner.feed(stream.feed(token))
-        if text:
-            yield Delta(text, tuple(pending))
-            pending.clear()
-        if scanner.stopped:
-            reason = "stop"
-            break
-        if count == sampling.max_tokens:
-            break
-        if cancelled():
-            raise Cancelled
-        logits, cache = model.forward((token,), cache, False)
-        row = logits[-1]
-    text = "" if scanner.stopped else scanner.feed(stream.flush()) + scanner.flush()
-    if scanner.stopped:
-        reason = "stop"
-    if text or pending:
-        yield Delta(text, tuple(pending))
-    yield Finish(reason, count)
+        events = self._flush(text) if text or self._pending else []
+        return [*events, Finish(reason, self.count)]
+
+    def _flush(self, text: str) -> list[Event]:
+        entries, self._pending = tuple(self._pending), []
+        return [Delta(text, entries)]
 
 
 class Picker:
     """Chooses the next token: greedy, or from the nucleus at a temperature, repeatable by seed."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, choice: int = 0) -> None:
         self.temperature = sampling.temperature
         self.top_p = sampling.top_p
         self.generator = torch.Generator()
         if sampling.seed is None:
             self.generator.seed()
         else:
-            self.generator.manual_seed(sampling.seed)
+            # torch takes seeds from -2**63; those from there to -1 mean the upper half of 2**64.
+            self.generator.manual_seed((sampling.seed + choice * SEED_STEP) % 2**64)
 
     def pick(self, row: torch.Tensor) -> int:
         """``row``: logits [V] of any float dtype."""

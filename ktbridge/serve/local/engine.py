@@ -1,11 +1,11 @@
-"""The model in memory: transformers on our kernels, PEFT for the rest, arms switched per request.
+"""The model in memory: transformers on our kernels, PEFT for the rest, arms chosen row by row.
 
-The weights are there once. Expert LoRA is switched by ``MoELoRAExperts.lora_enabled``, non-expert
-LoRA by PEFT's own layer switches; ``select`` touches them only when the arm changes.
+The weights are there once. ``Mixer`` switches expert LoRA and non-expert LoRA before each forward.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +14,15 @@ import torch
 from ktbridge.adapter import read_adapter
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.local.arms import Arm
+from ktbridge.serve.local.caches import batchable, bytes_held, take_rows
+from ktbridge.serve.local.mixing import Mixer
 from ktbridge.serve.local.plan import ServePlan
 from ktbridge.serve.local.text import Tokens
-from ktbridge.sft import expert_layers, load_expert_lora, wrap_experts
+from ktbridge.serve.machine import read_machine
+from ktbridge.sft import load_expert_lora, wrap_experts
 from ktbridge.sft.loading import load_for_kernels, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -42,47 +47,80 @@ class Engine:
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         self.stop_ids = _stop_ids(model, tokenizer)
-        self._experts = list(expert_layers(model).values())
-        self._slots = dict(slots or {})
-        self._tuned = tuple(tuned)
-        self._arm: Arm | None = None
-
-    def select(self, arm: Arm) -> None:
-        """Switch both halves to what ``arm`` asks for."""
-        if arm == self._arm:
-            return
-        self._arm = None  # if the switch fails half-way, the next request starts it afresh
-        for experts in self._experts:
-            experts.lora_enabled = arm.expert
-        slot = None if arm.nonexpert is None else self._slots[arm.nonexpert]
-        for layer in self._tuned:
-            # A layer that this adapter does not reach runs without any.
-            if slot is None or slot not in layer.lora_A:
-                layer.enable_adapters(False)
-            else:
-                layer.enable_adapters(True)
-                layer.set_adapter(slot, inference_mode=True)
-        self._arm = arm
+        self.batchable = True
+        self.bytes_per_token = 0
+        """What a token takes in the cache; known after ``warm_up``."""
+        self._mixer = Mixer(model, tuned, slots or {})
 
     @torch.inference_mode()
-    def forward(
-        self, ids: Sequence[int], cache: object | None, all_logits: bool
-    ) -> tuple[torch.Tensor, object]:
-        """Run ``ids`` after what ``cache`` holds; logits [1 or len(ids), V] and the new cache."""
+    def prefill(self, arm: Arm, ids: Sequence[int], all_logits: bool) -> tuple[torch.Tensor, Any]:
+        """Run a prompt: logits [1 or len(ids), V] and the cache of one row that it leaves."""
+        self._mixer.select([arm])
         output = self.model(
             input_ids=torch.tensor([list(ids)]),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=0 if all_logits else 1,
         )
         return output.logits[0], output.past_key_values
 
+    @torch.inference_mode()
+    def step(
+        self, arms: Sequence[Arm], ids: Sequence[int], lengths: Sequence[int], cache: Any
+    ) -> torch.Tensor:
+        """One token for each row: logits [rows, V]. ``cache`` gets it too.
+
+        ``lengths``: how many tokens of each row are in ``cache``, which is as wide as the longest.
+        """
+        self._mixer.select(arms)
+        past = torch.tensor(lengths)[:, None]
+        width = max(lengths)
+        mask = None
+        if min(lengths) < width:
+            mask = (torch.arange(width + 1) >= width - past).long()
+        output = self.model(
+            input_ids=torch.tensor(ids)[:, None],
+            attention_mask=mask,
+            position_ids=past,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
     def warm_up(self, arms: Sequence[Arm]) -> None:
-        """One small forward of each arm: ready means that every arm has run."""
+        """Each arm alone, then all of them in one step: ready means that every arm has run.
+
+        Finds out, too, whether this model's caches can be joined, and what a token takes in them.
+        """
+        prompt = (0, 0)
+        caches = []
         for arm in arms:
-            self.select(arm)
-            logits, _ = self.forward((0,), None, False)
-            if not bool(torch.isfinite(logits).all()):
+            logits, cache = self.prefill(arm, prompt, False)
+            caches.append(cache)
+            self._check(logits, [arm])
+        self.bytes_per_token = bytes_held(caches[0]) // len(prompt)
+        self.batchable = all(batchable(cache) for cache in caches)
+        if not self.batchable:
+            log.warning(
+                "%s keeps a cache that can't be joined with others; one answer is computed at a time",
+                type(self.model).__name__,
+            )
+            return
+        together = take_rows([(cache, [0]) for cache in caches], len(prompt))
+        rows = len(arms)
+        self._check(self.step(arms, [0] * rows, [len(prompt)] * rows, together), arms)
+
+    def cells(self) -> int:
+        """Positions of cache that this machine has room for: half of the memory that is free now.
+
+        The rest is for activations, and for the checkpoint's pages that experts are read from.
+        """
+        machine = read_machine()
+        free = min(machine.memory_available or 2**40, machine.usable_memory or 2**40)
+        return free // 2 // max(self.bytes_per_token, 1)
+
+    def _check(self, logits: torch.Tensor, arms: Sequence[Arm]) -> None:
+        for row, arm in zip(logits, arms, strict=True):
+            if not bool(torch.isfinite(row).all()):
                 raise KtbridgeError(
                     f"the arm {arm.name!r} ({arm.description}) computes NaN or infinite logits.",
                     "check the adapter with `ktbridge validate DIR --base-model MODEL`",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 TYPES = {
     401: "authentication_error",
     404: "invalid_request_error",
@@ -12,16 +14,43 @@ TYPES = {
 }
 
 
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What every failure looks like; only OpenAPI reads this."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request, or when it came"},
+    "5XX": {"model": ErrorBody, "description": "The server's failure, or its end"},
+}
+
+
 class ApiError(Exception):
     """An answer that is an error. ``status`` is the HTTP status."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
+        """``retry_after``: seconds after which the same request may be let in."""
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
     def body(self) -> dict[str, Any]:
         fallback = "invalid_request_error" if self.status < 500 else "server_error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -48,11 +49,18 @@ class RequireKey:
 
 
 class LimitBody:
-    """413 for bodies over ``limit`` bytes, whether announced or streamed."""
+    """413 for bodies over ``limit`` bytes, announced or streamed; 408 for those that don't come.
 
-    def __init__(self, app: App, limit: int) -> None:
+    Once ``stopping`` is set, a request of which a part is still to come is refused with 503, so that
+    a half-sent body doesn't hold the server's end up.
+    """
+
+    def __init__(self, app: App, limit: int, seconds: float, stopping: asyncio.Event) -> None:
+        """``seconds``: how long a client may take over the next piece."""
         self._app = app
         self._limit = limit
+        self._seconds = seconds
+        self._stopping = stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,23 +73,46 @@ class LimitBody:
             await JSONResponse(error.body(), error.status)(scope, receive, send)
             return
         size = 0
+        complete = False
 
         async def counted() -> MutableMapping[str, Any]:
-            nonlocal size
-            message = await receive()
+            nonlocal size, complete
+            if complete:  # what comes now is the client's hanging up, which may take its time
+                return await receive()
+            message = await self._soon(receive)
             size += len(message.get("body", b""))
             if size > self._limit:
                 # FastAPI reads the body and lets exceptions of this kind through.
                 raise HTTPException(413, str(self._error()))
+            complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, counted, send)
+
+    async def _soon(self, receive: Receive) -> MutableMapping[str, Any]:
+        """The next message, unless the server stops or the client takes too long."""
+        message = asyncio.ensure_future(receive())
+        stop = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait(
+                {message, stop}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if message.done():
+                return message.result()
+            # The rest of the body would be taken for the next request.
+            close = {"Connection": "close"}
+            if stop.done():
+                raise HTTPException(503, "the server is shutting down", close)
+            raise HTTPException(408, "the rest of the body didn't come in time", close)
+        finally:
+            message.cancel()
+            stop.cancel()
 
     async def _discard(self, receive: Receive) -> None:
         """Read some of a refused body: most clients look for an answer only once all is sent."""
         left = 16 * self._limit
         while left > 0:
-            message = await receive()
+            message = await self._soon(receive)
             left -= len(message.get("body", b""))
             if not message.get("more_body", False):
                 return

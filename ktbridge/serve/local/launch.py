@@ -15,7 +15,7 @@ import uvicorn
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.local.plan import ServePlan
 
-GRACE_SECONDS = 5
+GRACE_SECONDS = 5  # for what is left once everything was given up
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -70,7 +70,9 @@ def serve(
         from ktbridge.serve.local.fingerprint import fingerprints
 
         engine = load_engine(plan)
-        app = create_app(engine, plan.arms, fingerprints(plan), api_key=plan.api_key)
+        app = create_app(
+            engine, plan.arms, fingerprints(plan), api_key=plan.api_key, limits=plan.limits
+        )
         try:
             listener.listen(128)
         except OSError as error:
@@ -79,10 +81,11 @@ def serve(
             app,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=int(plan.limits.drain_seconds) + GRACE_SECONDS,
             server_header=False,
         )
-        asyncio.run(_serve(_Server(config, app.state.worker.close), listener, on_ready))
+        server = _Server(config, app.state.drain, app.state.worker.close, plan.limits.drain_seconds)
+        asyncio.run(_serve(server, listener, on_ready))
     finally:
         listener.close()
 
@@ -98,11 +101,22 @@ async def _serve(server: _Server, listener: socket.socket, on_ready: Callable[[s
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, ending quietly: a signal is a request to stop, not a way to die."""
+    """uvicorn, ending quietly: a signal is a request to stop, not a way to die.
 
-    def __init__(self, config: uvicorn.Config, give_up: Callable[[], None]) -> None:
+    The first signal lets answers under way finish, for ``seconds`` at most; the second gives them up.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Callable[[], None],
+        give_up: Callable[[], None],
+        seconds: float,
+    ) -> None:
         super().__init__(config)
+        self._drain = drain
         self._give_up = give_up
+        self._seconds = seconds
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
@@ -117,11 +131,16 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        # Answers under way end now, with an error that says why, instead of holding the exit up.
+        again = self.should_exit
+        self.should_exit = True
         # Not from here: the signal may have interrupted a holder of the queue's lock.
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._give_up)
+            self._loop.call_soon_threadsafe(self._give_up if again else self._begin_to_end)
+
+    def _begin_to_end(self) -> None:
+        self._drain()
+        # Answers that are too long end with an error that says why.
+        asyncio.get_running_loop().call_later(self._seconds, self._give_up)
 
 
 def _port_error(host: str, port: int, error: OSError) -> KtbridgeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ktbridge.adapter import Adapter, read_adapter, validate_adapter
 from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
 from ktbridge.model import open_checkpoint, resolve_model
 from ktbridge.serve.local.arms import Arm, check_adapter_name, check_served_name, list_arms
+from ktbridge.serve.local.limits import Limits
 
 LAYOUT_OPTION = {
     "raw": "--adapter NAME=DIR",
@@ -35,6 +36,7 @@ class ServePlan:
     nonexpert: tuple[tuple[str, Path], ...]
     arms: tuple[Arm, ...]
     api_key: str | None = field(default=None, repr=False)
+    limits: Limits = field(default_factory=Limits)
     problems: tuple[Problem, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,6 +48,7 @@ class ServePlan:
             "port": self.port,
             "api_key": self.api_key is not None,
             "threads": self.threads,
+            "limits": asdict(self.limits),
             "expert_adapter": None if self.expert is None else str(self.expert),
             "nonexpert_adapters": {name: str(path) for name, path in self.nonexpert},
             "models": {arm.name: arm.description for arm in self.arms},
@@ -65,6 +68,7 @@ def plan_local(
     nonexpert_adapters: Mapping[str, str] | None = None,
     merged_adapters: Mapping[str, str] | None = None,
     adapters: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
 ) -> ServePlan:
     """Check a launch and lay it out; reads configs and headers only.
 
@@ -130,6 +134,7 @@ def plan_local(
             nonexpert=[name for name, _ in nonexpert],
         ),
         api_key=api_key or None,
+        limits=limits or Limits(),
         problems=_check_adapters(base, [path for _, path in (*expert, *nonexpert)]),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ktbridge.serve.local.decode import Finish, TokenLogprob
@@ -20,51 +21,66 @@ def token_text(tokens: Tokens, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def usage(prompt_tokens: int, finish: Finish) -> dict[str, int]:
+@dataclass
+class Choice:
+    """One whole answer."""
+
+    text: str
+    entries: list[TokenLogprob]
+    finish: Finish
+
+
+def usage(prompt_tokens: int, ends: Iterable[Finish]) -> dict[str, int]:
+    completion_tokens = sum(finish.completion_tokens for finish in ends)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": finish.completion_tokens,
-        "total_tokens": prompt_tokens + finish.completion_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 
 class ChatReply:
-    """Builds one chat answer."""
+    """Builds the answer to one chat request: ``n`` choices."""
 
-    def __init__(self, model: str, tokens: Tokens, *, logprobs: bool) -> None:
+    def __init__(self, model: str, tokens: Tokens, *, logprobs: bool, n: int = 1) -> None:
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time())}
         self._model = model
         self._tokens = tokens
         self._wants_logprobs = logprobs
+        self._n = n
 
-    def whole(
-        self, text: str, entries: Sequence[TokenLogprob], finish: Finish, prompt_tokens: int
-    ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs(entries),
-            "finish_reason": finish.reason,
-        }
-        return self._body("chat.completion", [choice]) | {"usage": usage(prompt_tokens, finish)}
+    def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
+        said = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.entries),
+                "finish_reason": choice.finish.reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        ends = [choice.finish for choice in choices]
+        return self._body("chat.completion", said) | {"usage": usage(prompt_tokens, ends)}
 
-    def first(self) -> dict[str, Any]:
-        return self._chunk({"role": "assistant", "content": ""}, (), None)
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks that come before any text."""
+        start = {"role": "assistant", "content": ""}
+        return [self._chunk(index, start, (), None) for index in range(self._n)]
 
-    def piece(self, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return self._chunk({"content": text}, entries, None)
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return self._chunk(index, {"content": text}, entries, None)
 
-    def last(self, finish: Finish) -> dict[str, Any]:
-        return self._chunk({}, (), finish.reason)
+    def last(self, index: int, finish: Finish) -> dict[str, Any]:
+        return self._chunk(index, {}, (), finish.reason)
 
-    def usage_only(self, finish: Finish, prompt_tokens: int) -> dict[str, Any]:
-        return self._body("chat.completion.chunk", []) | {"usage": usage(prompt_tokens, finish)}
+    def usage_only(self, ends: Sequence[Finish], prompt_tokens: int) -> dict[str, Any]:
+        return self._body("chat.completion.chunk", []) | {"usage": usage(prompt_tokens, ends)}
 
     def _chunk(
-        self, delta: dict[str, str], entries: Sequence[TokenLogprob], reason: str | None
+        self, index: int, delta: dict[str, str], entries: Sequence[TokenLogprob], reason: str | None
     ) -> dict[str, Any]:
         choice = {
-            "index": 0,
+            "index": index,
             "delta": delta,
             "logprobs": self._logprobs(entries) if entries else None,
             "finish_reason": reason,
@@ -92,67 +108,73 @@ class ChatReply:
         }
 
 
-class CompletionReply:
-    """Builds one answer of the older completions endpoint.
+@dataclass
+class Echo:
+    """The prompt at the head of a choice: its text, and how many of its tokens come with logprobs."""
 
-    ``echo`` is the prompt's text where the answer begins with it, ``echoed`` how many of its tokens
-    come first among the entries.
-    """
+    text: str = ""
+    tokens: int = 0
+
+
+class CompletionReply:
+    """Builds the answer to one request of the older completions endpoint, one Echo a choice."""
 
     def __init__(
-        self,
-        model: str,
-        tokens: Tokens,
-        *,
-        logprobs: bool,
-        tops: bool,
-        echo: str = "",
-        echoed: int = 0,
+        self, model: str, tokens: Tokens, echoes: Sequence[Echo], *, logprobs: bool, tops: bool
     ) -> None:
         self._head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time())}
         self._model = model
         self._tokens = tokens
-        self._wants_logprobs = logprobs
+        self._echoes = echoes
         self._wants_tops = tops
-        self._echoed = echoed
+        self._tables = [LogprobTable(tokens, echo) for echo in echoes] if logprobs else None
+
+    def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
+        said = [
+            self._choice(
+                index, self._echoes[index].text + choice.text, choice.entries, choice.finish.reason
+            )
+            for index, choice in enumerate(choices)
+        ]
+        ends = [choice.finish for choice in choices]
+        return self._body(said) | {"usage": usage(prompt_tokens, ends)}
+
+    def opening(self) -> list[dict[str, Any]]:
+        echoes = enumerate(self._echoes)
+        return [self.piece(index, echo.text, ()) for index, echo in echoes if echo.text]
+
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return self._body([self._choice(index, text, entries, None)])
+
+    def last(self, index: int, finish: Finish) -> dict[str, Any]:
+        return self._body([self._choice(index, "", (), finish.reason)])
+
+    def usage_only(self, ends: Sequence[Finish], prompt_tokens: int) -> dict[str, Any]:
+        return self._body([]) | {"usage": usage(prompt_tokens, ends)}
+
+    def _body(self, choices: list[Any]) -> dict[str, Any]:
+        return self._head | {"object": "text_completion", "model": self._model, "choices": choices}
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any]:
+        table = None if self._tables is None else self._tables[index].add(entries)
+        if table is not None and not self._wants_tops:
+            table["top_logprobs"] = None
+        return {"index": index, "text": text, "logprobs": table, "finish_reason": reason}
+
+
+class LogprobTable:
+    """The older endpoint's columns of one choice, with where in its text each token begins."""
+
+    def __init__(self, tokens: Tokens, echo: Echo) -> None:
+        self._tokens = tokens
+        self._echoed = echo.tokens
         self._prompt_offsets = TextOffsets(tokens, special=True)
-        self._offsets = TextOffsets(tokens, start=len(echo))
+        self._offsets = TextOffsets(tokens, start=len(echo.text))
 
-    def whole(
-        self, text: str, entries: Sequence[TokenLogprob], finish: Finish, prompt_tokens: int
-    ) -> dict[str, Any]:
-        body = self._body(text, entries, finish.reason)
-        return body | {"usage": usage(prompt_tokens, finish)}
-
-    def piece(self, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return self._body(text, entries, None)
-
-    def last(self, finish: Finish) -> dict[str, Any]:
-        return self._body("", (), finish.reason)
-
-    def usage_only(self, finish: Finish, prompt_tokens: int) -> dict[str, Any]:
-        head = self._head | {"object": "text_completion", "model": self._model, "choices": []}
-        return head | {"usage": usage(prompt_tokens, finish)}
-
-    def _body(
-        self, text: str, entries: Sequence[TokenLogprob], reason: str | None
-    ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "text": text,
-            "logprobs": self._logprobs(entries),
-            "finish_reason": reason,
-        }
-        return self._head | {
-            "object": "text_completion",
-            "model": self._model,
-            "choices": [choice],
-        }
-
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._wants_logprobs:
-            return None
-        texts = [token_text(self._tokens, entry.token) for entry in entries]
+    def add(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The columns of the next ``entries``."""
         offsets = []
         for entry in entries:
             source = self._prompt_offsets if self._echoed > 0 else self._offsets
@@ -165,8 +187,8 @@ class CompletionReply:
             for entry in entries
         ]
         return {
-            "tokens": texts,
+            "tokens": [token_text(self._tokens, entry.token) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": tops if self._wants_tops else None,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }

@@ -4,25 +4,73 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 SEED_RANGE = 2**63
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Where the check is in words of our own, OpenAPI learns of it by hand.
+_STOP = {"type": "string", "minLength": 1}
+Stop = Annotated[
+    str | list[str],
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+]
+Neutral = Annotated[Finite, WithJsonSchema({"const": 0})]
+NoBias = Annotated[dict[str, Finite], WithJsonSchema({"type": "object", "maxProperties": 0})]
+
+
+# What may be given only beside something else: field, what it then is, and what must be true.
+_BESIDE = (
+    ("top_logprobs", {"type": "integer"}, "logprobs"),
+    ("stream_options", {"type": "object"}, "stream"),
+    ("max_tokens", {"const": 0}, "echo"),
+)
+
+
+def _complete(schema: dict[str, Any]) -> None:
+    """What pydantic doesn't tell OpenAPI by itself: nulls, and fields that need others."""
+    fields = schema.get("properties", {})
+    for name, field in fields.items():
+        if name not in schema.get("required", ()):
+            fields[name] = {"anyOf": [field, {"type": "null"}]}
+    rules = [
+        {
+            "if": {"properties": {name: given}, "required": [name]},
+            "then": {"properties": {needed: {"const": True}}, "required": [needed]},
+        }
+        for name, given, needed in _BESIDE
+        if name in fields and needed in fields
+    ]
+    if rules:
+        schema["allOf"] = rules
+
+
+def _whole(value: Any) -> Any:
+    """3.0 as 3: JSON knows no difference, and some clients write whole numbers so."""
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Strict(BaseModel):
     """Unknown fields are errors; null means not given, as in OpenAI's API."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_complete)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
+            return {key: _whole(value) for key, value in data.items() if value is not None}
         return data
 
 
@@ -56,21 +104,21 @@ class TextFormat(Strict):
 class Request(Strict):
     """What both endpoints take.
 
-    Penalties, biases and n are known so that their neutral values pass; other values would change
-    the answer in ways this engine cannot, and are refused.
+    Penalties and biases are known so that their neutral values pass; other values would change the
+    answer in ways this engine cannot, and are refused.
     """
 
     model: str
     temperature: Annotated[Finite, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE)] | None = None
-    stop: str | list[str] = Field(default_factory=list)
+    stop: Stop = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = 1
-    frequency_penalty: Finite = 0
-    presence_penalty: Finite = 0
-    logit_bias: dict[str, Finite] = Field(default_factory=dict)
+    n: Annotated[int, Field(ge=1)] = 1
+    frequency_penalty: Neutral = 0
+    presence_penalty: Neutral = 0
+    logit_bias: NoBias = Field(default_factory=dict)
     user: str | None = None
 
     @property
@@ -80,13 +128,6 @@ class Request(Strict):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @field_validator("n")
-    @classmethod
-    def _one_answer(cls, n: int) -> int:
-        if n != 1:
-            raise ValueError("n must be 1: this engine gives one answer a request")
-        return n
 
     @field_validator("frequency_penalty", "presence_penalty")
     @classmethod
@@ -151,12 +192,28 @@ class ChatRequest(Request):
         return value
 
 
+TokenIds = list[Annotated[int, Field(ge=0)]]
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_SEVERAL = [{"type": "array", "items": each, "minItems": 1} for each in (_STOP, _IDS)]
+Prompts = Annotated[
+    str | TokenIds | list[str] | list[TokenIds], WithJsonSchema({"anyOf": [_STOP, _IDS, *_SEVERAL]})
+]
+
+
 class CompletionRequest(Request):
-    prompt: str | list[Annotated[int, Field(ge=0)]]
+    """``prompt``: one or several, as text or token ids; each is answered ``n`` times."""
+
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] = 16
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Literal[1] = 1
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        given: Any = self.prompt
+        one = isinstance(given, str) or not given or isinstance(given[0], int)
+        return [given] if one else given
 
     @model_validator(mode="after")
     def _zero_needs_echo(self) -> CompletionRequest:

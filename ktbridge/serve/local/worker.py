@@ -1,24 +1,23 @@
-"""One generation at a time in a thread of its own, so that the event loop stays free.
-
-Requests wait in a bounded queue. A continuous-batching scheduler can take this place: it needs
-``submit`` and ``Job`` to stay as they are.
-"""
+"""The thread that computes, and the queue in front of it, so that the event loop stays free."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 
-from ktbridge.serve.local.decode import Cancelled, Event
+from ktbridge.serve.local.batch import Ask, Batch
+from ktbridge.serve.local.decode import Event, Finish
+from ktbridge.serve.local.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 
 class QueueFull(Exception):
-    """More requests wait than the server is willing to hold."""
+    """More prompts wait than the server is willing to hold."""
 
 
 class ServerStopping(Exception):
@@ -26,36 +25,50 @@ class ServerStopping(Exception):
 
 
 class Job:
-    """One request's generation: consume it with ``async for``; ``cancel`` when nobody listens."""
+    """One request: consume its events with ``async for``; ``cancel`` when nobody listens."""
 
-    def __init__(self, start: Callable[[Callable[[], bool]], Iterator[Event]]) -> None:
-        """``start(cancelled)`` begins the generation; it runs in the worker's thread."""
-        self._start = start
+    def __init__(self, model: str, choices: int) -> None:
+        """``choices``: how many answers it has; the events end once each has finished."""
+        self.model = model
+        self.asked = time.monotonic()
+        self.first_token: float | None = None
+        self._unfinished = choices
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue()
         self._cancelled = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    @property
+    def finished(self) -> bool:
+        return self._unfinished == 0
 
     def cancel(self) -> None:
         self._cancelled.set()
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         while (event := await self._events.get()) is not None:
             if isinstance(event, BaseException):
                 raise event
             yield event
 
-    def _run(self) -> None:
-        try:
-            for event in self._start(self._cancelled.is_set):
-                self._deliver(event)
-            self._deliver(None)
-        except Cancelled:
-            self._deliver(ServerStopping())  # read by nobody unless the server cancelled it
-        except Exception as error:
-            log.exception("a generation failed")
-            self._deliver(error)
+    def deliver(self, choice: int, event: Event) -> None:
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        self._put((choice, event))
+        if isinstance(event, Finish):
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                self._put(None)
 
-    def _deliver(self, event: Event | BaseException | None) -> None:
+    def fail(self, error: BaseException) -> None:
+        """End the request; its other choices are given up, too."""
+        self._put(error)
+        self.cancel()
+
+    def _put(self, event: tuple[int, Event] | BaseException | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the event loop has closed: the server is gone
@@ -63,50 +76,77 @@ class Job:
 
 
 class Worker:
-    """The thread and its queue."""
+    """Admits what waits, one prompt a step, and advances what runs, until it is closed."""
 
-    def __init__(self, max_waiting: int = 64) -> None:
-        self._queue: queue.Queue[Job | None] = queue.Queue(max_waiting)
-        self._stopping = False
-        self._current: Job | None = None
+    def __init__(self, batch: Batch, max_waiting: int = 64, metrics: Metrics | None = None) -> None:
+        self._batch = batch
+        self._max_waiting = max_waiting
+        self._waiting: deque[Ask] = deque()
+        self._changed = threading.Condition()
+        self._draining = False
+        self._closed = False
+        self._metrics = metrics or Metrics()
+        self._metrics.watch(lambda: self.waiting, lambda: self.running)
         self._thread = threading.Thread(target=self._work, name="ktbridge-worker", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        return self._queue.qsize()
+        return len(self._waiting)
 
-    def submit(self, job: Job) -> None:
-        """Queue ``job``. Raises QueueFull or ServerStopping."""
-        if self._stopping:
-            raise ServerStopping
-        try:
-            self._queue.put_nowait(job)
-        except queue.Full:
-            raise QueueFull from None
+    @property
+    def running(self) -> int:
+        return len(self._batch.rows)
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        """Queue one request's prompts, all or none. Raises QueueFull or ServerStopping."""
+        with self._changed:
+            if self._draining:
+                raise ServerStopping
+            # A prompt that nobody waits for any more takes no one's place.
+            self._waiting = deque(ask for ask in self._waiting if not ask.listener.cancelled)
+            if len(self._waiting) + len(asks) > self._max_waiting:
+                raise QueueFull
+            self._waiting.extend(asks)
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Take no more; those accepted are still answered."""
+        with self._changed:
+            self._draining = True
 
     def close(self) -> None:
-        """Take no more jobs and cancel those there are; does not wait."""
-        self._stopping = True
-        while True:
-            try:
-                job = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None:
-                job._deliver(ServerStopping())
-        if (current := self._current) is not None:
-            current.cancel()
-        self._queue.put(None)
+        """Give up all there are; does not wait."""
+        with self._changed:
+            self._draining = self._closed = True
+            self._changed.notify()
 
     def join(self, timeout: float = 10) -> None:
         """Wait for the thread to end, after ``close``."""
         self._thread.join(timeout)
 
     def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            self._current = job
-            if self._stopping:
-                job.cancel()
-            job._run()
-            self._current = None
+        while self._wait_for_work():
+            if (ask := self._next()) is not None:
+                self._metrics.prompted(ask.arm.name, len(ask.prompt))
+                self._metrics.chosen(self._batch.admit(ask))
+            self._metrics.chosen(self._batch.step())
+        self._batch.drop_all(ServerStopping())
+        for ask in self._waiting:
+            ask.listener.fail(ServerStopping())
+        self._waiting.clear()
+
+    def _wait_for_work(self) -> bool:
+        """False once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._batch.rows)
+            return not self._closed
+
+    def _next(self) -> Ask | None:
+        """The prompt whose turn it is, if there is room for it. In the order of asking."""
+        with self._changed:
+            while self._waiting and self._waiting[0].listener.cancelled:
+                self._waiting.popleft()
+            if self._waiting and self._batch.fits(self._waiting[0]):
+                return self._waiting.popleft()
+            return None

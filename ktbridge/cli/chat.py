@@ -1,0 +1,219 @@
+"""`ktbridge chat`: try a model by hand, and switch between its arms."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import click
+
+from ktbridge.cli._app import Command, terminable
+
+if TYPE_CHECKING:
+    from ktbridge.serve.chat import Conversation
+
+HELP = """\
+/base /expert /full   let that arm answer from now on
+/compare [QUESTION]   ask every arm, side by side (default: the last question); leaves no trace
+/system [TEXT]        set the system message, or show it; /system - for none
+/clear                forget what was said
+/help                 this
+/quit                 leave (or Ctrl-D); Ctrl-C ends an answer"""
+
+
+@click.command(cls=Command)
+@click.option(
+    "--base-url", metavar="URL", help="A server to ask, such as http://127.0.0.1:8000/v1."
+)
+@click.option(
+    "--model", metavar="M", help="The served name; without --base-url, a model directory."
+)
+@click.option("--adapter", metavar="DIR", help="Without --base-url: an adapter, of any layout.")
+@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: the server's.")
+@click.option("--max-tokens", type=click.IntRange(1), default=1024, show_default=True)
+@click.option("--seed", type=int, help="Repeatable answers.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of the engine.")
+@click.option(
+    "--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment."
+)
+def command(
+    base_url: str | None,
+    model: str | None,
+    adapter: str | None,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int,
+    seed: int | None,
+    threads: int | None,
+    api_key: str | None,
+) -> None:
+    """Chat with a served model, or with a model directory and its adapter.
+
+    Without --base-url the embedded engine is started for the chat and ends with it. /help shows what
+    can be typed; on a pipe every line is a question (or a command), and answers go to stdout. The exit
+    code is 1 if a line from a pipe failed.
+
+    \b
+    ktbridge chat --model MODEL --adapter OUTPUT/adapter
+    ktbridge chat --base-url http://127.0.0.1:8000/v1 --model tiny:neko
+    """
+    from ktbridge.errors import UsageError
+    from ktbridge.serve.chat import Conversation, Server, arms_of
+
+    if base_url is None and model is None:
+        raise UsageError(
+            "there is nothing to chat with.", "give --base-url URL, or --model DIR [--adapter DIR]"
+        )
+    if base_url is not None and (adapter is not None or threads is not None):
+        raise UsageError(
+            "--adapter and --threads are for an engine that chat starts; a server has its own.",
+            "leave them out, or leave --base-url out",
+        )
+    with terminable(), ExitStack() as stack:
+        if base_url is None:
+            from ktbridge.serve.local.child import ADAPTER, engine
+
+            assert model is not None
+            url, key, listed = stack.enter_context(engine(model, adapter, threads))
+            server = Server(url, key)
+            served = listed[-1].rpartition(":")[0]
+            wanted = listed[0] if adapter is None else f"{served}:{ADAPTER}"
+        else:
+            server = Server(base_url, api_key)
+            listed = server.models()
+            wanted = model or (listed[0] if listed else "")
+        one = base_url is None and adapter is None
+        arms = {"model": wanted} if one else arms_of(wanted, listed)
+        arm = next(name for name, served in arms.items() if served == wanted)
+        talk = Conversation(
+            server, arms, arm, system, temperature=temperature, max_tokens=max_tokens, seed=seed
+        )
+        failed = _converse(talk)
+    sys.exit(1 if failed and not sys.stdin.isatty() else 0)
+
+
+def _converse(talk: Conversation) -> bool:
+    """Until the input ends or /quit; whether a line failed."""
+    from ktbridge.cli._app import Terminated, render
+    from ktbridge.errors import KtbridgeError
+
+    last = ""
+    failed = False
+    for line in _lines(talk):
+        try:
+            if line.startswith("/"):
+                if line == "/quit":
+                    break
+                _obey(talk, line, last)
+                last = (
+                    line.partition(" ")[2].strip() or last if line.startswith("/compare") else last
+                )
+            else:
+                last = line
+                _write(talk.ask(line))
+        except KtbridgeError as error:
+            failed = True
+            render(error)
+        except KeyboardInterrupt as stop:
+            if isinstance(stop, Terminated) or not sys.stdin.isatty():
+                raise
+            click.echo()  # the end of the answer, not of the chat
+    return failed
+
+
+def _lines(talk: Conversation) -> Iterator[str]:
+    """What is typed or piped in, without empty lines."""
+    if not sys.stdin.isatty():
+        for piped in sys.stdin:
+            if line := piped.strip():
+                yield line
+        return
+    import readline  # noqa: F401  # line editing and history for input()
+
+    click.echo(
+        f"{', '.join(f'{arm}: {name}' for arm, name in talk.arms.items())}  (/help)", err=True
+    )
+    while True:
+        try:
+            line = input(f"{talk.arm}> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            click.echo(err=True)
+            return
+        if line:
+            yield line
+
+
+def _write(pieces: Iterator[str]) -> None:
+    """An answer as it comes. Ctrl-C ends it at the server, too."""
+    shown = _plain if sys.stdout.isatty() else str
+    try:
+        for piece in pieces:
+            sys.stdout.write(shown(piece))
+            sys.stdout.flush()
+    finally:
+        pieces.close()  # type: ignore[attr-defined]
+        click.echo()
+
+
+def _plain(text: str) -> str:
+    """A model's words, but none that a terminal would act upon."""
+    from ktbridge.cli._ui import printable
+
+    return "".join(c if c in "\n\t" else printable(c) for c in text)
+
+
+def _obey(talk: Conversation, line: str, last: str) -> None:
+    """Do what a line with a slash says. Raises KtbridgeError."""
+    from ktbridge.errors import KtbridgeError
+
+    word, _, rest = line.partition(" ")
+    rest = rest.strip()
+
+    def system() -> None:
+        if rest:
+            talk.system = None if rest == "-" else rest
+        click.echo(f"system: {talk.system or '(none)'}", err=True)
+
+    def compare() -> None:
+        if not (rest or last):
+            raise KtbridgeError("there is no question to compare answers to.", "/compare QUESTION")
+        _compare(talk, rest or last)
+
+    commands: dict[str, Callable[[], None]] = {
+        "/base": lambda: talk.switch("base"),
+        "/expert": lambda: talk.switch("expert"),
+        "/full": lambda: talk.switch("full"),
+        "/compare": compare,
+        "/system": system,
+        "/clear": talk.clear,
+        "/help": lambda: click.echo(HELP, err=True),
+    }
+    if word not in commands:
+        raise KtbridgeError(f"there is no command {word!r}.", "/help shows those there are")
+    commands[word]()
+
+
+def _compare(talk: Conversation, question: str) -> None:
+    """Every arm at once, in columns on a terminal and one after the other on a pipe."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from ktbridge.cli._ui import console
+
+    with ThreadPoolExecutor(len(talk.arms)) as pool:
+        asked = {
+            arm: pool.submit(lambda a: "".join(talk.ask_arm(a, question)), arm) for arm in talk.arms
+        }
+        answers = {arm: future.result() for arm, future in asked.items()}
+    if not console.is_terminal:
+        for arm, answer in answers.items():
+            click.echo(f"[{arm}] {answer}")
+        return
+    table = Table(*(f"{arm}: {talk.arms[arm]}" for arm in answers), expand=True)
+    table.add_row(*(Text(_plain(answer)) for answer in answers.values()))
+    console.print(table)

@@ -1,0 +1,181 @@
+"""Continuous batching: answers begin and end at any step, and all under way advance together.
+
+Pure of threads and HTTP: ``worker`` calls ``admit`` and ``step``. A prompt is run alone (prefill), then its
+row joins the others' cache; each ``step`` is one forward of one token a row, whatever arm a row is of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ktbridge.serve.local.arms import Arm
+from ktbridge.serve.local.caches import take_rows
+from ktbridge.serve.local.decode import Answer, Delta, Event, Finish, Sampling, prompt_logprobs
+from ktbridge.serve.local.text import Tokens
+
+log = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """What batching needs of an engine."""
+
+    tokens: Tokens
+    stop_ids: frozenset[int]
+
+    def prefill(
+        self, arm: Arm, ids: Sequence[int], all_logits: bool
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    def step(
+        self, arms: Sequence[Arm], ids: Sequence[int], lengths: Sequence[int], cache: Any
+    ) -> torch.Tensor: ...
+
+
+class Listener(Protocol):
+    """Who asked: gets events by choice, and says when nobody waits any more."""
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    def deliver(self, choice: int, event: Event) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt to continue ``n`` times. Its choices are numbered from ``first``."""
+
+    arm: Arm
+    prompt: Sequence[int]
+    sampling: Sampling
+    listener: Listener
+    n: int = 1
+    first: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that each of its rows may come to."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+
+@dataclass
+class Row:
+    """One answer under way. ``length``: its tokens in the cache."""
+
+    ask: Ask
+    choice: int
+    answer: Answer
+    length: int
+
+
+@dataclass
+class Batch:
+    """The answers under way.
+
+    ``running``: how many rows at most. ``cells``: how many positions the cache may have, rows times
+    the longest that one may come to.
+    """
+
+    model: Model
+    running: int
+    cells: int
+    rows: list[Row] = field(default_factory=list)
+    _cache: Any = None
+
+    def fits(self, ask: Ask) -> bool:
+        """Whether ``ask`` can begin now. Alone it always can."""
+        if not self.rows:
+            return True
+        count = len(self.rows) + ask.n
+        longest = max(ask.longest, *(row.ask.longest for row in self.rows))
+        return count <= self.running and count * longest <= self.cells
+
+    def admit(self, ask: Ask) -> int:
+        """Run a prompt, deliver each choice's first token, and join the rows that go on.
+
+        Returns how many tokens were chosen. What goes wrong is the asker's alone.
+        """
+        try:
+            scoring = ask.sampling.prompt_logprobs
+            logits, cache = self.model.prefill(ask.arm, ask.prompt, scoring)
+            opening: list[Event] = []
+            if scoring:
+                entries = prompt_logprobs(logits, ask.prompt, ask.sampling.top_logprobs or 0)
+                opening.append(Delta("", tuple(entries), prompt=True))
+            rows = []
+            for i in range(ask.n):
+                answer = Answer(self.model.tokens, self.model.stop_ids, ask.sampling, i)
+                row = Row(ask, ask.first + i, answer, len(ask.prompt))
+                for event in opening:
+                    ask.listener.deliver(row.choice, event)
+                if self._take(row, logits[-1]):
+                    rows.append(row)
+            if rows:
+                self._join(rows, cache)
+            return ask.n if ask.sampling.max_tokens else 0
+        except Exception as error:
+            log.exception("a prompt failed")
+            ask.listener.fail(error)
+            return 0
+
+    def step(self) -> int:
+        """One token for every row that somebody waits for. Returns how many were chosen."""
+        self._keep([row for row in self.rows if not row.ask.listener.cancelled])
+        if not self.rows:
+            return 0
+        rows = self.rows
+        try:
+            logits = self.model.step(
+                [row.ask.arm for row in rows],
+                [row.answer.token for row in rows],
+                [row.length for row in rows],
+                self._cache,
+            )
+        except Exception as error:
+            # The cache may be half-written: nobody can go on from it.
+            log.exception("a step failed")
+            self.drop_all(error)
+            return 0
+        for row in rows:
+            row.length += 1
+        self._keep([row for row, its in zip(rows, logits, strict=True) if self._take(row, its)])
+        return len(rows)
+
+    def drop_all(self, error: BaseException) -> None:
+        for row in self.rows:
+            row.ask.listener.fail(error)
+        self.rows, self._cache = [], None
+
+    def _take(self, row: Row, logits: torch.Tensor) -> bool:
+        """Choose a row's next token; whether it goes on."""
+        try:
+            events = row.answer.take(logits)
+        except Exception as error:
+            log.exception("an answer failed")
+            row.ask.listener.fail(error)
+            return False
+        for event in events:
+            row.ask.listener.deliver(row.choice, event)
+        return not (events and isinstance(events[-1], Finish))
+
+    def _join(self, rows: list[Row], cache: Any) -> None:
+        sources = [(self._cache, range(len(self.rows)))] if self.rows else []
+        self.rows = self.rows + rows
+        self._cache = take_rows([*sources, (cache, [0] * len(rows))], self._width())
+
+    def _keep(self, rows: list[Row]) -> None:
+        if len(rows) == len(self.rows):
+            return
+        kept = {id(row) for row in rows}
+        places = [i for i, row in enumerate(self.rows) if id(row) in kept]
+        self.rows = rows
+        self._cache = take_rows([(self._cache, places)], self._width()) if rows else None
+
+    def _width(self) -> int:
+        return max(row.length for row in self.rows)

@@ -1,0 +1,86 @@
+"""The embedded engine as a child process: it ends with the block, or with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from ktbridge.errors import KtbridgeError
+
+ADAPTER = "adapter"
+END_SECONDS = 10
+
+
+@contextmanager
+def engine(
+    model: str, adapter: str | None = None, threads: int | None = None
+) -> Iterator[tuple[str, str, list[str]]]:
+    """`ktbridge serve` on a free loopback port, once it is ready: base URL, API key, model names.
+
+    ``adapter`` (any layout) is served as S:adapter. What the child says goes to our stderr. Raises
+    KtbridgeError when it ends before it is ready.
+    """
+    key = secrets.token_hex(16)
+    command = [sys.executable, "-c", "from ktbridge.cli import main; main()", "serve"]
+    command += ["--model", model, "--port", "0", "--json"]
+    command += ["--adapter", f"{ADAPTER}={adapter}"] if adapter is not None else []
+    command += ["--threads", str(threads)] if threads is not None else []
+    parent = os.getpid()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"KTBRIDGE_API_KEY": key},
+        # Ctrl-C at the terminal is meant for the chat: it ends an answer, not the engine.
+        start_new_session=True,
+        preexec_fn=lambda: _end_with(parent),
+    )
+    try:
+        assert process.stdout is not None
+        ready = _first_document(process.stdout)
+        if ready is None:
+            raise KtbridgeError(
+                f"the engine ended with code {process.wait()} before it was ready.",
+                "what it said is above",
+            )
+        yield ready["base_url"], key, list(ready["models"])
+    finally:
+        process.terminate()
+        try:
+            # The second signal says not to wait for answers that nobody reads any more.
+            process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _first_document(stream: IO[str]) -> dict | None:
+    """The first JSON document of a stream, or None if it ends before."""
+    text = ""
+    for line in stream:
+        text += line
+        if line == "}\n":
+            return json.loads(text)
+    return None
+
+
+def _end_with(parent: int) -> None:
+    """In the child: SIGTERM once the parent is gone, however it went."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it went before we asked
+        os.kill(os.getpid(), signal.SIGTERM)

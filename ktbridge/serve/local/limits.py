@@ -1,0 +1,32 @@
+"""How much one server takes on at a time. Pure; imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ktbridge.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``running`` answers are computed together, ``waiting`` prompts wait for their turn.
+
+    ``context``: tokens of prompt and answer together, where the model itself would take more; what
+    an answer may come to is reserved before it begins, so that memory never runs out half-way.
+    ``choices``: the largest ``n`` of a request. ``body``: bytes of a request. ``body_seconds``: how
+    long a client may take over its next piece of a body. ``drain_seconds``: how long a server that
+    was told to stop goes on answering what it had accepted.
+    """
+
+    running: int = 16
+    waiting: int = 64
+    context: int = 32768
+    choices: int = 8
+    body: int = 4 * 1024 * 1024
+    body_seconds: float = 60
+    drain_seconds: float = 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                raise UsageError(f"the limit on {field.name} must be above 0.")

@@ -1,0 +1,242 @@
+"""Continuous batching: what an answer says does not depend on who else is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import moefamilies
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+
+from ktbridge.serve.local.arms import Arm
+from ktbridge.serve.local.batch import Ask, Batch
+from ktbridge.serve.local.decode import Finish, Sampling
+from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.sft import expert_layers, wrap_experts
+from ktbridge.sft.attach import inject_lora
+from ktbridge.sft.targets import adaptable
+
+BASE, EXPERT = Arm("s:base", False, None), Arm("s", True, None)
+BOTH, OTHER = Arm("s:a", True, "a"), Arm("s:b", False, "b")
+ARMS = (BASE, EXPERT, BOTH, OTHER)
+KINDS = {
+    "qwen3_moe": {},
+    "qwen3_5_moe_text": {},  # linear attention: states without positions
+    "deepseek_v3": {},  # latent attention, shared experts
+    "mixtral": {"sliding_window": 8},  # a cache that forgets
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These matrices are too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class NoWords:
+    """A tokenizer of a model whose tokens are read as numbers only."""
+
+    all_special_ids = ()
+    backend_tokenizer = eos_token_id = None
+
+    def decode(self, ids, **_: object) -> str:
+        return "".join(f"<{token}>" for token in ids)
+
+
+def make_engine(kind: str) -> Engine:
+    """A random model with LoRA everywhere: experts, and two adapters on all linears and routers."""
+    torch.manual_seed(0)
+    model = moefamilies.made(kind, moefamilies.FAMILIES[kind] | KINDS[kind]).eval()
+    model.to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith((".gate.weight", ".router.weight")):
+                parameter.mul_(10)  # choices that rounding does not turn over
+            if "embed" in name or "lm_head" in name or ".experts." in name:
+                parameter.mul_(10)
+    found = adaptable(model)
+    for slot in ("slot0", "slot1"):
+        lora = LoraConfig(r=4, lora_alpha=8, inference_mode=True)
+        inject_lora(model, sorted(found.modules), found, lora, slot)
+    wrap_experts(model, 4, 8, threads=1)
+    tuned = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
+    for layer in tuned:
+        layer.to(torch.bfloat16)
+    assert expert_layers(model)
+    model.requires_grad_(False)
+    engine = Engine(model, NoWords(), {"a": "slot0", "b": "slot1"}, tuned)
+    engine.stop_ids = frozenset()  # answers as long as asked for
+    return engine
+
+
+@dataclass
+class Asker:
+    """Collects what it is told."""
+
+    cancelled: bool = False
+    said: dict[int, list] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def deliver(self, choice, event) -> None:
+        self.said.setdefault(choice, []).append(event)
+
+    def fail(self, error) -> None:
+        self.error = error
+
+    def entries(self, choice: int = 0) -> list:
+        assert isinstance(self.said[choice][-1], Finish)
+        return [entry for event in self.said[choice][:-1] for entry in event.logprobs]
+
+
+def ask(arm: Arm, prompt: list[int], tokens: int, **options) -> Ask:
+    sampling = Sampling(max_tokens=tokens, temperature=0, top_logprobs=0)
+    return Ask(arm, prompt, sampling, Asker(), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crowd_changes_nothing(kind):
+    """Prompts of several lengths and arms come and go; each answer is what its arm says to its prompt.
+
+    The judge is one plain pass over prompt and answer: no cache, no other rows, no mixed arms.
+    """
+    engine = make_engine(kind)
+    engine.warm_up(ARMS)
+    assert engine.batchable
+    batch = Batch(engine, running=8, cells=10**6)
+    lengths = ((5, 14), (23, 4), (1, 12), (12, 9), (2, 16), (17, 3))
+    asks = [
+        ask(ARMS[i % 4], [(7 * i + j) % 60 + 3 for j in range(length)], tokens, n=1 + (i == 3))
+        for i, (length, tokens) in enumerate(lengths)
+    ]
+    arrivals = {0: asks[:2], 1: asks[2:3], 3: asks[3:5], 9: asks[5:]}
+    most = 0
+    for step in range(24):
+        for one in arrivals.get(step, ()):
+            batch.admit(one)
+        batch.step()
+        most = max(most, len(batch.rows))
+    assert most == 6
+    assert batch.rows == []
+    for one in asks:
+        for choice in range(one.n):
+            entries = one.listener.entries(choice)
+            assert len(entries) == one.sampling.max_tokens
+            text = [*one.prompt, *(entry.token for entry in entries)]
+            logits, _ = engine.prefill(one.arm, text, True)
+            judged = logits[len(one.prompt) - 1 : -1].float()
+            spread = judged.std(-1)
+            for entry, row, scale in zip(entries, judged, spread, strict=True):
+                assert row.max() - row[entry.token] < 0.1 * scale  # greedy, but for near ties
+                assert entry.logprob == pytest.approx(
+                    row.log_softmax(-1)[entry.token].item(), abs=0.1 * scale.item()
+                )
+    # And the arms do differ by far more than that.
+    first = [engine.prefill(arm, asks[1].prompt, False)[0][-1].float() for arm in ARMS]
+    for i, one_arm in enumerate(first):
+        for other in first[:i]:
+            assert (one_arm - other).std() > 0.3 * one_arm.std()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    made = make_engine("qwen3_moe")
+    made.warm_up(ARMS)
+    return made
+
+
+def test_what_fails_fails_alone(engine):
+    """A prompt that can't be computed leaves the others where they were."""
+    batch = Batch(engine, running=4, cells=10**6)
+    good, bad, late = ask(BOTH, [5, 6], 6), ask(BASE, [10**6], 3), ask(EXPERT, [9], 3)
+    batch.admit(good)
+    batch.step()
+    batch.admit(bad)
+    batch.admit(late)
+    while batch.rows:
+        batch.step()
+    assert isinstance(bad.listener.error, IndexError)
+    alone = ask(BOTH, [5, 6], 6)
+    batch.admit(alone)
+    while batch.rows:
+        batch.step()
+    tokens = [[e.token for e in one.listener.entries()] for one in (good, alone)]
+    assert tokens[0] == tokens[1]
+    assert len(late.listener.entries()) == 3
+
+
+def test_room_is_kept_for_what_was_begun(engine):
+    """Rows times the longest that one may come to stays within the cache's cells."""
+    batch = Batch(engine, running=3, cells=60)
+    batch.admit(ask(BASE, [1] * 5, 15))
+    assert batch.fits(ask(BASE, [1] * 5, 25))
+    assert not batch.fits(ask(BASE, [1] * 5, 26))
+    assert batch.fits(ask(BASE, [1] * 5, 10, n=2))
+    assert not batch.fits(ask(BASE, [1] * 5, 10, n=3))
+    batch.drop_all(RuntimeError())
+    assert batch.fits(ask(BASE, [1] * 5, 10**4))
+
+
+async def read(job: Job) -> list:
+    return [event async for event in job]
+
+
+def test_queue_limit_cancellation_and_end(engine):
+    async def scenario() -> None:
+        worker = Worker(Batch(engine, running=2, cells=10**6), max_waiting=2)
+
+        def submit(tokens: int, prompts: int = 1) -> Job:
+            job = Job("s", prompts)
+            sampling = Sampling(max_tokens=tokens, temperature=0)
+            worker.submit([Ask(BOTH, [3, 4], sampling, job, first=i) for i in range(prompts)])
+            return job
+
+        async def until(condition) -> None:
+            for _ in range(4000):
+                if condition():
+                    return
+                await asyncio.sleep(0.005)
+            raise AssertionError("it never came to that")
+
+        long = [submit(100_000), submit(100_000)]
+        await until(lambda: worker.running == 2)
+        short = submit(3)
+        with pytest.raises(QueueFull):
+            submit(3, prompts=2)
+        gone = submit(3)
+        with pytest.raises(QueueFull):
+            submit(3)
+        gone.cancel()
+        replaced = submit(2)  # one that nobody waits for takes no place
+        assert worker.waiting == 2
+        long[0].cancel()
+        events = await asyncio.wait_for(read(short), 20)
+        assert events[-1] == (0, Finish("length", 3))
+        assert (await asyncio.wait_for(read(replaced), 20))[-1] == (0, Finish("length", 2))
+
+        # What is accepted before the end is announced is still answered.
+        accepted = submit(4, prompts=2)
+        worker.drain()
+        with pytest.raises(ServerStopping):
+            submit(1)
+        events = await asyncio.wait_for(read(accepted), 20)
+        assert {choice for choice, _ in events} == {0, 1}
+        await until(lambda: worker.running == 1)
+        worker.close()
+        with pytest.raises(ServerStopping):
+            await asyncio.wait_for(read(long[1]), 20)
+        worker.join(5)
+        assert worker.running == worker.waiting == 0
+
+    asyncio.run(scenario())

@@ -1,0 +1,133 @@
+"""`ktbridge chat` as a process on a pipe, against real servers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.serve.chat import arms_of
+
+
+@pytest.fixture(scope="module")
+def chat(cli_command, cli_environment):
+    def run(lines: list[str], *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            cli_command("chat", "--temperature", "0", "--max-tokens", "12", *args),
+            input="".join(f"{line}\n" for line in lines),
+            capture_output=True,
+            text=True,
+            timeout=90,
+            env=cli_environment,
+        )
+
+    return run
+
+
+def said(client, model: str, *messages: tuple[str, str]) -> str:
+    turns = [{"role": role, "content": content} for role, content in messages]
+    got = client.chat.completions.create(model=model, messages=turns, temperature=0, max_tokens=12)
+    return got.choices[0].message.content
+
+
+def test_arms_history_and_system(chat, server, client):
+    """What is printed is what the server says to exactly these messages."""
+    lines = ["hi", "/base", "and you?", "/clear", "/system Be a cat.", "hi", "/full", "/quit", "no"]
+    done = chat(lines, "--base-url", server.url, "--model", "tiny:neko")
+    assert done.returncode == 0, done.stderr
+    first = said(client, "tiny:neko", ("user", "hi"))
+    second = said(client, "tiny:base", ("user", "hi"), ("assistant", first), ("user", "and you?"))
+    third = said(client, "tiny:base", ("system", "Be a cat."), ("user", "hi"))
+    assert done.stdout == f"{first}\n{second}\n{third}\n"
+
+
+def test_compare_asks_all_and_leaves_no_trace(chat, server, client):
+    done = chat(
+        ["/compare hi", "yes", "/compare"], "--base-url", server.url, "--model", "tiny:neko"
+    )
+    assert done.returncode == 0, done.stderr
+    arms = {"base": "tiny:base", "expert": "tiny", "full": "tiny:neko"}
+    one = "".join(f"[{arm}] {said(client, name, ('user', 'hi'))}\n" for arm, name in arms.items())
+    assert done.stdout.startswith(one)
+    yes = said(client, "tiny:neko", ("user", "yes"))
+    assert done.stdout[len(one) :].startswith(f"{yes}\n[base] ")
+
+
+def test_what_goes_wrong_is_said_and_counted(chat, server):
+    rest = ("--base-url", server.url, "--model", "tiny")
+    done = chat(["/nya", "x" * 3000, "/compare", "/help"], *rest)
+    assert done.returncode == 1
+    for words in ("no command '/nya'", "context is 512", "/base /expert /full"):
+        assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    cases = {
+        "there is nothing to chat with": (),
+        "--adapter and --threads": ("--base-url", server.url, "--adapter", "x"),
+        "does not list 'tiny:nya'; it offers 'tiny'": (*rest[:2], "--model", "tiny:nya"),
+        "cannot be asked": ("--base-url", "http://127.0.0.1:9/v1", "--model", "tiny"),
+    }
+    for words, args in cases.items():
+        done = chat(["hi"], *args)
+        assert done.returncode in (1, 2)
+        assert words in done.stderr
+
+
+def test_an_engine_of_its_own(cli_command, cli_environment, base, adapter, server, client):
+    """Started for the chat, and gone with it, even when the chat is killed outright."""
+    process = subprocess.Popen(
+        cli_command(
+            *("chat", "--model", str(base), "--adapter", str(adapter), "--threads", "1"),
+            *("--temperature", "0", "--max-tokens", "12"),
+        ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=cli_environment,
+    )
+    with process:
+        process.stdin.write("hi\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == said(client, "tiny:neko", ("user", "hi")) + "\n"
+        (child,) = children(process.pid)
+        process.stdin.write("/expert\n")
+        process.stdin.flush()
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        for _ in range(400):
+            if not alive(child):
+                break
+            time.sleep(0.05)
+        assert not alive(child)
+
+
+def children(process: int) -> list[int]:
+    with open(f"/proc/{process}/task/{process}/children") as file:
+        return [int(each) for each in file.read().split()]
+
+
+def alive(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_which_names_are_which_arm():
+    ours = ["s", "s:a", "s:base"]
+    whole = {"base": "s:base", "expert": "s", "full": "s:a"}
+    for model in ours:
+        assert arms_of(model, ours) == whole
+    assert arms_of("s:b", ["s", "s:a", "s:b", "s:base"])["full"] == "s:b"
+    assert "full" not in arms_of("s", ["s", "s:a", "s:b", "s:base"])
+    # SGLang's way of listing, and servers of one model.
+    assert arms_of("s:a", ["s", "a"]) == {"expert": "s", "full": "s:a"}
+    assert arms_of("gpt", ["gpt", "other"]) == {"model": "gpt"}
+    assert arms_of("llama:8b", ["llama:8b", "qwen:4b"]) == {"model": "llama:8b"}
+    for model in ("s:nya", "t:a", "a", ""):
+        with pytest.raises(KtbridgeError, match="does not list"):
+            arms_of(model, ["s", "s:a"])
