@@ -166,4 +166,4 @@ def saved(root: Path) -> list[Path]:
 
 def resumable(checkpoint: Path) -> bool:
     """Whether a run can go on from it: save_only_model leaves out what that needs."""
-    return (checkpoint / "optimizer.pt").is_file()
+    return any((checkpoint / f"optimizer.{kind}").is_file() for kind in ("pt", "safetensors"))

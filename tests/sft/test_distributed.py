@@ -289,7 +289,7 @@ def test_fsdp2_interrupted_and_resumed_trains_as_one_process_does(run_dir):
     assert "interrupted after step 2" in stopped.stderr
     assert not (run_dir / "fsdp2").exists()
     names = {path.name for path in (run_dir / "fsdp2.checkpoints/checkpoint-2").iterdir()}
-    assert {"optimizer.pt", "optimizer_1.pt", "trainable.safetensors"} <= names
+    assert {"optimizer.safetensors", "optimizer_1.safetensors", "trainable.safetensors"} <= names
 
     overrides = ["output_dir=fsdp2", "resume_from_checkpoint=true"]
     with pytest.raises(ProblemsError, match="another run") as alone:

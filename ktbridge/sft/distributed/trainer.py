@@ -7,11 +7,14 @@ ranks, and each rank keeps the optimizer's state for its own shards.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from ktbridge.errors import KtbridgeError, UsageError
@@ -91,11 +94,9 @@ class DistributedTrainer:
             return
         os.makedirs(output_dir, exist_ok=True)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        state = {
-            "optimizer": _local(inner.state_dict()),
-            "scheduler": self.lr_scheduler.state_dict(),
-        }
-        torch.save(state, _state_file(output_dir))
+        _write_state(
+            _state_file(output_dir), _local(inner.state_dict()), self.lr_scheduler.state_dict()
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if world().size == 1 or checkpoint is None:
@@ -107,10 +108,10 @@ class DistributedTrainer:
                 f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}.",
                 "Go on with as many processes as the checkpoint's run had.",
             )
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state, scheduler = _read_state(path)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        inner.load_state_dict(_sharded(state["optimizer"], inner))
-        self.lr_scheduler.load_state_dict(state["scheduler"])
+        inner.load_state_dict(_sharded(state, inner))
+        self.lr_scheduler.load_state_dict(scheduler)
 
     def _expert_parameters(self) -> set[nn.Parameter]:
         own = self.accelerator.unwrap_model(self.model)
@@ -183,7 +184,31 @@ def _check_plugin(plugin: Any) -> None:
 def _state_file(directory: str) -> Path:
     """The first has the name that tells a checkpoint to go on from."""
     rank = world().rank
-    return Path(directory) / (f"optimizer_{rank}.pt" if rank else "optimizer.pt")
+    return Path(directory) / (f"optimizer_{rank}.safetensors" if rank else "optimizer.safetensors")
+
+
+def _write_state(path: Path, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+    """Moments as tensors named "PLACE.NAME", all else as JSON in the file's metadata."""
+    moments = {
+        f"{place}.{name}": torch.as_tensor(value).detach().cpu().contiguous()
+        for place, values in optimizer["state"].items()
+        for name, value in values.items()
+    }
+    plain = {"param_groups": optimizer["param_groups"], "scheduler": scheduler}
+    save_file(
+        moments, path, {key: json.dumps(value, default=float) for key, value in plain.items()}
+    )
+
+
+def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's and the scheduler's state that ``_write_state`` wrote."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    with safe_open(path, "pt") as file:
+        for key in file.keys():  # noqa: SIM118  not a mapping
+            place, _, name = key.partition(".")
+            state.setdefault(int(place), {})[name] = file.get_tensor(key)
+        plain = {key: json.loads(value) for key, value in file.metadata().items()}
+    return {"state": state, "param_groups": plain["param_groups"]}, plain["scheduler"]
 
 
 def _local(value: Any) -> Any:
