@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.serve.local.plan import is_loopback
+from ktbridge.serve.hosts import is_loopback
 
 Message = dict[str, str]
 BASE = "base"

@@ -21,7 +21,6 @@ from ktbridge.sft import checkpointing
 from ktbridge.sft.backends import ExpertsLayer, check_inputs
 from ktbridge.sft.config import MAX_EXPERT_RANK
 from ktbridge.sft.expert_call import ExpertCall, ExpertFunction
-from ktbridge.sft.expert_call import kernel_seconds as kernel_seconds
 from ktbridge.sft.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}

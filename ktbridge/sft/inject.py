@@ -20,7 +20,13 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.sft.backends import ExpertsLayer
 from ktbridge.sft.expert_call import LORA_NAMES
 from ktbridge.sft.experts import MoELoRAExperts
-from ktbridge.sft.modules import LAYER, experts_modules, given_experts
+from ktbridge.sft.modules import (
+    LAYER,
+    experts_modules,
+    given_experts,
+    odd_traits,
+    own_experts,
+)
 from ktbridge.sft.tensors import to_torch
 from ktbridge.sft.weights import PROJECTIONS, Stack
 
@@ -105,9 +111,7 @@ def _own_experts(module: Any) -> tuple[Stack, Stack, Stack]:
     """gate, up and down as views of the module's own parameters, frozen."""
     module.gate_up_proj.requires_grad_(False)
     module.down_proj.requires_grad_(False)
-    gate_up, down = module.gate_up_proj.data, module.down_proj.data
-    inner = gate_up.shape[1] // 2
-    return gate_up[:, :inner], gate_up[:, inner:], down
+    return own_experts(module)
 
 
 def expert_layers(model: nn.Module) -> dict[int, ExpertsLayer]:
@@ -246,17 +250,7 @@ def _unserved(name: str, module: Any) -> Iterator[Problem]:
             "experts that PEFT left alone",
             "Leave gate, gate_proj, up_proj and down_proj out of PEFT's targets.",
         )
-    if not module.has_gate or module.has_bias or module.is_transposed or not module.is_concatenated:
-        traits = [
-            trait
-            for trait, present in (
-                ("no gate", not module.has_gate),
-                ("biases", module.has_bias),
-                ("transposed weights", module.is_transposed),
-                ("interleaved gate and up", not module.is_concatenated),
-            )
-            if present
-        ]
+    if traits := odd_traits(module):
         yield problem(", ".join(traits), "gated, bias-free experts with [E, 2I, H] weights")
         return
     activation = type(getattr(module, "act_fn", None)).__name__

@@ -39,17 +39,25 @@ def keep_on_cpu(module: Any) -> None:
 
     A layout that the kernels don't serve is left alone, for ``wrap_experts`` to refuse by name.
     """
-    if not module.has_gate or module.has_bias or module.is_transposed or not module.is_concatenated:
+    if odd_traits(module):
         return
-    gate_up = module.gate_up_proj.data.to(torch.bfloat16)
-    down = module.down_proj.data.to(torch.bfloat16)
-    inner = gate_up.shape[1] // 2
+    gate, up, down = (ExpertWeights.bf16(part.to(torch.bfloat16)) for part in own_experts(module))
     del module.gate_up_proj, module.down_proj
-    give_experts(
-        module,
-        (
-            ExpertWeights.bf16(gate_up[:, :inner]),
-            ExpertWeights.bf16(gate_up[:, inner:]),
-            ExpertWeights.bf16(down),
-        ),
+    give_experts(module, (gate, up, down))
+
+
+def own_experts(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gate, up [E, I, H] and down [E, H, I]: views of a module's loaded parameters, without gradients."""
+    gate, up = module.gate_up_proj.data.chunk(2, dim=1)
+    return gate, up, module.down_proj.data
+
+
+def odd_traits(module: Any) -> list[str]:
+    """What sets a module's layout apart from the gated, bias-free [E, 2I, H] that the kernels serve."""
+    traits = (
+        ("no gate", not module.has_gate),
+        ("biases", module.has_bias),
+        ("transposed weights", module.is_transposed),
+        ("interleaved gate and up", not module.is_concatenated),
     )
+    return [trait for trait, present in traits if present]

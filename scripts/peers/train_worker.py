@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.sft import checkpointing
-from ktbridge.sft.experts import kernel_seconds
+from ktbridge.sft.expert_call import kernel_seconds
 from ktbridge.sft.inject import expert_layers
 from ktbridge.sft.loading import load_mapped
 from ktbridge.sft.modules import experts_modules

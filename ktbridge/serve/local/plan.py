@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 from ktbridge.adapter import Adapter, read_adapter, validate_adapter
 from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
 from ktbridge.model import open_checkpoint, resolve_model
+from ktbridge.serve.hosts import is_loopback
 from ktbridge.serve.local.arms import Arm, check_adapter_name, check_served_name, list_arms
 from ktbridge.serve.local.limits import Limits
 
@@ -168,12 +167,3 @@ def _check_adapters(base: Path, directories: Sequence[Path]) -> tuple[Problem, .
             "serve it with the base it was trained on, or look closer with `ktbridge validate`",
         )
     return tuple(problems)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether every address of ``host`` stays on this machine; an unknown host does not."""
-    try:
-        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError):
-        return False
-    return bool(addresses) and all(ipaddress.ip_address(a).is_loopback for a in addresses)

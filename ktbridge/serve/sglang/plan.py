@@ -10,13 +10,13 @@ from typing import Any
 
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
 from ktbridge.errors import Problem, has_errors
+from ktbridge.serve.hosts import is_loopback
 from ktbridge.serve.sglang.cache import ENGINE_CACHE, Conversion, slot
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.flags import Setting, check_flags, parse_flags, value_of
 from ktbridge.serve.sglang.layouts import Choice, choose_layout, granting
 from ktbridge.serve.sglang.preflight import (
     OF_THE_MACHINE,
-    is_loopback,
     preflight,
     served_name,
     unknown_flags,

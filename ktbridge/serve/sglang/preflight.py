@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Iterator, Sequence
 
 from ktbridge.adapter.engines import ENGINE, version_order
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.serve.hosts import is_loopback
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.layouts import Choice
 from ktbridge.serve.sglang.problems import problem
@@ -181,15 +180,6 @@ def _gpu(request: Request, facts: Facts) -> Iterator[Problem]:
         found = f"everything but the routed experts takes {share / GIB:.1f} GiB on each"
         step = "spread it with a larger --tp-size"
         yield problem("KTB957", "GPU", found, f"at most 0.9 of {smallest / GIB:.1f} GiB", step)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether every address of ``host`` stays on this machine; an unknown host does not."""
-    try:
-        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError):
-        return False
-    return bool(addresses) and all(ipaddress.ip_address(a).is_loopback for a in addresses)
 
 
 def unknown_flags(

@@ -1,0 +1,15 @@
+"""Which hosts are this machine: what binds beyond it needs a key, and a proxy has no business in between."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address of ``host`` stays on this machine; an unknown host does not."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    return bool(addresses) and all(ipaddress.ip_address(a).is_loopback for a in addresses)
