@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import click
@@ -37,7 +41,7 @@ def command(
             _follow(parsed)
         return
     print_notes(parsed.notes)
-    with stderr.status("Loading torch …"):
+    with _stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
 
         trainer.quiet_libraries()
@@ -58,10 +62,11 @@ def command(
 
 def _follow(parsed: Any) -> None:
     """Train as one of several processes that isn't the first."""
-    from ktbridge.sft import trainer
+    with _stdout_for_results():
+        from ktbridge.sft import trainer
 
-    trainer.quiet_libraries()
-    trainer.train(parsed)
+        trainer.quiet_libraries()
+        trainer.train(parsed)
 
 
 def _show_data(ready: Any) -> None:
@@ -146,7 +151,26 @@ def _train_with_progress(trainer: Any, config: Any, ready: Any) -> Any:
             if not stderr.is_terminal and _stage(record) != _stage(record, -config.logging_steps):
                 stderr.print(line)
 
-        return trainer.train(config, on_progress=bar, on_log=on_log, prepared=ready)
+        with _stdout_for_results():
+            return trainer.train(config, on_progress=bar, on_log=on_log, prepared=ready)
+
+
+@contextmanager
+def _stdout_for_results() -> Iterator[None]:
+    """Within the block what libraries write to stdout goes to stderr, and for good what their processes do.
+
+    wandb is such a library, whose process still writes when the run is over; transformers tells of it while
+    it is imported.
+    """
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def _stage(record: dict[str, Any], shift: int = 0) -> int:

@@ -4,6 +4,17 @@
 first used, so that reading a configuration needs no torch; ``ktbridge.sft.trainer`` is imported on its
 own, because it needs trl.
 
+A run goes through these modules:
+
+- ``config``: the file. ``prepare``: all that can be refused without weights, by ``skeleton`` (the model),
+  ``from_adapter`` (an adapter to go on from), ``data`` (the rows) and ``resume`` (whose checkpoint it is).
+- ``trainer``: the recipe. ``loading``, ``mapped`` and ``placement``: the model, its experts left in the
+  checkpoint. ``attach``: LoRA, where ``targets`` says; ``inject`` puts the experts onto the kernels.
+- ``supervised`` and ``dpo``: trl's trainers with ``watch`` (pace, NaN), ``resumable`` (checkpoints) and
+  ``distributed`` (several processes). ``raw_adapter``: what is left in the end.
+- ``experts`` and ``expert_call``: one layer and one call of it; ``crossing`` to the host and back; ``queued``
+  in a GPU stream's own time; ``checkpointing`` is gradient checkpointing, not the run's checkpoints.
+
 Import this before torch: it lets OpenMP's idle threads sleep (``ktbridge.sft.openmp``), which otherwise
 compete with the kernels for their CPUs.
 """
@@ -16,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from ktbridge.sft.openmp import let_idle_threads_sleep
 
 if TYPE_CHECKING:
-    from ktbridge.sft.checkpoint import save_raw_adapter
     from ktbridge.sft.experts import MoELoRAExperts
     from ktbridge.sft.inject import (
         expert_layers,
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
         set_expert_lora,
         wrap_experts,
     )
+    from ktbridge.sft.raw_adapter import save_raw_adapter
     from ktbridge.sft.weights import ExpertWeights
 
 _HOMES = {
@@ -31,7 +42,7 @@ _HOMES = {
     "MoELoRAExperts": "experts",
     "expert_layers": "inject",
     "load_expert_lora": "inject",
-    "save_raw_adapter": "checkpoint",
+    "save_raw_adapter": "raw_adapter",
     "set_expert_lora": "inject",
     "wrap_experts": "inject",
 }

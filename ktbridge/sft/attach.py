@@ -18,9 +18,9 @@ from ktbridge import _kernels
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.experts import MoELoRAExperts
+from ktbridge.sft.from_adapter import copy_nonexpert, read_start
 from ktbridge.sft.inject import expert_layers, load_expert_lora, wrap_experts
 from ktbridge.sft.modules import experts_modules
-from ktbridge.sft.start import copy_nonexpert, read_start
 from ktbridge.sft.targets import Adaptable, adaptable, as_peft_finds_them, chosen_modules
 
 
@@ -73,7 +73,7 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
     Raises UsageError naming every target that the model doesn't have, ProblemsError naming everything in
     which an adapter to go on from doesn't fit configuration or model, and what ``wrap_experts`` does.
     """
-    device = next(model.parameters()).device
+    device = attention_device(model)
     found = adaptable(model)
     start = read_start(config, model, found)
     names = start.modules if start else chosen_modules(model, found, config.lora_target)
@@ -113,6 +113,15 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
         copy_nonexpert(model, start)
         load_expert_lora(tuned, start.adapter)
     return tuned
+
+
+def attention_device(model: nn.Module) -> torch.device:
+    """The first device beside the CPU that a part of ``model`` is on, else the CPU.
+
+    Embeddings may stay on the CPU while what follows is on a GPU.
+    """
+    devices = (parameter.device for parameter in model.parameters())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def threads_beside_python(device: torch.device) -> int:

@@ -19,9 +19,9 @@ from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import open_checkpoint, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.from_adapter import read_start
 from ktbridge.sft.loading import model_class, told_in_a_sentence
-from ktbridge.sft.start import read_start
-from ktbridge.sft.targets import Adaptable, adaptable, chosen_modules, left_out_of_all
+from ktbridge.sft.targets import Adaptable, adaptable, chosen_modules, is_named, left_out_of_all
 
 _PACKED = (".weight_packed", ".qweight", ".weight.absmax")
 """What quantisers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""
@@ -100,7 +100,11 @@ def _left_out(config: TrainConfig, model: Any, found: Adaptable) -> list[Problem
     """What ``lora_target: all`` doesn't mean in this family, and nothing else named."""
     if "all" not in config.lora_target:
         return []
-    left = [name for name in left_out_of_all(model, found) if not _named(name, config.lora_target)]
+    left = [
+        name
+        for name in left_out_of_all(model, found)
+        if not any(is_named(target, name) for target in config.lora_target)
+    ]
     if not left:
         return []
     return [
@@ -113,7 +117,3 @@ def _left_out(config: TrainConfig, model: Any, found: Adaptable) -> list[Problem
             f"Nothing, or lora_target: all, {', '.join(left)} if the adapter is served elsewhere.",
         )
     ]
-
-
-def _named(name: str, targets: tuple[str, ...]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in targets)

@@ -44,11 +44,6 @@ class Adaptable:
         return self.linears + self.routers
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """Own names of the linear modules that non-expert LoRA can attach to ("q_proj"), sorted."""
-    return own_names(adaptable(model).linears)
-
-
 def adaptable(model: nn.Module) -> Adaptable:
     """What non-expert LoRA can attach to in a model that isn't wrapped yet."""
     experts = dict(experts_modules(model))
@@ -170,6 +165,7 @@ def _shortest(paths: Iterable[str], every: Collection[str], with_own: bool) -> s
 
 
 def is_named(target: str, module: str) -> bool:
+    """Whether ``target`` is a module's full name or the end of it, at a dot."""
     return module == target or module.endswith(f".{target}")
 
 

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
 from ktbridge.sft import checkpointing, distributed
 from ktbridge.sft.arguments import reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
-from ktbridge.sft.checkpoint import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import REFUSED_FILE, refused_file
@@ -35,6 +33,8 @@ from ktbridge.sft.interrupts import Interrupts, interrupted
 from ktbridge.sft.loading import load_for_kernels
 from ktbridge.sft.placement import choose, places
 from ktbridge.sft.prepare import Prepared, prepare
+from ktbridge.sft.raw_adapter import save_raw_adapter
+from ktbridge.sft.resumable import trained
 from ktbridge.sft.resume import checkpoints_dir
 from ktbridge.sft.supervised import SftTrainer
 from ktbridge.sft.watch import Pace, Reporter
@@ -186,6 +186,7 @@ def _result(
     seconds: float,
 ) -> TrainResult:
     model: Any = trainer.model
+    sizes = {name: value.numel() for name, value in trained(model)}
     pace = trainer.pace
     tokens = trainer.state.num_input_tokens_seen - pace.tokens_before
     return TrainResult(
@@ -203,17 +204,9 @@ def _result(
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         isa=next(iter(expert_layers(model).values())).isa,
-        expert_parameters=_count(model, ".kt."),
-        nonexpert_parameters=_count(model, ".lora_"),
+        expert_parameters=sum(n for name, n in sizes.items() if ".kt." in name),
+        nonexpert_parameters=sum(n for name, n in sizes.items() if ".kt." not in name),
         files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),
-    )
-
-
-def _count(model: nn.Module, part: str) -> int:
-    return sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if part in name and parameter.requires_grad and not (part == ".lora_" and ".kt." in name)
     )
 
 

@@ -15,14 +15,15 @@ from peft.tuners.lora import LoraLayer
 from tinymoe import tiny_model
 from transformers import AutoModelForCausalLM
 
+from ktbridge import _kernels
 from ktbridge.adapter import convert_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.model import family_of
 from ktbridge.sft import expert_layers, save_raw_adapter, set_expert_lora, wrap_experts
-from ktbridge.sft.attach import attach_lora
-from ktbridge.sft.checkpoint import nonexpert_tensors
+from ktbridge.sft.attach import attach_lora, attention_device, threads_beside_python
 from ktbridge.sft.config import TrainConfig, parse_config
 from ktbridge.sft.loading import load_mapped
+from ktbridge.sft.raw_adapter import nonexpert_tensors
 from ktbridge.sft.targets import (
     adaptable,
     as_peft_finds_them,
@@ -248,6 +249,19 @@ def test_another_base_model_is_refused(adapter: Path, tmp_path: Path) -> None:
     ):
         attach_lora(load_mapped(other, torch.bfloat16), configured(other, **config))
     assert {problem.code for problem in refused.value.problems} == {"KTB604", "KTB605"}
+
+
+def test_a_cpu_for_python_is_spared_where_any_part_is_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As embeddings are on the CPU by some optimize rules, and attention isn't."""
+    parts = torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2, device="meta")
+    assert attention_device(torch.nn.Sequential(*parts)).type == "meta"
+    assert attention_device(torch.nn.Sequential(parts[0])).type == "cpu"
+    monkeypatch.delenv("KTBRIDGE_THREADS", raising=False)
+    monkeypatch.setattr(_kernels, "threads_default", lambda: 8)
+    devices = torch.device("cuda"), torch.device("cpu")
+    assert [threads_beside_python(device) for device in devices] == [7, 0]
 
 
 def test_what_is_no_start_is_refused(adapter: Path, tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
         ({"kt_config": {"kt_num_gpu_experts": 4}}, "kt_config.kt_num_gpu_experts", "on the CPU"),
         ({"kt_config": {"kt_backend": "AMXBF16_SkipLoRA"}}, "kt_config.kt_backend", "auto or kt-kernel"),
         ({"cpu_infer": 2, "kt_num_threads": 1}, "kt_num_threads", "1 (expected 2, as cpu_infer has it)"),
+        ({"resume_from_checkpoint": "true"}, "resume_from_checkpoint", "'true' (expected true, false"),
+        ({"resume_from_checkpoint": 500}, "resume_from_checkpoint", "true, false or a path"),
         ({"report_to": ["none", "wandb"]}, "report_to", "or a list of them"),
         ({"report_to": "swanlab"}, "report_to", "none or tensorboard or wandb"),
         ({"adapter_name_or_path": "a,b"}, "adapter_name_or_path", "several adapters"),

@@ -1,5 +1,7 @@
 """Several processes on one model, for real: gloo on the CPU, started as a launcher starts them.
 
+All but one run are of processes that have imported already (``warm.py``), accelerate's launcher included.
+
 This file is also what those processes run: ``python test_distributed.py FUNCTION ARGUMENT …``.
 """
 
@@ -28,29 +30,21 @@ quiet = pytest.mark.filterwarnings("ignore")
 EXAMPLES = TESTS.parent / "examples" / "accelerate"
 
 
-def spawn(size, *arguments, **environment):
+def spawn(warm, size, *arguments, **environment):
     """``size`` processes of this file, as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {
-        **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
         "KTBRIDGE_THREADS": "2",
-        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TESTS)]),
         **environment,
     }
     return [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::UserWarning:ktbridge", __file__, *map(str, arguments)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        warm.start(__file__, *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(size)
     ]
 
@@ -129,8 +123,8 @@ def two_ranks():
         out.sum().backward()
 
 
-def test_two_ranks_compute_what_one_does_and_tell_when_they_lost_step():
-    ended = finished(spawn(2, "two_ranks"))
+def test_two_ranks_compute_what_one_does_and_tell_when_they_lost_step(warm):
+    ended = finished(spawn(warm, 2, "two_ranks"))
     for status, out, error in ended:
         assert "same as one process" in out, error
         assert status == 1
@@ -150,8 +144,8 @@ def lost(counts, how):
 
 
 @pytest.mark.parametrize(("counts", "how"), [([5, 0, 3], "SIGKILL"), ([3, 2], "SIGSTOP")])
-def test_a_lost_rank_ends_the_others(counts, how):
-    processes = spawn(len(counts), "lost", json.dumps(counts), how)
+def test_a_lost_rank_ends_the_others(warm, counts, how):
+    processes = spawn(warm, len(counts), "lost", json.dumps(counts), how)
     others = [process for rank, process in enumerate(processes) if rank != 1]
     try:
         for status, out, error in finished(others):
@@ -160,7 +154,7 @@ def test_a_lost_rank_ends_the_others(counts, how):
             assert "another process of this run has ended, or gave no answer within 4 s" in error
     finally:
         processes[1].kill()
-        processes[1].communicate()
+        processes[1].communicate(30)
 
 
 def test_a_process_that_is_alone_needs_no_group():
@@ -192,6 +186,10 @@ def run_dir(tmp_path_factory, base_dir):
                 {"role": "assistant", "content": answer},
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
+    with open(path / "pairs.jsonl", "w") as file:
+        for question, answer in ROWS * 8:
+            pair = {"prompt": question, "chosen": answer, "rejected": "no " * len(answer.split())}
+            file.write(json.dumps(pair) + "\n")
     config = {
         "model_name_or_path": str(base_dir),
         "dataset": "rows.jsonl",
@@ -213,42 +211,30 @@ def run_dir(tmp_path_factory, base_dir):
     return path
 
 
-def launch(run_dir, name, method, *overrides, how=("-m", "ktbridge")):
-    """`ktbridge train` into ``run_dir/name`` as accelerate launches it."""
-    file = str(EXAMPLES / f"{method}.yaml")
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", file),
-            *("--main_process_port", "0"),
-            *how,
-            "train",
-            str(run_dir / "run.yaml"),
-            "--json",
-            f"output_dir={name}",
-            *overrides,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "KTBRIDGE_THREADS": "2"},
+def launched(run_dir, name, method, *overrides, how=("-m", "ktbridge")):
+    """Python's arguments for `ktbridge train` into ``run_dir/name`` as accelerate launches it."""
+    return (
+        *("-m", "accelerate.commands.launch", "--config_file", f"{EXAMPLES / method}.yaml"),
+        *("--main_process_port", "0", *how, "train", str(run_dir / "run.yaml"), "--json"),
+        *(f"output_dir={name}", *overrides),
     )
 
 
-def assert_same_run(run_dir, name):
-    """The losses, norms and adapter that one process gave."""
+def assert_same_run(run_dir, one, name):
+    """Losses, norms and adapter in ``name`` are those in ``one``, which one process gave."""
     logs = [
         [
             json.loads(line)
             for line in (run_dir / each / "trainer_log.jsonl").read_text().splitlines()
         ]
-        for each in ("alone", name)
+        for each in (one, name)
     ]
     for key in ("loss", "grad_norm", "num_input_tokens_seen"):
         alone, together = ([record[key] for record in log] for log in logs)
         assert together == pytest.approx(alone, rel=1e-4), key
     assert len(logs[1]) == 3
     for file in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):
-        alone, together = (load_file(run_dir / each / file) for each in ("alone", name))
+        alone, together = (load_file(run_dir / each / file) for each in (one, name))
         assert alone.keys() == together.keys()
         for key, value in alone.items():
             off = (together[key].float() - value.float()).norm() / value.float().norm()
@@ -280,11 +266,23 @@ def is_sharded(parameter):
     return hasattr(parameter, "to_local")
 
 
+@pytest.fixture
+def launch(warm, run_dir):
+    """A run that accelerate launches, its processes and the launcher with everything imported."""
+
+    def run(name, method, *overrides, how=("-m", "ktbridge")):
+        stand_in = (sys.modules["warm"].__file__, *how)
+        command = launched(run_dir, name, method, *overrides, how=stand_in)
+        return warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2")
+
+    return run
+
+
 @quiet
-def test_fsdp2_interrupted_and_resumed_trains_as_one_process_does(run_dir):
+def test_fsdp2_interrupted_and_resumed_trains_as_one_process_does(launch, run_dir):
     from ktbridge.sft.prepare import prepare as prepare_run
 
-    stopped = launch(run_dir, "fsdp2", "fsdp2", how=(__file__, "interrupted"))
+    stopped = launch("fsdp2", "fsdp2", how=(__file__, "interrupted"))
     assert stopped.returncode != 0
     assert "interrupted after step 2" in stopped.stderr
     assert not (run_dir / "fsdp2").exists()
@@ -297,18 +295,57 @@ def test_fsdp2_interrupted_and_resumed_trains_as_one_process_does(run_dir):
     found = [problem.where.rpartition(": ")[2] for problem in alone.value.problems]
     assert found == ["processes"]  # its shards are for two
 
-    resumed = launch(run_dir, "fsdp2", "fsdp2", "resume_from_checkpoint=true")
+    resumed = launch("fsdp2", "fsdp2", "resume_from_checkpoint=true")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["steps"] == 3  # one document: rank 0 alone speaks
-    assert_same_run(run_dir, "fsdp2")
+    assert_same_run(run_dir, "alone", "fsdp2")
+
+
+@quiet
+def test_what_accelerate_is_told_in_vain_is_refused_with_the_mistakes_of_the_run(
+    warm, run_dir, tmp_path
+):
+    told = yaml.safe_load((EXAMPLES / "fsdp2.yaml").read_text()) | {"mixed_precision": "bf16"}
+    told["fsdp_config"] |= {"fsdp_cpu_ram_efficient_loading": True, "fsdp_version": 1}
+    (tmp_path / "published.yaml").write_text(yaml.safe_dump(told))
+    how = (sys.modules["warm"].__file__, "-m", "ktbridge")
+    done = warm.run(*launched(run_dir, "no", tmp_path / "published", "lora_rank=0", how=how))
+    assert done.returncode == 1
+    problems = json.loads(done.stdout.partition("\n{\n")[0])["problems"]  # the first rank's
+    found = {problem["where"].rpartition(": ")[2]: problem["found"] for problem in problems}
+    assert {"lora_rank", "mixed_precision"} <= set(found)
+    assert {"fsdp_version", "fsdp_cpu_ram_efficient_loading"} <= set(found)
+    assert found["mixed_precision"].startswith("bf16: torch would convert")
 
 
 @quiet
 def test_ddp_trains_as_one_process_does(run_dir):
-    done = launch(run_dir, "ddp", "ddp")
+    """With nothing imported beforehand, as a user's command."""
+    done = subprocess.run(
+        [sys.executable, *launched(run_dir, "ddp", "ddp")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "KTBRIDGE_THREADS": "2"},
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
-    assert_same_run(run_dir, "ddp")
+    assert_same_run(run_dir, "alone", "ddp")
+
+
+@quiet
+@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
+def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
+    from ktbridge.sft import trainer
+
+    stage = ["stage=dpo", "dataset=pairs.jsonl"]
+    if not (run_dir / "dpo").exists():
+        batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
+        trainer.train(load_config(run_dir / "run.yaml", [*stage, "output_dir=dpo", batch]))
+    done = launch(f"dpo-{method}", method, *stage)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 3
+    assert_same_run(run_dir, "dpo", f"dpo-{method}")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,7 @@ import io
 import itertools
 import math
 import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -443,19 +440,8 @@ print(layer.isa, layer.threads)
 """
 
 
-def test_the_environment_forces_an_isa_and_a_number_of_threads():
-    done = subprocess.run(
-        [sys.executable, "-c", FORCED],
-        env={
-            **os.environ,
-            "KTBRIDGE_ISA": "scalar",
-            "KTBRIDGE_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_the_environment_forces_an_isa_and_a_number_of_threads(warm):
+    done = warm.run("-c", FORCED, KTBRIDGE_ISA="scalar", KTBRIDGE_THREADS="1")
     assert done.stdout.split() == ["scalar", "1"], done.stderr
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +105,7 @@ print(int(status["RssAnon"].split()[0]) * 1024)
 """
 
 
-def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
+def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path: Path, warm: Any) -> None:
     """A file with holes: 6 GB of experts in no space, of which a process takes no memory of its own."""
     config = tiny_config(hidden_size=1024, moe_intermediate_size=4096, num_experts=128)
     config.save_pretrained(tmp_path)
@@ -132,9 +131,7 @@ def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path: Path) -> N
         file.write(header)
         file.truncate(size)
     assert size > 6 << 30
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True
-    )
+    done = warm.run("-c", SCRIPT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 1 << 30
 

@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,17 +57,6 @@ def run_dir(tmp_path: Path, base_dir: Path) -> Path:
     return tmp_path
 
 
-def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "ktbridge", "train", str(run_dir / "run.yaml"), *overrides]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "KTBRIDGE_THREADS": "2"},
-    )
-
-
 def train(run_dir: Path, *overrides: str, **options: Any) -> None:
     """A whole run in this process, which has torch loaded already."""
     from ktbridge.sft import trainer
@@ -77,13 +64,14 @@ def train(run_dir: Path, *overrides: str, **options: Any) -> None:
     trainer.train(load_config(run_dir / "run.yaml", overrides), **options)
 
 
-def killed(run_dir: Path, *overrides: str) -> int:
-    """The exit status of a run that is killed as soon as it has saved a checkpoint."""
-    process = start(run_dir, *overrides)
+def killed(warm: Any, run_dir: Path, *overrides: str) -> int:
+    """The exit status of a process that is killed as soon as its run has saved a checkpoint."""
+    command = ("-m", "ktbridge", "train", run_dir / "run.yaml", *overrides)
+    process = warm.start(*command, KTBRIDGE_THREADS="2")
     while process.poll() is None and not [*(run_dir / "raw.checkpoints").glob("checkpoint-*")]:
         time.sleep(0.002)
     process.kill()
-    process.communicate(timeout=200)
+    process.communicate(200)
     return process.returncode
 
 
@@ -117,9 +105,9 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 
 
 @quiet
-def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path) -> None:
+def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: Any) -> None:
     with ThreadPoolExecutor() as beside:
-        status = beside.submit(killed, run_dir)
+        status = beside.submit(killed, warm, run_dir)
         train(run_dir, "output_dir=whole", "save_steps=0")
     assert status.result() == -signal.SIGKILL
     assert not (run_dir / "whole.checkpoints").exists()
@@ -140,7 +128,7 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path) -> Non
 
 
 @quiet
-def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path) -> None:
+def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path, warm: Any) -> None:
     with open(run_dir / "pairs.jsonl", "w") as file:
         for line in (run_dir / "rows.jsonl").read_text().splitlines():
             question, answer = json.loads(line)["messages"]
@@ -149,7 +137,7 @@ def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path) -> None:
             file.write(json.dumps(pair) + "\n")
     overrides = ["stage=dpo", "dataset=pairs.jsonl", "max_steps=8"]
     with ThreadPoolExecutor() as beside:
-        status = beside.submit(killed, run_dir, *overrides)
+        status = beside.submit(killed, warm, run_dir, *overrides)
         train(run_dir, *overrides, "output_dir=whole", "save_steps=0")
     assert status.result() == -signal.SIGKILL
     assert not (run_dir / "raw").exists()
@@ -169,9 +157,8 @@ def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
         if step == 3:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
 
-    for _ in range(
-        2
-    ):  # safetensors' file doesn't fit, then torch's: the optimizer's state is larger
+    # safetensors' file doesn't fit, then torch's: the optimizer's state is larger.
+    for _ in range(2):
         try:
             with pytest.raises(KtbridgeError, match="checkpoint of step 4 could not be") as caught:
                 train(run_dir, *overrides, on_progress=fill_up)

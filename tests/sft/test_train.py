@@ -101,7 +101,19 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
 
 
 @quiet
-def test_rows_cut_and_refused_are_told(run_dir):
+def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
+    from transformers import TrainerCallback
+
+    from ktbridge.sft import trainer
+
+    class Talks(TrainerCallback):
+        """As wandb's does, and wandb's own process."""
+
+        def on_train_begin(self, *args, **kwargs):
+            print("from Python")
+            os.write(1, b"from a process\n")
+
+    monkeypatch.setattr(trainer, "reporters", lambda config: [Talks()])
     bad = {"messages": [{"role": "user", "content": "say yes"}]}
     with open(run_dir / "rows.jsonl", "a") as file:
         file.write(json.dumps(bad) + "\n")
@@ -123,7 +135,9 @@ def test_rows_cut_and_refused_are_told(run_dir):
 
     done = train(run_dir, *options)
     assert done.exit_code == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(done.stdout)  # and nothing else
+    assert "from Python\n" in done.stderr
+    assert capfd.readouterr() == ("", "from a process\n")
     assert (result["rows"], result["used"], result["refused"]) == (25, 24, 1)
     assert 0 < result["cut"] < 24
     assert (result["cut"], result["steps"]) == (plan["rows_cut"], plan["steps"]) == (16, 2)

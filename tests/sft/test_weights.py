@@ -1,10 +1,7 @@
 """Storage formats: every stored code read exactly, every layout in place, every mistake named at once."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -255,14 +252,8 @@ print("read nothing else")
 """
 
 
-def test_nothing_beside_the_given_tensors_is_read():
-    done = subprocess.run(
-        [sys.executable, "-c", GUARDED],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_nothing_beside_the_given_tensors_is_read(warm):
+    done = warm.run("-c", GUARDED)
     assert done.stdout == "read nothing else\n", (done.returncode, done.stderr)
 
 

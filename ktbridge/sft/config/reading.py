@@ -20,6 +20,7 @@ from ktbridge.sft.config.foreign import Foreign
 from ktbridge.sft.config.foreign_keys import IN_BLOCK, OUTSIDE
 from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
 from ktbridge.sft.config.values import Parser
+from ktbridge.sft.distributed.launch import launch_problems
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -27,8 +28,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Relative dataset, output and model paths are taken from the file's own directory when something is there
     or, for outputs, always. Warnings about keys that mean nothing here are in the result's ``notes``.
-    Raises ``ProblemsError`` with every unknown key, wrong value, contradiction, missing field and file that
-    isn't there, and ``UsageError`` for text that isn't YAML.
+    Raises ``ProblemsError`` with every unknown key, wrong value, contradiction (of accelerate's own
+    configuration, too), missing field and file that isn't there, and ``UsageError`` for text that isn't YAML.
     """
     path = Path(path)
     if not path.is_file():
@@ -47,7 +48,8 @@ def parse_config(
 ) -> TrainConfig:
     """Check plain values against ``TrainConfig``; see ``load_config`` for what it raises.
 
-    Paths are taken from ``root``; without it they are left as they are, and no file is looked at.
+    Paths are taken from ``root``; without it they are left as they are, and no file is looked at. With it
+    what ``accelerate launch`` was told is checked as well.
     """
     findings = Findings(where)
     block = values.get("kt_config")
@@ -66,6 +68,7 @@ def parse_config(
     kt = _parsed(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
     if root is not None:
         paths.resolve(main, kt, root, findings)
+        findings.errors += launch_problems()
     check(main, kt, findings)
     findings.raise_errors()
     main["packing"] = main.get("packing", False) or main.get("neat_packing", False)

@@ -12,7 +12,7 @@ from ktbridge.errors import Problem
 from ktbridge.sft.config.values import (
     Parser,
     flag,
-    flag_or_text,
+    flag_or_path,
     number,
     one_of,
     positive,
@@ -153,7 +153,7 @@ class TrainConfig:
     """Checkpoints without the optimizer's state: smaller, but no run can go on from one."""
     overwrite_output_dir: bool = _option(flag, False)
     """Replace a finished output_dir, and forget checkpoints of an unfinished run."""
-    resume_from_checkpoint: bool | str = _option(flag_or_text, False)
+    resume_from_checkpoint: bool | str = _option(flag_or_path, False)
     """true: go on from the last checkpoint, if there is one; or the path of one."""
 
     # training

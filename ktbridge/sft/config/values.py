@@ -12,6 +12,7 @@ from typing import Any
 
 Parser = Callable[[Any], Any]
 _MOST = 2**31 - 1
+_QUOTED_FLAGS = ("", "true", "false", "yes", "no", "on", "off", "null", "none", "~")
 
 
 def text(value: Any) -> str:
@@ -62,11 +63,15 @@ def share(most: float = 1.0) -> Parser:
     return parse
 
 
-def flag_or_text(value: Any) -> bool | str:
-    """``null`` is what LLaMA-Factory's examples write for false."""
+def flag_or_path(value: Any) -> bool | str:
+    """``null`` is what LLaMA-Factory's examples write for false; a flag in quotes is no path."""
     if value is None:
         return False
-    return value if isinstance(value, bool) else text(value)
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.strip().lower() in _QUOTED_FLAGS:
+        raise ValueError("true, false or a path")
+    return text(value)
 
 
 def whole(least: int, most: int = _MOST) -> Parser:

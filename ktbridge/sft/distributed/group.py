@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.sft.distributed.launch import launch_problems
 from ktbridge.sft.distributed.world import World, world
 
 TIMEOUT = 1800
@@ -29,8 +30,13 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
     """Join the other processes, each with the GPU of its local rank unless ``use_cpu`` or there is none.
 
     Does nothing for a process that is alone. ``timeout``, in seconds, is how long any wait for another
-    process may take. Raises ``KtbridgeError`` where the others don't come, or there are more than GPUs.
+    process may take. Raises ``KtbridgeError`` where the others don't come, or there are more than GPUs,
+    and ``ProblemsError`` naming what accelerate's configuration asks for in vain.
     """
+    if problems := launch_problems():
+        raise ProblemsError(
+            "this run can't be started as accelerate's configuration asks.", problems
+        )
     here = world()
     if here.size == 1 or _State.group is not None:
         return here

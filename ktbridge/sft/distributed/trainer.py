@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.errors import KtbridgeError
 from ktbridge.sft.distributed.group import from_main, told
 from ktbridge.sft.distributed.model import expert_names, full
 from ktbridge.sft.distributed.world import world
@@ -61,8 +61,6 @@ class DistributedTrainer:
             state.distributed_type = DistributedType.FSDP
             state.fsdp_plugin = FullyShardedDataParallelPlugin()
             self.is_fsdp_enabled = True
-        if self.is_fsdp_enabled:
-            _check_plugin(state.fsdp_plugin)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
@@ -160,25 +158,6 @@ def _separate(optimizer: torch.optim.Optimizer, experts: set[nn.Parameter]) -> N
 
 def _asks_for_fsdp() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-
-
-def _check_plugin(plugin: Any) -> None:
-    """Refuse the settings of accelerate's FSDP that would touch rank 0's experts."""
-    if plugin.fsdp_version != 2:
-        raise UsageError(
-            f"fsdp_version is {plugin.fsdp_version}; ktbridge trains with FSDP2.",
-            "Set fsdp_version: 2 in accelerate's configuration file.",
-        )
-    if plugin.cpu_ram_efficient_loading:
-        raise UsageError(
-            "fsdp_cpu_ram_efficient_loading would hand rank 0's expert LoRA to all ranks.",
-            "Set it to false; the experts are mapped from the checkpoint, not loaded.",
-        )
-    if plugin.activation_checkpointing:
-        raise UsageError(
-            "fsdp_activation_checkpointing would run the experts twice.",
-            "Set it to false; ktbridge's own gradient checkpointing spares them.",
-        )
 
 
 def _state_file(directory: str) -> Path:

@@ -1,4 +1,4 @@
-"""What training leaves behind: the trained parameters of a model as a raw adapter."""
+"""What a finished run leaves: the trained parameters of a model as a raw adapter."""
 
 from __future__ import annotations
 

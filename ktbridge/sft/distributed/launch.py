@@ -1,0 +1,78 @@
+"""What accelerate's configuration file asks for and a run here can't do, told before anything is started.
+
+``accelerate launch`` hands its settings to the processes in their environment; without it none is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from ktbridge.errors import Problem
+
+_UNSET = ("", "no", "false")
+
+
+def launch_problems() -> list[Problem]:
+    """An error for each setting of ``accelerate launch`` that would train otherwise than asked, or fail."""
+    return [
+        Problem("KTC005", "error", f"accelerate's configuration: {key}", found, expected, step)
+        for key, found, expected, step in _refused()
+    ]
+
+
+def _refused() -> Iterator[tuple[str, str, str, str]]:
+    """The key, what is wrong with it, what is expected, and what to do."""
+    precision = _given("ACCELERATE_MIXED_PRECISION")
+    if precision:
+        yield (
+            "mixed_precision",
+            f"{precision}: torch would convert what is computed to it, whatever the run's own bf16 says",
+            '"no"',
+            'Set it to "no"; bf16 in the run\'s configuration chooses the dtype.',
+        )
+    compiler = _given("ACCELERATE_DYNAMO_BACKEND")
+    if compiler:
+        yield (
+            "dynamo_config",
+            f"{compiler}: torch can't compile the calls of the experts' kernels",
+            "no dynamo_backend",
+            "Leave it out.",
+        )
+    for name in ("DEEPSPEED", "MEGATRON_LM"):
+        if _given(f"ACCELERATE_USE_{name}"):
+            yield (
+                "distributed_type",
+                f"{name}, which knows nothing of experts that one process keeps",
+                "FSDP with fsdp_version: 2, or MULTI_GPU",
+                "Start from examples/accelerate/fsdp2.yaml or ddp.yaml.",
+            )
+    if _given("ACCELERATE_USE_FSDP"):
+        yield from _refused_of_fsdp()
+
+
+def _refused_of_fsdp() -> Iterator[tuple[str, str, str, str]]:
+    """The settings of FSDP that would touch rank 0's experts."""
+    version = os.environ.get("FSDP_VERSION", "1")
+    if version != "2":
+        yield "fsdp_version", version, "2", "Set it to 2: ktbridge trains with FSDP2."
+    if _given("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        yield (
+            "fsdp_cpu_ram_efficient_loading",
+            "true: it would hand rank 0's expert LoRA to all ranks",
+            "false",
+            "Set it to false; the experts are mapped from the checkpoint, not loaded.",
+        )
+    if _given("FSDP_ACTIVATION_CHECKPOINTING"):
+        yield (
+            "fsdp_activation_checkpointing",
+            "true: it would run the experts twice",
+            "false",
+            "Set it to false; ktbridge's own gradient checkpointing spares them.",
+        )
+
+
+def _given(variable: str) -> str:
+    """An environment variable's value in lower case; "" where it is missing or asks for nothing."""
+    value = os.environ.get(variable, "").lower()
+    return "" if value in _UNSET else value
