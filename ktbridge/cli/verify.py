@@ -10,9 +10,13 @@ import click
 from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ktbridge.serve.verify import Verification
 
-STYLES = {"applied": "bold green", "not applied": "bold red", "can't tell": "yellow"}
+STYLES = {"applied": "bold green", "can't tell": "yellow"}
+WRONG = "bold red"
+SHOWN = 4  # explanations that were tried
 REFERENCES = {"base": "base", "expert": "expert", "nonexpert": "non-expert", "full": "full"}
 NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 
@@ -29,6 +33,13 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     metavar="KEY",
     help="The server's key; better set as KTBRIDGE_API_KEY, which `ps` doesn't show.",
 )
+@click.option(
+    "--repeat",
+    type=click.IntRange(1, 100),
+    default=1,
+    show_default=True,
+    help="Ask so many times; what identical requests differ by counts as noise.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
     base_url: str,
@@ -37,17 +48,20 @@ def command(
     base_model: str,
     expert_model: str | None,
     api_key: str | None,
+    repeat: int,
     as_json: bool,
 ) -> None:
-    """Check that a served adapter took effect, each half by itself.
+    """Check that a served adapter took effect, and name what is wrong if not.
 
     Asks the server for the logprobs of fixed tokens and computes here, in float32, what base, expert
-    LoRA and full adapter give. Exit code 0 only when every half that the adapter has is applied.
+    LoRA and full adapter give; the base is read layer by layer and never held whole. The verdict is one
+    of: applied, not applied, only experts, only attention, wrong scale (≈ ×k), can't tell. Exit code 0
+    only for "applied", with every other arm what its name says.
     """
-    from ktbridge.cli._ui import emit_json, progress_bar
+    from ktbridge.cli._ui import emit_json, print_problems, progress_bar
     from ktbridge.serve.proof import verify
 
-    with progress_bar("computing references") as on_progress:
+    with progress_bar("asking the server", "layers") as bar:
         result = verify(
             base_url,
             model,
@@ -55,29 +69,43 @@ def command(
             base_model,
             expert_model=expert_model,
             api_key=api_key,
-            on_progress=on_progress,
+            repeat=repeat,
+            on_progress=bar,
+            on_stage=bar.describe,
         )
     if as_json:
         emit_json(result.as_dict())
     else:
         _print(result)
+    print_problems(result.problems)
     sys.exit(0 if result.ok else 1)
 
 
 def _print(result: Verification) -> None:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from ktbridge.cli._ui import console
 
-    references = [name for name in REFERENCES if name in result.noise]
-    table = Table(
-        title=f"mean |Δlogprob| to each reference, {result.positions} tokens, nats",
-        title_justify="left",
-        box=box.SIMPLE,
+    console.print(_arms(result))
+    console.print(_halves(result))
+    for half in result.halves:
+        console.print(f"{NAMES[half.half]}: {half.reason}", markup=False, soft_wrap=True)
+    if result.hypotheses:
+        console.print(_hypotheses(result))
+    style = STYLES.get(result.verdict, WRONG)
+    console.print(
+        f"{escape(result.model)}: [{style}]{result.verdict}[/] - {escape(result.reason)}",
+        soft_wrap=True,
     )
-    table.add_column("served model")
+
+
+def _arms(result: Verification) -> Table:
+    from rich.markup import escape
+
+    references = [name for name in REFERENCES if name in result.noise]
+    table = _table(
+        f"mean |Δlogprob| to each reference, {result.positions} tokens, nats", "served model"
+    )
     for name in references:
         table.add_column(REFERENCES[name], justify="right")
     table.add_column("should be")
@@ -88,16 +116,23 @@ def _print(result: Verification) -> None:
             else f"{arm.distances[name]:.4f}"
             for name in references
         ]
-        verdict = REFERENCES[arm.expected] + ("" if arm.as_expected else "  (it is not)")
+        should = REFERENCES[arm.expected] + ("" if arm.as_expected else "  (it is not)")
         style = "" if arm.as_expected else "red"
-        table.add_row(escape(arm.model), *cells, verdict, style=style)
+        table.add_row(escape(arm.model), *cells, should, style=style)
     table.add_section()
     table.add_row("noise floor", *(f"{result.noise[name]:.4f}" for name in references), style="dim")
-    console.print(table)
+    if result.spread is not None:
+        table.add_row(
+            "between requests", f"{result.spread:.4f}", *[""] * (len(references) - 1), style="dim"
+        )
+    return table
 
-    table = Table(box=box.SIMPLE, title=f"{escape(result.model)}: each half", title_justify="left")
-    for column in ("half", "verdict"):
-        table.add_column(column)
+
+def _halves(result: Verification) -> Table:
+    from rich.markup import escape
+
+    table = _table(f"{escape(result.model)}: each half", "half")
+    table.add_column("verdict")
     for column in ("with it", "without", "effect", "noise", "share"):
         table.add_column(column, justify="right")
     for half in result.halves:
@@ -105,10 +140,27 @@ def _print(result: Verification) -> None:
         share = "-" if half.share is None else f"{half.share:.2f}"
         table.add_row(
             NAMES[half.half],
-            f"[{STYLES[half.verdict]}]{half.verdict}[/]",
+            f"[{STYLES.get(half.verdict, WRONG)}]{half.verdict}[/]",
             *(f"{number:.4f}" for number in numbers),
             share,
         )
-    console.print(table)
-    for half in result.halves:
-        console.print(f"{NAMES[half.half]}: {half.reason}", markup=False, soft_wrap=True)
+    return table
+
+
+def _hypotheses(result: Verification) -> Table:
+    from rich.markup import escape
+
+    table = _table("explanations", "computed, the nearest first")
+    table.add_column("nats away", justify="right")
+    for hypothesis in result.hypotheses[:SHOWN]:
+        table.add_row(escape(hypothesis.looks_like), f"{hypothesis.distance:.4f}")
+    return table
+
+
+def _table(title: str, first: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table.add_column(first)
+    return table

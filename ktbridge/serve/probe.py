@@ -13,7 +13,8 @@ import random
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
@@ -48,6 +49,17 @@ class ArmRefused(KtbridgeError):
     """The server answered that it doesn't serve what was asked for."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Logprobs of the prompts' tokens, the mean of all requests.
+
+    ``spread``: the largest mean |Δ| of a request to the first one; None when there was only one.
+    """
+
+    logprobs: list[float]
+    spread: float | None
+
+
 class ServerProbe:
     """Asks one OpenAI-compatible server. Every failure is a KtbridgeError: never an answer."""
 
@@ -80,6 +92,29 @@ class ServerProbe:
             return [str(entry["id"]) for entry in listed["data"]]
         except (KeyError, TypeError):
             raise self._unusable("/models", "no list of models") from None
+
+    def ask_all(
+        self,
+        models: Iterable[str],
+        prompts: Sequence[Sequence[int]],
+        repeat: int = 1,
+        needed: Collection[str | None] = (),
+    ) -> dict[str, Answer]:
+        """What each of ``models`` answers, asked ``repeat`` times in turns.
+
+        A listed model need not be served: with a merged adapter, sglang-kt 0.7.2 lists the bare name
+        and refuses it. One that is refused is left out, unless it is ``needed``: then ArmRefused.
+        """
+        rounds: dict[str, list[list[float]]] = {model: [] for model in models}
+        for _ in range(repeat):
+            for model in list(rounds):
+                try:
+                    rounds[model].append(self.prompt_logprobs(model, prompts))
+                except ArmRefused:
+                    if model in needed:
+                        raise
+                    del rounds[model]
+        return {model: _answer(vectors) for model, vectors in rounds.items()}
 
     def prompt_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
         """Natural logprobs of every token but the first of each prompt, in order.
@@ -171,6 +206,17 @@ class ServerProbe:
             f"{self._root}{path} answered with {what}, so nothing can be verified.",
             "use a server whose /v1/completions supports echo with logprobs",
         )
+
+
+def _answer(vectors: Sequence[Sequence[float]]) -> Answer:
+    first, *others = vectors
+    spread = None
+    if others:
+        spread = max(
+            sum(abs(a - b) for a, b in zip(first, other, strict=True)) / len(first)
+            for other in others
+        )
+    return Answer([sum(column) / len(vectors) for column in zip(*vectors, strict=True)], spread)
 
 
 def _is_loopback(url: str) -> bool:

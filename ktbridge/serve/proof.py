@@ -1,14 +1,15 @@
-"""One verification from end to end: which arms to ask, the references, the judgement."""
+"""One verification from end to end: which arms to ask, references, judgement, explanation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ktbridge.adapter import read_adapter
+from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config, resolve_model
-from ktbridge.serve.probe import ArmRefused, ServerProbe, fixed_prompts
+from ktbridge.serve.explain import Facts, explain
+from ktbridge.serve.probe import ServerProbe, fixed_prompts
 from ktbridge.serve.verify import Verification, judge
 
 
@@ -54,9 +55,14 @@ def verify(
     *,
     expert_model: str | None = None,
     api_key: str | None = None,
+    repeat: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Verification:
     """Measure the server at ``base_url`` against references computed here.
+
+    ``repeat`` asks it several times; what identical requests differ by counts as noise.
+    ``on_progress(done, total)`` counts decoder layers of a stage that ``on_stage`` names.
 
     Raises KtbridgeError when the server cannot be measured or the references not be computed;
     a Verification is only ever made of numbers from both.
@@ -71,30 +77,44 @@ def verify(
     probe = ServerProbe(base_url, api_key)
     arms = arms_to_ask(model, probe.models(), expert_model)
 
-    from ktbridge.serve.reference import compute_references
+    from ktbridge.serve.reference import ReferenceModel, compute_references
     from ktbridge.sft.loading import load_tokenizer
 
     vocab_size = read_model_config(base).text["vocab_size"]
     prompts = fixed_prompts(load_tokenizer(base), vocab_size)
-    served = {}
-    for name in list(arms):
-        try:
-            served[name] = probe.prompt_logprobs(name, prompts)
-        except ArmRefused:
-            # A listed neighbour need not be served: with a merged adapter, sglang-kt 0.7.2 lists the
-            # bare name and refuses it. What was asked for by name must be.
-            if name in (model, expert_model):
-                raise
-            del arms[name]
-    references = compute_references(base, adapter, prompts, on_progress)
+    asked = probe.ask_all(arms, prompts, repeat, needed=(model, expert_model))
+    reference_model = ReferenceModel(base, adapter, prompts)
+    on_stage("computing references")
+    references = compute_references(reference_model, halves, on_progress)
     # An adapter with one half makes fewer arms than the names suggest.
     means = {
         "base": "base",
         "expert": "expert" if halves[0] else "base",
         "full": "full" if all(halves) else "expert" if halves[0] else "nonexpert",
     }
-    return judge(
-        model,
-        {name: (means[expected], served[name]) for name, expected in arms.items()},
+    served = {name: (means[arms[name]], answer.logprobs) for name, answer in asked.items()}
+    spread = {name: a.spread for name, a in asked.items() if a.spread is not None}
+    result = judge(model, served, references, spread)
+    if not result.in_doubt:
+        return result
+    on_stage("trying explanations")
+    return explain(
+        result,
+        asked[model].logprobs,
         references,
+        facts_of(adapter),
+        lambda arms: reference_model.logprobs(arms, on_progress=on_progress),
+    )
+
+
+def facts_of(adapter: Adapter) -> Facts:
+    """Ranks and layers of the halves that ``adapter`` has."""
+    layers = {
+        "expert": adapter.expert_layers(),
+        "nonexpert": tuple(sorted({part.key.layer for part in adapter.nonexpert.values()})),
+    }
+    ranks = {"expert": adapter.rank, "nonexpert": adapter.nonexpert_rank}
+    return Facts(
+        {half: rank for half, rank in ranks.items() if layers[half]},
+        {half: found for half, found in layers.items() if found},
     )

@@ -2,17 +2,23 @@
 
 A served arm gives one logprob for each fixed token. It is held against references: ``base``,
 ``expert`` (expert LoRA only), ``nonexpert`` (the other half only), ``full``. A half of the adapter
-counts as applied when the served numbers are those of the reference that has this half, up to noise,
-and not of the one that lacks it, on a separation that stands clear of the noise floor.
+counts as applied when the served numbers are those of the reference that has this half and not of the
+one that lacks it, and their share of the half's effect is 1, on a separation that stands clear of the
+noise floor. What this can't name goes to ``ktbridge.serve.explain``, which tries what may be wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-Verdict = Literal["applied", "not applied", "can't tell"]
+from ktbridge.errors import Problem
+from ktbridge.serve.arms import HALVES
+
+Verdict = Literal[
+    "applied", "not applied", "only experts", "only attention", "wrong scale", "can't tell"
+]
 
 # Which halves (expert, non-expert) each reference has.
 CONTENT = {
@@ -21,7 +27,6 @@ CONTENT = {
     "nonexpert": (False, True),
     "full": (True, True),
 }
-HALVES = ("expert", "nonexpert")
 CLEAR_OF_NOISE = 3.0  # a separation below this many noise floors tells nothing
 NEAR = 0.5  # nearest: nearer by at least this part of the separation, and within it
 WITHIN = 0.15  # the same as a reference: within this part of the separation, or noise
@@ -38,13 +43,17 @@ class References:
 
 @dataclass(frozen=True)
 class ArmReading:
-    """One served model: its mean |Δlogprob| to each reference, and which one it is nearest."""
+    """One served model: its mean |Δlogprob| to each reference, and which one it is nearest.
+
+    ``spread``: mean |Δlogprob| between identical requests; None when each was asked once.
+    """
 
     model: str
     expected: str
     distances: dict[str, float]
     nearest: str
     as_expected: bool
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,22 +75,57 @@ class HalfReading:
 
 
 @dataclass(frozen=True)
+class Hypothesis:
+    """One explanation that was computed: mean |Δlogprob| of the served numbers to it, in nats."""
+
+    looks_like: str
+    distance: float
+
+
+@dataclass(frozen=True)
 class Verification:
-    """The whole answer. ``ok``: every half is applied and every arm is what its name says."""
+    """The whole answer.
+
+    ``verdict`` is about ``model``, ``told_by`` names the test that decided. ``scale`` gives, for a wrong
+    one, its multiple of the right one by half; ``looks_like`` an explanation that was computed and fits.
+    ``noise`` is the floor of each reference (precision), ``spread`` the server's own, if it was asked
+    more than once. ``ok``: applied, and every other arm is what its name says.
+    """
 
     model: str
+    verdict: Verdict
+    reason: str
+    told_by: str
     positions: int
     noise: dict[str, float]
+    spread: float | None
     arms: tuple[ArmReading, ...]
     halves: tuple[HalfReading, ...]
+    scale: dict[str, float] | None = None
+    looks_like: str | None = None
+    hypotheses: tuple[Hypothesis, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return (
-            bool(self.halves)
-            and all(half.verdict == "applied" for half in self.halves)
-            and all(arm.as_expected for arm in self.arms)
-        )
+        return self.verdict == "applied" and all(arm.as_expected for arm in self.arms)
+
+    @property
+    def arm(self) -> ArmReading:
+        """The arm that was asked about."""
+        return next(arm for arm in self.arms if arm.model == self.model)
+
+    @property
+    def floor(self) -> float:
+        """What no difference can be told below: the largest noise, of precision or of the server."""
+        return max(*self.noise.values(), self.spread or 0.0)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether something else than what references say may fit better: see ``explain``."""
+        if self.told_by in ("effect", "base"):
+            return False
+        return self.arm.distances[self.arm.nearest] > CLEAR_OF_NOISE * self.floor
 
     def as_dict(self) -> dict[str, Any]:
         return {"ok": self.ok} | asdict(self)
@@ -93,24 +137,107 @@ def mean_distance(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def judge(
-    model: str, served: Mapping[str, tuple[str, Sequence[float]]], references: References
+    model: str,
+    served: Mapping[str, tuple[str, Sequence[float]]],
+    references: References,
+    spread: Mapping[str, float] | None = None,
 ) -> Verification:
     """Judge ``model``, the arm asked about, and the other served arms beside it.
 
     ``served``: model name -> (reference it should equal, its logprobs). ``references`` holds the
     arms that the adapter makes: base and expert for one without a non-expert half, and so on.
+    ``spread``: model name -> mean |Δlogprob| between identical requests.
     """
+    spread = spread or {}
+    floor = max(spread.values(), default=0.0)
+    noise = {name: max(value, floor) for name, value in references.noise.items()}
+    floored = References(references.logprobs, noise)
     arms = tuple(
-        _read_arm(name, expected, vector, references) for name, (expected, vector) in served.items()
+        replace(_read_arm(name, expected, vector, floored), spread=spread.get(name))
+        for name, (expected, vector) in served.items()
     )
     asked = next(arm for arm in arms if arm.model == model)
     vector = served[model][1]
     halves = tuple(
-        _read_half(half, vector, asked, references)
-        for half in HALVES
-        if half in references.logprobs
+        _read_half(half, vector, asked, floored) for half in HALVES if half in references.logprobs
     )
-    return Verification(model, len(vector), dict(references.noise), arms, halves)
+    verdict, reason, told_by = _whole(arms, halves, floored)
+    arms = tuple(
+        replace(arm, as_expected=verdict == "applied") if arm is asked else arm for arm in arms
+    )
+    return Verification(
+        model=model,
+        verdict=verdict,
+        reason=reason,
+        told_by=told_by,
+        positions=len(vector),
+        noise=dict(references.noise),
+        spread=max(spread.values()) if spread else None,
+        arms=arms,
+        halves=halves,
+        problems=tuple(
+            _not_itself(arm) for arm in arms if arm.model != model and not arm.as_expected
+        ),
+    )
+
+
+def _not_itself(arm: ArmReading) -> Problem:
+    nearest = "the nearest one" if arm.nearest == arm.expected else f"nearer to {arm.nearest}"
+    return Problem(
+        code="KTV003",
+        severity="error",
+        where=arm.model,
+        found=f"{arm.distances[arm.expected]:.3g} nats from its reference, {arm.expected}: {nearest}",
+        expected="no more than noise",
+        next_step="check what the server serves under this name before comparing arms",
+    )
+
+
+def _whole(
+    arms: Sequence[ArmReading], halves: Sequence[HalfReading], references: References
+) -> tuple[Verdict, str, str]:
+    """Verdict, its reason, and the test that told."""
+    verdicts = {half.half: half.verdict for half in halves}
+    blank = [half for half in halves if half.separation < CLEAR_OF_NOISE * half.noise]
+    blank += [half for half in halves if half.share is None and half not in blank]
+    if len(blank) == len(halves):
+        if all(half.separation == 0 for half in blank):
+            return "can't tell", "the adapter changes nothing: its B is zero", "effect"
+        return "can't tell", "the adapter's effect drowns in the noise floor", "effect"
+    for arm in arms:
+        if arm.expected == "base" and not _is_that_base(arm, references):
+            reason = (
+                f"{arm.model} is {arm.distances['base']:.3g} nats from the base given here, more than "
+                "the adapter moves: another base model, or other weights?"
+            )
+            return "can't tell", reason, "base"
+    if set(verdicts.values()) == {"applied"}:
+        return "applied", "served logprobs are those of the reference with all of it", "references"
+    if set(verdicts.values()) == {"not applied"}:
+        return "not applied", "served logprobs are the base's", "references"
+    if verdicts == {"expert": "applied", "nonexpert": "not applied"}:
+        return "only experts", "the LoRA outside of the experts is missing", "references"
+    if verdicts == {"expert": "not applied", "nonexpert": "applied"}:
+        return "only attention", "the experts' LoRA is missing", "references"
+    if blank:
+        other = next(half for half in halves if half not in blank)
+        reason = (
+            f"{_named(blank[0].half)}: {blank[0].reason}; {_named(other.half)}: {other.verdict}"
+        )
+        return "can't tell", reason, "references"
+    first = next(half for half in halves if half.verdict == "can't tell")
+    return "can't tell", f"{_named(first.half)}: {first.reason}", "references"
+
+
+def _named(half: str) -> str:
+    return "expert LoRA" if half == "expert" else "non-expert LoRA"
+
+
+def _is_that_base(arm: ArmReading, references: References) -> bool:
+    base = references.logprobs["base"]
+    effect = max(mean_distance(base, logprobs) for logprobs in references.logprobs.values())
+    bound = max(CLEAR_OF_NOISE * references.noise["base"], effect)
+    return min(arm.distances.values()) <= bound
 
 
 def _read_arm(
@@ -123,19 +250,31 @@ def _read_arm(
     nearest = min(distances, key=lambda reference: distances[reference])
     # References nearer to each other than the noise cannot be told apart: no blame for that.
     is_nearest = distances[expected] <= distances[nearest] + max(references.noise.values())
+    right = references.logprobs[expected]
     separation, neighbour = min(
-        (mean_distance(references.logprobs[expected], logprobs), reference)
+        (mean_distance(right, logprobs), reference)
         for reference, logprobs in references.logprobs.items()
         if reference != expected
     )
     noise = max(references.noise[expected], references.noise[neighbour])
-    as_expected = is_nearest and distances[expected] <= _bound(separation, noise)
-    return ArmReading(name, expected, distances, nearest, as_expected)
+    share = _share(vector, right, references.logprobs[neighbour])
+    drifted = (
+        distances[expected] <= NEAR * separation and share is not None and abs(share - 1) <= SHARE
+    )
+    same = distances[expected] <= max(CLEAR_OF_NOISE * noise, WITHIN * separation)
+    return ArmReading(name, expected, distances, nearest, is_nearest and (same or drifted))
 
 
-def _bound(separation: float, noise: float) -> float:
-    """How far from a reference served logprobs may lie and still be that reference's."""
-    return max(CLEAR_OF_NOISE * noise, WITHIN * separation)
+def _share(
+    vector: Sequence[float], there: Sequence[float], absent: Sequence[float]
+) -> float | None:
+    """How much of the way from ``absent`` to ``there`` the vector lies, by least squares."""
+    effect = [t - a for t, a in zip(there, absent, strict=True)]
+    power = sum(e * e for e in effect)
+    if power == 0:
+        return None
+    moved = (v - a for v, a in zip(vector, absent, strict=True))
+    return sum(m * e for m, e in zip(moved, effect, strict=True)) / power
 
 
 def _read_half(
@@ -154,12 +293,7 @@ def _read_half(
     near, far = arm.distances[have], arm.distances[lack]
     separation = mean_distance(there, absent)
     noise = max(references.noise[have], references.noise[lack])
-    effect = [t - a for t, a in zip(there, absent, strict=True)]
-    power = sum(e * e for e in effect)
-    share = None
-    if power > 0:
-        moved = (v - a for v, a in zip(vector, absent, strict=True))
-        share = sum(m * e for m, e in zip(moved, effect, strict=True)) / power
+    share = _share(vector, there, absent)
 
     verdict: Verdict = "can't tell"
     if separation == 0 or share is None:
@@ -167,7 +301,7 @@ def _read_half(
     elif separation < CLEAR_OF_NOISE * noise:
         reason = "its effect on these prompts drowns in the noise floor"
     elif far - near >= NEAR * separation and near <= NEAR * separation:
-        if near <= _bound(separation, noise) and abs(share - 1) <= SHARE:
+        if abs(share - 1) <= SHARE:
             verdict, reason = "applied", f"served logprobs are the {have} reference's, not {lack}'s"
         else:
             reason = _not_quite(have, share, 1)

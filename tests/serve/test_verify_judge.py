@@ -39,6 +39,7 @@ def served_as(references: References, expert: float, nonexpert: float, jitter: f
 def read(references: References, vector: list) -> dict[str, str]:
     result = judge("m", {"m": ("full", vector)}, references)
     assert result.ok == ({h.verdict for h in result.halves} == {"applied"})
+    assert (result.verdict == "applied") == result.ok == result.arm.as_expected
     return {half.half: half.verdict for half in result.halves}
 
 
@@ -49,6 +50,16 @@ def test_each_half_is_told_from_the_other(expert, nonexpert):
     words = ("not applied", "applied")
     got = read(references, served_as(references, expert, nonexpert, jitter=0.012))
     assert got == {"expert": words[expert], "nonexpert": words[nonexpert]}
+    whole = {
+        (0, 0): "not applied",
+        (1, 0): "only experts",
+        (0, 1): "only attention",
+        (1, 1): "applied",
+    }
+    vector = served_as(references, expert, nonexpert, jitter=0.012)
+    result = judge("m", {"m": ("full", vector)}, references)
+    assert result.verdict == whole[expert, nonexpert]
+    assert not result.in_doubt
 
 
 @pytest.mark.parametrize("degree", [0.5, 0.75, 0.8, 1.25, 1.41, 2.0, -1.0])
@@ -87,7 +98,40 @@ def test_effect_below_the_noise_cannot_be_told():
 
 def test_no_effect_cannot_be_told():
     references = vectors(effect=0.0, noise=0.0)
-    assert set(read(references, list(references.logprobs["full"])).values()) == {"can't tell"}
+    vector = list(references.logprobs["full"])
+    assert set(read(references, vector).values()) == {"can't tell"}
+    result = judge("m", {"m": ("full", vector)}, references)
+    assert (result.verdict, result.told_by) == ("can't tell", "effect")
+    assert "changes nothing" in result.reason
+
+
+def test_half_an_effect_is_not_enough():
+    """One half has B = 0: what is there may be right, and the whole can't be seen."""
+    references = vectors(effect=0.2, noise=0.01)
+    same = dict(references.logprobs)
+    same["nonexpert"], same["full"] = same["base"], same["expert"]
+    blank = References(same, references.noise)
+    result = judge("m", {"m": ("full", list(same["full"]))}, blank)
+    assert (result.verdict, result.ok) == ("can't tell", False)
+    assert "non-expert LoRA: this half changes nothing" in result.reason
+    assert "expert LoRA: applied" in result.reason
+
+
+def test_the_servers_own_noise_raises_the_floor():
+    references = vectors(effect=0.2, noise=0.01)
+    served = {"m": ("full", served_as(references, 1, 1, jitter=0.01))}
+    quiet = judge("m", served, references, {"m": 0.001})
+    assert (quiet.verdict, quiet.spread, quiet.floor) == ("applied", 0.001, 0.01)
+    loud = judge("m", served, references, {"m": 0.1})
+    assert (loud.verdict, loud.floor, loud.noise) == ("can't tell", 0.1, dict(references.noise))
+
+
+def test_another_base_is_said():
+    references = vectors(effect=0.2, noise=0.01)
+    stranger = [x - 1 for x in references.logprobs["base"]]
+    full = list(references.logprobs["full"])
+    result = judge("S:a", {"S:base": ("base", stranger), "S:a": ("full", full)}, references)
+    assert (result.verdict, result.told_by, result.in_doubt) == ("can't tell", "base", False)
 
 
 def test_unrelated_numbers_prove_nothing():
@@ -102,4 +146,7 @@ def test_an_arm_that_is_not_what_its_name_says_fails_the_whole():
     result = judge("S:a", {"S:base": ("base", full), "S:a": ("full", full)}, references)
     assert [half.verdict for half in result.halves] == ["applied", "applied"]
     assert [arm.as_expected for arm in result.arms] == [False, True]
-    assert not result.ok
+    assert (result.verdict, result.ok) == ("applied", False)
+    assert [(p.code, p.severity, p.where) for p in result.problems] == [
+        ("KTV003", "error", "S:base")
+    ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import time
 
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.proof import arms_to_ask, verify
@@ -41,10 +43,12 @@ def verdicts(result) -> dict[str, str]:
 
 def test_right_adapter_is_applied(run_cli, server, base, adapter):
     args = ("--model", "tiny:neko", "--adapter", str(adapter), "--base-model", str(base))
-    done = run_cli("verify", "--base-url", server.url, *args, "--json")
+    done = run_cli("verify", "--base-url", server.url, *args, "--repeat", "2", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
+    assert (result["verdict"], result["ok"], result["problems"]) == ("applied", True, [])
     assert [half["verdict"] for half in result["halves"]] == ["applied", "applied"]
+    assert result["spread"] < 1e-3  # asked twice, alone: the engine answers the same
     nearest = {arm["model"]: arm["nearest"] for arm in result["arms"]}
     assert nearest == {"tiny:base": "base", "tiny": "expert", "tiny:neko": "full"}
     for arm in result["arms"]:
@@ -60,41 +64,41 @@ def test_zero_adapter_is_never_applied(run_cli, servers, base, make_adapter):
     url = servers["zero"].url
     done = run_cli("verify", "--base-url", url, *args, KTBRIDGE_API_KEY=KEY)
     assert done.returncode == 1
-    assert done.stdout.count("can't tell") == 2
-    assert "changes nothing" in done.stdout
+    assert done.stdout.count("can't tell") == 3  # each half, and the whole
+    assert "tiny:neko: can't tell - the adapter changes nothing: its B is zero" in done.stdout
 
 
 def test_a_server_of_zero_has_not_the_right_adapter(servers, base, adapter):
     result = verify(servers["zero"].url, "tiny:neko", str(adapter), str(base), api_key=KEY)
     assert verdicts(result) == {"expert": "not applied", "nonexpert": "not applied"}
-    assert not result.ok
+    assert (result.verdict, result.ok) == ("not applied", False)
 
 
 def test_expert_only_adapter(servers, base, adapter, make_adapter):
     url, half = servers["expert"].url, make_adapter("expert-half", nonexpert=False)
     result = verify(url, "tiny", str(half), str(base), api_key=KEY)
     assert verdicts(result) == {"expert": "applied"}
-    assert result.ok
+    assert (result.verdict, result.ok) == ("applied", True)
     # The same server, judged by the adapter that has both halves.
     result = verify(url, "tiny:neko", str(adapter), str(base), api_key=KEY)
     assert verdicts(result) == {"expert": "applied", "nonexpert": "not applied"}
-    assert not result.ok
+    assert (result.verdict, result.ok) == ("only experts", False)
 
 
 def test_server_without_the_expert_half(servers, base, adapter):
     result = verify(servers["nonexpert"].url, "tiny:neko", str(adapter), str(base), api_key=KEY)
     assert verdicts(result) == {"expert": "not applied", "nonexpert": "applied"}
     assert [arm.model for arm in result.arms] == ["tiny:base", "tiny:neko"]
-    assert not result.ok
+    assert (result.verdict, result.ok) == ("only attention", False)
 
 
 def test_wrong_base_proves_nothing(server, adapter, other_base):
     result = verify(server.url, "tiny:neko", str(adapter), str(other_base))
     assert "applied" not in verdicts(result).values()
-    assert not result.ok
+    assert (result.verdict, result.told_by, result.ok) == ("can't tell", "base", False)
 
 
-def test_doubled_alpha_is_not_called_applied(server, base, adapter, tmp_path):
+def test_a_wrong_alpha_is_named(run_cli, server, base, adapter, tmp_path):
     """The server's effect is half of what this adapter asks for."""
     doubled = tmp_path / "doubled"
     doubled.mkdir()
@@ -106,8 +110,30 @@ def test_doubled_alpha_is_not_called_applied(server, base, adapter, tmp_path):
     ):
         content = json.loads((doubled / name).read_text()) | change
         (doubled / name).write_text(json.dumps(content))
-    result = verify(server.url, "tiny:neko", str(doubled), str(base))
-    assert "applied" not in verdicts(result).values()
+    args = ("--model", "tiny:neko", "--adapter", str(doubled), "--base-model", str(base))
+    done = run_cli("verify", "--base-url", server.url, *args)
+    assert done.returncode == 1
+    assert "tiny:neko: wrong scale - ≈ ×0.5 (" in done.stdout
+    assert "KTV003  tiny\n" in done.stderr  # the arm with experts alone isn't right either
+
+
+def test_swapped_experts_are_named(server, base, adapter, tmp_path):
+    """A served adapter whose gate and up have changed places against the one that was meant."""
+    swapped = tmp_path / "swapped"
+    swapped.mkdir()
+    (swapped / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    for name in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):
+        tensors = load_file(adapter / name)
+        save_file({SWAPPED.sub(_other, key): t for key, t in tensors.items()}, swapped / name)
+    result = verify(server.url, "tiny:neko", str(swapped), str(base))
+    assert (result.verdict, result.looks_like) == ("not applied", "gate and up swapped")
+
+
+SWAPPED = re.compile(r"(gate|up)(?=_lora)")
+
+
+def _other(match: re.Match[str]) -> str:
+    return "up" if match[0] == "gate" else "gate"
 
 
 def test_adapter_that_goes_nowhere_is_an_error(server, base, make_adapter):

@@ -1,0 +1,337 @@
+"""What is wrong with an adapter on a server: explanations are computed and held against what it served.
+
+Only for a server whose numbers are no reference's up to noise. Tried are what goes wrong in practice:
+another scale (of all or of one half), gate's and up's LoRA swapped, experts off by one, LoRA missing in a
+layer. One that fits is named; one that fits no better than the right reference is no explanation.
+
+A scale that isn't among the usual ones is found by a pattern search over (experts' k, attention's k) with
+steps that halve, because routing makes logprobs a rough function of k; a missing layer by leaving out
+groups of layers and dividing the one whose absence points the same way as what is missing. Every answer
+is a reference computed at that very point.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ktbridge.errors import Problem
+from ktbridge.serve.arms import HALVES, Arm
+from ktbridge.serve.verify import (
+    CLEAR_OF_NOISE,
+    WITHIN,
+    ArmReading,
+    Hypothesis,
+    References,
+    Verdict,
+    Verification,
+    mean_distance,
+)
+
+ROUNDS = 4  # of refining, each one more reading of the checkpoint
+GROUPS = 6  # of layers left out in one round
+SCALES = (
+    1.19,
+    1.41,
+    2.0,
+    2.83,
+    4.0,
+    0.84,
+    0.71,
+    0.5,
+    0.35,
+    0.25,
+)  # half an octave, and near 1 less
+NEARER = 0.9  # what isn't within this part of the nearest reference's distance is no improvement
+BETTER = 0.5  # an explanation is at most this part as far away as any reference
+SAME_SCALE = 0.1  # halves whose k differ by less have one scale
+RIVAL = 1.5  # an explanation this near to the best one's distance can't be told from it
+Vector = Sequence[float]
+Compute = Callable[[Sequence[Arm]], Sequence[Vector]]
+NAMES = {"expert": "experts", "nonexpert": "attention"}
+OWNS = {"expert": "the experts' LoRA", "nonexpert": "attention's LoRA"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What of an adapter decides which explanations there are: rank and layers of each half."""
+
+    ranks: Mapping[str, int]
+    layers: Mapping[str, Sequence[int]]
+
+    @property
+    def halves(self) -> tuple[str, ...]:
+        return tuple(half for half in HALVES if half in self.ranks)
+
+
+def explain(
+    first: Verification, vector: Vector, references: References, facts: Facts, compute: Compute
+) -> Verification:
+    """``first``, with the explanation that fits ``vector``, the asked arm's logprobs, if one does.
+
+    Without one, an applied adapter that is far above the noise floor gets a warning (KTV002).
+    ``compute`` gives the logprobs of arms, in order.
+    """
+    search = _Search(first, vector, references, facts, compute)
+    search.attempt(search.guesses())
+    for number in range(ROUNDS):
+        if search.settled() or (number and search.hopeless()):
+            break
+        search.attempt(search.refined())
+    return _concluded(first, search)
+
+
+class _Search:
+    def __init__(
+        self,
+        first: Verification,
+        vector: Vector,
+        references: References,
+        facts: Facts,
+        compute: Compute,
+    ) -> None:
+        self.vector, self.references, self.facts, self.compute = vector, references, facts, compute
+        self.noise = first.floor
+        # A half that isn't there at all is left out of every explanation of the other one.
+        absent = {half.half for half in first.halves if half.verdict == "not applied"}
+        self.right = Arm().scaled({half: float(half not in absent) for half in facts.halves})
+        self.tried: dict[Arm, Vector] = {}
+        self.distance: dict[Arm, float] = {}
+        self.groups: dict[Arm, tuple[str, tuple[int, ...]]] = {}
+        self.standard = min(first.arm.distances.values())
+        self.step = math.sqrt(2)
+
+    def attempt(self, arms: Sequence[Arm]) -> None:
+        new = [arm for arm in dict.fromkeys(arms) if arm not in self.tried]
+        for arm, vector in zip(new, self.compute(new), strict=True):
+            self.tried[arm] = vector
+            self.distance[arm] = mean_distance(self.vector, vector)
+
+    def guesses(self) -> list[Arm]:
+        present = [half for half in self.facts.halves if getattr(self.right, half)]
+        if not present:
+            present = list(self.facts.halves)
+            self.right = Arm().scaled(dict.fromkeys(present, 1.0))
+        arms = [self.right]
+        for count in range(1, len(present) + 1):
+            for some in itertools.combinations(present, count):
+                roots = {math.sqrt(self.facts.ranks[half]) for half in some}
+                for k in (*SCALES, *sorted(roots), *(1 / root for root in sorted(roots))):
+                    arms.append(self.right.scaled(dict.fromkeys(some, k)))
+        if self.right.expert:
+            for arm in (self.right, replace(self.right, nonexpert=0.0)):
+                arms.append(replace(arm, swapped=True))
+                arms += [replace(arm, shift=shift) for shift in (1, -1)]
+        for half in present:
+            arms += self._left_out(half, tuple(self.facts.layers[half]))
+        if len(present) == 2:
+            both = sorted(set(self.facts.layers["expert"]) & set(self.facts.layers["nonexpert"]))
+            arms += self._left_out("both", tuple(both))
+        return arms
+
+    def fitting(self) -> list[Arm]:
+        """Explanations that fit, the best first, with those that can't be told from it."""
+        if not self.tried:
+            return []
+        fits = sorted((a for a in self.tried if self._fits(a)), key=lambda a: self.distance[a])
+        kinds: dict[str, Arm] = {}
+        for arm in fits:
+            if self.distance[arm] <= max(RIVAL * self.distance[fits[0]], self.noise):
+                kinds.setdefault(_kind(arm), arm)
+        return list(kinds.values())
+
+    def _fits(self, arm: Arm) -> bool:
+        if arm == self.right:
+            return False
+        away = min(
+            mean_distance(self.tried[arm], logprobs)
+            for logprobs in self.references.logprobs.values()
+        )
+        distance = self.distance[arm]
+        return (
+            len(arm.without) <= len(self.facts.halves)  # one layer, not a group of them
+            and distance <= max(CLEAR_OF_NOISE * self.noise, WITHIN * away)
+            and distance <= BETTER * self.standard
+        )
+
+    def settled(self) -> bool:
+        """Whether an explanation fits, and a scale, which could be more exact, up to noise."""
+        fits = self.fitting()
+        if not fits:
+            return False
+        return _kind(fits[0]) != "scale" or self.distance[fits[0]] <= CLEAR_OF_NOISE * self.noise
+
+    def hopeless(self) -> bool:
+        """Whether nothing that was tried is much nearer than what a server may rightly be."""
+        return min(self.distance.values()) > NEARER * self.standard
+
+    def refined(self) -> list[Arm]:
+        return self._scales() + self._layers()
+
+    def _scales(self) -> list[Arm]:
+        """The nearest scale's neighbours, at half the step of the round before, for each half by itself."""
+        best = self.nearest_scale()
+        self.step = math.sqrt(self.step)
+        free = [half for half in self.facts.halves if getattr(best, half)]
+        moves = itertools.product((1.0, self.step, 1 / self.step), repeat=len(free))
+        return [
+            best.scaled({half: getattr(best, half) * m for half, m in zip(free, move, strict=True)})
+            for move in moves
+        ]
+
+    def nearest_scale(self) -> Arm:
+        """The arm nearest to what was served among those that differ from the right one in scale alone."""
+        scales = [arm for arm in self.tried if _kind(arm) == "scale"]
+        return min(scales, key=lambda arm: self.distance[arm])
+
+    def _layers(self) -> list[Arm]:
+        """Parts of the group of layers whose absence points the way of what is missing."""
+        at_right = self.tried[self.right]
+        missing = [v - r for v, r in zip(self.vector, at_right, strict=True)]
+        scored = {
+            arm: _cosine(missing, [g - r for g, r in zip(self.tried[arm], at_right, strict=True)])
+            for arm, (_, layers) in self.groups.items()
+            if len(layers) > 1
+        }
+        if not scored:
+            return []
+        best = max(scored, key=lambda arm: scored[arm])
+        half, layers = self.groups.pop(best)
+        return self._left_out(half, layers) if scored[best] > 0 else []
+
+    def _left_out(self, half: str, layers: tuple[int, ...]) -> list[Arm]:
+        """The right arm without LoRA in a part of ``layers``, for each of up to GROUPS parts."""
+        if not layers:
+            return []
+        size = math.ceil(len(layers) / GROUPS)
+        arms = []
+        for start in range(0, len(layers), size):
+            part = layers[start : start + size]
+            halves = HALVES if half == "both" else (half,)
+            arm = replace(
+                self.right, without=frozenset((h, layer) for h in halves for layer in part)
+            )
+            self.groups[arm] = half, part
+            arms.append(arm)
+        return arms
+
+    def described(self, arm: Arm) -> str:
+        """What an arm looks like to a reader."""
+        if arm.swapped:
+            text = "gate and up swapped"
+        elif arm.shift:
+            where = "next" if arm.shift > 0 else "previous"
+            text = f"experts permuted by one: each has the LoRA of the {where} one"
+        elif arm.without:
+            layers = sorted({layer for _, layer in arm.without})
+            halves = {half for half, _ in arm.without}
+            what = OWNS[halves.pop()] if len(halves) == 1 else "all LoRA"
+            where = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+            text = f"{what} missing in {where}"
+        else:
+            text = f"scale {self.scale_text(arm)}"
+        gone = [half for half in self.facts.halves if not getattr(arm, half)]
+        return text + "".join(f", and no LoRA in the {NAMES[half]}" for half in gone)
+
+    def scale_text(self, arm: Arm) -> str:
+        scales = {half: getattr(arm, half) for half in self.facts.halves if getattr(arm, half)}
+        if len(scales) == len(self.facts.halves) and _alike(list(scales.values())):
+            return f"≈ ×{sum(scales.values()) / len(scales):.3g}"
+        wrong = {half: k for half, k in scales.items() if abs(k - 1) > SAME_SCALE} or scales
+        return ", ".join(f"{NAMES[half]} ≈ ×{k:.3g}" for half, k in wrong.items())
+
+
+def _concluded(first: Verification, search: _Search) -> Verification:
+    fits = search.fitting()
+    nearest = sorted(search.tried, key=lambda arm: search.distance[arm])
+    hypotheses = tuple(
+        Hypothesis(search.described(arm), search.distance[arm])
+        for arm in nearest
+        if arm != search.right
+    )[:8]
+    found = replace(first, hypotheses=hypotheses)
+    if not fits:
+        return _drifted(found, search)
+    best = fits[0]
+    looks_like = ", or ".join(search.described(arm) for arm in fits)
+    verdict: Verdict = "not applied"
+    scale = None
+    reason = f"not as trained; it looks like {looks_like}"
+    if len(fits) > 1:
+        verdict, reason = "can't tell", f"it is not as trained: {looks_like}"
+    elif _kind(best) == "scale":
+        verdict, reason = "wrong scale", looks_like.removeprefix("scale ")
+        scale = {half: getattr(best, half) for half in search.facts.halves}
+    reason += (
+        f" ({search.distance[best]:.3g} nats from a reference computed so, "
+        f"{search.standard:.3g} from the nearest right one)"
+    )
+    return replace(
+        found,
+        verdict=verdict,
+        reason=reason,
+        told_by="hypotheses",
+        scale=scale,
+        looks_like=looks_like,
+        arms=_blamed(found),
+    )
+
+
+def _blamed(found: Verification) -> tuple[ArmReading, ...]:
+    return tuple(
+        replace(arm, as_expected=False) if arm.model == found.model else arm for arm in found.arms
+    )
+
+
+def _drifted(found: Verification, search: _Search) -> Verification:
+    """Nothing fits: an applied adapter stays so where no scale is nearer, and its distance is told."""
+    if found.verdict != "applied":
+        return found
+    if not search.hopeless():
+        nearest = min(search.tried, key=lambda arm: search.distance[arm])
+        reason = (
+            f"{search.distance[nearest]:.3g} nats from {search.described(nearest)}, nearer than from "
+            f"what is right ({search.standard:.3g}), and not the same"
+        )
+        arms = _blamed(found)
+        return replace(found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=arms)
+    distance = found.arm.distances[found.arm.expected]
+    others = "; ".join(
+        f"{arm.model} {arm.distances[arm.expected]:.3g}"
+        for arm in found.arms
+        if arm.model != found.model
+    )
+    problem = Problem(
+        code="KTV002",
+        severity="warning",
+        where=found.model,
+        found=(
+            f"{distance:.3g} nats from its reference, {distance / max(found.floor, 1e-12):.0f} times "
+            f"the noise floor{f' (other arms from theirs: {others})' if others else ''}"
+        ),
+        expected=f"at most {CLEAR_OF_NOISE * found.floor:.3g} nats",
+        next_step=(
+            "nothing if the engine holds experts in INT8 or INT4; else run it again on a fresh "
+            "launch, and compare with another machine"
+        ),
+    )
+    return replace(found, problems=(*found.problems, problem))
+
+
+def _kind(arm: Arm) -> str:
+    if arm.swapped:
+        return "swapped"
+    if arm.shift:
+        return f"shift {arm.shift}"
+    return f"without {sorted(arm.without)}" if arm.without else "scale"
+
+
+def _alike(scales: Sequence[float]) -> bool:
+    return max(scales) - min(scales) <= SAME_SCALE * max(scales)
+
+
+def _cosine(left: Vector, right: Vector) -> float:
+    product = math.sqrt(sum(x * x for x in left) * sum(x * x for x in right))
+    return sum(x * y for x, y in zip(left, right, strict=True)) / product if product else 0.0

@@ -1,0 +1,231 @@
+"""An adapter's LoRA on a streamed model: for several arms at once, each in its own rows of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktbridge.adapter import Adapter
+from ktbridge.adapter.keys import parse_key
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.serve.arms import Arm
+from ktbridge.serve.streamed import ExpertCall, StreamedModel
+from ktbridge.sft.modules import LAYER
+from ktbridge.sft.tensors import to_torch
+
+UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
+SWAPPED = {"gate": "up", "up": "gate", "down": "down"}
+
+
+class AdapterLora:
+    """``adapter`` on ``stream``: hooks that add ``scale · B (A x)`` to the rows of the arms present.
+
+    The batch's first dimension is arm by arm, all of one size. A pair is read when its layer runs. Raises
+    ProblemsError (KTV001) with every tensor that has no place in the model.
+    """
+
+    def __init__(self, stream: StreamedModel, adapter: Adapter) -> None:
+        self._stream, self._adapter = stream, adapter
+        self._arms: Sequence[Arm] = ()
+        self._pairs: dict[str, torch.Tensor] = {}  # the experts' of the layer that runs
+        self._pairs_of = -1
+        self._head: dict[str, str] | None = None
+        self._hooked: set[str] = set()
+        self._unseen: set[str] = set()
+        self._layers = set(adapter.expert_layers())
+        problems = [
+            _problem(adapter, part.entry.name, "a tensor that goes nowhere")
+            for part in adapter.leftovers
+        ]
+        problems += self._check_experts()
+        problems += self._hang_nonexperts()
+        if problems:
+            raise ProblemsError(
+                f"the LoRA in {adapter.path} does not match the base model.", problems
+            )
+        stream.add_to_expert = self._add_to_expert
+
+    @contextmanager
+    def present(self, arms: Sequence[Arm]) -> Iterator[None]:
+        """These arms are the batch, in this order, as long as it lasts."""
+        self._arms = arms
+        self._unseen = set(self._hooked)
+        try:
+            yield
+        finally:
+            self._arms, self._pairs, self._pairs_of = (), {}, -1
+        if self._unseen:  # computed some other way than by the module's own forward
+            raise KtbridgeError(
+                f"LoRA on {min(self._unseen)} can't be followed in {self._stream.path}.",
+                "report this model's family",
+            )
+
+    @contextmanager
+    def in_head(self, arm: Arm) -> Iterator[None]:
+        """The output head has the LoRA of this arm, if the adapter has any there."""
+        if self._head is not None and arm.nonexpert:
+            scale = arm.scale("nonexpert", -1) * self._adapter.nonexpert_scale
+            a, b = (self._tensor(self._head[half]) for half in "AB")
+            self._stream.add_to_head = lambda x, rows: _delta(x, a, b[rows], scale)
+        try:
+            yield
+        finally:
+            self._stream.add_to_head = None
+
+    def _tensor(self, key: str) -> torch.Tensor:
+        return to_torch(self._adapter.nonexpert_tensor(key)).to(self._stream.dtype)
+
+    def _check_experts(self) -> Iterator[Problem]:
+        """Whether each expert pair fits; reads shapes only."""
+        adapter = self._adapter
+        for layer in sorted(self._layers):
+            reader = self._stream.experts.get(layer)
+            if reader is None:
+                yield _problem(adapter, f"layer {layer}", "the base has no experts there")
+                continue
+            for name in SWAPPED:
+                a, b = (adapter.expert_tensor(layer, f"{name}_lora_{half}").shape for half in "ab")
+                out, inner = (reader.inner, reader.hidden)
+                if name == "down":
+                    out, inner = inner, out
+                rank = a[1] if len(a) == 3 else 0
+                if (a, b) != ((reader.count, rank, inner), (reader.count, out, rank)):
+                    found = f"A {list(a)} and B {list(b)} for weights {[reader.count, out, inner]}"
+                    yield _problem(adapter, f"layer {layer} {name}", found)
+
+    def _add_to_expert(self, call: ExpertCall, y: torch.Tensor) -> torch.Tensor:
+        if call.layer not in self._layers or not self._arms:
+            return y
+        self._read_layer(call.layer)
+        scale = self._adapter.alpha / self._adapter.rank
+        # Rows of a choice ascend and arms follow one another, so an arm's rows are neighbours.
+        bounds = torch.arange(len(self._arms) + 1) * (call.tokens // len(self._arms))
+        ends = torch.searchsorted(call.rows, bounds).tolist()
+        for arm, first, last in zip(self._arms, ends, ends[1:], strict=False):
+            times = arm.scale("expert", call.layer)
+            if not times or first == last:
+                continue
+            source = (call.expert + arm.shift) % self._stream.experts[call.layer].count
+            deltas = []
+            for name in PARTS[call.part]:
+                origin = SWAPPED[name] if arm.swapped else name
+                a, b = (self._pairs[f"{origin}_lora_{half}"][source] for half in "ab")
+                deltas.append(_delta(call.x[first:last], a, b, times * scale))
+            y[first:last] += torch.cat(deltas, -1)
+        return y
+
+    def _read_layer(self, layer: int) -> None:
+        if self._pairs_of == layer:
+            return
+        self._pairs = {}  # the layer before goes first
+        for name in SWAPPED:
+            for key in (f"{name}_lora_a", f"{name}_lora_b"):
+                tensor = to_torch(self._adapter.expert_tensor(layer, key))
+                self._pairs[key] = tensor.to(self._stream.dtype)
+        self._pairs_of = layer
+
+    def _hang_nonexperts(self) -> Iterator[Problem]:
+        """Hang a hook on each module that has a pair; reads shapes only."""
+        adapter, modules = self._adapter, dict(self._stream.model.named_modules())
+        pairs: dict[str, dict[str, str]] = {}
+        for key in adapter.nonexpert_keys():
+            parsed = parse_key(key)
+            if parsed.kind != "lora":
+                yield _problem(adapter, key, "not a LoRA tensor of a linear module")
+                continue
+            pairs.setdefault(parsed.module, {})[parsed.half] = key
+        if pairs and (odd := [name for name in UNSUPPORTED if adapter.config.get(name)]):
+            yield _problem(adapter, "adapter_config.json", f"{odd[0]} is set")
+        for path, pair in pairs.items():
+            module = modules.get(path) or modules.get(self._in_decoder(path))
+            weight = getattr(module, "weight", None)
+            if set(pair) != {"A", "B"}:
+                yield _problem(adapter, path, "lora_A or lora_B is missing")
+            elif module is None or weight is None or weight.dim() != 2 or _looks_up(module):
+                yield _problem(adapter, path, "the base has no such linear module")
+            else:
+                a, b = (adapter.nonexpert_tensor(pair[half]).shape for half in "AB")
+                if len(a) != 2 or (b, a[1]) != ((weight.shape[0], a[0]), weight.shape[1]):
+                    found = f"A {list(a)} and B {list(b)} for a weight {list(weight.shape)}"
+                    yield _problem(adapter, path, found)
+                else:
+                    self._hang(module, path, pair)
+
+    def _in_decoder(self, path: str) -> str:
+        """A text model's module under the name it has here: multimodal wrappers nest it deeper."""
+        head, layers, rest = path.partition("layers.")
+        known = ("model.", "model.language_model.", "language_model.model.")
+        return f"{self._stream.decoder_name}.{layers}{rest}" if layers and head in known else path
+
+    def _hang(self, module: Any, path: str, pair: dict[str, str]) -> None:
+        if module is self._stream.model.get_output_embeddings():
+            self._head = pair
+            return
+        self._hooked.add(path)
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(self._after_linear(path, pair))
+        else:  # a router: what it makes of its product is its own business
+            module.forward = self._arm_by_arm(module, module.forward, path, pair)
+
+    def _after_linear(self, path: str, pair: dict[str, str]) -> Callable[..., torch.Tensor]:
+        def add(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            self._unseen.discard(path)
+            a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
+            for scale, x, y in zip(
+                self._scales(path),
+                args[0].chunk(len(self._arms)),
+                output.chunk(len(self._arms)),
+                strict=True,
+            ):
+                if scale:
+                    y += _delta(x, a, b, scale)
+            return output
+
+        return add
+
+    def _arm_by_arm(
+        self, module: Any, forward: Callable[..., Any], path: str, pair: dict[str, str]
+    ) -> Callable[..., Any]:
+        def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._unseen.discard(path)
+            a, b = self._tensor(pair["A"]).float(), self._tensor(pair["B"]).float()
+            own, outputs = module.weight, []
+            for scale, x in zip(self._scales(path), hidden.chunk(len(self._arms)), strict=True):
+                changed = (own.float() + scale * (b @ a)).to(own.dtype) if scale else own
+                module.weight = nn.Parameter(changed, requires_grad=False)
+                outputs.append(forward(x, *args, **kwargs))
+            module.weight = own
+            if isinstance(outputs[0], torch.Tensor):
+                return torch.cat(outputs)
+            return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+
+        return run
+
+    def _scales(self, path: str) -> list[float]:
+        layer = match.group(1) if (match := LAYER.search(path)) else -1
+        own = self._adapter.nonexpert_scale
+        return [arm.scale("nonexpert", int(layer)) * own for arm in self._arms]
+
+
+def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale · B (A x) for x [..., in], A [r, in], B [out, r]."""
+    return nn.functional.linear(nn.functional.linear(x, a), b) * scale
+
+
+def _looks_up(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def _problem(adapter: Adapter, where: str, found: str) -> Problem:
+    return Problem(
+        code="KTV001",
+        severity="error",
+        where=f"{adapter.path}: {where}",
+        found=found,
+        next_step="check that --base-model is the base this adapter was trained on",
+    )

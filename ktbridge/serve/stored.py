@@ -1,0 +1,151 @@
+"""Single weights of a checkpoint as torch tensors: found by a module's name, read when asked for.
+
+Read are bfloat16, float16, float32 and block FP8 (``.weight`` F8_E4M3 with ``.weight_scale_inv``; value
+= stored · scale of its block, blocks as config.json's ``weight_block_size`` says, else 128 x 128).
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import Entry, ModelConfig, open_checkpoint
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.model.locate import expert_home, module_weights
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+FP8 = "F8_E4M3"
+_MOVED = {".gate.moe_statics.": ".moe_statics."}
+"""What transformers keeps in another module than the checkpoint does (ERNIE 4.5)."""
+PACKED = (".weight_packed", ".qweight", "_blocks", ".weight.absmax")
+
+
+class Reader:
+    """The tensors of the checkpoint in ``path``, by the checkpoint's own names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoint = open_checkpoint(path)
+        self._touched: set[str] = set()
+        packed = sorted(name for name in self.checkpoint if name.endswith(PACKED))
+        if packed:
+            raise self._unread(packed[0], "packed")
+        settings = read_json_file(path / "config.json").get("quantization_config") or {}
+        block = settings.get("weight_block_size") if isinstance(settings, dict) else None
+        self._block: tuple[int, int] = tuple(block) if block else (128, 128)
+
+    def find(self, name: str) -> str | None:
+        """The checkpoint's name of a weight that ``name`` is in memory; None where it has none."""
+        found = module_weights(self.checkpoint, name)
+        for inside, outside in _MOVED.items():
+            found = found or module_weights(self.checkpoint, name.replace(inside, outside))
+        if len(found) > 1:
+            raise KtbridgeError(
+                f"{name} may be any of {', '.join(found)} in {self.path}.",
+                "download the model again",
+            )
+        if found:
+            self._check(found[0])
+        return found[0] if found else None
+
+    def entry(self, name: str) -> Entry:
+        """Dtype and shape of a tensor."""
+        return self.checkpoint.entry(name)
+
+    def tensor(self, name: str, part: slice | int | None = None) -> torch.Tensor:
+        """A read-only view of a tensor, or of some of its rows, in its stored dtype."""
+        entry = self._check(name)
+        shard = self.checkpoint.shard(name)
+        self._touched.add(shard)
+        start, end, shape = entry.start, entry.end, entry.shape
+        if part is not None:
+            rows = slice(part, part + 1) if isinstance(part, int) else part
+            stride = entry.nbytes // shape[0]
+            start, end = entry.start + rows.start * stride, entry.start + rows.stop * stride
+            shape = shape[1:] if isinstance(part, int) else (rows.stop - rows.start, *shape[1:])
+        dtype = torch.float8_e4m3fn if entry.dtype == FP8 else DTYPES[entry.dtype]
+        with warnings.catch_warnings():
+            # Read-only, as is everything that is done with it.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            view = self.checkpoint.file(shard).view(start, end)
+            return torch.frombuffer(view, dtype=dtype).reshape(shape)
+
+    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of a tensor in ``dtype``, dequantised."""
+        stored = self.tensor(name)
+        if stored.dtype == torch.float8_e4m3fn:
+            return self._dequantised(name, stored).to(dtype)
+        return stored.to(dtype, copy=True)
+
+    def rows(self, name: str, part: slice | int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of a tensor that isn't quantised, in ``dtype``."""
+        return self.tensor(name, part).to(dtype)
+
+    def release(self) -> None:
+        """Let go of the pages that were read."""
+        for shard in self._touched:
+            self.checkpoint.file(shard).release()
+        self._touched.clear()
+
+    def _dequantised(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        scale = self.whole(f"{name}_scale_inv", torch.float32)
+        high, wide = self._block
+        spread = scale.repeat_interleave(high, 0)[: stored.shape[0]]
+        return stored.float() * spread.repeat_interleave(wide, 1)[:, : stored.shape[1]]
+
+    def _check(self, name: str) -> Entry:
+        entry = self.entry(name)
+        if entry.dtype == FP8:
+            scaled = len(entry.shape) == 2 and f"{name}_scale_inv" in self.checkpoint
+        else:
+            scaled = entry.dtype in DTYPES
+        if not scaled:
+            raise self._unread(name, entry.dtype)
+        return entry
+
+    def _unread(self, name: str, how: str) -> KtbridgeError:
+        return KtbridgeError(
+            f"{name} of {self.path} is {how}, and references are computed from BF16, F16, F32 and "
+            "block FP8.",
+            f"make BF16 of it: scripts/dequantize_checkpoint.py {self.path} OUTPUT_DIR, and give "
+            "that as --base-model",
+        )
+
+
+class ExpertReader:
+    """The routed experts of one layer, one at a time: gate_up [2I, H] (gate rows first), down [H, I]."""
+
+    def __init__(self, reader: Reader, config: ModelConfig, layer: int) -> None:
+        home = expert_home(reader.checkpoint, config, layer)
+        if home is None or home.interleaved:
+            what = "no experts" if home is None else "interleaved experts"
+            raise KtbridgeError(
+                f"{reader.path} has {what} in layer {layer}.", "download the model again"
+            )
+        self.count = config.num_experts
+        self._reader, self._home = reader, home
+        self.inner, self.hidden = config.intermediate_size, config.hidden_size
+        self._turned = False
+        if not home.names:
+            shape = reader.entry(reader.find(home.stem("gate", 0)) or "").shape
+            self._turned = shape != (self.count, 2 * self.inner, self.hidden)
+
+    def gate_up(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self._home.names:
+            return self._fused("gate", expert, dtype)
+        return torch.cat([self._single(name, expert, dtype) for name in ("gate", "up")])
+
+    def down(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self._home.names:
+            return self._fused("down", expert, dtype)
+        return self._single("down", expert, dtype)
+
+    def _fused(self, projection: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        weight = self._reader.rows(self._home.stem(projection, expert), expert, dtype)
+        return weight.T if self._turned else weight
+
+    def _single(self, projection: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._reader.whole(f"{self._home.stem(projection, expert)}.weight", dtype)

@@ -1,0 +1,249 @@
+"""A model that is run without being loaded: each decoder layer's weights come from the files when it runs.
+
+transformers' own modules compute, in their own order; only where they get their weights differs. The
+skeleton has none. A layer's are put in before its forward and dropped after it, its routed experts' one
+by one as tokens reach them, the output head's in blocks of rows. So memory holds activations, one layer
+without its experts, and one expert, whatever the model's size. The checkpoint is mapped, and the pages
+that were read are let go layer by layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import read_model_config
+from ktbridge.serve.stored import ExpertReader, Reader
+from ktbridge.sft.loading import told_in_a_sentence
+from ktbridge.sft.modules import LAYER, experts_modules, odd_traits
+from ktbridge.sft.skeleton import skeleton
+
+HEAD_TOKENS = 256  # logits of so many tokens are in memory at once
+HEAD_ROWS = 16_384  # and so many rows of the output head
+
+
+class ExpertCall(NamedTuple):
+    """One product of a routed expert: ``part`` ("gate_up" or "down") of ``x`` [n, in].
+
+    ``rows`` [n], ascending, are its tokens among the layer's ``tokens``.
+    """
+
+    layer: int
+    expert: int
+    part: str
+    x: torch.Tensor
+    rows: torch.Tensor
+    tokens: int
+
+
+class StreamedModel:
+    """The language model in ``path``, run in ``dtype`` (float32 or bfloat16) on the CPU.
+
+    ``model`` is the skeleton, for forward hooks. ``add_to_expert(call, y)`` gets every product of a
+    routed expert and gives what goes on in its place, ``on_layer(done, all)`` is called after each decoder
+    layer. Raises KtbridgeError for a model that does not load, lacks weights, or stores them in a form
+    that isn't read here.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        self.path, self.dtype = path, dtype
+        self.model = skeleton(path).eval().requires_grad_(False)
+        self.inner: Any = getattr(self.model, self.model.base_model_prefix)
+        self.decoder: Any = self.model.get_decoder()
+        self.decoder_name = next(n for n, m in self.model.named_modules() if m is self.decoder)
+        self.num_layers = len(self.decoder.layers)
+        self.experts: dict[int, ExpertReader] = {}
+        self.add_to_expert: Callable[[ExpertCall, torch.Tensor], torch.Tensor] = lambda call, y: y
+        self.add_to_head: Callable[[torch.Tensor, slice], torch.Tensor] | None = None
+        self.on_layer: Callable[[int, int], None] = lambda done, whole: None
+        self.reader = Reader(path)
+        with told_in_a_sentence(path):
+            self._fill_buffers()
+        self._strict = tuple(self.model._keep_in_fp32_modules_strict or ())
+        self._stream_experts()
+        self._plan()
+
+    def hidden(self, ids: torch.Tensor) -> Any:
+        """Run the decoder over token ids [B, T]; its output, whose last_hidden_state is [B, T, H]."""
+        with torch.inference_mode(), told_in_a_sentence(self.path):
+            return self.inner(input_ids=ids, use_cache=False)
+
+    def logprobs(self, output: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Natural logprobs, float32 [N], of ``targets`` [N] after final hidden states [N, H].
+
+        ``output`` is any that ``hidden`` gave. The model's own forward turns states into logits, so
+        that a cap or a factor of its own is there too.
+        """
+        found = []
+        with torch.inference_mode(), self._headed(output) as head:
+            for states, tokens in zip(
+                hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True
+            ):
+                logits = head(states).float()
+                found.append(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
+        return torch.cat(found)
+
+    @contextmanager
+    def _headed(self, output: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """The model with its decoder's answer given: final hidden states [N, H] to logits [N, V]."""
+        lm_head = self.model.get_output_embeddings()
+        name = self._head_name
+        rows = self.reader.entry(name).shape[0]
+        given = copy.copy(output)
+
+        def project(x: torch.Tensor) -> torch.Tensor:
+            blocks = []
+            for start in range(0, rows, HEAD_ROWS):
+                block = slice(start, min(start + HEAD_ROWS, rows))
+                y = self._product(x, self.reader.rows(name, block, torch.float32))
+                blocks.append(y if self.add_to_head is None else y + self.add_to_head(x, block))
+                self.reader.release()
+            logits = torch.cat(blocks, -1)
+            return logits if lm_head.bias is None else logits + lm_head.bias
+
+        def head(states: torch.Tensor) -> torch.Tensor:
+            given.last_hidden_state = states[None]
+            ids = torch.zeros(1, len(states), dtype=torch.int64)
+            logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+            return logits[0]
+
+        self.inner.forward = lambda *args, **kwargs: given
+        lm_head.forward = project
+        try:
+            yield head
+        finally:
+            del self.inner.forward, lm_head.forward
+
+    def _fill_buffers(self) -> None:
+        """What the modules compute for themselves, such as rotary frequencies: as transformers does it."""
+        for module in self.model.modules():
+            own = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
+            for name in own:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+            if own:
+                self.model._init_weights(module)
+
+    def _stream_experts(self) -> None:
+        """Replace each routed experts' forward by one that reads an expert when tokens reach it."""
+        config = read_model_config(self.path)
+        for name, module in experts_modules(self.model):
+            match = LAYER.search(name)
+            odd = odd_traits(module) or ([] if match else ["no decoder layer"])
+            if odd or match is None:
+                raise KtbridgeError(
+                    f"{name} of {self.path} has {odd[0]}, and references are not computed for that.",
+                    "verify a model whose experts are gated and have no biases",
+                )
+            layer = int(match.group(1))
+            reader = ExpertReader(self.reader, config, layer)
+            for parameter in list(module._parameters):
+                del module._parameters[parameter]
+            module.forward = self._experts_forward(layer, module, reader)
+            self.experts[layer] = reader
+
+    def _experts_forward(self, layer: int, module: Any, reader: ExpertReader) -> Callable[..., Any]:
+        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+            out = torch.zeros_like(hidden)
+            for expert in index.unique().tolist():
+                if expert >= reader.count:  # a choice that a family masks out
+                    continue
+                rows, choice = torch.where(index == expert)
+                call = ExpertCall(layer, expert, "gate_up", hidden[rows], rows, len(hidden))
+                y = self._product(call.x, reader.gate_up(expert, torch.float32))
+                x = module._apply_gate(self.add_to_expert(call, y))
+                y = self._product(x, reader.down(expert, torch.float32))
+                y = self.add_to_expert(call._replace(part="down", x=x), y)
+                out.index_add_(0, rows, (y * weights[rows, choice, None]).to(out.dtype))
+            return out
+
+        return forward
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x W.T for a float32 W, rounded to ``dtype`` once: a bfloat16 product, fast on any CPU."""
+        return nn.functional.linear(x.float(), weight).to(self.dtype)
+
+    def _plan(self) -> None:
+        """Find every weight before anything runs, and hang the hooks that put them in."""
+        embeddings = self.decoder.get_input_embeddings()
+        head = self.model.get_output_embeddings()
+        names = {module: name for name, module in self.model.named_modules()}
+        missing: list[str] = []
+        for number, layer in enumerate(self.decoder.layers):
+            stored = self._stored(names[layer], layer, missing)
+            layer.register_forward_pre_hook(self._filler(stored))
+            layer.register_forward_hook(self._dropper(stored, number))
+        rest = []
+        for name, child in self.decoder.named_children():
+            if child is not embeddings and name != "layers":
+                rest += self._stored(names[child], child, missing)
+        found = self.reader.find(f"{names[embeddings]}.weight")
+        self._head_name = self.reader.find(f"{names[head]}.weight") or found or ""
+        if found is None:
+            missing.append(f"{names[embeddings]}.weight")
+        if head.bias is not None:
+            rest += [self._one(head, "bias", f"{names[head]}.bias", missing)]
+        if missing:
+            raise KtbridgeError(
+                f"the model in {self.path} lacks {missing[0]} ({len(missing)} weights in all).",
+                "download or save the model again",
+            )
+        self._filler(rest)(None, ())
+        # A lookup needs a few rows: the mapped matrix serves, and what it gives is made exact.
+        assert found is not None
+        embeddings.weight = nn.Parameter(self.reader.tensor(found), requires_grad=False)
+        embeddings.register_forward_hook(lambda module, args, output: output.to(self.dtype))
+
+    def _stored(self, prefix: str, module: nn.Module, missing: list[str]) -> list[Any]:
+        """(module, attribute, checkpoint's name, dtype) of each weight in ``module``."""
+        return [
+            self._one(
+                module.get_submodule(name.rpartition(".")[0]),
+                name.rpartition(".")[2],
+                f"{prefix}.{name}",
+                missing,
+            )
+            for name in module.state_dict()
+        ]
+
+    def _one(self, owner: nn.Module, attribute: str, name: str, missing: list[str]) -> Any:
+        found = self.reader.find(name)
+        shape = tuple(getattr(owner, attribute).shape)
+        if found is None:
+            missing.append(name)
+        elif self.reader.entry(found).shape != shape:
+            raise KtbridgeError(
+                f"{found} of {self.path} is {list(self.reader.entry(found).shape)}, not "
+                f"{list(shape)} as config.json says.",
+                "download the model again",
+            )
+        exact = any(part in name for part in self._strict)
+        return owner, attribute, found, torch.float32 if exact else self.dtype
+
+    def _filler(self, stored: Sequence[Any]) -> Callable[..., None]:
+        def fill(module: Any, args: Any) -> None:
+            for owner, attribute, name, dtype in stored:
+                tensor = self.reader.whole(name, dtype)
+                if attribute in owner._parameters:
+                    tensor = nn.Parameter(tensor, requires_grad=False)
+                setattr(owner, attribute, tensor)
+
+        return fill
+
+    def _dropper(self, stored: Sequence[Any], number: int) -> Callable[..., None]:
+        def drop(module: Any, args: Any, output: Any) -> None:
+            for owner, attribute, _, _ in stored:
+                table = owner._parameters if attribute in owner._parameters else owner._buffers
+                table[attribute] = torch.empty_like(table[attribute], device="meta")
+                if table is owner._parameters:
+                    table[attribute] = nn.Parameter(table[attribute], requires_grad=False)
+            self.reader.release()
+            self.on_layer(number + 1, self.num_layers)
+
+        return drop
