@@ -12,9 +12,17 @@ MARKS = {"ok": "[green]✓[/]", "missing": "[yellow]–[/]", "problem": "[bold r
 
 
 @click.command(cls=Command)
+@click.option(
+    "--engine-python",
+    metavar="PATH",
+    help="Interpreter of SGLang-KT's environment, if it has one of its own.",
+)
+@click.option("--quick", is_flag=True, help="Look packages up without importing them.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def command(as_json: bool) -> None:
+def command(engine_python: str | None, quick: bool, as_json: bool) -> None:
     """Show CPU, instruction sets, memory, GPUs and packages, with a remedy for what is missing.
+
+    Packages are imported, in a process beside this one, so that a broken one is found here.
 
     Exit code 1 when something is broken; what is merely not installed is no failure.
     """
@@ -24,7 +32,7 @@ def command(as_json: bool) -> None:
     from ktbridge.cli._ui import console, emit_json
     from ktbridge.serve.doctor import diagnose
 
-    diagnosis = diagnose()
+    diagnosis = diagnose(engine_python, imports=not quick)
     if as_json:
         emit_json(diagnosis.as_dict())
     else:

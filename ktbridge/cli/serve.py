@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
 
 from ktbridge.cli._app import Command
+from ktbridge.cli._serve_limits import describe_limits, limit_options, make_limits, refuse_limits
 from ktbridge.errors import UsageError
 
 # Options that mean something to SGLang-KT alone.
@@ -114,6 +115,7 @@ def _sglang_is_here() -> bool:
     help="Required of clients; better set as KTBRIDGE_API_KEY, which `ps` doesn't show.",
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; default: all there are.")
+@limit_options
 @click.option("--trust-remote-code", is_flag=True, help="Let the model run its own Python code.")
 @click.option("--tp-size", type=click.IntRange(1), default=1, help="GPUs, over all nodes.")
 @click.option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Machines.")
@@ -167,6 +169,7 @@ def command(
     dry_run: bool,
     as_json: bool,
     engine_flags: tuple[str, ...],
+    **limits: Any,
 ) -> None:
     """Serve a model and its adapter over HTTP, until Ctrl-C or SIGTERM.
 
@@ -189,6 +192,7 @@ def command(
     if engine == "auto":
         engine = "sglang" if given or _sglang_is_here() else "local"
     if engine == "sglang":
+        refuse_limits(limits)
         from ktbridge.cli._serve_sglang import run
         from ktbridge.serve.sglang.request import Request
 
@@ -235,6 +239,7 @@ def command(
         nonexpert_adapters=nonexpert_adapters,
         merged_adapters=merged_adapters,
         adapters=adapters,
+        limits=make_limits(limits),
     )
 
     print_problems(p for p in plan.problems if p.severity != "info")
@@ -251,6 +256,7 @@ def command(
         key = "with an API key" if api_key else "without an API key"
         console.print(f"would serve {plan.model} on {host}:{port}, {key}", markup=False)
         print_arms()
+        console.print(describe_limits(plan.limits), markup=False, soft_wrap=True)
         return
 
     from ktbridge.serve.local.launch import serve

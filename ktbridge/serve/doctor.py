@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
+import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.serve.doctor_packages import (
+    ENGINE_PACKAGES,
+    PACKAGES,
+    Check,
+    check_engine_packages,
+    check_packages,
+    version_of,
+)
 from ktbridge.serve.machine import Machine, read_machine
 
-State = Literal["ok", "missing", "problem"]
 GIB = 2**30
-
-# distribution -> what is lost without it, and what brings it
-PACKAGES = {
-    "torch": ("train, serve and verify", "pip install 'ktbridge[all]'"),
-    "transformers": ("train, serve and verify", "pip install 'ktbridge[all]'"),
-    "peft": ("train and serve", "pip install 'ktbridge[all]'"),
-    "trl": ("train", "pip install 'ktbridge[train]'"),
-    "fastapi": ("serve --engine local", "pip install 'ktbridge[serve]'"),
-    "uvicorn": ("serve --engine local", "pip install 'ktbridge[serve]'"),
-    "openai": ("eval", "pip install 'ktbridge[eval]'"),
-    "sglang-kt": ("serve --engine sglang", "pip install 'ktransformers[sglang]' on a GPU machine, in"
-                  " an environment of its own, for serve --engine-python"),
-    "kt-kernel": ("serve --engine sglang", "it comes with 'ktransformers[sglang]'"),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report. ``problem`` means broken; ``missing`` means merely not there."""
-
-    topic: str
-    state: State
-    found: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,20 +39,24 @@ class Diagnosis:
         }
 
 
-def diagnose() -> Diagnosis:
-    """Look at everything once. Raises nothing: what fails is a check that says so."""
+def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosis:
+    """Look at everything once. Raises nothing: what fails is a check that says so.
+
+    ``engine_python`` is the interpreter of SGLang-KT's environment, where that isn't this one.
+    Without ``imports`` packages are looked up only, which is quick.
+    """
     machine = read_machine()
     checks = [
         Check("CPU", "ok", machine.cpu or "unknown"),
         _isa(machine),
-        _kernels(),
+        _kernels(machine),
         _cores(machine),
         _memory(machine),
         _numa(machine),
         _huge_pages(machine),
         _gpu(),
-        *(_package(name) for name in PACKAGES),
-        *_contract(machine),
+        *check_packages(imports),
+        *_engine(machine, engine_python, imports),
     ]
     return Diagnosis(machine, tuple(checks))
 
@@ -80,7 +67,7 @@ def _isa(machine: Machine) -> Check:
     return Check("ISA", "ok", " ".join(machine.isa))
 
 
-def _kernels() -> Check:
+def _kernels(machine: Machine) -> Check:
     """Our extension: the paths this CPU can run, and the one that 'auto' takes."""
     try:
         kernels = importlib.import_module("ktbridge._kernels")
@@ -92,6 +79,13 @@ def _kernels() -> Check:
             "install ktbridge again: pip install --force-reinstall ktbridge",
         )
     available = ", ".join(kernels.isa_available())
+    if "amx_bf16" in machine.isa and "amx" not in available:
+        return Check(
+            "kernels",
+            "problem",
+            f"the CPU has AMX, but the operating system doesn't let us use it (only {available})",
+            "use Linux 5.16 or newer, and a container runtime that allows arch_prctl",
+        )
     try:
         return Check("kernels", "ok", f"{kernels.isa_default()} (of {available})")
     except ValueError as error:
@@ -157,13 +151,28 @@ def _huge_pages(machine: Machine) -> Check:
     return Check("huge pages", "ok", text)
 
 
-def _contract(machine: Machine) -> list[Check]:
+def _engine(machine: Machine, python: str | None, imports: bool) -> list[Check]:
+    """SGLang-KT's packages and the contract of its version."""
+    from ktbridge.serve.sglang.installed import DISTRIBUTION, KERNEL, read_installed
+
+    try:
+        installed = read_installed(python)
+    except KtbridgeError as error:
+        return [Check(DISTRIBUTION, "problem", str(error), error.next_step)]
+    versions = {DISTRIBUTION: installed.engine, KERNEL: installed.kernel}
+    checks = check_engine_packages(python or sys.executable, versions, imports)
+    if installed.engine is None and installed.upstream is not None:
+        said = f"sglang {installed.upstream} is installed, which is SGLang without KTransformers"
+        checks[0] = Check(DISTRIBUTION, "missing", said, ENGINE_PACKAGES[DISTRIBUTION][2])
+    if installed.engine is None:
+        return checks
+    return [*checks, *_contract(machine, installed.engine, installed.kernel)]
+
+
+def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]:
     """What the installed engine accepts, and whether its kernels and this CPU go with it."""
     from ktbridge.adapter.engines import ENGINE, contract_for
 
-    version, kernel = _version(ENGINE), _version("kt-kernel")
-    if version is None:
-        return []
     try:
         contract, known = contract_for(f"{ENGINE}=={version}")
     except KtbridgeError as error:
@@ -189,12 +198,19 @@ def _contract(machine: Machine) -> list[Check]:
 
 def _gpu() -> Check:
     """GPUs as torch sees them; an import that fails says why."""
-    if _version("torch") is None:
-        return Check("GPU", "missing", "torch is not installed", PACKAGES["torch"][1])
+    from ktbridge.serve.sglang.resources import read_gpus
+
+    if version_of("torch") is None:
+        return Check("GPU", "missing", "torch is not installed", PACKAGES["torch"][2])
     try:
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
             built = torch.version.cuda
+            listed = ", ".join(gpu.name for gpu in read_gpus())
+            if listed:
+                why = "torch is a CPU build" if built is None else f"torch's CUDA {built} has none"
+                step = "install a torch build for this driver's CUDA version, as pytorch.org says"
+                return Check("GPU", "problem", f"nvidia-smi lists {listed}, but {why}", step)
             found = "torch is a CPU build" if built is None else f"none for torch's CUDA {built}"
             return Check(
                 "GPU", "missing", found, "not needed by --engine local and by training on a CPU"
@@ -207,18 +223,3 @@ def _gpu() -> Check:
     except Exception as error:  # a broken torch fails in many ways; each is worth reading
         said = f"{type(error).__name__}: {error}"
         return Check("GPU", "problem", f"torch does not load: {said}", "reinstall torch")
-
-
-def _package(name: str) -> Check:
-    version = _version(name)
-    if version is not None:
-        return Check(name, "ok", version)
-    purpose, remedy = PACKAGES[name]
-    return Check(name, "missing", f"not installed; needed for {purpose}", remedy)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -222,7 +222,7 @@ class Launcher:
         threading.Thread(target=read, daemon=True).start()
         text = ""
         while not text.endswith("\n}\n"):
-            line = lines.get(timeout=60)
+            line = lines.get(timeout=180)
             assert line, f"the server ended before it was ready: {text}"
             text += line
         ready = json.loads(text)
@@ -318,7 +318,7 @@ def begin_answer() -> Callable[..., socket.socket]:
 def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            cli(*args), capture_output=True, text=True, timeout=60, env=ENVIRONMENT | environment
+            cli(*args), capture_output=True, text=True, timeout=180, env=ENVIRONMENT | environment
         )
 
     return run

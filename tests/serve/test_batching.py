@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import moefamilies
 import pytest
@@ -13,8 +14,9 @@ from peft.tuners.lora import LoraLayer
 
 from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.decode import Finish, Sampling
+from ktbridge.serve.local.decode import HEAD, Finish, Picker, Sampling
 from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.linears import pack_linears, worth_packing
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 from ktbridge.sft import expert_layers, wrap_experts
 from ktbridge.sft.attach import inject_lora
@@ -114,7 +116,8 @@ def test_a_crowd_changes_nothing(kind):
     engine = make_engine(kind)
     engine.warm_up(ARMS)
     assert engine.batchable
-    batch = Batch(engine, running=8, cells=10**6)
+    assert engine.chunkable
+    batch = Batch(engine, running=8, cells=10**6, chunk=5)
     lengths = ((5, 14), (23, 4), (1, 12), (12, 9), (2, 16), (17, 3))
     asks = [
         ask(ARMS[i % 4], [(7 * i + j) % 60 + 3 for j in range(length)], tokens, n=1 + (i == 3))
@@ -174,6 +177,75 @@ def test_what_fails_fails_alone(engine):
     tokens = [[e.token for e in one.listener.entries()] for one in (good, alone)]
     assert tokens[0] == tokens[1]
     assert len(late.listener.entries()) == 3
+
+
+def test_a_long_prompt_holds_nobody_up(engine):
+    """Its chunks and the others' tokens take turns; a scored one gets the same logprobs in parts."""
+    batch = Batch(engine, running=4, cells=10**6, chunk=256)
+    running = ask(BOTH, [5, 6], 10**5)
+    batch.admit(running)
+    prompt = [i % 50 + 3 for i in range(2000)]
+    scoring = Sampling(max_tokens=1, temperature=0, prompt_logprobs=True)
+    batch.begin(Ask(EXPERT, prompt, scoring, listener := Asker()))
+    seen = [len(running.listener.said[0])]
+    while batch.coming is not None:
+        batch.advance()
+        batch.step()
+        seen.append(len(running.listener.said[0]))
+    assert len(seen) == 1 + 8  # 2000 tokens in chunks of 256
+    assert [b - a for a, b in pairwise(seen)] == [1] * 8
+    batch.drop_all(RuntimeError())
+    parts = [entry.logprob for entry in listener.said[0][0].logprobs]
+    batch.admit(Ask(EXPERT, prompt, scoring, listener := Asker()))  # alone: in one piece
+    whole = [entry.logprob for entry in listener.said[0][0].logprobs]
+    assert parts[0] is whole[0] is None
+    assert parts[1:] == pytest.approx(whole[1:], abs=0.2)
+    # Whoever hangs up on a prompt half-way leaves nothing behind.
+    batch.admit(ask(BOTH, [5, 6], 10**5))
+    gone = ask(BASE, prompt, 3)
+    batch.begin(gone)
+    batch.advance()
+    gone.listener.cancelled = True
+    assert batch.advance() == 0
+    assert (batch.coming, len(batch.rows), gone.listener.said) == (None, 1, {})
+
+
+def test_packed_linears_compute_the_same():
+    """Each row is what float32 makes of it, and doesn't depend on who is beside it."""
+    if not worth_packing():
+        pytest.skip("this CPU has bfloat16 products of its own")
+    torch.manual_seed(0)
+    big, small = torch.nn.Linear(512, 300).bfloat16(), torch.nn.Linear(16, 16).bfloat16()
+    huge = torch.nn.Linear(512, 300).bfloat16()
+    with torch.no_grad():
+        huge.weight[0, 0] = 1e5  # more than float16 holds
+    assert pack_linears(torch.nn.ModuleList([big, small, huge])) == big.weight.nbytes
+    rows = torch.randn(2, 8, 512).bfloat16()
+    with torch.inference_mode():
+        exact = torch.nn.functional.linear(rows.float(), big.weight.float(), big.bias.float())
+        got = big(rows)
+        assert got.dtype == torch.bfloat16
+        assert torch.allclose(got.float(), exact, rtol=2**-8, atol=1e-5)
+        assert torch.equal(big(rows[1, 3:6]), big(rows[1])[3:6])
+        assert torch.equal(
+            huge(rows), torch.nn.functional.linear(rows, huge.weight, huge.bias)
+        )  # left as it was
+
+
+def test_a_draw_is_as_likely_as_its_word():
+    """Frequencies of a seeded picker, within five standard deviations; a nucleus holds the rest out."""
+    shares = torch.tensor([0.05, 0.5, 0.15, 0.0, 0.3])
+    for top_p, expected in ((1.0, shares), (0.7, torch.tensor([0, 0.625, 0, 0, 0.375]))):
+        picker = Picker(Sampling(1, top_p=top_p, seed=5))
+        drawn = torch.tensor([picker.pick(shares.log()) for _ in range(3000)])
+        found = drawn.bincount(minlength=5) / len(drawn)
+        assert bool(((found - expected).abs() <= 5 * (expected / len(drawn)).sqrt()).all())
+    # A nucleus wider than where it is looked for first is found all the same.
+    flat = torch.zeros(3 * HEAD)
+    picker = Picker(Sampling(1, top_p=0.5, seed=5))
+    assert len({picker.pick(flat) for _ in range(1500)}) > HEAD
+    with pytest.raises(ArithmeticError):
+        picker.pick(torch.full((8,), torch.nan))
 
 
 def test_room_is_kept_for_what_was_begun(engine):

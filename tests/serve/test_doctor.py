@@ -88,7 +88,7 @@ def test_nothing_readable_is_unknown_not_zero(tmp_path):
 
 
 def test_report(run_cli):
-    done = run_cli("doctor", "--json")
+    done = run_cli("doctor", "--quick", "--json")
     assert done.returncode == 0, done.stdout
     report = json.loads(done.stdout)
     checks = {check["topic"]: check for check in report["checks"]}
@@ -105,7 +105,7 @@ def test_the_engine_and_its_contract(run_cli, tmp_path):
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    done = run_cli("doctor", "--json", PYTHONPATH=str(tmp_path))
+    done = run_cli("doctor", "--quick", "--json", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0
     checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
     assert "0.6.3 to 0.7.0.post3: adapters split" in checks["engine contract"]["found"]
@@ -113,6 +113,50 @@ def test_the_engine_and_its_contract(run_cli, tmp_path):
 
 
 def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):
-    done = run_cli("doctor", KTBRIDGE_ISA="no-such-isa")
+    done = run_cli("doctor", "--quick", KTBRIDGE_ISA="no-such-isa")
     assert done.returncode == 1
     assert "no-such-isa" in done.stdout
+
+
+def test_imports_that_fail_are_reported_as_they_failed(run_cli, tmp_path):
+    """A library that isn't there, a module that ends Python, and one that is behind it."""
+    for name in (
+        "accelerate",
+        "datasets",
+        "fastapi",
+        "openai",
+        "peft",
+        "prometheus_client",
+        "uvicorn",
+    ):
+        write(tmp_path, {f"{name}.py": ""})
+    why = "libgone.so.12: cannot open shared object file"
+    write(tmp_path, {"torch.py": f"raise ImportError({why!r})\n", "transformers.py": "1 / 0\n"})
+    write(tmp_path, {"trl.py": "import os, sys\nprint('dying', file=sys.stderr)\nos._exit(3)\n"})
+    done = run_cli("doctor", "--json", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    for topic, words in (
+        ("torch", f"does not import: ImportError: {why}"),
+        ("transformers", "does not import: ZeroDivisionError: division by zero"),
+        ("trl", "does not import: the import ended Python with code 3: dying"),
+        ("datasets", "not tried: trl ended the process"),
+        ("GPU", why),
+    ):
+        assert words in checks[topic]["found"]
+        assert (checks[topic]["state"], bool(checks[topic]["remedy"])) == ("problem", True)
+    assert checks["peft"]["state"] == "ok"
+
+
+def test_a_package_that_is_too_old_and_an_engine_that_does_not_run(run_cli, tmp_path):
+    info = tmp_path / "openai-1.99.dist-info"
+    write(info, {"METADATA": "Metadata-Version: 2.1\nName: openai\nVersion: 1.99\n"})
+    python = str(tmp_path / "python")
+    done = run_cli(
+        *("doctor", "--quick", "--json", "--engine-python", python), PYTHONPATH=str(tmp_path)
+    )
+    assert done.returncode == 1
+    checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["openai"]["found"].startswith("1.99 is too old; ktbridge needs 2.0")
+    assert checks["openai"]["remedy"] == "pip install 'openai>=2.0'"
+    assert f"{python} does not run" in checks["sglang-kt"]["found"]

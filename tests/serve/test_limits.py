@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from contextlib import ExitStack
@@ -14,29 +12,14 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-SERVE = """
-import sys
-from ktbridge.serve.local.launch import serve
-from ktbridge.serve.local.limits import Limits
-from ktbridge.serve.local.plan import plan_local
-
-limits = Limits(running=1, waiting=2, context=300, choices=4, body_seconds=1, drain_seconds=15)
-plan = plan_local(sys.argv[1], served_name="tiny", port=0, threads=1, limits=limits)
-serve(plan, lambda url: print(url, flush=True))
-"""
-
 
 @pytest.fixture(scope="module")
-def small(launch, base, server):
+def small(launch, base):
     """A server that takes on next to nothing."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(base)], stdout=subprocess.PIPE, text=True
+    limits = (
+        "--max-running 1 --max-waiting 2 --context-length 300 --body-seconds 1 --drain-seconds 15"
     )
-    url = process.stdout.readline().strip()
-    yield type(server)(process, url, {})
-    process.kill()
-    process.wait(10)
-    process.stdout.close()
+    return launch("--model", str(base), "--served-model-name", "tiny", *limits.split())
 
 
 def metrics(server) -> dict[str, float]:
@@ -108,6 +91,18 @@ def test_limits_are_said_by_name(small):
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 client.completions.create(**{"model": "tiny", "prompt": "x"} | options)
+
+
+def test_limits_belong_to_the_local_engine(run_cli, base):
+    """What was asked for is in the plan; SGLang-KT's own flags are named where it would serve."""
+    args = ("serve", "--model", str(base), "--max-body-mib", "2", "--max-running", "3")
+    plan = json.loads(run_cli(*args, "--engine", "local", "--dry-run", "--json").stdout)
+    assert (plan["limits"]["body"], plan["limits"]["running"]) == (2 * 2**20, 3)
+    assert plan["limits"]["waiting"] == 64
+    refused = run_cli(*args, "--engine", "sglang", "--dry-run")
+    assert refused.returncode == 2
+    assert "--max-running, --max-body-mib: for the local engine only" in refused.stderr
+    assert "--max-running-requests N" in refused.stderr
 
 
 def test_a_body_that_does_not_come(small):

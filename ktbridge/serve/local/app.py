@@ -25,7 +25,7 @@ from ktbridge.serve.local.limits import Limits
 from ktbridge.serve.local.metrics import CONTENT_TYPE, Metrics
 from ktbridge.serve.local.prompts import PromptBuilder
 from ktbridge.serve.local.replies import ChatReply, CompletionReply, Echo
-from ktbridge.serve.local.schema import ChatRequest, CompletionRequest
+from ktbridge.serve.local.schema import SEED_RANGE, ChatRequest, CompletionRequest, bounded
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -52,7 +52,7 @@ def create_app(
     cells = engine.cells()
     context = min(engine.context_length, limits.context, cells)
     metrics = Metrics()
-    worker = Worker(Batch(engine, running, cells), limits.waiting, metrics)
+    worker = Worker(Batch(engine, running, cells, limits.chunk), limits.waiting, metrics)
     stop = asyncio.Event()
     prompts = PromptBuilder(engine.tokenizer, vocab_size=engine.vocab_size, context_length=context)
 
@@ -130,6 +130,8 @@ def create_app(
     async def chat(body: ChatRequest, request: Request) -> Response:
         arm = find_arm(body.model)
         prompt = await asyncio.to_thread(prompts.chat, body.messages, body.chat_template_kwargs)
+        for limit in (body.max_tokens, body.max_completion_tokens):
+            prompts.room(prompt, limit, "messages")
         sampling = Sampling(
             max_tokens=prompts.room(prompt, body.limit, "messages"),
             temperature=body.temperature,
@@ -184,9 +186,18 @@ def create_app(
         return JSONResponse(reply.whole(choices, tokens))
 
     schemas = app.openapi()["components"]["schemas"]  # kept by the app
+    most = {
+        "n": most_choices,
+        "max_tokens": context - 1,
+        "max_completion_tokens": context - 1,
+        "prompt": engine.vocab_size - 1,
+        "seed": SEED_RANGE - 1,
+    }
     for request in ("ChatRequest", "CompletionRequest"):
-        schemas[request]["properties"]["model"]["enum"] = list(by_name)
-        schemas[request]["properties"]["n"]["anyOf"][0]["maximum"] = most_choices
+        fields = schemas[request]["properties"]
+        fields["model"]["enum"] = list(by_name)
+        for name in most.keys() & fields.keys():
+            fields[name] = bounded(fields[name], most[name], limits.waiting)
     return app
 
 

@@ -1,7 +1,8 @@
 """Continuous batching: answers begin and end at any step, and all under way advance together.
 
-Pure of threads and HTTP: ``worker`` calls ``admit`` and ``step``. A prompt is run alone (prefill), then its
-row joins the others' cache; each ``step`` is one forward of one token a row, whatever arm a row is of.
+Pure of threads and HTTP: ``worker`` calls ``begin``, ``advance`` and ``step``. A prompt is run alone
+(prefill), a chunk at a time, so that the others go on between its chunks; then its row joins their cache.
+Each ``step`` is one forward of one token a row, whatever arm a row is of.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ import torch
 
 from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.caches import take_rows
-from ktbridge.serve.local.decode import Answer, Delta, Event, Finish, Sampling, prompt_logprobs
+from ktbridge.serve.local.decode import (
+    Answer,
+    Delta,
+    Event,
+    Finish,
+    Sampling,
+    TokenLogprob,
+    prompt_logprobs,
+)
 from ktbridge.serve.local.text import Tokens
 
 log = logging.getLogger(__name__)
+
+ALONE = 4096  # tokens of a chunk that holds nobody up: its activations and logits need memory
 
 
 class Model(Protocol):
@@ -26,9 +37,10 @@ class Model(Protocol):
 
     tokens: Tokens
     stop_ids: frozenset[int]
+    chunkable: bool
 
     def prefill(
-        self, arm: Arm, ids: Sequence[int], all_logits: bool
+        self, arm: Arm, ids: Sequence[int], all_logits: bool, cache: Any = None
     ) -> tuple[torch.Tensor, Any]: ...
 
     def step(
@@ -75,17 +87,29 @@ class Row:
 
 
 @dataclass
+class Coming:
+    """A prompt of which ``done`` tokens are computed. ``entries``: their logprobs, where asked for."""
+
+    ask: Ask
+    done: int = 0
+    cache: Any = None
+    entries: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass
 class Batch:
-    """The answers under way.
+    """The answers under way, and the one prompt that is to join them.
 
     ``running``: how many rows at most. ``cells``: how many positions the cache may have, rows times
-    the longest that one may come to.
+    the longest that one may come to. ``chunk``: how many tokens of a prompt others wait for.
     """
 
     model: Model
     running: int
     cells: int
+    chunk: int = 512
     rows: list[Row] = field(default_factory=list)
+    coming: Coming | None = None
     _cache: Any = None
 
     def fits(self, ask: Ask) -> bool:
@@ -96,33 +120,74 @@ class Batch:
         longest = max(ask.longest, *(row.ask.longest for row in self.rows))
         return count <= self.running and count * longest <= self.cells
 
-    def admit(self, ask: Ask) -> int:
-        """Run a prompt, deliver each choice's first token, and join the rows that go on.
+    def begin(self, ask: Ask) -> None:
+        """Take the next prompt up; ``advance`` computes it. There must be no other."""
+        assert self.coming is None
+        self.coming = Coming(ask)
 
+    def admit(self, ask: Ask) -> int:
+        """Begin ``ask`` and run its prompt to the end. Returns how many tokens were chosen."""
+        self.begin(ask)
+        chosen = 0
+        while self.coming is not None:
+            chosen += self.advance()
+        return chosen
+
+    def advance(self) -> int:
+        """Run the next chunk of the prompt that is coming, if one is and somebody waits for it.
+
+        After the last chunk each choice's first token is delivered, and the rows that go on join.
         Returns how many tokens were chosen. What goes wrong is the asker's alone.
         """
+        coming = self.coming
+        if coming is None:
+            return 0
+        ask = coming.ask
+        if ask.listener.cancelled:
+            self.coming = None
+            return 0
         try:
-            scoring = ask.sampling.prompt_logprobs
-            logits, cache = self.model.prefill(ask.arm, ask.prompt, scoring)
+            logits = self._next_chunk(coming)
+            if coming.done < len(ask.prompt):
+                return 0
+            self.coming = None
             opening: list[Event] = []
-            if scoring:
-                entries = prompt_logprobs(logits, ask.prompt, ask.sampling.top_logprobs or 0)
-                opening.append(Delta("", tuple(entries), prompt=True))
+            if ask.sampling.prompt_logprobs:
+                opening.append(Delta("", tuple(coming.entries), prompt=True))
             rows = []
             for i in range(ask.n):
                 answer = Answer(self.model.tokens, self.model.stop_ids, ask.sampling, i)
                 row = Row(ask, ask.first + i, answer, len(ask.prompt))
                 for event in opening:
                     ask.listener.deliver(row.choice, event)
-                if self._take(row, logits[-1]):
+                if self._take(row, logits):
                     rows.append(row)
             if rows:
-                self._join(rows, cache)
+                self._join(rows, coming.cache)
             return ask.n if ask.sampling.max_tokens else 0
         except Exception as error:
             log.exception("a prompt failed")
+            self.coming = None
             ask.listener.fail(error)
             return 0
+
+    def _next_chunk(self, coming: Coming) -> torch.Tensor:
+        """Logits [V], float32, after the next chunk of a prompt."""
+        ask, start = coming.ask, coming.done
+        end = len(ask.prompt)
+        if self.model.chunkable:
+            end = min(end, start + (self.chunk if self.rows else ALONE))
+        scoring = ask.sampling.prompt_logprobs
+        logits, coming.cache = self.model.prefill(
+            ask.arm, ask.prompt[start:end], scoring, coming.cache
+        )
+        coming.done = end
+        if scoring:
+            top = ask.sampling.top_logprobs or 0
+            # Our last token foretells the first of the next chunk, which has it from us.
+            entries = prompt_logprobs(logits, ask.prompt[start : end + 1], top)
+            coming.entries += entries[1:] if start else entries
+        return logits[-1].float()
 
     def step(self) -> int:
         """One token for every row that somebody waits for. Returns how many were chosen."""
@@ -140,14 +205,22 @@ class Batch:
         except Exception as error:
             # The cache may be half-written: nobody can go on from it.
             log.exception("a step failed")
-            self.drop_all(error)
+            self._drop_rows(error)
             return 0
         for row in rows:
             row.length += 1
+        logits = logits.float()  # at once, and not in each thing that is done with a row
         self._keep([row for row, its in zip(rows, logits, strict=True) if self._take(row, its)])
         return len(rows)
 
     def drop_all(self, error: BaseException) -> None:
+        """Give up every answer under way, and the prompt that is coming."""
+        if self.coming is not None:
+            self.coming.ask.listener.fail(error)
+        self._drop_rows(error)
+        self.coming = None
+
+    def _drop_rows(self, error: BaseException) -> None:
         for row in self.rows:
             row.ask.listener.fail(error)
         self.rows, self._cache = [], None

@@ -26,6 +26,9 @@ BATCHABLE = (
     kinds.DummyLayer,
 )
 
+ATTENTION = (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer, kinds.DummyLayer)
+"""Layers of keys and values only."""
+
 Source = tuple[Any, Sequence[int]]
 """A cache (or one of its layers), and which of its rows are meant."""
 

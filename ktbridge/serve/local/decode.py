@@ -16,6 +16,8 @@ from ktbridge.serve.local.text import StopScanner, TextStream, Tokens
 FinishReason = Literal["stop", "length"]
 GREEDY_BELOW = 1e-5  # dividing logits by less than this can overflow, and is greedy anyway
 
+HEAD = 512  # the words among which a nucleus is looked for first
+
 SEED_STEP = 0x9E3779B97F4A7C15  # odd and large: seeds of neighbours' choices don't meet
 
 
@@ -124,20 +126,42 @@ class Picker:
             self.generator.manual_seed((sampling.seed + choice * SEED_STEP) % 2**64)
 
     def pick(self, row: torch.Tensor) -> int:
-        """``row``: logits [V] of any float dtype."""
+        """``row``: logits [V] of any float dtype. Raises ArithmeticError for NaN among them.
+
+        One uniform number a token is looked up in the cumulated probabilities. torch.multinomial draws
+        one for each word of the vocabulary, which takes longer than the rest of a small model's step.
+        """
         if self.temperature < GREEDY_BELOW:
             return int(row.argmax())
         # Subtracting the maximum first keeps a small temperature from making inf - inf.
         scaled = row.float()
         probabilities = ((scaled - scaled.max()) / self.temperature).softmax(-1)
         if self.top_p < 1:
-            ordered, ids = probabilities.sort(descending=True, stable=True)
-            # The nucleus is the shortest head that reaches top_p; it always holds one token.
-            outside = ordered.cumsum(-1) - ordered >= self.top_p
-            outside[0] = False
-            drawn = torch.multinomial(ordered.masked_fill(outside, 0), 1, generator=self.generator)
-            return int(ids[drawn])
-        return int(torch.multinomial(probabilities, 1, generator=self.generator))
+            likeliest, ids = _head(probabilities, self.top_p)
+            return int(ids[self._draw(likeliest)])
+        return self._draw(probabilities)
+
+    def _draw(self, weights: torch.Tensor) -> int:
+        """An index of ``weights`` [N], as often as its share of their sum says."""
+        sums = weights.cumsum(-1, dtype=torch.float64)
+        if not bool(sums[-1] > 0):
+            raise ArithmeticError("the model's logits are not numbers")
+        at = torch.rand(1, generator=self.generator, dtype=torch.float64) * sums[-1]
+        # The first whose sum is beyond: a word without probability is never taken.
+        return min(int(torch.searchsorted(sums, at, right=True)), len(weights) - 1)
+
+
+def _head(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nucleus of ``probabilities`` [V], falling, and its ids: the shortest head with ``top_p``."""
+    whole = len(probabilities)
+    # Sorting the vocabulary takes longer than all else here, and is seldom needed.
+    for size in (min(HEAD, whole), whole):
+        likeliest, ids = probabilities.topk(size)
+        sums = likeliest.cumsum(-1, dtype=torch.float64)
+        if size == whole or bool(sums[-1] >= top_p):
+            break
+    kept = max(1, int((sums - likeliest < top_p).sum()))
+    return likeliest[:kept], ids[:kept]
 
 
 def token_logprob(row: torch.Tensor, token: int, top: int) -> TokenLogprob:

@@ -14,7 +14,8 @@ import torch
 from ktbridge.adapter import read_adapter
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.local.arms import Arm
-from ktbridge.serve.local.caches import batchable, bytes_held, take_rows
+from ktbridge.serve.local.caches import ATTENTION, batchable, bytes_held, take_rows
+from ktbridge.serve.local.linears import pack_linears
 from ktbridge.serve.local.mixing import Mixer
 from ktbridge.serve.local.plan import ServePlan
 from ktbridge.serve.local.text import Tokens
@@ -23,6 +24,8 @@ from ktbridge.sft import load_expert_lora, wrap_experts
 from ktbridge.sft.loading import load_for_kernels, load_tokenizer
 
 log = logging.getLogger(__name__)
+
+SAME = 0.3  # of logits' norm: bfloat16's rounding is far below, a forgotten state far above
 
 
 class Engine:
@@ -48,16 +51,24 @@ class Engine:
         self.context_length: int = config.max_position_embeddings
         self.stop_ids = _stop_ids(model, tokenizer)
         self.batchable = True
+        self.chunkable = True
+        """Whether a prompt can be computed in parts; known after ``warm_up``."""
         self.bytes_per_token = 0
         """What a token takes in the cache; known after ``warm_up``."""
         self._mixer = Mixer(model, tuned, slots or {})
 
     @torch.inference_mode()
-    def prefill(self, arm: Arm, ids: Sequence[int], all_logits: bool) -> tuple[torch.Tensor, Any]:
-        """Run a prompt: logits [1 or len(ids), V] and the cache of one row that it leaves."""
+    def prefill(
+        self, arm: Arm, ids: Sequence[int], all_logits: bool, cache: Any = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Run a prompt: logits [1 or len(ids), V] and the cache of one row that it leaves.
+
+        ``cache`` is what an earlier part of the same prompt left, and is written to.
+        """
         self._mixer.select([arm])
         output = self.model(
             input_ids=torch.tensor([list(ids)]),
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=0 if all_logits else 1,
         )
@@ -105,9 +116,31 @@ class Engine:
                 type(self.model).__name__,
             )
             return
+        self.chunkable = self._parts_are_the_whole(arms[0])
         together = take_rows([(cache, [0]) for cache in caches], len(prompt))
         rows = len(arms)
         self._check(self.step(arms, [0] * rows, [len(prompt)] * rows, together), arms)
+
+    def _parts_are_the_whole(self, arm: Arm) -> bool:
+        """Whether this model goes on from a cache with more than one token.
+
+        Attention always does; some versions of transformers begin linear attention afresh.
+        """
+        prompt = [token % self.vocab_size for token in range(3, 15)]
+        whole, cache = self.prefill(arm, prompt, False)
+        if all(type(layer) in ATTENTION for layer in cache.layers):
+            return True
+        _, cache = self.prefill(arm, prompt[:8], False)
+        parts, _ = self.prefill(arm, prompt[8:], False, cache)
+        off = (parts.float() - whole.float()).norm() / whole.float().norm()
+        if off < SAME:
+            return True
+        log.warning(
+            "%s can't compute a prompt in parts with this transformers: answers under way wait for whole "
+            "prompts",
+            type(self.model).__name__,
+        )
+        return False
 
     def cells(self) -> int:
         """Positions of cache that this machine has room for: half of the memory that is free now.
@@ -150,6 +183,7 @@ def load_engine(plan: ServePlan) -> Engine:
         adapters = {slots[name]: read_adapter(path) for name, path in plan.nonexpert}
         tuned = load_nonexpert(model, adapters)
     model.eval().requires_grad_(False)
+    pack_linears(model)
     engine = Engine(model, tokenizer, slots, tuned)
     engine.warm_up(plan.arms)
     return engine

@@ -13,6 +13,7 @@ class Limits:
 
     ``context``: tokens of prompt and answer together, where the model itself would take more; what
     an answer may come to is reserved before it begins, so that memory never runs out half-way.
+    ``chunk``: tokens of a prompt that are computed between two steps of the answers under way.
     ``choices``: the largest ``n`` of a request. ``body``: bytes of a request. ``body_seconds``: how
     long a client may take over its next piece of a body. ``drain_seconds``: how long a server that
     was told to stop goes on answering what it had accepted.
@@ -21,6 +22,7 @@ class Limits:
     running: int = 16
     waiting: int = 64
     context: int = 32768
+    chunk: int = 512
     choices: int = 8
     body: int = 4 * 1024 * 1024
     body_seconds: float = 60

@@ -24,6 +24,9 @@ Stop = Annotated[
     str | list[str],
     WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
 ]
+# Inclusive at both ends; ``bounded`` makes whole numbers of them again.
+_SEED = {"type": "integer", "minimum": -SEED_RANGE, "maximum": SEED_RANGE - 1}
+Seed = Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE), WithJsonSchema(_SEED)]
 Neutral = Annotated[Finite, WithJsonSchema({"const": 0})]
 NoBias = Annotated[dict[str, Finite], WithJsonSchema({"type": "object", "maxProperties": 0})]
 
@@ -111,7 +114,7 @@ class Request(Strict):
     model: str
     temperature: Annotated[Finite, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Finite, Field(gt=0, le=1)] = 1.0
-    seed: Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE)] | None = None
+    seed: Seed | None = None
     stop: Stop = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -242,3 +245,22 @@ RENDERING_ARGUMENTS = frozenset(
         "messages",
     }
 )
+
+
+def bounded(schema: dict[str, Any], most: int, several: int) -> dict[str, Any]:
+    """A copy of a field's ``schema`` for OpenAPI whose integers are at most ``most``.
+
+    Lists of strings or of lists, which are several prompts, have at most ``several`` items.
+    """
+    made = dict(schema)
+    if made.get("type") == "integer":
+        made["maximum"] = most
+        if "minimum" in made:  # FastAPI writes it as a float, which readers round to other digits
+            made["minimum"] = int(made["minimum"])
+    if "anyOf" in made:
+        made["anyOf"] = [bounded(each, most, several) for each in made["anyOf"]]
+    if made.get("type") == "array":
+        if made["items"].get("type") != "integer":
+            made["maxItems"] = several
+        made["items"] = bounded(made["items"], most, several)
+    return made

@@ -76,7 +76,7 @@ class Job:
 
 
 class Worker:
-    """Admits what waits, one prompt a step, and advances what runs, until it is closed."""
+    """Admits what waits, one chunk of a prompt a step, and advances what runs, until it is closed."""
 
     def __init__(self, batch: Batch, max_waiting: int = 64, metrics: Metrics | None = None) -> None:
         self._batch = batch
@@ -96,7 +96,7 @@ class Worker:
 
     @property
     def running(self) -> int:
-        return len(self._batch.rows)
+        return len(self._batch.rows) + (self._batch.coming is not None)
 
     def submit(self, asks: Sequence[Ask]) -> None:
         """Queue one request's prompts, all or none. Raises QueueFull or ServerStopping."""
@@ -129,7 +129,8 @@ class Worker:
         while self._wait_for_work():
             if (ask := self._next()) is not None:
                 self._metrics.prompted(ask.arm.name, len(ask.prompt))
-                self._metrics.chosen(self._batch.admit(ask))
+                self._batch.begin(ask)
+            self._metrics.chosen(self._batch.advance())
             self._metrics.chosen(self._batch.step())
         self._batch.drop_all(ServerStopping())
         for ask in self._waiting:
@@ -139,11 +140,17 @@ class Worker:
     def _wait_for_work(self) -> bool:
         """False once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or self._batch.rows)
+            self._changed.wait_for(self._has_work)
             return not self._closed
+
+    def _has_work(self) -> bool:
+        batch = self._batch
+        return bool(self._closed or self._waiting or batch.rows or batch.coming)
 
     def _next(self) -> Ask | None:
         """The prompt whose turn it is, if there is room for it. In the order of asking."""
+        if self._batch.coming is not None:
+            return None
         with self._changed:
             while self._waiting and self._waiting[0].listener.cancelled:
                 self._waiting.popleft()

@@ -1,0 +1,167 @@
+"""The packages that ktbridge works with: there or not, new enough or not, and whether they import.
+
+Whether a package imports is found out by importing it, in a process of its own: a broken one may end the
+process, and an engine's import takes GPU memory with it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["ok", "missing", "problem"]
+IMPORT_SECONDS = 300
+
+# distribution -> module, what is lost without it, and what brings it
+PACKAGES = {
+    "torch": ("torch", "train, serve and verify", "pip install 'ktbridge[all]'"),
+    "transformers": ("transformers", "train, serve and verify", "pip install 'ktbridge[all]'"),
+    "accelerate": ("accelerate", "train and serve --engine local", "pip install 'ktbridge[all]'"),
+    "peft": ("peft", "train and serve", "pip install 'ktbridge[all]'"),
+    "trl": ("trl", "train", "pip install 'ktbridge[train]'"),
+    "datasets": ("datasets", "train", "pip install 'ktbridge[train]'"),
+    "fastapi": ("fastapi", "serve --engine local", "pip install 'ktbridge[serve]'"),
+    "uvicorn": ("uvicorn", "serve --engine local", "pip install 'ktbridge[serve]'"),
+    "prometheus-client": (
+        "prometheus_client", "serve --engine local", "pip install 'ktbridge[serve]'"
+    ),
+    "openai": ("openai", "eval", "pip install 'ktbridge[eval]'"),
+}  # fmt: skip
+ENGINE_PACKAGES = {
+    "sglang-kt": ("sglang", "serve --engine sglang", "pip install 'ktransformers[sglang]' on a GPU"
+                  " machine, in an environment of its own, and name its interpreter: --engine-python"),
+    "kt-kernel": ("kt_kernel", "serve --engine sglang", "it comes with 'ktransformers[sglang]'"),
+}  # fmt: skip
+
+_IMPORT = """
+import importlib, json, sys
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+        said = None
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    print("\\n" + json.dumps([module, said]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``problem`` means broken; ``missing`` means merely not there."""
+
+    topic: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def import_errors(python: str, modules: Iterable[str]) -> dict[str, str]:
+    """What went wrong with importing each of ``modules`` in ``python``; those that import are left out.
+
+    A module that ends the process is named, and so are those that it kept from being tried.
+    """
+    left = list(modules)
+    errors: dict[str, str] = {}
+    if not left:
+        return errors
+    try:
+        done = subprocess.run(
+            [python, "-c", _IMPORT, *left],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=IMPORT_SECONDS,
+            check=False,
+        )
+        output, end = done.stdout, f"the import ended Python with code {done.returncode}"
+        end += "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode(errors="replace")
+        end = f"the import took more than {IMPORT_SECONDS} seconds"
+    except OSError as error:
+        return dict.fromkeys(left, f"{python} does not run: {error}")
+    for line in output.splitlines():
+        if line.startswith("[") and left:
+            module, said = json.loads(line)
+            left.remove(module)
+            if said is not None:
+                errors[module] = said
+    for i, module in enumerate(left):
+        errors[module] = end if i == 0 else f"not tried: {left[0]} ended the process"
+    return errors
+
+
+def check_packages(imports: bool = True) -> list[Check]:
+    """The packages of this environment; each is imported unless ``imports`` is False."""
+    versions = {name: version_of(name) for name in PACKAGES}
+    there = [PACKAGES[name][0] for name, version in versions.items() if version is not None]
+    errors = import_errors(sys.executable, there if imports else ())
+    least = _least_versions()
+    return [
+        _check(name, version, PACKAGES[name], errors, least.get(name))
+        for name, version in versions.items()
+    ]
+
+
+def check_engine_packages(
+    python: str, versions: dict[str, str | None], imports: bool = True
+) -> list[Check]:
+    """The engine's, in its interpreter ``python``. ``versions``: distribution -> version or None."""
+    there = [ENGINE_PACKAGES[name][0] for name, version in versions.items() if version is not None]
+    errors = import_errors(python, there if imports else ())
+    return [
+        _check(name, version, ENGINE_PACKAGES[name], errors, None)
+        for name, version in versions.items()
+    ]
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check(
+    name: str,
+    version: str | None,
+    about: tuple[str, str, str],
+    errors: dict[str, str],
+    least: str | None,
+) -> Check:
+    module, purpose, remedy = about
+    if version is None:
+        return Check(name, "missing", f"not installed; needed for {purpose}", remedy)
+    if module in errors:
+        said = f"{version} does not import: {errors[module]}"
+        return Check(name, "problem", said, f"pip install --force-reinstall {name}=={version}")
+    if least is not None and _numbers(version) < _numbers(least):
+        return Check(
+            name,
+            "problem",
+            f"{version} is too old; ktbridge needs {least} to {purpose}",
+            f"pip install '{name}>={least}'",
+        )
+    return Check(name, "ok", version)
+
+
+def _least_versions() -> dict[str, str]:
+    """The oldest version of each package that our own metadata asks for."""
+    try:
+        wanted = importlib.metadata.requires("ktbridge") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = (re.match(r"([\w.-]+)\s*>=\s*([\w.]+)", line) for line in wanted)
+    return {match[1]: match[2] for match in found if match}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version as numbers: (2, 13, 0) for 2.13.0+cpu."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
