@@ -1,7 +1,8 @@
 # make demo    the whole loop on a tiny model, CPU only, in minutes
 # make test    the whole test suite, C++ and Python
 # make test-gpu   the tests that need a CUDA GPU
-# make test-engine   the launcher against the parsers in SGLang-KT's own wheels (downloads 0.5 GB once)
+# make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
+#                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
 # make check   lint, formatting, types
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 DEMO_DIR ?= ktbridge-demo
 CMAKE ?= cmake
 CTEST ?= ctest
@@ -20,7 +22,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-gpu test-engine check format clean help test-kernels sanitize
+.PHONY: demo test test-gpu test-engine test-clients check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -35,8 +37,35 @@ test: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/gpu tests/engine
 
+## The engine's newest version in an environment of its own; of older ones the tests put the wheel's files
+## before it. KTBRIDGE_ENGINE_PYTHON names an interpreter that has it already.
+ENGINE := ktransformers[sglang]==0.7.2
+ENGINE_VENV := .venv-engine
+ENGINE_PIP := $(ENGINE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-cache-dir
+
 test-engine: $(VENV)/.dev
-	@KTBRIDGE_ENGINE_WHEELS=1 $(BIN)/python -m pytest tests/serve/sglang/test_contract.py
+	@test -n "$$KTBRIDGE_ENGINE_PYTHON" || $(MAKE) -s --no-print-directory $(ENGINE_VENV)/.ready \
+	  || echo "pip can't install the engine (its words are above): what needs it is skipped."
+	@export KTBRIDGE_ENGINE_WHEELS=1; \
+	if [ -z "$$KTBRIDGE_ENGINE_PYTHON" ] && [ -e $(ENGINE_VENV)/.ready ]; then \
+	  export KTBRIDGE_ENGINE_PYTHON=$(CURDIR)/$(ENGINE_VENV)/bin/python; \
+	fi; \
+	echo "Asking the wheels of sglang-kt, and the engine of $${KTBRIDGE_ENGINE_PYTHON:-no interpreter} ..."; \
+	$(BIN)/python -m pytest tests/serve/sglang/test_contract.py tests/engine_cpu
+
+## compressed-tensors is what older versions need besides, sglang-router what replicas do; the first one's
+## dependencies would bring another transformers over the engine's own.
+$(ENGINE_VENV)/.ready:
+	@echo "Installing $(ENGINE) into $(ENGINE_VENV) (9.5 GB, some 10 minutes, once) ..."
+	@$(PYTHON) -m venv $(ENGINE_VENV)
+	@mkdir -p $(ENGINE_VENV)/tmp
+	@TMPDIR=$(CURDIR)/$(ENGINE_VENV)/tmp $(ENGINE_PIP) '$(ENGINE)'
+	@$(ENGINE_PIP) --no-deps compressed-tensors sglang-router
+	@rm -rf $(ENGINE_VENV)/tmp
+	@touch $@
+
+test-clients: $(VENV)/.dev $(CLIENTS)/.installed
+	@KTBRIDGE_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest tests/clients
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)
@@ -64,7 +93,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf $(VENV) build dist $(DEMO_DIR)
+	rm -rf $(VENV) $(ENGINE_VENV) $(CLIENTS) build dist $(DEMO_DIR)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -80,4 +109,11 @@ $(VENV)/.demo: $(BIN)/python $(NATIVE)
 $(VENV)/.dev: $(BIN)/python $(NATIVE)
 	@echo "Installing ktbridge and its development tools into $(VENV) (a few minutes the first time) ..."
 	@$(PIP_INSTALL) -e '.[all,dev]'
+	@touch $@
+
+# transformers brings the harness its tokenizers; it needs no torch for them.
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet \
+	  'lm_eval[api]>=0.4.9' 'schemathesis>=4' 'transformers>=5.10'
 	@touch $@

@@ -33,7 +33,7 @@ class Contract:
     ``only_rank`` restricts some of them to one LoRA rank. ``methods``: the values of ``--kt-method``
     that take an expert LoRA. ``base_requests``: whether a request without an adapter is answered
     while a merged adapter is served. ``unapplied``: by family, the modules (path suffixes) whose
-    LoRA is read and then never applied. ``activations``: of the experts.
+    LoRA is read and then never applied, or ends the start-up. ``activations``: of the experts.
     """
 
     first: str
@@ -62,6 +62,12 @@ _QWEN35_MISSED = (
     "mlp.shared_expert_gate",
     *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
 )
+# Up to 0.7.0.post3 the engine can't size LoRA on the last two families' modules and ends at start-up.
+_MISSED: dict[str, tuple[str, ...]] = {
+    "Qwen3.5-MoE": _QWEN35_MISSED,
+    "Qwen3-MoE": ("mlp.gate",),
+    "DeepSeek": ("mlp.gate", "self_attn.q_a_proj", "self_attn.q_b_proj"),
+}
 
 _METHODS = ("AMXBF16", "BF16", "AMXINT8", "AMXINT4")
 
@@ -72,7 +78,7 @@ CONTRACTS: tuple[Contract, ...] = (
         split=False,
         merged=False,
         expert=False,  # --kt-expert-lora-path is unknown
-        unapplied={"Qwen3.5-MoE": _QWEN35_MISSED},
+        unapplied=_MISSED,
     ),
     Contract(
         first="0.6.3",
@@ -81,7 +87,7 @@ CONTRACTS: tuple[Contract, ...] = (
         merged=True,
         expert=True,
         methods=_METHODS,
-        unapplied={"Qwen3.5-MoE": _QWEN35_MISSED},
+        unapplied=_MISSED,
     ),
     Contract(
         first="0.7.0.post4",

@@ -194,7 +194,7 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB901", "error", "the engine version doesn't accept this layout", _CONVERT),
     Rule("KTB902", "info", "the engine version is none of those looked at: the next known contract holds",
          "nothing to do if the adapter serves; report where it doesn't"),
-    Rule("KTB903", "error", "the engine version reads a module's LoRA and never applies it",
+    Rule("KTB903", "error", "the engine version never applies a module's LoRA, or ends over it at start-up",
          "serve with sglang-kt 0.7.2, or with the embedded engine"),
     Rule("KTB904", "warning", "the engine version has no method for the weights experts were trained upon",
          "serve with a newer version, or from bf16 weights and compare with ktbridge verify"),

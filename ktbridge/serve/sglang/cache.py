@@ -26,6 +26,7 @@ from ktbridge.serve.sglang.sources import Source
 # Part of every key: a conversion that writes something else must not find the old result.
 _RECIPE = "1"
 ENGINE_CACHE = "SGLANG_KT_LORA_CACHE_DIR"
+KERNEL_CACHE = "TVM_FFI_CACHE_DIR"
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ CAUSES: tuple[Cause, ...] = (
         "ktbridge validate ADAPTER --base-model MODEL",
     ),
     _row(
+        r"get_hidden_dim not implemented for",
+        "this version can't size the LoRA of a module, a router for instance",
+        "install sglang-kt 0.7.2, or train without that module",
+    ),
+    _row(
         r"SFT-compatible KT methods",
         "this --kt-method takes no expert LoRA",
         "leave --kt-method out: the one that fits the checkpoint is chosen",

@@ -13,11 +13,13 @@ from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.machine import Machine, read_machine
-from ktbridge.serve.sglang.cache import cache_root
+from ktbridge.serve.sglang.cache import KERNEL_CACHE, cache_root
 from ktbridge.serve.sglang.installed import Installed, read_installed
 from ktbridge.serve.sglang.request import Request
 from ktbridge.serve.sglang.resources import Gpu, Weights, read_gpus, stored_format, weigh
 from ktbridge.serve.sglang.sources import Source, read_sources
+
+LOGGING = "SGLANG_LOGGING_CONFIG_PATH"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Facts:
 
     ``port_fault`` says why it can't be had. ``stored`` is the format of the checkpoint's experts,
     None where config.json doesn't say. ``environment`` are variables that the engine would inherit
-    and that change what it logs.
+    and that matter here.
     """
 
     installed: Installed
@@ -63,7 +65,7 @@ def gather(request: Request) -> Facts:
         port_fault=fault,
         cache=cache_root(),
         environment={
-            name: os.environ[name] for name in ("SGLANG_LOGGING_CONFIG_PATH",) if name in os.environ
+            name: os.environ[name] for name in (LOGGING, KERNEL_CACHE) if name in os.environ
         },
     )
 

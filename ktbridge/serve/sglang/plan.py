@@ -11,7 +11,8 @@ from typing import Any
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
 from ktbridge.errors import Problem, has_errors
 from ktbridge.serve.hosts import is_loopback
-from ktbridge.serve.sglang.cache import ENGINE_CACHE, Conversion, slot
+from ktbridge.serve.sglang.attention import check_attention
+from ktbridge.serve.sglang.cache import ENGINE_CACHE, KERNEL_CACHE, Conversion, slot
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.flags import Setting, check_flags, parse_flags, value_of
 from ktbridge.serve.sglang.layouts import Choice, choose_layout, granting
@@ -141,6 +142,7 @@ def plan(request: Request, facts: Facts) -> Plan:
     threads = plan_threads(facts.machine, method, facts.model, request.threads, request.replicas)
     reasons.append(threads.reason)
     problems += preflight(request, facts, choice, method, version)
+    problems += check_attention(flags, facts, version)
 
     served, conversions = _directories(choice, facts)
     own = _model_words(request, facts, method) + _kt_words(threads) + _lora_words(choice, served)
@@ -171,8 +173,16 @@ def plan(request: Request, facts: Facts) -> Plan:
     python = facts.installed.python if not elsewhere else "python3"
     argv = (python, "-m", "sglang.launch_server", *words)
     problems += unknown_flags(argv, parser, python)
-    environment = {ENGINE_CACHE: str(slot(facts.sources, facts.cache) / "engine")}
-    launch = Launch(argv, environment if choice.layout == "merged" else {}, facts.port)
+    environment = {}
+    if choice.layout == "merged":
+        environment[ENGINE_CACHE] = str(slot(facts.sources, facts.cache) / "engine")
+    if KERNEL_CACHE not in facts.environment:
+        environment[KERNEL_CACHE] = str(facts.cache / "kernels" / f"{ENGINE}-{version}")
+        reasons.append(
+            "kernels that the engine compiles are kept by its version: its own cache goes by path, so that"
+            " an upgraded engine would go on with the old ones"
+        )
+    launch = Launch(argv, environment, facts.port)
     if request.api_key:
         reasons.append(
             "the API key goes to the engine in a private file that is removed once it is up"

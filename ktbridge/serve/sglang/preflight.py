@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ktbridge.adapter.engines import ENGINE, version_order
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.serve.hosts import is_loopback
-from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.sglang.facts import LOGGING, Facts
 from ktbridge.serve.sglang.layouts import Choice
 from ktbridge.serve.sglang.problems import problem
 from ktbridge.serve.sglang.request import Request
@@ -34,9 +34,9 @@ def preflight(
     if facts.model.auto_map and not request.trust_remote_code:
         found = "brings its own Python code, which loading it would run"
         yield problem("KTB960", str(facts.model_path / "config.json"), found)
-    for name, value in facts.environment.items():
-        found = f"is {value}: a logging configuration of its own may hide that the LoRA was loaded"
-        yield problem("KTB965", name, found)
+    if LOGGING in facts.environment:
+        found = "a logging configuration of its own may hide that the LoRA was loaded"
+        yield problem("KTB965", LOGGING, f"is {facts.environment[LOGGING]}: {found}")
 
 
 def served_name(request: Request, facts: Facts) -> str:

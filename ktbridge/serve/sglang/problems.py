@@ -27,6 +27,8 @@ _CODES: dict[str, tuple[Severity, str]] = {
     "KTB965": ("warning", "unset it"),  # an environment variable that hides what is waited for
     "KTB966": ("error", "pip install 'sglang-kt' in an environment of its own, and name its"
                " interpreter with --engine-python"),  # there is no engine
+    "KTB967": ("error", "use sglang-kt 0.7.0 or newer, or -- --attention-backend"
+               " torch_native"),  # prompts computed with keys that aren't rotated
 }  # fmt: skip
 
 CODES = frozenset(_CODES)

@@ -24,11 +24,12 @@ _AT_MOST_TWO = ("RAWINT4", "MXFP4")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: memory in bytes."""
+    """One GPU: memory in bytes; compute capability as NVIDIA writes it ("9.0"), "" where unknown."""
 
     index: int
     name: str
     memory: int
+    capability: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,12 @@ def read_gpus() -> tuple[Gpu, ...]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
-    query = [tool, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    columns = "index,name,compute_cap,memory.total"
+    query = [tool, f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
         rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
-        return tuple(Gpu(int(row[0]), row[1], int(float(row[-1]) * 2**20)) for row in rows)
+        return tuple(Gpu(int(row[0]), row[1], int(float(row[-1]) * 2**20), row[-2]) for row in rows)
     except (OSError, ValueError, IndexError, subprocess.SubprocessError):
         return ()
 

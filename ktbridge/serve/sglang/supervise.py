@@ -19,7 +19,13 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.serve.sglang.causes import diagnose
 from ktbridge.serve.sglang.logs import Pump, readable
 from ktbridge.serve.sglang.ready import Conditions, Progress, probe
-from ktbridge.serve.sglang.tree import MARK, end_members, end_with_parent, members
+from ktbridge.serve.sglang.tree import (
+    MARK,
+    adopt_orphans,
+    end_members,
+    end_with_parent,
+    members,
+)
 
 GRACE_SECONDS = 20.0
 # Lines may still be on their way when the server answers already.
@@ -71,6 +77,7 @@ class Engine:
         inherited = {
             name: value for name, value in os.environ.items() if name != "KTBRIDGE_API_KEY"
         }
+        adopt_orphans()
         self._process = subprocess.Popen(
             list(argv),
             stdin=subprocess.DEVNULL,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 MARK = "KTBRIDGE_ENGINE"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 # Loaded here: between fork and exec nothing may be.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -34,6 +35,24 @@ class Process(NamedTuple):
 def end_with_parent() -> None:
     """Run in the child before exec: it gets SIGTERM when we die without having ended it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """What the engine's processes leave behind becomes ours to bury.
+
+    In a container whose first process reaps nothing, they would stay as zombies.
+    """
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def bury(leader: int, ended: set[int]) -> None:
+    """Reap our dead children that belonged to a tree: those ``ended``, and those of its session."""
+    ours = os.getpid()
+    for process in _processes():
+        of_the_tree = process.pid in ended or leader in (process.group, process.session)
+        if of_the_tree and process.parent == ours and process.pid != leader and not process.alive:
+            with suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def members(leader: int, mark: str) -> set[int]:
@@ -55,10 +74,19 @@ def members(leader: int, mark: str) -> set[int]:
 
 def end_members(leader: int, mark: str, grace: float = 1.0) -> set[int]:
     """End whatever is left of a tree: SIGTERM, after ``grace`` seconds SIGKILL. Returns survivors."""
+    ended: set[int] = set()
+    try:
+        return _end_members(leader, mark, grace, ended)
+    finally:
+        bury(leader, ended)
+
+
+def _end_members(leader: int, mark: str, grace: float, ended: set[int]) -> set[int]:
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
         until = time.monotonic() + seconds
         asked: set[int] = set()
         while left := members(leader, mark):
+            ended |= left
             for pid in left - asked:  # what was started meanwhile is asked as well
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)

@@ -145,7 +145,7 @@ class Played:
         tools = root / "tools"
         tools.mkdir()
         smi = tools / "nvidia-smi"
-        smi.write_text("#!/bin/sh\necho '0, A GPU, 81559'\n")
+        smi.write_text("#!/bin/sh\necho '0, A GPU, 9.0, 81559'\n")
         smi.chmod(0o755)
 
     def environment(

@@ -1,19 +1,17 @@
 """The table of contracts against the text of the wheels themselves.
 
-The wheels are large (6 to 100 MB), so they are only fetched where KTBRIDGE_ENGINE_WHEELS is 1 (`make
-test-engine`), and kept; once there, they are always read. Text only: nothing of them is run.
+They are read wherever they are at hand; `make test-engine` fetches them. Text only: nothing of them is
+run here, that is what tests/engine_cpu does.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from enginewheels import wheel_path
 
 from ktbridge.adapter.engines import CONTRACTS, contract_for, version_order
 from ktbridge.serve.machine import read_machine
@@ -40,6 +38,11 @@ LAYOUTS = {
     "split": [("", True, False), ("n", False, True)],
 }
 
+UNSIZED = {
+    "Qwen3-MoE": ("qwen3_moe", ("mlp.gate",)),
+    "DeepSeek": ("deepseek_v2", ("mlp.gate", "self_attn.q_a_proj", "self_attn.q_b_proj")),
+}
+
 
 class Wheel:
     def __init__(self, path: Path, version: str) -> None:
@@ -60,22 +63,7 @@ class Wheel:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def wheel(request: pytest.FixtureRequest):
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    directory = home / "ktbridge" / "wheels"
-    name = f"sglang_kt-{request.param}-*.whl"
-    if not list(directory.glob(name)):
-        if os.environ.get("KTBRIDGE_ENGINE_WHEELS", "") in ("", "0"):
-            pytest.skip("the engine's wheel isn't here; `make test-engine` fetches it")
-        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-        done = subprocess.run(
-            [*fetch, "--dest", str(directory), f"sglang-kt=={request.param}"],
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        if done.returncode:
-            pytest.skip(f"pip can't fetch it: {done.stderr.strip().splitlines()[-1]}")
-    wheel = Wheel(next(directory.glob(name)), request.param)
+    wheel = Wheel(wheel_path(request.param), request.param)
     yield wheel
     wheel.close()
 
@@ -161,6 +149,16 @@ def test_the_modules_of_qwen35_that_are_missed(wheel: Wheel) -> None:
     missed = {name for name, path in served.items() if not pattern.match(f"model.layers.0.{path}")}
     unapplied = wheel.contract.unapplied.get("Qwen3.5-MoE", ())
     assert missed == {name for name in served if name in unapplied}
+
+
+@pytest.mark.parametrize("family", UNSIZED)
+def test_the_modules_whose_sizes_the_engine_lacks(wheel: Wheel, family: str) -> None:
+    """With LoRA on one of them it ends at start-up; tests/engine_cpu has seen it for the router."""
+    name, modules = UNSIZED[family]
+    sizes = wheel.text(f"sglang/srt/models/{name}.py").partition("def get_hidden_dim(")[2]
+    sizes = sizes.partition("\n    def ")[0]
+    lacking = {path for path in modules if f'"{path.rpartition(".")[2]}"' not in sizes}
+    assert lacking == {*wheel.contract.unapplied.get(family, ())}
 
 
 def test_the_words_that_causes_are_found_by(wheel: Wheel) -> None:

@@ -39,7 +39,7 @@ AMX = Machine(
     memory_limit=None,
     numa=(NumaNode(0, "0-31,64-95", 256 * GIB, 64), NumaNode(1, "32-63,96-127", 256 * GIB, 64)),
 )
-GPUS = tuple(Gpu(index, "A GPU", 80 * GIB) for index in range(4))
+GPUS = tuple(Gpu(index, "A GPU", 80 * GIB, "9.0") for index in range(4))
 
 
 @pytest.fixture
@@ -270,6 +270,38 @@ def test_two_nodes(make) -> None:
     found = " ".join(errors(make(nodes=2, node_rank=2, tp_size=3)))
     for words in ("--dist-init-addr: is missing", "--node-rank: is 2", "3 GPUs don't divide"):
         assert words in found
+
+
+ADA = tuple(Gpu(index, "A GPU", 48 * GIB, "8.9") for index in range(4))
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "flags", "wrong"),
+    [
+        ("0.6.4", GPUS, (), False),  # fa3 there
+        ("0.6.4", ADA, (), True),
+        ("0.6.4", (), (), True),
+        ("0.6.4", GPUS, ("--attention-backend", "triton"), True),
+        ("0.6.4", GPUS, ("--attention-backend=flashinfer",), True),
+        ("0.6.4", ADA, ("--attention-backend", "torch_native"), False),
+        ("0.6.4", ADA, ("--kv-cache-dtype", "fp8_e4m3"), False),
+        ("0.6.4", GPUS, ("--prefill-attention-backend", "triton"), True),
+        ("0.7.0", ADA, ("--attention-backend", "triton"), False),
+        ("0.7.2", ADA, (), False),
+    ],
+)
+def test_prompts_whose_keys_would_not_be_rotated(make, version, gpus, flags, wrong) -> None:
+    found = errors(make(version, facts={"gpus": gpus}, flags=flags))
+    assert any(one.startswith("KTB967") for one in found) == wrong
+
+
+def test_compiled_kernels_do_not_outlive_an_upgrade(make) -> None:
+    homes = {
+        version: make(version).environment["TVM_FFI_CACHE_DIR"] for version in ("0.6.4", "0.7.2")
+    }
+    assert homes["0.6.4"] != homes["0.7.2"]
+    own = make("0.7.2", facts={"environment": {"TVM_FFI_CACHE_DIR": "/mine"}})
+    assert "TVM_FFI_CACHE_DIR" not in own.environment
 
 
 def test_replicas_and_their_router(make) -> None:

@@ -1,0 +1,169 @@
+"""Engines to ask, a model and adapters of it, and plans on a machine that could serve them.
+
+KTBRIDGE_ENGINE_PYTHON names an interpreter that has SGLang-KT (`make test-engine` makes one); without it
+these tests skip. Versions before the one that is installed there are the published wheels' own files, put
+before it on the path: what the loaders need of other packages is the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rawadapter import random_bits, write_config
+from realengine import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    MERGED,
+    MODULES,
+    RANK,
+    SPLIT,
+    Engine,
+    Pairs,
+    trained,
+)
+
+from ktbridge.adapter import Tensor, read_adapter, write_raw_adapter
+from ktbridge.model import read_model_config
+from ktbridge.serve.machine import Machine, NumaNode
+from ktbridge.serve.sglang.cache import convert
+from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.sglang.installed import read_installed
+from ktbridge.serve.sglang.plan import Plan, plan
+from ktbridge.serve.sglang.request import Request
+from ktbridge.serve.sglang.resources import Gpu, Weights
+from ktbridge.serve.sglang.sources import read_sources
+
+PYTHON = "KTBRIDGE_ENGINE_PYTHON"
+GIB = 2**30
+MACHINE = Machine(
+    cpu="A CPU", isa=("avx2", "avx512_bf16", "amx_bf16"), physical_cores=64, logical_cpus=128,
+    affinity=128, cpu_quota=None, memory=512 * GIB, memory_available=500 * GIB, memory_limit=None,
+    numa=(NumaNode(0, "0-31", 256 * GIB, 64), NumaNode(1, "32-63", 256 * GIB, 64)),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Engine]]:
+    """engines(version): started once, as importing the engine takes half a minute."""
+    started: dict[str, Engine] = {}
+    broken: dict[str, str] = {}
+
+    def start(version: str) -> Engine:
+        python = os.environ.get(PYTHON)
+        if not python:
+            pytest.skip(f"no engine: `make test-engine` makes one, or name its Python as {PYTHON}")
+        if version in broken:
+            pytest.fail(broken[version])
+        if version not in started:
+            broken[version] = "its process did not start, see the first test that failed"
+            root = tmp_path_factory.mktemp(f"engine-{version}")
+            started[version] = Engine(python, version, root)
+            del broken[version]
+        return started[version]
+
+    yield start
+    for engine in started.values():
+        engine.end()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(
+        tmp_path_factory.mktemp("models") / "tiny",
+        architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=LAYERS, hidden_size=HIDDEN,
+        moe_intermediate_size=INNER, intermediate_size=56, num_experts=EXPERTS, head_dim=16,
+        vocab_size=128, max_position_embeddings=256, torch_dtype="bfloat16",
+        decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def make_raw(model: Path) -> Callable[..., Path]:
+    """make_raw(directory, version, ...): a raw adapter, all experts and all that the version serves."""
+
+    def make(
+        directory: Path,
+        version: str,
+        *,
+        dtype: str = "BF16",
+        other_alpha: float = 8.0,
+        rslora: bool = False,
+    ) -> Path:
+        modules = dict(MODULES)
+        if version == SPLIT:
+            del modules["mlp.gate"]  # a Qwen3-MoE router's LoRA ends that version at start-up
+        rng = np.random.default_rng(3)
+        expert, rest = {}, {}
+
+        def tensor(name: str, *shape: int) -> Tensor:
+            return Tensor(name, dtype, shape, random_bits(rng, shape, dtype))
+
+        for layer in range(LAYERS):
+            for name in ("gate", "up", "down"):
+                wide, high = (INNER, HIDDEN) if name == "down" else (HIDDEN, INNER)
+                for half, shape in (("a", (RANK, wide)), ("b", (high, RANK))):
+                    key = f"layers.{layer}.experts.{name}_lora_{half}"
+                    expert[key] = tensor(key, EXPERTS, *shape)
+            for module, (high, wide) in modules.items():
+                path = f"base_model.model.model.layers.{layer}.{module}"
+                for half, shape in (("A", (RANK, wide)), ("B", (high, RANK))):
+                    key = f"{path}.lora_{half}.weight"
+                    rest[key] = tensor(key, *shape)
+        write_raw_adapter(
+            directory,
+            expert=expert,
+            nonexpert=rest,
+            config={"r": RANK, "lora_alpha": other_alpha, "use_rslora": rslora, "bias": "none",
+                    "task_type": "CAUSAL_LM",
+                    "target_modules": sorted(name.split(".")[1] for name in modules)},
+            base_model=str(model),
+            rank=RANK,
+            alpha=8.0,
+        )  # fmt: skip
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def raws(
+    make_raw: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """One raw adapter a version."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {version: make_raw(root / version, version) for version in (SPLIT, MERGED)}
+
+
+@pytest.fixture
+def make_plan(model: Path, tmp_path: Path) -> Callable[..., Plan]:
+    """make_plan(version, **request): the plan on a good machine, its conversions made."""
+
+    def make(version: str, python: str = "python", **fields: Any) -> Plan:
+        request = Request(model=str(model), **fields)
+        sources, problems = read_sources(request)
+        facts = Facts(
+            installed=replace(read_installed(), python=python, engine=version, kernel=version),
+            machine=MACHINE, gpus=tuple(Gpu(i, "A GPU", 80 * GIB, "9.0") for i in range(8)),
+            model=read_model_config(model), model_path=model, weights=Weights(GIB, GIB),
+            stored="bf16", sources=sources, source_problems=tuple(problems), port=8000,
+            port_fault="", cache=tmp_path / "cache", environment={},
+        )  # fmt: skip
+        made = plan(request, facts)
+        for step in made.conversions:
+            convert(step)
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def as_trained(raws: dict[str, Path]) -> dict[str, Pairs]:
+    return {version: trained(read_adapter(raw)) for version, raw in raws.items()}
