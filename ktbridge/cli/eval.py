@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ktbridge.cli._app import Command
 
+if TYPE_CHECKING:
+    from ktbridge.cli._eval_inputs import Inputs
+    from ktbridge.errors import KtbridgeError
+    from ktbridge.eval.bench import Bench
+    from ktbridge.eval.preflight import Preflight
+
 
 @click.command(cls=Command)
-@click.option("--bench", required=True, help="A bench of ours (nekobench) or a folder of yours.")
+@click.option(
+    "--bench",
+    "benches",
+    multiple=True,
+    metavar="NAME",
+    help="A bench of ours (nekobench) or a folder of yours; repeat it for several.",
+)
+@click.option("--compat", metavar="NAME", help="A public set as it is: nekobench, with --items.")
 @click.option(
     "--items",
-    type=click.Path(path_type=Path),
-    help="Your copy of the data, for a bench that comes without.",
+    multiple=True,
+    metavar="FILE",
+    help="Your copy of the data, for a bench that comes without; BENCH=FILE where there are several.",
 )
 @click.option(
     "--train-data",
@@ -30,10 +43,10 @@ from ktbridge.cli._app import Command
     "--arm",
     "arms",
     multiple=True,
-    required=True,
     metavar="NAME=MODEL@URL",
     help="What to ask; repeat it. base, expert and full are compared in this order.",
 )
+@click.option("--server", metavar="URL", help="Instead of --arm: all arms that this server offers.")
 @click.option(
     "--out",
     required=True,
@@ -44,7 +57,36 @@ from ktbridge.cli._app import Command
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
-    help="At most this many items, spread evenly over the slices.",
+    help="At most this many items of a bench, spread evenly over the slices.",
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(1, 100),
+    default=1,
+    show_default=True,
+    help="Ask every item so often; shows how much of a difference is noise.",
+)
+@click.option(
+    "--extra-body",
+    metavar="JSON",
+    help="Request fields over the bench's sampling, such as chat_template_kwargs; null removes one.",
+)
+@click.option("--partner", metavar="MODEL@URL", help="Who plays the user in dialogues.")
+@click.option("--judge", metavar="MODEL@URL", help="Who answers the items' yes/no questions.")
+@click.option("--no-judge", is_flag=True, help="Rules and gold answers only.")
+@click.option(
+    "--judge-pairs", is_flag=True, help="Have the judge compare arms, in both orders, too."
+)
+@click.option(
+    "--judge-may-be-remote",
+    is_flag=True,
+    help="Private data may go to a judge on another machine.",
+)
+@click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="CONDITION",
+    help='Exit with 1 where it holds, e.g. "KRI<-0.2"; see `ktbridge report --help`.',
 )
 @click.option(
     "--concurrency",
@@ -60,74 +102,66 @@ from ktbridge.cli._app import Command
     show_default=True,
     help="Seconds to wait for one answer.",
 )
+@click.option("--resume", is_flag=True, help="Refuse an --out that holds no run to go on with.")
+@click.option("--dry-run", is_flag=True, help="Say what would be asked, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on stdout.")
 def command(
-    bench: str,
-    items: Path | None,
     train_data: Path | None,
-    arms: tuple[str, ...],
     out: Path,
-    slices: str | None,
     limit: int | None,
+    repeat: int,
+    no_judge: bool,
+    judge_pairs: bool,
     concurrency: int,
     timeout: float,
+    resume: bool,
+    dry_run: bool,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Ask a bench's questions of each arm, store the answers, and report.
 
     Servers are checked first: an invented adapter name must be refused, and the arms must not all
     answer alike. Answers are stored as they come, so a run that stopped, for whatever reason, goes
-    on when the same command is given again. Arms may be asked in separate runs into one --out. A
-    key for the servers is read from KTBRIDGE_API_KEY.
+    on when the same command is given again. Arms may be asked in separate runs into one --out, and
+    each of several benches gets a folder in it. A key for the servers is read from KTBRIDGE_API_KEY,
+    the judge's from KTBRIDGE_JUDGE_API_KEY.
 
     \b
-    Example:
+    Examples:
+      ktbridge eval --bench nekobench --server http://127.0.0.1:8000 --out runs/neko
       ktbridge eval --bench nekobench --out runs/neko \\
         --arm base=tiny:base@http://127.0.0.1:8000 \\
         --arm expert=tiny@http://127.0.0.1:8000 \\
-        --arm full=tiny:neko@http://127.0.0.1:8000
+        --arm full=tiny:neko@http://127.0.0.1:8000 \\
+        --judge judge-model@http://127.0.0.1:9000 --fail-on "KRI<-0.2"
     """
-    from ktbridge.cli._ui import emit_json, print_problems, stderr
-    from ktbridge.cli.report import print_results
+    from ktbridge.cli._eval_dry import show_plan
+    from ktbridge.cli._eval_inputs import read_inputs
+    from ktbridge.cli._ui import emit_json, stderr
+    from ktbridge.cli.report import fail_on_gates, print_results
     from ktbridge.errors import UsageError
-    from ktbridge.eval import collect, load_bench, parse_arms, write_report
-    from ktbridge.eval.contamination import find_contamination
-    from ktbridge.eval.preflight import Preflight
+    from ktbridge.eval import write_report
+    from ktbridge.eval.rundir import RUN, write_benches
 
-    parsed = parse_arms(arms)
-    loaded = load_bench(bench, items)
-    if train_data is not None:
-        print_problems(find_contamination(loaded, train_data).problems())
-    chosen = tuple(name.strip() for name in slices.split(",") if name.strip()) if slices else ()
-    if slices is not None and not chosen:
+    if no_judge and given["judge"]:
+        raise UsageError("--judge and --no-judge contradict each other.", "give one of them")
+    inputs = read_inputs(out=out, judge_pairs=judge_pairs, **given)
+    if resume and not any((folder / RUN).is_file() for folder in inputs.folders):
         raise UsageError(
-            f"--slices {slices!r} names no slice.",
-            "choose from " + ", ".join(one.name for one in loaded.slices),
+            f"--resume: there is no run in {str(out)!r}.", "see whether --out is the one you mean"
         )
-
-    def say_preflight(found: Preflight) -> None:
-        print_problems(found.problems)
-        for pair in found.identical:
-            stderr.print(
-                f"preflight: {' and '.join(pair['arms'])}: "
-                f"{pair['share']:.0%} of {pair['n']} probe answers are byte-identical",
-                markup=False,
-            )
-
+    if dry_run:
+        show_plan(inputs, limit=limit, repeat=repeat, judge_pairs=judge_pairs, as_json=as_json)
+        return
     try:
-        with _progress() as on_progress:
-            done = collect(
-                loaded,
-                parsed,
-                out,
-                slices=chosen,
-                limit=limit,
-                concurrency=concurrency,
-                timeout=timeout,
-                api_key=os.environ.get("KTBRIDGE_API_KEY"),
-                on_preflight=say_preflight,
-                on_progress=on_progress,
-            )
+        _check_judge(inputs, timeout)
+        write_benches(out, inputs.folders)
+        for bench, folder in zip(inputs.benches, inputs.folders, strict=True):
+            if train_data is not None:
+                _compare_training(bench, train_data, folder)
+            _collect(inputs, bench, folder, limit, repeat, concurrency, timeout)
+        unjudged = _judge_all(inputs, limit, no_judge, judge_pairs, concurrency, timeout)
     except KeyboardInterrupt:
         stderr.print(
             f"interrupted; every answer received is in {out}. The same command goes on from there.",
@@ -135,42 +169,139 @@ def command(
             markup=False,
         )
         sys.exit(130)
-    stderr.print(f"asked {done.asked} questions; {done.stored} answers were stored before")
     results = write_report(out)
     if as_json:
         emit_json(results)
     else:
         print_results(results, out)
+    if unjudged is not None:
+        raise unjudged
+    fail_on_gates(inputs.gates, results)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar with rate and ETA on stderr; nothing is drawn where that is not a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+def _check_judge(inputs: Inputs, timeout: float) -> None:
+    """A judge that can't be used must not be found out after hours of asking."""
+    if inputs.judge is None:
+        return
+    from ktbridge.cli._ui import print_problems
+    from ktbridge.eval.judging import judge_preflight
 
+    print_problems(judge_preflight(inputs.judge, timeout=timeout, api_key=_judge_key()))
+
+
+def _compare_training(bench: Bench, train_data: Path, folder: Path) -> None:
+    from ktbridge.cli._ui import print_problems
+    from ktbridge.eval.contamination import find_contamination
+    from ktbridge.eval.scored.build import CONTAMINATION
+    from ktbridge.publish import write_text
+
+    found = find_contamination(bench, train_data)
+    print_problems(found.problems())
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
+    write_text(folder / CONTAMINATION, text + "\n")
+
+
+def _collect(
+    inputs: Inputs,
+    bench: Bench,
+    folder: Path,
+    limit: int | None,
+    repeat: int,
+    concurrency: int,
+    timeout: float,
+) -> None:
+    from ktbridge.cli._eval_inputs import ARMS_KEY
+    from ktbridge.cli._eval_progress import show_progress
     from ktbridge.cli._ui import stderr
+    from ktbridge.eval import collect
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[pace]}"),
-    )
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task("preflight", total=None, pace="")
-        start: tuple[float, int] | None = None
+    with show_progress(bench.name if inputs.several else "asking") as on_progress:
+        done = collect(
+            bench,
+            inputs.arms,
+            folder,
+            slices=inputs.slices[bench.name],
+            limit=limit,
+            repeat=repeat,
+            partner=inputs.partner,
+            concurrency=concurrency,
+            timeout=timeout,
+            api_key=os.environ.get(ARMS_KEY),
+            on_preflight=_say_preflight,
+            on_progress=on_progress,
+        )
+    label = f"{bench.name}: " if inputs.several else ""
+    said = f"{label}asked {done.asked} questions; {done.stored} answers were stored before"
+    if done.faults:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(done.faults.items()))
+        said += f"; failed attempts, most of them asked again: {kinds}"
+    stderr.print(said, markup=False, soft_wrap=True)
 
-        def on_progress(done: int, total: int) -> None:
-            nonlocal start
-            now = time.monotonic()
-            if start is None:
-                start = (now, done)
-            pace = ""
-            # Answers stored by an earlier run took no time now: they don't count for the rate.
-            if done > start[1] and now > start[0]:
-                rate = (done - start[1]) / (now - start[0])
-                left = round((total - done) / rate)
-                pace = f"{rate:.1f}/s, eta {left // 60}:{left % 60:02d}"
-            bar.update(task, description="asking", completed=done, total=total, pace=pace)
 
-        yield on_progress
+def _say_preflight(found: Preflight) -> None:
+    from ktbridge.cli._ui import print_problems, stderr
+
+    print_problems(found.problems)
+    for pair in found.identical:
+        stderr.print(
+            f"preflight: {' and '.join(pair['arms'])}: "
+            f"{pair['share']:.0%} of {pair['n']} probe answers are byte-identical",
+            markup=False,
+        )
+
+
+def _judge_all(
+    inputs: Inputs,
+    limit: int | None,
+    no_judge: bool,
+    pairs: bool,
+    concurrency: int,
+    timeout: float,
+) -> KtbridgeError | None:
+    """Have each bench's answers judged. What stops the judge is returned, to be raised after a report
+    that stands without it."""
+    from ktbridge.cli._ui import stderr
+    from ktbridge.errors import KtbridgeError
+    from ktbridge.eval.compat import is_compat
+
+    for bench, folder in zip(inputs.benches, inputs.folders, strict=True):
+        items = bench.select(inputs.slices[bench.name], limit)
+        questions = sum(bool(item.judge) or is_compat(bench) for item in items)
+        if not questions and inputs.judge:
+            stderr.print(f"{bench.name}: nothing of it is for a judge", markup=False)
+        elif questions and inputs.judge:
+            try:
+                _judge(inputs, folder, pairs, concurrency, timeout)
+            except KtbridgeError as error:
+                return error
+        elif questions and not no_judge:
+            said = f"{bench.name}: {questions} items have questions for a judge, which --judge asks"
+            stderr.print(said, markup=False, soft_wrap=True)
+    return None
+
+
+def _judge(inputs: Inputs, folder: Path, pairs: bool, concurrency: int, timeout: float) -> None:
+    from ktbridge.cli._ui import progress_bar, stderr
+    from ktbridge.eval.judging import judge_run
+
+    assert inputs.judge is not None
+    with progress_bar("judging") as on_progress:
+        done = judge_run(
+            folder,
+            inputs.judge,
+            pairs=pairs,
+            concurrency=concurrency,
+            timeout=timeout,
+            api_key=_judge_key(),
+            may_be_remote=inputs.judge_may_be_remote,
+            on_progress=on_progress,
+        )
+    said = f"asked the judge {done.asked} times; {done.stored} judgements were stored before"
+    stderr.print(said, markup=False)
+
+
+def _judge_key() -> str | None:
+    from ktbridge.cli._eval_inputs import ARMS_KEY, JUDGE_KEY
+
+    return os.environ.get(JUDGE_KEY) or os.environ.get(ARMS_KEY)

@@ -1,8 +1,9 @@
-"""``ktbridge report``: tables and one HTML file from what eval stored."""
+"""``ktbridge report``: tables and one HTML file from what eval, or another tool, stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,88 +12,178 @@ import click
 from ktbridge.cli._app import Command
 
 _STYLES = {"improved": "green", "dropped": "red", "within margin": "cyan", "inconclusive": "dim"}
-_AXES = {"persona": "Persona", "task": "Task quality"}
 
 
 @click.command(cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="CONDITION",
+    help='Exit with 1 where it holds, e.g. "KRI-K<-0.2" or "low(task:overall)<-0.1"; repeat it.',
+)
+@click.option(
+    "--lf",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="LLaMA-Factory's generated_predictions.jsonl as an arm; repeat it.",
+)
+@click.option(
+    "--lm-eval",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="lm-evaluation-harness's samples_TASK_….jsonl as (a part of) an arm; repeat it.",
+)
+@click.option("--markdown", is_flag=True, help="Print the report as Markdown on stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on stdout.")
-def command(directory: Path, as_json: bool) -> None:
+def command(
+    directory: Path,
+    fail_on: tuple[str, ...],
+    lf: tuple[str, ...],
+    lm_eval: tuple[str, ...],
+    markdown: bool,
+    as_json: bool,
+) -> None:
     """Score what `ktbridge eval` stored in DIRECTORY and compare its arms.
 
-    Prints tables and writes DIRECTORY/results.json and DIRECTORY/report.html, a single file that
-    needs no network. Asks no server anything, so it can be repeated at will.
+    Prints tables and writes results.json, report.html (a single file that needs no network) and
+    report.md there. Asks no server anything, so it can be repeated at will.
+
+    A --fail-on condition is about the last arm minus the first, on the slice's own axis:
+    SLICE<NUMBER, AXIS:SLICE<NUMBER, low(SLICE)<NUMBER for the interval's lower end. KRI stands for
+    KRI-K and KRI-R.
+
+    \b
+    Answers that other tools collected, each file an arm, paired by prompt or document:
+      ktbridge report runs/imported \\
+        --lf base=base/generated_predictions.jsonl --lf full=full/generated_predictions.jsonl
     """
     from ktbridge.cli._ui import emit_json
+    from ktbridge.errors import UsageError
     from ktbridge.eval import write_report
+    from ktbridge.eval.gates import parse_gate
+    from ktbridge.eval.imports import import_answers, parse_source
 
+    if markdown and as_json:
+        raise UsageError("--markdown and --json both want stdout.", "give one of them")
+    gates = [parse_gate(text) for text in fail_on]
+    sources = [parse_source("lf", text) for text in lf]
+    sources += [parse_source("lm-eval", text) for text in lm_eval]
+    if sources:
+        import_answers(sources, directory)
     results = write_report(directory)
     if as_json:
         emit_json(results)
+    elif markdown:
+        click.echo((directory / "report.md").read_text("utf-8"), nl=False)
     else:
         print_results(results, directory)
+    fail_on_gates(gates, results)
+
+
+def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
+    """Exit with 1, saying which conditions hold. Raises UsageError for a slice that is nowhere."""
+    from ktbridge.cli._ui import print_problems
+    from ktbridge.eval.gates import check_gates
+    from ktbridge.eval.scored.publish import runs_in
+
+    problems = check_gates(gates, runs_in(results))
+    if problems:
+        print_problems(problems)
+        sys.exit(1)
 
 
 def print_results(results: Mapping[str, Any], directory: Path) -> None:
-    """The verdict, one table an axis, outcomes, warnings, and where the files are."""
+    """The verdict, one table an axis, outcomes, warnings, and where the files are; by bench."""
+    from ktbridge.cli._ui import console, stderr
+    from ktbridge.eval.scored.publish import INDEX_SCHEMA
+
+    if results["schema"] != INDEX_SCHEMA:
+        _print_run(results)
+    else:
+        for one in results["benches"]:
+            console.print()
+            console.rule(one["name"], align="left")
+            if one["results"] is None:
+                console.print(f"not reported: {one['error']}", markup=False)
+            else:
+                _print_run(one["results"])
+    for name in ("results.json", "report.html", "report.md"):
+        stderr.print(f"wrote {directory / name}", soft_wrap=True, markup=False)
+
+
+def _print_run(results: Mapping[str, Any]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    from ktbridge.cli._ui import console, print_problems, stderr
+    from ktbridge.cli._ui import console, print_problems
     from ktbridge.errors import Problem
-    from ktbridge.eval.verdict import find, interval
 
-    names = [card["name"] for card in results["arms"]]
-    primary = {one["name"]: one["primary"] for one in results["bench"]["slices"]}
-    bench = results["bench"]
+    bench, verdict = results["bench"], results["verdict"]
     console.print()
-    console.print(f"[bold]{escape(results['verdict']['headline'])}[/]")
-    for text in results["verdict"]["details"]:
+    console.print(f"[bold]{escape(verdict['line'])}[/]")
+    if verdict["headline"] != verdict["line"]:
+        console.print(escape(verdict["headline"]))
+    for text in verdict["details"]:
         console.print(escape(text))
-    for axis, title in _AXES.items():
-        rows = results["tables"][axis]
-        if not rows:
-            continue
-        table = Table(title=f"{title} (0 to 1)", title_justify="left", title_style="bold")
-        table.add_column("slice", no_wrap=True)
-        table.add_column("n", justify="right")
-        for name in names:
-            table.add_column(name, justify="right")
-        if len(names) > 1:
-            table.add_column(f"{names[-1]} − {names[0]} \\[95 %]", justify="right")
-            table.add_column("verdict")
-        order = sorted(rows, key=lambda one: one != "overall" and primary[one] != axis)
-        for name in order:
-            cells = [f"{rows[name][arm]['mean']:.2f}" for arm in names]
-            if len(names) > 1:
-                contrast = find(results, axis, name, names[-1], names[0])
-                verdict = contrast["verdict"]
-                cells += [escape(interval(contrast)), f"[{_STYLES[verdict]}]{verdict}[/]"]
-            own = name == "overall" or primary[name] == axis
-            table.add_row(
-                escape(name), str(rows[name][names[0]]["n"]), *cells, style="" if own else "dim"
-            )
-        console.print()
-        console.print(table)
+    for axis in ("persona", "task", "judge"):
+        if results["tables"].get(axis):
+            console.print()
+            console.print(_table(results, axis))
     console.print()
     for name, counts in results["outcomes"].items():
-        parts = results["persona_parts"][name]
-        console.print(
-            f"{escape(name)}: "
-            + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-            + f"; calls the user by the term in {_share(parts['address_rate'])} of answers, "
-            f"a tic in {_share(parts['tic_rate'])} of sentences"
-        )
+        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        if parts := results["persona_parts"].get(name):
+            told += (
+                f"; calls the user by the term in {_share(parts['address_rate'])} of answers, "
+                f"a tic in {_share(parts['tic_rate'])} of sentences"
+            )
+        console.print(f"{escape(name)}: {told}")
     for pair in results["identical"]:
         if pair["share"] is not None:
             console.print(
                 f"{escape(' and '.join(pair['arms']))}: {pair['share']:.0%} of {pair['n']} "
                 "answers are byte-identical"
             )
-    console.print(f"{bench['name']} {bench['version']}; dim rows are not what the axis is for.")
+    for text in bench["notes"]:
+        console.print(escape(text))
+    console.print(
+        f"{bench['name']} {bench['version']}; dim rows are not what the axis is for; detectable: "
+        "the smallest change that a slice would show in 8 of 10 runs.",
+        markup=False,
+    )
     print_problems(Problem(**one) for one in results["warnings"])
-    stderr.print(f"wrote {directory / 'results.json'}", soft_wrap=True, markup=False)
-    stderr.print(f"wrote {directory / 'report.html'}", soft_wrap=True, markup=False)
+
+
+def _table(results: Mapping[str, Any], axis: str) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ktbridge.eval.charts import TITLES
+    from ktbridge.eval.verdict import OVERALL, detectable, find, interval
+
+    names = [card["name"] for card in results["arms"]]
+    primary = {one["name"]: one["primary"] for one in results["bench"]["slices"]}
+    own = {OVERALL} | {name for name, one in primary.items() if axis in ("judge", one)}
+    rows = results["tables"][axis]
+    table = Table(title=f"{TITLES[axis]} (0 to 1)", title_justify="left", title_style="bold")
+    table.add_column("slice", no_wrap=True)
+    table.add_column("n", justify="right")
+    for name in names:
+        table.add_column(escape(name), justify="right")
+    if len(names) > 1:
+        table.add_column(escape(f"{names[-1]} − {names[0]} [95 %]"), justify="right")
+        table.add_column("verdict")
+        table.add_column("detectable", justify="right")
+    for name in sorted(rows, key=lambda one: one not in own):
+        cells = [f"{rows[name][arm]['mean']:.2f}" for arm in names]
+        contrast = find(results, axis, name, names[-1], names[0])
+        if contrast is not None:
+            verdict = contrast["verdict"]
+            cells += [escape(interval(contrast)), f"[{_STYLES[verdict]}]{verdict}[/]"]
+            cells.append(detectable(contrast))
+        count = str(rows[name][names[0]]["n"])
+        table.add_row(escape(name), count, *cells, style="" if name in own else "dim")
+    return table
 
 
 def _share(value: float | None) -> str:

@@ -23,11 +23,13 @@ _OURS = {"model", "messages", "max_tokens", "stream", "n"}
 
 @dataclass(frozen=True)
 class Slice:
-    """A group of items, and the axis that it is there for."""
+    """A group of items, and the axis that it is there for. ``label`` is its name in words, for the
+    sentence of a verdict ("knowledge"); '' where the name will do."""
 
     name: str
     primary: Axis
     meaning: str
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,11 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
         if not isinstance(row, Mapping) or primary not in AXES or not row.get("meaning"):
             complain(f"slices.{name}", repr(row)[:80], "{primary: task|persona, meaning: text}")
             continue
-        slices[str(name)] = Slice(str(name), cast(Axis, primary), str(row["meaning"]))
+        label = row.get("label", "")
+        if not isinstance(label, str):
+            complain(f"slices.{name}.label", repr(label)[:60], "a word or two")
+            continue
+        slices[str(name)] = Slice(str(name), cast(Axis, primary), str(row["meaning"]), label)
     partner = head.get("partner")
     if partner is not None and not (
         isinstance(partner, Mapping)

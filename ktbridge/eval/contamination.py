@@ -73,6 +73,18 @@ class Contamination:
             "hits": [vars(one) | {"share": round(one.share, 4)} for one in self.hits],
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Contamination:
+        """What ``as_dict`` gave. Raises KeyError or TypeError for anything else."""
+        return cls(
+            data["file"],
+            data["sha256"],
+            data["records"],
+            data["texts"],
+            {name: SliceOverlap(**one) for name, one in data["slices"].items()},
+            [Hit(**one) for one in data["hits"]],
+        )
+
     def problems(self) -> list[Problem]:
         """A warning for each slice that the training data touches."""
         return [

@@ -1,7 +1,8 @@
 """The report as one HTML file: no network, no external reference, every answer escaped.
 
-The page is drawn from the results dictionary and nothing else. Charts are inline SVG whose
-geometry is computed here; the template only places it.
+The page is drawn from the results dictionary and nothing else: the same results give the same
+bytes. Geometry comes from ``charts``, differences of answers from ``worddiff``; the templates and
+the page's own style and script are in ``page/`` and end up inside the file.
 """
 
 from __future__ import annotations
@@ -12,20 +13,51 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
-from ktbridge.eval.verdict import interval, signed
+from ktbridge.eval.charts import TITLES, changes, dots, radar
+from ktbridge.eval.verdict import OVERALL, detectable, interval, signed
+from ktbridge.eval.worddiff import diff_words
 
-_WIDTH = 460
-_LEFT, _RIGHT, _TOP = 74, 14, 8
-_LINE, _GAP = 13, 14
 _MARKS = ("circle", "square", "diamond", "triangle")
-_TITLES = {"persona": "Persona", "task": "Task quality"}
+_PAGE = Path(__file__).parent / "page"
 
 
 def render_html(results: Mapping[str, Any]) -> str:
-    """The whole page as a string; the same results give the same bytes."""
+    """The whole page as a string."""
+    names = [card["name"] for card in results["arms"]]
+    axes = [axis for axis in ("persona", "task", "judge") if axis in results["axes"]]
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            results=results,
+            names=names,
+            axes=axes,
+            titles=TITLES,
+            marks={name: _MARKS[i % len(_MARKS)] for i, name in enumerate(names)},
+            number={name: i % len(_MARKS) for i, name in enumerate(names)},
+            charts=[dots(results, axis) for axis in axes],
+            changes=changes(results),
+            radar=radar(results),
+            bars=_bars(results),
+            cards=_cards(results, names, axes),
+            items=[_item(row, names, axes) for row in results["items"]],
+            outcomes=sorted(
+                {outcome for counts in results["outcomes"].values() for outcome in counts} - {"ok"}
+            ),
+        )
+    )
+
+
+def render_index(index: Mapping[str, Any]) -> str:
+    """The page over several benches: every verdict, with a link to its report."""
+    return _environment().get_template("index.html.j2").render(index=index)
+
+
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(_PAGE),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -33,108 +65,87 @@ def render_html(results: Mapping[str, Any]) -> str:
     )
     environment.filters["signed"] = signed
     environment.filters["interval"] = interval
+    environment.filters["flat"] = _flat
+    environment.filters["detectable"] = detectable
     environment.filters["pretty"] = lambda value: json.dumps(
         value, indent=1, ensure_ascii=False, sort_keys=True
     )
-    names = [card["name"] for card in results["arms"]]
-    return environment.get_template("report.html.j2").render(
-        results=results,
-        names=names,
-        marks={name: _MARKS[i % len(_MARKS)] for i, name in enumerate(names)},
-        number={name: i % len(_MARKS) for i, name in enumerate(names)},
-        charts=[chart(results, axis) for axis in ("persona", "task")],
-        cards=_cards(results, names),
-        items=[_item(row, names, results) for row in results["items"]],
-    )
+    # Our own files, which must not be escaped; everything else is.
+    environment.globals["style"] = Markup((_PAGE / "report.css").read_text("utf-8"))
+    environment.globals["script"] = Markup((_PAGE / "report.js").read_text("utf-8"))
+    return environment
 
 
-def chart(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
-    """Geometry of one dot-and-interval chart: rows of slices, one line an arm, x from 0 to 1.
-
-    Slices that the axis is primary for come first; the rest are drawn as ``minor``.
-    """
-    names = [card["name"] for card in results["arms"]]
-    table = results["tables"][axis]
-    primary = {one["name"] for one in results["bench"]["slices"] if one["primary"] == axis}
-    order = sorted(table, key=lambda name: name != "overall" and name not in primary)
-    rows = []
-    top = float(_TOP)
-    for name in order:
-        lines = []
-        for i, arm in enumerate(names):
-            cell = table[name][arm]
-            lines.append(
-                {
-                    "arm": arm,
-                    "y": top + _GAP / 2 + _LINE * (i + 0.5),
-                    "x": _x(cell["mean"]),
-                    "low": _x(cell["low"]),
-                    "high": _x(cell["high"]),
-                    "title": f"{name}, {arm}: {cell['mean']:.2f} "
-                    f"[{cell['low']:.2f}, {cell['high']:.2f}], n = {cell['n']}",
-                }
-            )
-        height = _GAP + _LINE * len(names)
-        rows.append(
-            {
-                "name": name,
-                "minor": name != "overall" and name not in primary,
-                "overall": name == "overall",
-                "y": top + height / 2,
-                "top": top,
-                "height": height,
-                "lines": lines,
-                "n": table[name][names[0]]["n"],
-            }
-        )
-        top += height
-    return {
-        "axis": axis,
-        "title": _TITLES[axis],
-        "width": _WIDTH,
-        "height": round(top + 24),
-        "left": _LEFT,
-        "right": _WIDTH - _RIGHT,
-        "top": _TOP,
-        "bottom": top,
-        "ticks": [{"x": _x(value), "text": f"{value:g}"} for value in (0, 0.25, 0.5, 0.75, 1)],
-        "rows": rows,
-    }
+def _flat(value: Any) -> str:
+    """A value of the judge's card on one line: "first_share 0.75, n 40"."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_flat(one)}" for key, one in value.items()) or "–"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_flat, value)) or "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "–" if value is None else str(value)
 
 
-def _x(value: float) -> float:
-    return round(_LEFT + value * (_WIDTH - _LEFT - _RIGHT), 1)
+def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each arm answered with, as shares of the items asked."""
+    asked = results["asked"]
+    return [
+        {
+            "arm": name,
+            "parts": [
+                {"outcome": outcome, "count": count, "percent": round(100 * count / asked, 3)}
+                for outcome, count in counts.items()
+            ],
+        }
+        for name, counts in results["outcomes"].items()
+    ]
 
 
-def _cards(results: Mapping[str, Any], names: list[str]) -> list[dict[str, Any]]:
-    """The two headline tiles: an axis, its mean by arm, the last arm against the first."""
+def _cards(results: Mapping[str, Any], names: list[str], axes: list[str]) -> list[dict[str, Any]]:
+    """The headline tiles: an axis, its mean by arm, and the overall contrasts."""
     cards = []
-    for axis in ("persona", "task"):
-        table = results["tables"][axis].get("overall")
+    for axis in axes:
+        table = results["tables"][axis].get(OVERALL)
         if table is None:
             continue
-        contrasts = [
-            one for one in results["contrasts"] if one["axis"] == axis and one["slice"] == "overall"
+        slices = [
+            one["name"]
+            for one in results["bench"]["slices"]
+            if axis in ("judge", one["primary"]) and one["name"] in results["tables"][axis]
         ]
         cards.append(
             {
-                "title": _TITLES[axis],
+                "title": TITLES[axis],
                 "means": [(name, table[name]["mean"]) for name in names],
-                "contrasts": contrasts,
-                "slices": [
-                    one["name"] for one in results["bench"]["slices"] if one["primary"] == axis
+                "contrasts": [
+                    one
+                    for one in results["contrasts"]
+                    if one["axis"] == axis and one["slice"] == OVERALL
                 ],
+                "slices": slices,
             }
         )
     return cards
 
 
-def _item(row: Mapping[str, Any], names: list[str], results: Mapping[str, Any]) -> dict[str, Any]:
-    """One item with what the page sorts by: the change from first to last arm on each axis."""
+def _item(row: Mapping[str, Any], names: list[str], axes: list[str]) -> dict[str, Any]:
+    """One item with what the page sorts and filters by, and the marked texts of both ends."""
     first, last = row["answers"][names[0]], row["answers"][names[-1]]
     change = {
         axis: round(last[axis] - first[axis], 6) if axis in first and axis in last else 0.0
-        for axis in ("task", "persona")
+        for axis in axes
     }
-    worst = {answer["outcome"] for answer in row["answers"].values()} - {"ok"}
-    return {**row, "change": change, "faulty": bool(worst)}
+    outcomes = {answer["outcome"] for answer in row["answers"].values()}
+    marked = None
+    if len(names) > 1 and "text" in first and "text" in last:
+        marked = diff_words(first["text"], last["text"])
+    return {
+        **row,
+        "change": change,
+        "outcomes": " ".join(sorted(outcomes)),
+        "faulty": outcomes != {"ok"},
+        "marked": {} if marked is None else {names[0]: marked[0], names[-1]: marked[1]},
+    }

@@ -30,7 +30,8 @@ _KEYS = {
     "weights",
 }
 
-# For a bench that has no persona.yaml: nothing is found, every persona score is 0.
+# For a bench that has no persona.yaml: a report then has no persona axis.
+NO_PERSONA_NAME = "none"
 NO_PERSONA = b"""name: none
 address: {}
 tics: {}

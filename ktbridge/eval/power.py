@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from ktbridge.eval.stats import CONFIDENCE, cluster_sums
+from ktbridge.eval.stats import CONFIDENCE, cluster_sums, standard_error, unseen_share
 
 POWER = 0.8
 # Standard deviations of a paired difference. A yes/no mark that changes on a share d of the items,
@@ -90,6 +90,26 @@ def detectable_effect(
             (low, middle) if power(middle, sd, clusters, alpha) >= chance else (middle, high)
         )
     return high
+
+
+def smallest_seen(
+    differences: Sequence[float], clusters: Sequence[str], alpha: float = 1 - CONFIDENCE
+) -> float | None:
+    """``detectable_effect`` for the spread that these differences have: what stands beside a null.
+
+    Their standard error is that between clusters, so that unequal sizes are in it. Where all
+    clusters have one mean, it is what none of them may have shown (``unseen_share``). None where no
+    difference would be seen: G clusters that all agree give the sign-flip test a mid-p of 2^-G, and
+    no less. ``alpha`` is divided by the number of contrasts for the worst case under Holm.
+    """
+    sums, sizes = cluster_sums(differences, clusters)
+    groups = len(sums)
+    if groups < 2 or 2.0**-groups >= alpha:
+        return None
+    error = float(standard_error(sums[None], sizes)[0])
+    if error < 1e-12:
+        return unseen_share(groups)
+    return detectable_effect(error * math.sqrt(groups), groups, alpha=alpha)
 
 
 def power_table(

@@ -17,6 +17,7 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import Arm, arm_card
+from ktbridge.eval.asking import build_request as build_request
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Answer, Client
 
@@ -35,35 +36,28 @@ class Preflight:
     problems: list[Problem] = field(default_factory=list)
 
 
-def build_request(arm: Arm, item: Item, bench: Bench) -> dict[str, Any]:
-    """The request for one item: the bench's sampling, the item's messages and token limit."""
-    return {
-        "model": arm.model,
-        "messages": [dict(message) for message in item.messages],
-        "max_tokens": item.max_tokens,
-        **bench.sampling,
-    }
-
-
 async def check_arms(
     arms: Sequence[Arm],
     clients: Mapping[str, Client],
     bench: Bench,
     known_probes: Mapping[str, Mapping[str, str]],
+    partner: Arm | None = None,
 ) -> Preflight:
     """Run every check and return what was found; ProblemsError when any of it is an error.
 
-    ``known_probes``: the probe hashes of earlier runs into the same directory, by fingerprint.
+    ``known_probes``: the probe hashes of earlier runs into the same directory, by fingerprint. Of a
+    ``partner`` in dialogues only its being listed is asked.
     """
     problems: list[Problem] = []
-    cards = await _read_cards(arms, clients, bench, problems)
-    await asyncio.gather(
+    cards = await _read_cards(arms, clients, bench, partner, problems)
+    invented = await asyncio.gather(
         *(
-            _check_invented(arm, clients[arm.url], problems)
+            _check_invented(arm, clients[arm.url])
             for arm in arms
             if ":" in arm.model and arm.name in cards
         )
     )
+    problems += [problem for problem in invented if problem]
     _stop_on_errors(problems)
     result = Preflight(cards, problems=problems)
     # Whatever part of the bench is asked, the probes are the same, so that runs can be compared.
@@ -72,7 +66,10 @@ async def check_arms(
     for arm in arms:
         fingerprint = cards[arm.name]["fingerprint"]
         hashes = {
-            name: hashlib.sha256(f"{one.outcome}\n{one.text}".encode()).hexdigest()
+            # Another chat template may show in the length of the prompt alone.
+            name: hashlib.sha256(
+                f"{one.outcome}\n{one.prompt_tokens}\n{one.text}".encode()
+            ).hexdigest()
             for name, one in answers[arm.name].items()
             if one.outcome != "http-error"
         }
@@ -89,7 +86,11 @@ def _stop_on_errors(problems: Sequence[Problem]) -> None:
 
 
 async def _read_cards(
-    arms: Sequence[Arm], clients: Mapping[str, Client], bench: Bench, problems: list[Problem]
+    arms: Sequence[Arm],
+    clients: Mapping[str, Client],
+    bench: Bench,
+    partner: Arm | None,
+    problems: list[Problem],
 ) -> dict[str, dict[str, Any]]:
     cards = {}
     for url, client in clients.items():
@@ -101,57 +102,63 @@ async def _read_cards(
             )
             continue
         for arm in arms:
-            if arm.url != url:
-                continue
-            # SGLang lists an adapter by its own name, without the `<served>:` of the request.
-            entry = listed.get(arm.model)
-            if entry is None and arm.served in listed:
-                entry = listed.get(arm.adapter)
-            if entry is None:
-                names = ", ".join(sorted(listed)) or "nothing"
-                problems.append(
-                    Problem(
-                        "KTB802",
-                        "error",
-                        f"arm {arm.name}",
-                        f"the server does not list {arm.model!r}",
-                        f"one of: {names}",
-                        "name a listed model in --arm, or serve the adapter under that name",
-                    )
-                )
-                continue
-            cards[arm.name] = arm_card(arm, entry, bench.sampling)
+            if arm.url == url:
+                entry = _entry(arm, listed, f"arm {arm.name}", "--arm", problems)
+                if entry is not None:
+                    cards[arm.name] = arm_card(arm, entry, bench.sampling)
+        if partner is not None and partner.url == url:
+            _entry(partner, listed, "the partner", "--partner", problems)
     return cards
 
 
-async def _check_invented(arm: Arm, client: Client, problems: list[Problem]) -> None:
+def _entry(
+    arm: Arm, listed: Mapping[str, Any], where: str, option: str, problems: list[Problem]
+) -> dict[str, Any] | None:
+    entry: dict[str, Any] | None = listed.get(arm.model)
+    # SGLang lists an adapter by its own name, without the `<served>:` of the request.
+    if entry is None and arm.served in listed:
+        entry = listed.get(arm.adapter)
+    if entry is None:
+        names = ", ".join(sorted(listed)) or "nothing"
+        problems.append(
+            Problem(
+                "KTB802",
+                "error",
+                where,
+                f"the server does not list {arm.model!r}",
+                f"one of: {names}",
+                f"name a listed model in {option}, or serve the adapter under that name",
+            )
+        )
+    return entry
+
+
+async def _check_invented(arm: Arm, client: Client) -> Problem | None:
     invented = f"{arm.served}:no-such-adapter-{secrets.token_hex(4)}"
     answer = await client.chat(
         {"model": invented, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 1}
     )
     if answer.outcome != "http-error":
-        problems.append(
-            Problem(
-                "KTB803",
-                "error",
-                f"arm {arm.name}",
-                f"the server answered for {invented!r}, an adapter that does not exist",
-                "a refusal",
-                "it would answer as the base model for a mistyped name too: serve with an engine "
-                "that checks adapter names",
-            )
+        return Problem(
+            "KTB803",
+            "error",
+            f"arm {arm.name}",
+            f"the server answered for {invented!r}, an adapter that does not exist",
+            "a refusal",
+            "it would answer as the base model for a mistyped name too: serve with an engine "
+            "that checks adapter names",
         )
-    elif answer.status not in (400, 404, 422):
-        problems.append(
-            Problem(
-                "KTB804",
-                "error",
-                f"arm {arm.name}",
-                f"asked for an invented adapter, the server gave: {answer.detail}",
-                "HTTP 400 or 404, which shows that it checks names",
-                "see the server's log; KTBRIDGE_API_KEY holds the key, where one is needed",
-            )
+    if answer.status not in (400, 404, 422):
+        return Problem(
+            "KTB804",
+            "error",
+            f"arm {arm.name}",
+            f"asked for an invented adapter, the server gave: {answer.detail}",
+            "HTTP 400 or 404, which shows that it checks names",
+            "see the server's log; KTBRIDGE_API_KEY holds the key, where one is needed",
         )
+    client.faults[f"HTTP {answer.status}"] -= 1  # the refusal that was wanted
+    return None
 
 
 async def _probe(
@@ -255,7 +262,7 @@ def _compare_times(
                 "error" if 2 * changed > len(both) else "warning",
                 f"arm {arm.name}",
                 f"{changed} of {len(both)} probe answers differ from those of the stored run",
-                "the same model as before behind the same name and URL",
+                "the same model and chat template as before behind the same name and URL",
                 "use another --out for a changed model; stored answers are the old one's",
             )
         )

@@ -4,39 +4,68 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ktbridge
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.eval.arms import Arm, arm_rank
-from ktbridge.eval.bench import FILES, Bench, Item
-from ktbridge.eval.client import Answer, Client
-from ktbridge.eval.preflight import Preflight, build_request, check_arms
-from ktbridge.eval.store import Store, request_key
-from ktbridge.publish import write_text
+from ktbridge.eval.arms import Arm
+from ktbridge.eval.asking import answer_key, build_request, is_dialogue
+from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.client import Client
+from ktbridge.eval.dialogue import Dialogue, check_partner, hold_dialogue, partner_card
+from ktbridge.eval.preflight import Preflight, check_arms
+from ktbridge.eval.rundir import BENCH as BENCH
+from ktbridge.eval.rundir import BENCHES as BENCHES
+from ktbridge.eval.rundir import RUN as RUN
+from ktbridge.eval.rundir import read_benches as read_benches
+from ktbridge.eval.rundir import read_run as read_run
+from ktbridge.eval.rundir import write_run
+from ktbridge.eval.store import Store
 
-RUN = "run.json"
-BENCH = "bench"
-_CARD = {"name": str, "model": str, "url": str, "server": dict, "sampling": dict}
-_CARD["fingerprint"] = str
 _SILENT = 6  # requests in a row that got no reply at all: the server is gone
-OnProgress = Callable[[int, int], None]
+
+
+@dataclass
+class Progress:
+    """How far a run is: answers ``done`` of ``total``, ``stored`` of them before it began; attempts
+    that failed, by kind, made good or not; tokens of the answers had in this run."""
+
+    done: int = 0
+    total: int = 0
+    stored: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What one invocation did: answers asked now and found stored, outcomes of all of them."""
+    """What one invocation did: answers asked now and found stored, outcomes of all of them, and
+    attempts that failed, by kind."""
 
     asked: int
     stored: int
     outcomes: dict[str, int]
     identical: list[dict[str, Any]]
     problems: tuple[Problem, ...]
+    faults: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One answer to be had: an arm's to an item, the ``repeat``-th time (from 0)."""
+
+    key: str
+    arm: Arm
+    item: Item
+    repeat: int
 
 
 def collect(
@@ -46,6 +75,8 @@ def collect(
     *,
     slices: tuple[str, ...] = (),
     limit: int | None = None,
+    repeat: int = 1,
+    partner: Arm | None = None,
     concurrency: int = 4,
     timeout: float = 900.0,
     backoff: float = 0.5,
@@ -55,28 +86,21 @@ def collect(
 ) -> Collected:
     """Preflight, then ask what is not yet stored in ``directory``; ``concurrency`` at a time.
 
-    Items are asked of all arms in turn, so that an interrupted run is still paired. Arms may come
-    in separate invocations; ``directory`` collects them. Raises UsageError for an unknown slice,
-    ProblemsError when preflight fails, KtbridgeError when another run writes to ``directory`` or
-    a server stops answering.
+    Items are asked of all arms in turn, so that an interrupted run is still paired, and all of them
+    once before any is asked again (``repeat`` times in all). ``partner`` plays the user in a bench's
+    dialogues. Arms may come in separate invocations; ``directory`` collects them. Raises UsageError
+    for an unknown slice or a missing partner, ProblemsError when preflight fails, KtbridgeError when
+    another run writes to ``directory`` or a server stops answering.
     An interrupt (KeyboardInterrupt) passes through after everything received has been stored.
     """
     items = bench.select(slices, limit)
+    check_partner(bench, items, partner)
+    if not any(is_dialogue(item, bench) for item in items):
+        partner = None
+    options = {"timeout": timeout, "backoff": backoff, "api_key": api_key}
     with Store(directory) as store:
-        collected = asyncio.run(
-            _until_interrupt(
-                _collect(
-                    bench,
-                    arms,
-                    items,
-                    store,
-                    concurrency,
-                    {"timeout": timeout, "backoff": backoff, "api_key": api_key},
-                    on_preflight,
-                    on_progress,
-                )
-            )
-        )
+        run = _Run(bench, arms, items, store, repeat, partner, concurrency, on_progress)
+        collected = asyncio.run(_until_interrupt(run.collect(options, on_preflight)))
     if collected is None:
         raise KeyboardInterrupt
     return collected
@@ -97,61 +121,118 @@ async def _until_interrupt(work: Coroutine[Any, Any, Collected]) -> Collected | 
         return None
 
 
-async def _collect(
+def list_asks(
     bench: Bench,
     arms: Sequence[Arm],
     items: Sequence[Item],
-    store: Store,
-    concurrency: int,
-    options: dict[str, Any],
-    on_preflight: Callable[[Preflight], None] | None,
-    on_progress: OnProgress | None,
-) -> Collected:
-    run = read_run(store.directory)
-    async with contextlib.AsyncExitStack() as stack:
-        clients = {
-            url: await stack.enter_async_context(Client(url, **options))
-            for url in dict.fromkeys(arm.url for arm in arms)
+    cards: Mapping[str, Mapping[str, Any]],
+    repeat: int,
+) -> list[Ask]:
+    """Every answer that a run wants, in the order of asking. ``cards`` are the arms' by name."""
+    return [
+        Ask(answer_key(cards[arm.name], arm, item, bench, nth), arm, item, nth)
+        for nth in range(repeat)
+        for item in items
+        for arm in arms
+    ]
+
+
+class _Run:
+    """One invocation's work, inside its store."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        arms: Sequence[Arm],
+        items: Sequence[Item],
+        store: Store,
+        repeat: int,
+        partner: Arm | None,
+        concurrency: int,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._bench = bench
+        self._arms = arms
+        self._items = items
+        self._store = store
+        self._repeat = repeat
+        self._partner = partner
+        self._concurrency = concurrency
+        self._tell = on_progress or (lambda progress: None)
+        self._progress = Progress()
+        self._clients: dict[str, Client] = {}
+        self._silent: dict[str, int] = {}
+
+    async def collect(
+        self, options: dict[str, Any], on_preflight: Callable[[Preflight], None] | None
+    ) -> Collected:
+        run = read_run(self._store.directory)
+        async with contextlib.AsyncExitStack() as stack:
+            asked = [*self._arms, *([self._partner] if self._partner else [])]
+            for url in dict.fromkeys(one.url for one in asked):
+                self._clients[url] = await stack.enter_async_context(Client(url, **options))
+                # One count of what went wrong, whichever server it was.
+                self._clients[url].faults = self._progress.faults
+                self._silent[url] = 0
+            preflight = await check_arms(
+                self._arms, self._clients, self._bench, run["probes"], self._partner
+            )
+            self._name_partner(run["arms"], preflight)
+            if on_preflight:
+                on_preflight(preflight)
+            write_run(
+                self._store.directory,
+                run,
+                self._bench,
+                preflight.cards,
+                preflight.probes,
+                self._repeat,
+            )
+            asks = list_asks(self._bench, self._arms, self._items, preflight.cards, self._repeat)
+            todo = [ask for ask in asks if not self._store.answered(ask.key)]
+            stored = len(asks) - len(todo)
+            self._progress.done = self._progress.stored = stored
+            self._progress.total = len(asks)
+            self._tell(self._progress)
+            await self._ask_all(todo)
+        outcomes = Counter(self._store.records[ask.key]["outcome"] for ask in asks)
+        return Collected(
+            len(todo),
+            stored,
+            dict(outcomes),
+            preflight.identical,
+            tuple(preflight.problems),
+            {kind: count for kind, count in self._progress.faults.items() if count},
+        )
+
+    def _name_partner(self, before: Mapping[str, Any], preflight: Preflight) -> None:
+        """Say in each arm's card who its dialogues are held with; warn of another than before."""
+        now = partner_card(self._partner)
+        for name, card in preflight.cards.items():
+            old = before.get(name, {})
+            kept = old.get("partner") if old.get("fingerprint") == card["fingerprint"] else None
+            if partner := now or kept:
+                card["partner"] = partner
+        others = {
+            name: f"{card['partner']['model']}@{card['partner']['url']}"
+            for name, card in before.items()
+            if now and name not in preflight.cards and card.get("partner") not in (None, now)
         }
-        preflight = await check_arms(arms, clients, bench, run["probes"])
-        if on_preflight:
-            on_preflight(preflight)
-        _write_run(store.directory, run, bench, preflight)
-        work = []
-        keys = []
-        for item in items:
-            for arm in arms:
-                request = build_request(arm, item, bench)
-                key = request_key(preflight.cards[arm.name]["fingerprint"], request)
-                keys.append(key)
-                if not store.answered(key):
-                    work.append((key, arm, item, request))
-        done = len(keys) - len(work)
-        stored = done
-        if on_progress:
-            on_progress(done, len(keys))
-        queue = iter(work)
+        for name, other in others.items():
+            preflight.problems.append(
+                Problem(
+                    "KTB809",
+                    "warning",
+                    f"arm {name}",
+                    f"its dialogues were held with {other}",
+                    "one partner for all arms",
+                    "ask this arm again with the same --partner",
+                )
+            )
 
-        silent = dict.fromkeys(clients, 0)
-
-        async def worker(queue: Iterator[tuple[str, Arm, Item, dict[str, Any]]]) -> None:
-            nonlocal done
-            for key, arm, item, request in queue:
-                answer = await clients[arm.url].chat(request)
-                store.add(_record(key, arm, item, answer))
-                gone = answer.outcome == "http-error" and answer.status == 0
-                silent[arm.url] = silent[arm.url] + 1 if gone else 0
-                if silent[arm.url] == _SILENT:
-                    raise KtbridgeError(
-                        f"{arm.url} stopped answering ({answer.detail}).",
-                        "see to the server and run the same command again; what was answered is "
-                        "stored",
-                    )
-                done += 1
-                if on_progress:
-                    on_progress(done, len(keys))
-
-        workers = [asyncio.create_task(worker(queue)) for _ in range(concurrency)]
+    async def _ask_all(self, todo: Sequence[Ask]) -> None:
+        queue = iter(todo)
+        workers = [asyncio.create_task(self._work(queue)) for _ in range(self._concurrency)]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -159,65 +240,38 @@ async def _collect(
             for task in workers:
                 task.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-    outcomes: dict[str, int] = {}
-    for key in keys:
-        outcome = store.records[key]["outcome"]
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
-    return Collected(len(work), stored, outcomes, preflight.identical, tuple(preflight.problems))
 
+    async def _work(self, queue: Iterator[Ask]) -> None:
+        progress = self._progress
+        for ask in queue:
+            done = await self._ask(ask)
+            answer = done.answer
+            record = {"key": ask.key, "arm": ask.arm.name, "item": ask.item.id, **answer.as_dict()}
+            if ask.repeat:
+                record["repeat"] = ask.repeat
+            if is_dialogue(ask.item, self._bench):
+                record["turns"] = done.turns
+            self._store.add(record)
+            self._watch(done)
+            progress.done += 1
+            progress.prompt_tokens += answer.prompt_tokens or 0
+            progress.completion_tokens += answer.completion_tokens or 0
+            self._tell(progress)
 
-def _record(key: str, arm: Arm, item: Item, answer: Answer) -> dict[str, Any]:
-    return {"key": key, "arm": arm.name, "item": item.id, **answer.as_dict()}
+    async def _ask(self, ask: Ask) -> Dialogue:
+        if self._partner is not None and is_dialogue(ask.item, self._bench):
+            return await hold_dialogue(
+                ask.arm, ask.item, self._bench, ask.repeat, self._partner, self._clients
+            )
+        request = build_request(ask.arm, ask.item, self._bench, ask.repeat)
+        return Dialogue(await self._clients[ask.arm.url].chat(request), [], ask.arm.url)
 
-
-def read_run(directory: Path) -> dict[str, Any]:
-    """What run.json holds: ``arms`` (name -> card) and ``probes`` (fingerprint -> hashes)."""
-    path = directory / RUN
-    try:
-        run = json.loads(path.read_text("utf-8"))
-        arms, probes = dict(run["arms"]), dict(run["probes"])
-        json.dumps(run, ensure_ascii=False, allow_nan=False).encode()
-    except FileNotFoundError:
-        return {"arms": {}, "probes": {}}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise KtbridgeError(
-            f"{str(path)!r} is not a run's description.", "use another --out directory"
-        ) from None
-    sound = all(
-        isinstance(card, dict)
-        and all(isinstance(card.get(key), kind) for key, kind in _CARD.items())
-        and card["name"] == name
-        for name, card in arms.items()
-    ) and all(
-        isinstance(hashes, dict) and all(isinstance(one, str) for one in hashes.values())
-        for hashes in probes.values()
-    )
-    if not sound:
-        raise KtbridgeError(
-            f"{str(path)!r} is damaged.",
-            "delete it and run the same `ktbridge eval` command again; the answers are kept",
-        )
-    return {"arms": arms, "probes": probes}
-
-
-def _write_run(directory: Path, run: dict[str, Any], bench: Bench, preflight: Preflight) -> None:
-    """Record arms and bench, so that a report needs this directory and nothing else.
-
-    Probe hashes stay those of an arm's first run: drift is measured from there.
-    """
-    folder = directory / BENCH
-    folder.mkdir(exist_ok=True)
-    for name in FILES:
-        if not (folder / name).is_file() or (folder / name).read_bytes() != bench.files[name]:
-            write_text(folder / name, bench.files[name].decode("utf-8"))
-    arms = {**run["arms"], **preflight.cards}
-    probes = dict(run["probes"])
-    for fingerprint, hashes in preflight.probes.items():
-        probes[fingerprint] = {**hashes, **probes.get(fingerprint, {})}
-    document = {
-        "schema": "ktbridge.run/1",
-        "ktbridge": ktbridge.__version__,
-        "arms": {name: arms[name] for name in sorted(arms, key=arm_rank)},
-        "probes": probes,
-    }
-    write_text(directory / RUN, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    def _watch(self, done: Dialogue) -> None:
+        """KtbridgeError when a server has not replied at all for several requests in a row."""
+        gone = done.answer.outcome == "http-error" and done.answer.status == 0
+        self._silent[done.url] = self._silent[done.url] + 1 if gone else 0
+        if self._silent[done.url] == _SILENT:
+            raise KtbridgeError(
+                f"{done.url} stopped answering ({done.answer.detail}).",
+                "see to the server and run the same command again; what was answered is stored",
+            )

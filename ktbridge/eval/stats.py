@@ -84,7 +84,7 @@ def t_rows(
     mean = sums.sum(axis=1) / total
     if groups == 1:
         return np.full(len(sums), bounds[0]), np.full(len(sums), bounds[1])
-    half = special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2) * _standard_error(sums, sizes)
+    half = special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2) * standard_error(sums, sizes)
     return _unseen(sums, sizes, mean - half, mean + half, bounds)
 
 
@@ -142,7 +142,7 @@ def wilson_interval(values: Sequence[float], clusters: Sequence[str]) -> Interva
     if total > groups:
         z = float(special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2))
         simple = share * (1 - share) / total
-        ratio = float(_standard_error(sums[None], sizes)[0]) ** 2 / simple if simple > 0 else 0.0
+        ratio = float(standard_error(sums[None], sizes)[0]) ** 2 / simple if simple > 0 else 0.0
         # All alike: the clusters are what was seen. Never credited with more than its items.
         effective = min(total, total / ratio) if ratio > _TINY else float(groups)
     centre = (share + z * z / (2 * effective)) / (1 + z * z / effective)
@@ -181,7 +181,7 @@ def _interval(
     return Interval(float(sums.sum() / total), low, high, total, len(sums), method)
 
 
-def _standard_error(sums: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def standard_error(sums: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Standard error [R] of each row's mean, between clusters."""
     groups, total = sums.shape[1], sizes.sum()
     mean = sums.sum(axis=1, keepdims=True) / total
@@ -295,7 +295,7 @@ def _margin_p(
         # loss of 1 + mean (the most that the bounds allow) in a share of the population.
         share = min(1.0, max(0.0, distance / (1 + distance - margin)))
         return float((1 - share) ** groups)
-    error = float(_standard_error(sums[None], sizes)[0])
+    error = float(standard_error(sums[None], sizes)[0])
     return float(special.stdtr(groups - 1, -distance / error))
 
 

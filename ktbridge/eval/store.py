@@ -21,11 +21,13 @@ from ktbridge.eval.client import OUTCOMES
 
 ANSWERS = "answers.jsonl"
 FAILED = "http-error"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def request_key(fingerprint: str, request: Mapping[str, Any]) -> str:
-    """The key of an answer: whose it is, and to exactly what."""
-    return sha256({"arm": fingerprint, "request": dict(request)})
+def request_key(fingerprint: str, request: Mapping[str, Any], repeat: int = 0) -> str:
+    """The key of an answer: whose it is, to exactly what, and which repeat of it (from 0)."""
+    key = {"arm": fingerprint, "request": dict(request)}
+    return sha256({**key, "repeat": repeat} if repeat else key)
 
 
 def read_answers(directory: Path) -> dict[str, dict[str, Any]]:
@@ -46,6 +48,8 @@ def read_answers(directory: Path) -> dict[str, dict[str, Any]]:
             texts = [record[name] for name in ("key", "text", "thinking", "detail")]
             if outcome not in OUTCOMES or not all(isinstance(one, str) for one in texts):
                 raise TypeError
+            turns = record.get("turns", [])
+            texts += [turn[name] for turn in turns for name in ("role", "content")]
             "".join(texts).encode()  # half a character could not be reported
         except (ValueError, KeyError, TypeError, RecursionError):
             raise KtbridgeError(
@@ -104,7 +108,7 @@ class Store:
 
     def add(self, record: dict[str, Any]) -> None:
         """Append one record in one write; it is safe from a kill when this returns."""
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        line = _encode(record).encode() + b"\n"
         written = os.write(self._answers, line)
         if written != len(line):
             raise KtbridgeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,13 @@ from ktbridge.errors import Problem
 from ktbridge.eval.stats import unseen_share
 
 ALPHA = 0.05
+OVERALL = "overall"
+NULLS = ("within margin", "inconclusive")  # what the smallest detectable effect stands beside
+_AXIS_WORDS = {"persona": "style", "judge": "judged quality"}
 _ENOUGH_OK = 0.95
 _NEARLY_ALL = 0.9
+_READABLE = 0.9
+_FEW_ANSWERS = 5
 
 
 def judge_contrast(contrast: Mapping[str, Any], margin: float) -> str:
@@ -29,7 +35,7 @@ def judge_contrast(contrast: Mapping[str, Any], margin: float) -> str:
     if significant and contrast["high"] < 0:
         return "dropped"
     kept = contrast["low"] > -margin and unseen_share(contrast["clusters"]) < margin
-    if kept and (contrast["axis"] == "task" or contrast["high"] < margin):
+    if kept and (contrast["axis"] != "persona" or contrast["high"] < margin):
         return "within margin"
     return "inconclusive"
 
@@ -45,6 +51,13 @@ def interval(contrast: Mapping[str, Any]) -> str:
     return f"{signed(contrast['mean'])} [{signed(contrast['low'])}, {signed(contrast['high'])}]"
 
 
+def detectable(contrast: Mapping[str, Any]) -> str:
+    """What stands beside a null: "0.12", or "none" where so few items could show nothing; else ''."""
+    if contrast["verdict"] not in NULLS:
+        return ""
+    return "none" if contrast["detectable"] is None else f"{contrast['detectable']:.2f}"
+
+
 def find(results: Mapping[str, Any], axis: str, name: str, of: str, minus: str) -> Any:
     """The contrast of two arms on one axis and slice, or None."""
     for one in results["contrasts"]:
@@ -54,30 +67,69 @@ def find(results: Mapping[str, Any], axis: str, name: str, of: str, minus: str) 
 
 
 def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The headline and the sentences under it, for the last arm against the first."""
+    """The line, the headline and the sentences under it, for the last arm against the first.
+
+    ``line`` names each finding in a few words ("style ↑ 0.62 [0.48, 0.75]; knowledge −
+    inconclusive") and ``clauses`` are its parts; ``headline`` is a whole sentence of persona and
+    task; ``persona``, ``task`` and ``judge`` hold the words of the overall contrasts, None where
+    there is none.
+    """
     names = [card["name"] for card in results["arms"]]
+    nothing = dict.fromkeys(("persona", "task", "judge"))
     if len(names) < 2:
         means = "; ".join(
-            f"{axis} {table['overall'][names[0]]['mean']:.2f}"
+            f"{axis} {table[OVERALL][names[0]]['mean']:.2f}"
             for axis, table in results["tables"].items()
-            if "overall" in table
+            if OVERALL in table
         )
         text = f"One arm ({names[0]}): {means or 'no valid answers'}. Nothing to compare it with."
-        return {"headline": text, "details": [], "persona": None, "task": None}
+        return {"line": text, "clauses": [], "headline": text, "details": [], **nothing}
     first, last = names[0], names[-1]
-    persona = find(results, "persona", "overall", last, first)
-    task = find(results, "task", "overall", last, first)
-    clauses = [text for text in (_persona_clause(persona), _task_clause(task)) if text]
+    overall = {axis: find(results, axis, OVERALL, last, first) for axis in nothing}
+    clauses = [_persona_clause(overall["persona"]), _task_clause(overall["task"])]
+    clauses = [text for text in clauses if text]
     if not clauses:
         text = "No item has an ok answer from every arm; nothing can be compared."
-        return {"headline": text, "details": [], "persona": None, "task": None}
-    headline = f"From {first} to {last}: " + "; ".join(clauses) + "."
+        return {"line": text, "clauses": [], "headline": text, "details": [], **nothing}
+    details = [*_steps(results, names), *_slices(results, first, last), *_judged(results)]
+    found = _clauses(results, first, last)
+    line = f"{first} → {last}: " + "; ".join(one["text"] for one in found)
     return {
-        "headline": headline,
-        "details": [*_steps(results, names), *_slices(results, first, last)],
-        "persona": persona and persona["verdict"],
-        "task": task and task["verdict"],
+        "line": line,
+        "clauses": found,
+        "headline": f"From {first} to {last}: " + "; ".join(clauses) + ".",
+        "details": details,
+        **{axis: contrast and contrast["verdict"] for axis, contrast in overall.items()},
     }
+
+
+def _clauses(results: Mapping[str, Any], first: str, last: str) -> list[dict[str, str]]:
+    """The persona as a whole, each task slice by its label, and the judge: text and verdict."""
+    found = [(_AXIS_WORDS["persona"], find(results, "persona", OVERALL, last, first))]
+    for one in results["bench"]["slices"]:
+        if one["primary"] == "task":
+            found.append((one["label"], find(results, "task", one["name"], last, first)))
+    found.append((_AXIS_WORDS["judge"], find(results, "judge", OVERALL, last, first)))
+    margin = results["bench"]["margin"]
+    return [
+        {"text": f"{word} {finding(one, margin)}", "verdict": one["verdict"]}
+        for word, one in found
+        if one is not None
+    ]
+
+
+def finding(contrast: Mapping[str, Any], margin: float) -> str:
+    """A contrast in an arrow and a number: "↑ 0.62 [0.48, 0.75]", "− inconclusive".
+
+    "beyond margin" is said of a loss whose whole interval lies beyond it.
+    """
+    mean, low, high = contrast["mean"], contrast["low"], contrast["high"]
+    if contrast["verdict"] == "improved":
+        return f"↑ {mean:.2f} [{low:.2f}, {high:.2f}]"
+    if contrast["verdict"] == "dropped":
+        beyond = " beyond margin" if high < -margin else ""
+        return f"↓ {-mean:.2f} [{-high:.2f}, {-low:.2f}]{beyond}"
+    return f"− {contrast['verdict']}"
 
 
 def _persona_clause(contrast: Any) -> str:
@@ -129,6 +181,15 @@ def _slices(results: Mapping[str, Any], first: str, last: str) -> list[str]:
     if not moved["dropped"]:
         texts.append("No slice is shown to have dropped on its own axis.")
     return texts
+
+
+def _judged(results: Mapping[str, Any]) -> list[str]:
+    """What the judge said of pairs, last arm against first and full against expert."""
+    return [
+        f"Judged side by side, {one['of']} against {one['minus']}: {one['win']} won, {one['tie']} "
+        f"tied, {one['loss']} lost."
+        for one in results["pairs"]
+    ]
 
 
 def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -184,4 +245,59 @@ def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
                     "run `ktbridge verify`",
                 )
             )
+    problems += [*_unread(results), *_noisy(results)]
     return [problem.as_dict() for problem in problems]
+
+
+def _unread(results: Mapping[str, Any]) -> list[Problem]:
+    """Arms whose answers could not be read: their marks are about form, not about knowledge."""
+    problems = []
+    for name, cells in results["parse_rates"].items():
+        low = {
+            arm: cell
+            for arm, cell in cells.items()
+            if cell["asked"] >= _FEW_ANSWERS and cell["share"] < _READABLE
+        }
+        if low:
+            told = ", ".join(f"{arm} {one['read']} of {one['asked']}" for arm, one in low.items())
+            problems.append(
+                Problem(
+                    "KTB824",
+                    "warning",
+                    f"slice {name}",
+                    f"few answers hold the letter, number or JSON to mark: {told}",
+                    f"at least {_READABLE:.0%}; an answer without one is marked 0",
+                    "look at these answers: a low score here is a failure of format first",
+                )
+            )
+    return problems
+
+
+def _noisy(results: Mapping[str, Any]) -> list[Problem]:
+    """Headlines that are no larger than what noise makes of them.
+
+    An arm's floor is that of a difference of two runs of it, so its own variance is half of the
+    floor's square, and the mean of N repeats has an Nth of that.
+    """
+    if results["repeat"] is None:
+        return []
+    found = []
+    for one in results["contrasts"]:
+        if one["slice"] != OVERALL or one["verdict"] in NULLS:
+            continue
+        arms = results["repeat"]["noise"]
+        floors = [arms[one[side]].get(one["axis"], {}).get("floor") for side in ("of", "minus")]
+        squares = sum(floor**2 for floor in floors if floor is not None)
+        floor = math.sqrt(squares / (2 * results["repeat"]["n"]))
+        if abs(one["mean"]) <= floor:
+            found.append(
+                Problem(
+                    "KTB826",
+                    "warning",
+                    f"{one['axis']}: {one['of']} − {one['minus']}",
+                    f"{signed(one['mean'])} is no more than the noise of these repeats ({floor:.2f})",
+                    "a difference that two runs of one arm do not show",
+                    "ask more repeats, or a server that answers the same every time",
+                )
+            )
+    return found

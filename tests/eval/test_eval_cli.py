@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -54,7 +55,9 @@ def eval_words(server, out, *more):
 
 
 def lines_in(path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    """Answers in a file, or in all of a directory of benches."""
+    files = [path] if path.suffix else list(path.glob("*/answers.jsonl"))
+    return sum(one.read_bytes().count(b"\n") for one in files if one.exists())
 
 
 def wait_for_lines(process, path, count):
@@ -96,28 +99,37 @@ def test_eval_ends_with_the_report(server, tmp_path):
 
 
 def test_kill_9_then_resume_gives_the_same_bytes(server, tmp_path):
+    """Two benches, two repeats; killed at two moments drawn anew each time, in either bench."""
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    assert ktb(*eval_words(server, whole)).returncode == 0
+    more = ("--bench", "generic", "--repeat", 2, "--limit", 24, "--no-judge")
+    total = {"nekobench": 2 * 3 * 24, "generic": 2 * 3 * 5}
+    assert ktb(*eval_words(server, whole, *more)).returncode == 0
     server.requests.clear()
     server.behave = slowly
-    for goal in (30, 110):
-        process = start(*eval_words(server, torn, "--concurrency", 3))
-        wait_for_lines(process, torn / "answers.jsonl", goal)
+    goals = sorted(random.SystemRandom().sample(range(1, sum(total.values()) - 4), 2))
+    for goal in goals:
+        process = start(*eval_words(server, torn, *more, "--concurrency", 3))
+        wait_for_lines(process, torn, goal)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-        with open(torn / "answers.jsonl", "ab") as handle:
-            handle.write(b'{"key":"torn in the mid')
-    stored = lines_in(torn / "answers.jsonl")
-    assert 110 <= stored < 252
-    last = ktb(*eval_words(server, torn))
-    assert last.returncode == 0, last.stderr
-    assert f"{stored} answers were stored before" in last.stderr
-    for name in ("results.json", "report.html"):
-        assert (torn / name).read_bytes() == (whole / name).read_bytes(), name
+        for path in torn.glob("*/answers.jsonl"):
+            with open(path, "ab") as handle:
+                handle.write(b'{"key":"torn in the mid')
+    stored = {name: lines_in(torn / name / "answers.jsonl") for name in total}
+    last = ktb(*eval_words(server, torn, *more))
+    assert last.returncode == 0, (goals, last.stderr)
+    for name, count in stored.items():
+        assert f"{name}: asked {total[name] - count} questions; {count} answers" in last.stderr
+    written = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
+    reports = [path for path in written if path.suffix in (".html", ".md")]
+    reports += [path for path in written if path.name in ("results.json", "run.json")]
+    assert len(reports) == 3 * 3 + 2
+    for path in reports:
+        assert (torn / path).read_bytes() == (whole / path).read_bytes(), (goals, path)
     # Only what was in flight at a kill is asked again.
     asked = sum(request["max_tokens"] > 32 for request in server.requests)
-    assert 252 <= asked <= 252 + 2 * 3
+    assert sum(total.values()) <= asked <= sum(total.values()) + 2 * 3, goals
 
 
 def test_ctrl_c_loses_nothing(server, tmp_path):

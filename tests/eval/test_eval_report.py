@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from ktbridge.eval import collect, load_bench, parse_arms, write_report
-from ktbridge.eval.verdict import judge_contrast, signed
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.eval import collect, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval.arms import Arm
+from ktbridge.eval.asking import answer_key
+from ktbridge.eval.contamination import find_contamination
+from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
+from ktbridge.eval.judging import Judgements, JudgeScore
+from ktbridge.eval.persona import NO_PERSONA
+from ktbridge.eval.power import power, smallest_seen
+from ktbridge.eval.rundir import read_run, write_benches, write_run
+from ktbridge.eval.scored.build import assemble, bench_card, mark_judged
+from ktbridge.eval.stats import unseen_share
+from ktbridge.eval.verdict import finding, judge_contrast, signed, warnings_of
+from ktbridge.eval.worddiff import diff_words
 
 SMALL = Path(__file__).with_name("small")
 BENCH = load_bench(SMALL)
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/results.schema.json").read_text("utf-8"))
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)> "\' onload="x {{ 7*7 }} <!--'
+ARMS = ("base", "expert", "full")
 
 
 class Page(HTMLParser):
@@ -39,19 +57,70 @@ def report(server, out, **options):
     return results, (out / "report.html").read_text("utf-8")
 
 
+def stored(out, answers, bench=BENCH, repeat=1, items=None):
+    """A run's directory as `ktbridge eval` leaves it; ``answers[arm](item, repeat)`` gives texts."""
+    cards = {
+        name: {
+            "name": name,
+            "model": f"tiny:{name}",
+            "url": "http://127.0.0.1:1/v1",
+            "server": {},
+            "sampling": dict(bench.sampling),
+            "fingerprint": name,
+        }
+        for name in answers
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_run(out, read_run(out), bench, cards, {}, repeat)
+    lines = []
+    for item in bench.items if items is None else items:
+        for name, answer in answers.items():
+            for nth in range(repeat):
+                arm = Arm(name, cards[name]["model"], cards[name]["url"])
+                text = answer(item, nth)
+                record = {
+                    "key": answer_key(cards[name], arm, item, bench, nth),
+                    "arm": name,
+                    "item": item.id,
+                    "outcome": "ok" if text else "empty",
+                    "text": text,
+                    "thinking": "",
+                    "detail": "",
+                    "status": 200,
+                    "prompt_tokens": 7,
+                    "completion_tokens": 3,
+                    "seconds": 0.123,
+                }
+                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    (out / "answers.jsonl").write_text("".join(lines), "utf-8")
+    return out
+
+
+def knows(item, nth=0):
+    gold = item.gold[0] if isinstance(item.gold, list) else item.gold
+    return "好的。" if gold is None else str(gold)
+
+
+def validate(document):
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+
+
 def test_the_page_needs_no_network(server, tmp_path):
     results, html = report(server, tmp_path, limit=24)
     page = Page(html)
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
     names = {name for name, _ in page.attributes}
-    assert not {"src", "href", "xlink:href", "action", "srcset", "data", "ping"} & names
+    assert not {"src", "xlink:href", "action", "srcset", "data", "ping"} & names
+    assert {value for name, value in page.attributes if name == "href"} == {"#side-by-side"}
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", html)
     assert "default-src 'none'" in html
     # The servers' addresses are shown as text in the run card, and nothing else looks like a URL.
     assert set(re.findall(r"https?://[^\s<\"]+", html)) == {f"{server.url}/v1"}
-    assert page.tags.count("svg") >= 2
+    assert page.tags.count("svg") >= 4
     assert page.tags.count("article") == 24
     assert results["verdict"]["headline"] in page.text
+    assert results["verdict"]["line"] in page.text
+    validate(json.loads((tmp_path / "results.json").read_text("utf-8")))
 
 
 def test_answers_cannot_break_out_of_the_page(server, tmp_path):
@@ -70,8 +139,31 @@ def test_answers_cannot_break_out_of_the_page(server, tmp_path):
     assert "img" not in page.tags
     # The document's own language is the only attribute of that kind; no handler crept in.
     assert not any(name.startswith("on") for name, _ in page.attributes)
+    # Marks of the word diff stand inside the first and last arm's texts and must not open them.
+    assert {"ins", "del"} <= set(page.tags)
     assert page.text.count(EVIL) >= 8 * 3 * 2
     assert "{{ 7*7 }}" in page.text
+
+
+def test_no_name_can_break_out_of_page_or_markdown(tmp_path):
+    bench = replace(BENCH, items=BENCH.items[:3])
+    results = score_run(stored(tmp_path, dict.fromkeys(ARMS, knows), bench))
+    results["bench"]["notes"] = [EVIL]
+    results["bench"]["name"] = results["arms"][0]["url"] = results["items"][0]["id"] = EVIL
+    results["arms"][1]["model"] = "x | `y` | <b>"
+    results["verdict"]["line"] = EVIL
+    results["verdict"]["clauses"] = [{"text": EVIL, "verdict": "improved"}]
+    from ktbridge.eval.html import render_html
+    from ktbridge.eval.markdown import render_markdown
+
+    page = Page(render_html(results))
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    text = render_markdown(results)
+    assert not {"script", "img", "b"} & set(Page(text).tags)
+    rows = [line for line in text.splitlines() if line.startswith("| expert")]
+    assert len(rows) == 1
+    assert len(re.findall(r"(?<!\\)\|", rows[0])) == 6
 
 
 def test_a_persona_that_did_not_rise_is_said_so(server, tmp_path):
@@ -90,26 +182,28 @@ def test_a_persona_that_did_not_rise_is_said_so(server, tmp_path):
     assert results["verdict"]["persona"] != "improved"
 
 
-def test_a_persona_that_fell_and_tasks_that_dropped_are_said_so(server, tmp_path):
+def test_a_persona_that_fell_and_tasks_that_dropped_are_said_so(tmp_path):
     # The first arm knows every gold answer and has the persona; the last one has neither.
-    known = {item.messages[0]["content"]: item.gold for item in BENCH.items}
-    arms = [arm.replace("base=tiny:base@", "base=tiny:neko@") for arm in server.arms]
-    arms = [arm.replace("full=tiny:neko@", "full=tiny:base@") for arm in arms]
+    def loved(item, nth):
+        return "好的主人，我知道了喵～" if item.gold is None else knows(item)
 
-    def behave(request, nth):
-        gold = known.get(request["messages"][-1]["content"])
-        if request["model"] == "tiny:base":
-            return 200, {}, server.completion("嗯。")
-        if request["model"] == "tiny:neko" and gold is not None:
-            return 200, {}, server.completion(str(gold[0] if isinstance(gold, list) else gold))
-        return None
-
-    server.behave = behave
-    results, _ = report(server, tmp_path, arms=arms)
-    headline = results["verdict"]["headline"]
-    assert "persona fell by −0." in headline
-    assert "task quality dropped by −0." in headline
-    assert any(text.startswith("Slices dropped: ") for text in results["verdict"]["details"])
+    out = stored(tmp_path, {"base": loved, "full": lambda item, nth: "嗯。"})
+    results = write_report(out)
+    verdict = results["verdict"]
+    assert "persona fell by −1.00" in verdict["headline"]
+    assert "task quality dropped by −0." in verdict["headline"]
+    assert any(text.startswith("Slices dropped: ") for text in verdict["details"])
+    assert re.match(
+        r"base → full: style ↓ 1\.00 \[0\.\d\d, 1\.00\] beyond margin; ", verdict["line"]
+    )
+    assert "; KRI-K ↓ 1.00 [" in verdict["line"]
+    # All yes/no items of the slice were lost, and McNemar's test says so too.
+    found = {(one["axis"], one["slice"]): one for one in results["contrasts"]}
+    assert found["task", "KRI-K"]["mcnemar"]["gained"] == 0
+    assert found["task", "KRI-K"]["mcnemar"]["lost"] == found["task", "KRI-K"]["n"]
+    text = (out / "report.md").read_text("utf-8")
+    assert "🔴 dropped" in text
+    assert "beyond margin" in text
 
 
 def test_one_arm_is_reported_without_a_comparison(server, tmp_path):
@@ -117,22 +211,270 @@ def test_one_arm_is_reported_without_a_comparison(server, tmp_path):
     assert results["contrasts"] == []
     assert results["verdict"]["headline"].startswith("One arm (full): ")
     assert "Nothing to compare" in html
+    validate(results)
 
 
-def test_arms_that_share_no_answered_item(server, tmp_path):
-    texts = {item.messages[0]["content"]: i for i, item in enumerate(BENCH.items)}
-
-    def behave(request, nth):
-        odd = texts.get(request["messages"][-1]["content"], 0) % 2
-        mute = request["max_tokens"] > 32 and odd == (request["model"] == "tiny")
-        return (200, {}, server.completion("")) if mute else None
-
-    server.behave = behave
-    results, html = report(server, tmp_path, arms=server.arms[:2], limit=16)
+def test_arms_that_share_no_answered_item(tmp_path):
+    items = BENCH.items[:16]
+    odd = {item.id: i % 2 for i, item in enumerate(items)}
+    answers = {
+        "base": lambda item, nth: "很好。" if odd[item.id] else "",
+        "expert": lambda item, nth: "" if odd[item.id] else "很好。",
+    }
+    results = write_report(stored(tmp_path, answers, items=items))
     assert results["valid"] == 0
     assert results["verdict"]["headline"].startswith("No item has an ok answer from every arm")
     assert {one["code"] for one in results["warnings"]} == {"KTB820"}
-    assert "No item has an ok answer from every arm" in html
+    assert "No item has an ok answer from every arm" in (tmp_path / "report.html").read_text(
+        "utf-8"
+    )
+    validate(results)
+
+
+def test_without_a_persona_there_is_no_such_axis(tmp_path):
+    from ktbridge.eval.bench import parse_bench
+
+    head = BENCH.files["bench.yaml"].replace(b"primary: persona", b"primary: task")
+    bench = parse_bench({**BENCH.files, "bench.yaml": head, "persona.yaml": NO_PERSONA})
+    results = write_report(stored(tmp_path, dict.fromkeys(ARMS, knows), bench))
+    assert results["axes"] == ["task"]
+    assert set(results["tables"]) == {"task"}
+    assert results["persona_parts"] == {}
+    assert "persona" not in results["verdict"]["headline"]
+    assert "style" not in results["verdict"]["line"]
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert not re.search(r">Persona<|data-persona|persona 0\.00|out of character", page)
+    assert "Persona" not in (tmp_path / "report.md").read_text("utf-8")
+    validate(results)
+
+
+def test_repeats_are_averaged_and_their_noise_is_told(tmp_path):
+    items = [item for item in BENCH.items if item.slice == "KRI-K"]
+    answers = {
+        "base": lambda item, nth: knows(item) if nth == 0 else "不知道。",
+        "full": lambda item, nth: knows(item) if nth < 2 else "",
+    }
+    results = write_report(stored(tmp_path, answers, repeat=3, items=items))
+    mean = {name: cell["mean"] for name, cell in results["tables"]["task"]["KRI-K"].items()}
+    assert mean == {"base": round(1 / 3, 6), "full": 1.0}, "only ok repeats count"
+    assert results["repeat"]["n"] == 3
+    assert results["repeat"]["outcomes"]["full"] == {"ok": 2 * len(items), "empty": len(items)}
+    noise = results["repeat"]["noise"]
+    assert noise["base"]["task"]["mean"] == -1
+    assert (noise["full"]["task"]["mean"], noise["full"]["task"]["changed"]) == (0, 0)
+    assert results["costs"]["base"] == {
+        "prompt_tokens": 21 * len(items),
+        "completion_tokens": 9 * len(items),
+        "answers": 3 * len(items),
+    }
+    assert "seconds" not in json.dumps(results)
+    assert "asked 3 times" in (tmp_path / "report.html").read_text("utf-8")
+    validate(results)
+
+
+def test_a_headline_within_the_noise_is_warned_about(tmp_path):
+    items = [item for item in BENCH.items if item.slice == "KRI-K"]
+    results = write_report(stored(tmp_path, {"base": knows, "full": knows}, repeat=2, items=items))
+    assert not [one for one in results["warnings"] if one["code"] == "KTB826"]
+    for one in results["contrasts"]:
+        one["verdict"], one["mean"] = "improved", 0.09
+    for arm in ("base", "full"):
+        results["repeat"]["noise"][arm]["task"]["floor"] = 0.14  # of two means of two: 0.14/sqrt(2)
+    told = [one for one in warnings_of(results) if one["code"] == "KTB826"]
+    assert [one["where"] for one in told] == ["task: full − base"]
+    assert "(0.10)" in told[0]["found"]
+    results["repeat"]["n"] = 4
+    assert not [one for one in warnings_of(results) if one["code"] == "KTB826"]
+
+
+def test_texts_parse_rates_and_what_would_have_been_seen(tmp_path):
+    bench = load_bench("afrimed-qa")
+    results = write_report(
+        stored(tmp_path, {"base": knows, "full": lambda item, nth: "I cannot say."}, bench)
+    )
+    rates = results["parse_rates"]["MCQ"]
+    assert rates["base"]["share"] == 1
+    assert rates["full"]["share"] == 0
+    texts = results["texts"]["slices"]["SAQ"]
+    assert set(texts) == {"lf", "seedlike", "std"}
+    assert texts["std"]["base"]["scores"]["bleu"] > texts["std"]["full"]["scores"]["bleu"]
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert texts["std"]["base"]["signature"] in page
+    nulls = [
+        one for one in results["contrasts"] if one["verdict"] in ("inconclusive", "within margin")
+    ]
+    assert nulls
+    assert all(one["detectable"] is None or one["detectable"] > 0 for one in nulls)
+    validate(results)
+
+
+def test_a_judge_is_an_axis_of_its_own(tmp_path):
+    def bench_of(judged):
+        bench = replace(BENCH, items=BENCH.items[:24])
+        rows = score_run(stored(tmp_path, dict.fromkeys(ARMS, knows), bench))["items"]
+        if judged:
+            mark_judged(rows, judged)
+        cards = {one["name"]: one for one in read_run(tmp_path)["arms"].values()}
+        results = assemble(bench_card(bench), cards, rows, references={}, judged=judged)
+        validate(results)
+        return results
+
+    plain = bench_of(None)
+    assert plain["axes"] == ["task", "persona"]
+    shares = {"base": 0.2, "expert": 0.6, "full": 0.8}
+    check = {"id": "q1", "question": "Is it kind?", "yes": True, "evidence": EVIL}
+    ids = [item.id for item in BENCH.items[:24]]
+    scores = {one: {n: JudgeScore(s, "ok", (check,)) for n, s in shares.items()} for one in ids}
+    scores[ids[0]]["full"] = JudgeScore(None, "parse-fail")
+    pairs = [
+        {"item": one, "of": "full", "minus": "base", "result": "win", "flipped": False}
+        for one in ids[:10]
+    ] + [{"item": ids[10], "of": "full", "minus": "base", "result": "tie", "flipped": True}]
+    found = {"code": "KTB899", "severity": "warning", "where": "judge", "found": "says yes"}
+    judged = Judgements(scores, pairs, {"model": "j"}, [found | {"expected": "", "next_step": ""}])
+    results = bench_of(judged)
+    assert results["tables"]["judge"]["overall"]["full"] == {
+        **results["tables"]["judge"]["overall"]["full"],
+        "mean": 0.8,
+        "n": 23,
+    }
+    assert results["verdict"]["judge"] == "improved"
+    assert "judged quality ↑ 0.60 [" in results["verdict"]["line"]
+    counted = results["pairs"][0]
+    assert [counted[key] for key in ("win", "tie", "loss", "flipped")] == [10, 1, 0, 1]
+    assert results["warnings"][-1]["code"] == "KTB899"
+    # Nothing of the judge leaks into what rules and golds say.
+    assert results["tables"]["task"] == plain["tables"]["task"]
+    assert results["tables"]["persona"] == plain["tables"]["persona"]
+    from ktbridge.eval.html import render_html
+
+    page = Page(render_html(results))
+    assert page.text.count(EVIL) == 24 * 3 - 1
+    assert "judge: parse-fail" in page.text
+
+
+def test_a_dialogue_is_shown_turn_by_turn(tmp_path):
+    out = stored(tmp_path, {"base": knows, "full": knows}, items=BENCH.items[:2])
+    lines = (out / "answers.jsonl").read_text("utf-8").splitlines()
+    turns = [{"role": "user", "content": EVIL}, {"role": "assistant", "content": "第二句。"}]
+    lines[0] = json.dumps({**json.loads(lines[0]), "turns": turns})
+    (out / "answers.jsonl").write_text("\n".join([*lines, ""]), "utf-8")
+    results = write_report(out)
+    assert results["items"][0]["answers"]["base"]["turns"] == turns
+    page = Page((out / "report.html").read_text("utf-8"))
+    assert page.tags.count("script") == 1
+    assert EVIL in page.text
+    assert "第二句。" in page.text
+    validate(results)
+
+
+def test_what_the_training_data_holds_stands_in_the_report(tmp_path):
+    rows = [{"text": item.messages[-1]["content"]} for item in BENCH.items if item.slice == "KRI-R"]
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    found = find_contamination(BENCH, train)
+    out = stored(tmp_path / "run", {"base": knows, "full": knows}, items=BENCH.items[:2])
+    (out / "contamination.json").write_text(json.dumps(found.as_dict()), "utf-8")
+    results = write_report(out)
+    assert results["contamination"] == found.as_dict()
+    told = results["warnings"][-1]
+    assert (told["code"], told["where"]) == ("KTB825", "slice KRI-R")
+    assert (
+        f"KRI-R {len(rows)} of {len(rows)}" in Page((out / "report.html").read_text("utf-8")).text
+    )
+    validate(results)
+    (out / "contamination.json").write_text("{}")
+    with pytest.raises(KtbridgeError, match="is damaged"):
+        write_report(out)
+
+
+def test_what_could_have_been_seen():
+    names = [str(i) for i in range(40)]
+    differences = [0.5, -0.5] * 20
+    seen = smallest_seen(differences, names, 0.05 / 3)
+    assert power(seen, statistics.stdev(differences), 40, 0.05 / 3) == pytest.approx(0.8, abs=1e-6)
+    # Four items that all agree have a mid-p of 1/16: nothing can be seen, whatever its size.
+    assert smallest_seen([1.0] * 4, names[:4]) is None
+    assert smallest_seen([0.0] * 40, names) == unseen_share(40)
+
+
+def test_several_benches_have_an_index(tmp_path):
+    items = [item for item in BENCH.items if item.slice in ("KRI-K", "PES")]
+    answers = {"base": knows, "full": lambda item, nth: "嗯。"}
+    for name in ("one", "two"):
+        stored(tmp_path / name, answers, items=items)
+    (tmp_path / "none").mkdir()
+    write_benches(tmp_path, [tmp_path / name for name in ("one", "two", "none")])
+    index = write_report(tmp_path)
+    validate(index)
+    told = json.loads((tmp_path / "results.json").read_text("utf-8"))
+    validate(told)
+    assert [one["name"] for one in told["benches"]] == ["one", "two", "none"]
+    assert "no evaluation" in told["benches"][2]["error"]
+    page = Page((tmp_path / "report.html").read_text("utf-8"))
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links[:2] == ["one/report.html", "two/report.html"]
+    assert all((tmp_path / link).is_file() for link in links[:2])
+    assert page.text.count("KRI-K ↓ 1.00") == 2
+    assert (tmp_path / "report.md").read_text("utf-8").count("KRI-K ↓ 1.00") == 2
+    before = [
+        (tmp_path / name).read_bytes() for name in ("results.json", "report.html", "report.md")
+    ]
+    write_report(tmp_path)
+    after = [
+        (tmp_path / name).read_bytes() for name in ("results.json", "report.html", "report.md")
+    ]
+    assert before == after
+
+    runs = [one["results"] for one in index["benches"] if one["results"]]
+    problems = check_gates((parse_gate("KRI<-0.2"), parse_gate("PES<-0.9")), runs)
+    assert [one.where for one in problems] == ["nekobench: --fail-on KRI<-0.2"] * 2
+    with pytest.raises(UsageError, match="has no slice 'NOPE'"):
+        check_gates((parse_gate("NOPE<0"),), runs)
+
+
+@pytest.mark.parametrize(
+    ("text", "fails"),
+    [
+        ("KRI-K<-0.2", True),
+        ("task:KRI-K <= -1", True),
+        ("KRI-K<-1", False),
+        ("high(KRI-K)<0", True),
+        ("low(task:overall)<-0.1", True),
+        ("persona:KRI-K<0", False),
+        ("CTRL<0", True),  # not asked: nothing was shown
+    ],
+)
+def test_gates(tmp_path, text, fails):
+    items = [item for item in BENCH.items if item.slice == "KRI-K"]
+    out = stored(tmp_path, {"base": knows, "full": lambda item, nth: "嗯。"}, items=items)
+    problem = parse_gate(text).check(score_run(out))
+    assert (problem is not None) == fails
+    if problem:
+        assert problem.code == "KTB840"
+        assert text in problem.where
+
+
+@pytest.mark.parametrize(
+    "text", ["", "KRI", "KRI<", "<-0.2", "KRI=1", "mean(KRI)<0", "a:<1", "K<x"]
+)
+def test_what_is_no_gate(text):
+    with pytest.raises(UsageError, match="--fail-on"):
+        parse_gate(text)
+
+
+def test_a_gate_for_no_slice_is_refused_before_anything_is_asked():
+    other = load_bench("generic")
+    refuse_unknown([parse_gate("KRI<0"), parse_gate("task:overall<0")], [BENCH, other])
+    with pytest.raises(UsageError, match="has no slice 'NOPE'"):
+        refuse_unknown([parse_gate("NOPE<0")], [BENCH, other])
+
+
+@pytest.mark.parametrize("text", ["NOPE<0", "voice:KRI-K<0", "overall<0", "judge:KRI-K<0"])
+def test_gates_that_no_result_can_answer(tmp_path, text):
+    out = stored(tmp_path, {"base": knows, "full": knows}, items=BENCH.items[:2])
+    with pytest.raises(UsageError, match="--fail-on"):
+        parse_gate(text).check(score_run(out))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +486,7 @@ def test_arms_that_share_no_answered_item(server, tmp_path):
         ("task", -0.3, 0.1, 0.3, 40, "inconclusive"),
         ("task", -0.05, 0.3, 0.3, 36, "within margin"),
         ("task", -0.05, 0.3, 0.3, 34, "inconclusive"),
+        ("judge", -0.05, 0.3, 0.3, 40, "within margin"),
         ("persona", -0.05, 0.3, 0.3, 40, "inconclusive"),
         ("persona", -0.05, 0.05, 0.9, 40, "within margin"),
     ],
@@ -151,6 +494,42 @@ def test_arms_that_share_no_answered_item(server, tmp_path):
 def test_words_for_a_contrast(axis, low, high, p, clusters, word):
     contrast = {"axis": axis, "low": low, "high": high, "p_holm": p, "clusters": clusters}
     assert judge_contrast(contrast, 0.1) == word
+
+
+@pytest.mark.parametrize(
+    ("verdict", "mean", "low", "high", "text"),
+    [
+        ("improved", 0.62, 0.48, 0.75, "↑ 0.62 [0.48, 0.75]"),
+        ("dropped", -0.21, -0.31, -0.12, "↓ 0.21 [0.12, 0.31] beyond margin"),
+        ("dropped", -0.21, -0.37, -0.05, "↓ 0.21 [0.05, 0.37]"),
+        ("inconclusive", 0.1, -0.2, 0.4, "− inconclusive"),
+        ("within margin", 0.0, -0.05, 0.05, "− within margin"),
+    ],
+)
+def test_a_finding_in_few_words(verdict, mean, low, high, text):
+    contrast = {"verdict": verdict, "mean": mean, "low": low, "high": high}
+    assert finding(contrast, 0.1) == text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gone", "new"),
+    [
+        ("我们今天去公园吧", "主人，我们今天去海边吧喵", ["公园吧"], ["主人，", "海边吧喵"]),
+        ("I like green tea.", "I like black tea.", ["green"], ["black"]),
+        ("same", "same", [], []),
+    ],
+)
+def test_differences_are_words_or_characters(before, after, gone, new):
+    left, right = diff_words(before, after)
+    assert [text for changed, text in left if changed] == gone
+    assert [text for changed, text in right if changed] == new
+    assert "".join(text for _, text in left) == before
+    assert "".join(text for _, text in right) == after
+
+
+def test_texts_with_nothing_in_common_are_not_marked():
+    assert diff_words("完全不同的话", "something else entirely") is None
+    assert diff_words("a b " * 5000, "b a " * 5000) is None
 
 
 def test_numbers_are_signed_for_people():

@@ -356,7 +356,12 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(server, tmp_path
     path.write_bytes(whole[:-20])
     assert len(read_answers(tmp_path)) == 47
     assert run(server, tmp_path).asked == 1
-    assert sorted(path.read_bytes().split(b"\n")) == sorted(whole.split(b"\n"))
+
+    def told(data):
+        records = [json.loads(line) for line in data.splitlines()]
+        return sorted(json.dumps(one | {"seconds": one["seconds"] > 0}) for one in records)
+
+    assert told(path.read_bytes()) == told(whole)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], lines[1][:30], *lines[2:]]))
     with pytest.raises(KtbridgeError, match="damaged at line 2"):

@@ -1,0 +1,150 @@
+"""What `ktbridge eval` was given, read and checked as a whole before the first request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktbridge.eval.arms import Arm
+    from ktbridge.eval.bench import Bench
+    from ktbridge.eval.judging import Judge
+
+ARMS_KEY, JUDGE_KEY = "KTBRIDGE_API_KEY", "KTBRIDGE_JUDGE_API_KEY"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Benches with the directory of each, arms, and who else talks."""
+
+    benches: tuple[Bench, ...]
+    folders: tuple[Path, ...]
+    arms: tuple[Arm, ...]
+    slices: dict[str, tuple[str, ...]]
+    partner: Arm | None
+    judge: Judge | None
+    judge_may_be_remote: bool
+    gates: tuple[Any, ...]
+
+    @property
+    def several(self) -> bool:
+        return len(self.benches) > 1
+
+
+def read_inputs(
+    *,
+    benches: Sequence[str],
+    compat: str | None,
+    items: Sequence[str],
+    arms: Sequence[str],
+    server: str | None,
+    out: Path,
+    slices: str | None,
+    extra_body: str | None,
+    partner: str | None,
+    judge: str | None,
+    judge_may_be_remote: bool,
+    judge_pairs: bool,
+    fail_on: Sequence[str],
+) -> Inputs:
+    """Everything parsed. Raises UsageError or ProblemsError for what makes no sense as given.
+
+    Only where --server is given is a server asked: for its list of models.
+    """
+    from ktbridge.errors import UsageError
+    from ktbridge.eval.arms import parse_arms
+    from ktbridge.eval.dialogue import parse_partner
+    from ktbridge.eval.discover import discover_arms
+    from ktbridge.eval.gates import parse_gate
+    from ktbridge.eval.rundir import run_directories
+    from ktbridge.eval.sampling import parse_extra_body, with_sampling
+
+    if bool(arms) == bool(server):
+        raise UsageError(
+            "give arms with --arm NAME=MODEL@URL, or let --server URL find them.",
+            "one of the two" if arms else "try --server http://127.0.0.1:8000",
+        )
+    if judge_pairs and not judge:
+        raise UsageError("--judge-pairs needs a judge.", "give --judge MODEL@URL")
+    parsed = parse_arms(arms)
+    gates = tuple(parse_gate(text) for text in fail_on)
+    fields = parse_extra_body(extra_body) if extra_body else {}
+    loaded = tuple(with_sampling(one, fields) for one in _benches(benches, compat, items))
+    folders = run_directories(out, [one.name for one in loaded])
+    chosen = _slices(loaded, slices)
+    judged = None
+    if judge:
+        from ktbridge.eval.judging import check_judge, parse_judge
+
+        judged = parse_judge(judge)
+        for one in loaded:
+            check_judge(one, judged, judge_may_be_remote)
+    other = parse_partner(partner) if partner else None
+    if server:
+        parsed = discover_arms(server, os.environ.get(ARMS_KEY))
+    return Inputs(loaded, folders, parsed, chosen, other, judged, judge_may_be_remote, gates)
+
+
+def _benches(names: Sequence[str], compat: str | None, items: Sequence[str]) -> list[Bench]:
+    from ktbridge.errors import UsageError
+    from ktbridge.eval.bench import load_bench
+    from ktbridge.eval.compat import load_compat
+
+    if bool(names) == bool(compat):
+        raise UsageError(
+            "give --bench NAME, or --compat NAME for a public set as it is.",
+            "--bench nekobench is ours",
+        )
+    if compat:
+        if len(items) != 1:
+            raise UsageError(
+                f"--compat {compat} reads one file.", "give your copy of its questions with --items"
+            )
+        return [load_compat(compat, Path(items[0]))]
+    if len(names) == 1:
+        if len(items) > 1:
+            raise UsageError("one bench reads one --items file.", "give one")
+        return [load_bench(names[0], Path(items[0]) if items else None)]
+    files = {}
+    for text in items:
+        name, equals, file = text.partition("=")
+        if not equals or name not in names:
+            raise UsageError(
+                f"with several benches --items {text!r} must say whose it is.",
+                f"write it as {names[0]}=FILE",
+            )
+        files[name] = Path(file)
+    return [load_bench(name, files.get(name)) for name in names]
+
+
+def _slices(benches: Sequence[Bench], text: str | None) -> dict[str, tuple[str, ...]]:
+    """The slices chosen of each bench by name; with several, one that has none of them is asked
+    nothing, which is refused as a slip."""
+    from ktbridge.errors import UsageError
+
+    if text is None:
+        return {one.name: () for one in benches}
+    known = {one.name: [each.name for each in one.slices] for one in benches}
+    every = ", ".join(dict.fromkeys(name for names in known.values() for name in names))
+    chosen = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not chosen:
+        raise UsageError(f"--slices {text!r} names no slice.", f"choose from {every}")
+    if len(benches) > 1:
+        unknown = [name for name in chosen if all(name not in names for names in known.values())]
+        empty = [bench for bench, names in known.items() if not set(names) & set(chosen)]
+        if unknown:
+            told = ", ".join(map(repr, unknown))
+            raise UsageError(f"no bench has a slice {told}.", f"choose from {every}")
+        if empty:
+            raise UsageError(
+                f"--slices {text!r} leaves nothing of the bench {empty[0]!r}.",
+                f"leave that bench out, or add one of {', '.join(known[empty[0]])}",
+            )
+        return {
+            bench: tuple(name for name in chosen if name in names) for bench, names in known.items()
+        }
+    benches[0].select(chosen)  # says which it doesn't have
+    return {benches[0].name: chosen}

@@ -1,0 +1,94 @@
+"""How far a run is: rate, ETA, errors by kind, tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ktbridge.eval.run import Progress
+
+_REDRAW = 0.1  # seconds; drawing must not cost more than asking
+_LOGGED = 60.0  # seconds between lines where stderr is a file
+
+
+class Pace:
+    """Answers a second and what is left, over the answers that this run asked for itself."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float, int] | None = None
+
+    def __call__(self, done: int, total: int) -> str:
+        now = time.monotonic()
+        if self._start is None:
+            self._start = (now, done)
+        since, before = self._start
+        if done <= before or now <= since:
+            return ""
+        rate = (done - before) / (now - since)
+        minutes, seconds = divmod(round((total - done) / rate), 60)
+        hours, minutes = divmod(minutes, 60)
+        eta = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        return f"{rate:.1f}/s, eta {eta}"
+
+
+def describe(progress: Progress, pace: str) -> str:
+    """One line: pace, tokens so far, and attempts that failed, by kind, most frequent first."""
+    parts = [pace] if pace else []
+    if tokens := progress.prompt_tokens + progress.completion_tokens:
+        parts.append(f"{short(tokens)} tokens, {short(progress.completion_tokens)} written")
+    if kinds := ", ".join(f"{n} {kind}" for kind, n in progress.faults.most_common() if n):
+        parts.append(f"failed attempts: {kinds}")
+    return " · ".join(parts)
+
+
+@contextmanager
+def show_progress(label: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr; where that is not a terminal, a line a minute."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    from ktbridge.cli._ui import stderr
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}", markup=False),
+    )
+    terminal = stderr.is_terminal
+    with Bars(*columns, console=stderr, transient=True, disable=not terminal) as bars:
+        task = bars.add_task("preflight", total=None, said="")
+        pace, last = Pace(), time.monotonic()
+
+        def on_progress(progress: Progress) -> None:
+            nonlocal last
+            now = time.monotonic()
+            told = pace(progress.done, progress.total)
+            first = progress.done == progress.stored
+            whole = progress.done == progress.total
+            if terminal and (first or whole or now - last >= _REDRAW):
+                last = now
+                bars.update(
+                    task,
+                    description=label,
+                    completed=progress.done,
+                    total=progress.total,
+                    said=describe(progress, told),
+                )
+            elif not terminal and now - last >= _LOGGED:
+                last = now
+                said = f"{label}: {progress.done} of {progress.total}, {describe(progress, told)}"
+                stderr.print(said, markup=False, soft_wrap=True)
+
+        yield on_progress
+
+
+def short(count: int) -> str:
+    """1234567 as "1.2 M"."""
+    for size, unit in ((1_000_000, "M"), (1_000, "k")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return str(count)

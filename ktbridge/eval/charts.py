@@ -1,0 +1,182 @@
+"""Geometry of the report's charts: numbers that the template places as inline SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ktbridge.eval.verdict import OVERALL, find, interval
+
+TITLES = {"persona": "Persona", "task": "Task quality", "judge": "Judged quality"}
+_WIDTH = 460
+_LEFT, _RIGHT, _TOP = 84, 14, 8
+_LINE, _GAP = 13, 14
+_CHANGE_ROW = 34
+_RADIUS = 138.0
+
+
+def _x(value: float, low: float = 0.0, high: float = 1.0, left: float = _LEFT) -> float:
+    return round(left + (value - low) / (high - low) * (_WIDTH - left - _RIGHT), 1)
+
+
+def _own(results: Mapping[str, Any], axis: str) -> set[str]:
+    """The slices that an axis is there for; the judge's are all of them."""
+    slices = results["bench"]["slices"]
+    return {one["name"] for one in slices if axis in ("judge", one["primary"])}
+
+
+def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
+    """Mean and interval of every arm: rows of slices, one line an arm, x from 0 to 1.
+
+    Slices that the axis is there for come first; the rest are drawn as ``minor``.
+    """
+    names = [card["name"] for card in results["arms"]]
+    table = results["tables"][axis]
+    own = _own(results, axis) | {OVERALL}
+    rows = []
+    top = float(_TOP)
+    for name in sorted(table, key=lambda name: name not in own):
+        lines = []
+        for i, arm in enumerate(names):
+            cell = table[name][arm]
+            lines.append(
+                {
+                    "arm": arm,
+                    "y": top + _GAP / 2 + _LINE * (i + 0.5),
+                    "x": _x(cell["mean"]),
+                    "low": _x(cell["low"]),
+                    "high": _x(cell["high"]),
+                    "title": f"{name}, {arm}: {cell['mean']:.2f} "
+                    f"[{cell['low']:.2f}, {cell['high']:.2f}], n = {cell['n']}",
+                }
+            )
+        height = _GAP + _LINE * max(2, len(names))
+        rows.append(
+            {
+                "name": name,
+                "minor": name not in own,
+                "overall": name == OVERALL,
+                "y": top + height / 2,
+                "top": top,
+                "height": height,
+                "lines": lines,
+                "n": table[name][names[0]]["n"],
+            }
+        )
+        top += height
+    return {
+        "axis": axis,
+        "title": TITLES[axis],
+        "width": _WIDTH,
+        "height": round(top + 24),
+        "top": _TOP,
+        "bottom": top,
+        "ticks": [{"x": _x(value), "text": f"{value:g}"} for value in (0, 0.25, 0.5, 0.75, 1)],
+        "rows": rows,
+    }
+
+
+def changes(results: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The last arm minus the first, one line a slice on its own axis, with zero and the margin.
+
+    None where there is nothing to compare.
+    """
+    names = [card["name"] for card in results["arms"]]
+    if len(names) < 2:
+        return None
+    wanted = [(axis, OVERALL, TITLES[axis]) for axis in ("persona", "task", "judge")]
+    wanted += [(one["primary"], one["name"], one["label"]) for one in results["bench"]["slices"]]
+    found = [
+        (label, contrast)
+        for axis, name, label in wanted
+        if (contrast := find(results, axis, name, names[-1], names[0])) is not None
+    ]
+    if not found:
+        return None
+    ends = [abs(one[end]) for _, one in found for end in ("low", "high")]
+    reach = math.ceil(10 * max(*ends, 2 * results["bench"]["margin"])) / 10
+    left = 128
+    rows = [
+        {
+            "label": label if len(label) <= 17 else label[:16] + "…",
+            "overall": one["slice"] == OVERALL,
+            "verdict": one["verdict"],
+            "top": _TOP + _CHANGE_ROW * i,
+            "y": _TOP + _CHANGE_ROW * (i + 0.5),
+            "x": _x(one["mean"], -reach, reach, left),
+            "low": _x(one["low"], -reach, reach, left),
+            "high": _x(one["high"], -reach, reach, left),
+            "n": one["n"],
+            "title": f"{label}: {interval(one)}, {one['verdict']}, n = {one['n']}",
+        }
+        for i, (label, one) in enumerate(found)
+    ]
+    bottom = _TOP + _CHANGE_ROW * len(rows)
+    margin = results["bench"]["margin"]
+    return {
+        "of": names[-1],
+        "minus": names[0],
+        "width": _WIDTH,
+        "height": bottom + 24,
+        "row": _CHANGE_ROW,
+        "top": _TOP,
+        "bottom": bottom,
+        "rows": rows,
+        "margin": (_x(-margin, -reach, reach, left), _x(margin, -reach, reach, left)),
+        "ticks": [
+            {
+                "x": _x(value, -reach, reach, left),
+                "text": f"{value:+.2g}".replace("-", "−") if value else "0",
+                "zero": value == 0,
+            }
+            for value in (-reach, -reach / 2, 0.0, reach / 2, reach)
+        ],
+    }
+
+
+def radar(results: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Every slice on its own axis, a polygon an arm; None for fewer than three slices."""
+    names = [card["name"] for card in results["arms"]]
+    spokes = [
+        (one["label"], results["tables"][one["primary"]][one["name"]])
+        for one in results["bench"]["slices"]
+        if one["name"] in results["tables"].get(one["primary"], {})
+    ]
+    if len(spokes) < 3:
+        return None
+    centre_x, centre_y = _WIDTH / 2, _RADIUS + 30
+
+    def point(index: int, value: float) -> tuple[float, float]:
+        angle = 2 * math.pi * index / len(spokes) - math.pi / 2
+        reach = _RADIUS * value
+        return (
+            round(centre_x + reach * math.cos(angle), 1),
+            round(centre_y + reach * math.sin(angle), 1),
+        )
+
+    def ring(values: list[float]) -> str:
+        points = (point(i, value) for i, value in enumerate(values))
+        return " ".join(f"{x},{y}" for x, y in points)
+
+    labels = []
+    for i, (label, _) in enumerate(spokes):
+        x, y = point(i, 1.11)
+        side = "middle" if abs(x - centre_x) < 12 else "start" if x > centre_x else "end"
+        end_x, end_y = point(i, 1.0)
+        labels.append({"text": label, "x": x, "y": y + 4, "side": side, "to": (end_x, end_y)})
+    return {
+        "width": _WIDTH,
+        "height": round(2 * _RADIUS + 60),
+        "centre": (centre_x, centre_y),
+        "rings": [ring([share] * len(spokes)) for share in (0.25, 0.5, 0.75, 1.0)],
+        "labels": labels,
+        "arms": [
+            {
+                "name": name,
+                "points": ring([cells[name]["mean"] for _, cells in spokes]),
+                "marks": [point(i, cells[name]["mean"]) for i, (_, cells) in enumerate(spokes)],
+            }
+            for name in names
+        ],
+    }

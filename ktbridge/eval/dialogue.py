@@ -1,0 +1,140 @@
+"""Several turns with a partner model that plays the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from ktbridge.errors import UsageError
+from ktbridge.eval.arms import Arm, parse_arm
+from ktbridge.eval.asking import build_request, is_dialogue
+from ktbridge.eval.bench import Bench, Item, Partner
+from ktbridge.eval.client import Answer, Client
+
+PARTNER = "partner"
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """``answer`` has all the arm's turns as its text; ``turns`` are what was said beyond the item's
+    messages; ``url`` is the server that was asked last."""
+
+    answer: Answer
+    turns: list[dict[str, str]]
+    url: str
+
+
+def parse_partner(text: str) -> Arm:
+    """Parse MODEL@URL; UsageError says what is wrong with it."""
+    try:
+        return parse_arm(f"{PARTNER}={text}")
+    except UsageError:
+        raise UsageError(
+            f"the partner {text!r} is not of the form MODEL@URL, with an http or https URL.",
+            "write it as partner-model@http://127.0.0.1:9000",
+        ) from None
+
+
+def check_partner(bench: Bench, items: tuple[Item, ...], partner: Arm | None) -> None:
+    """UsageError where dialogues among ``items`` have no partner, or may not go to this one."""
+    if bench.partner is None or not any(is_dialogue(item, bench) for item in items):
+        return
+    if partner is None:
+        rest = [one.name for one in bench.slices if one.name not in bench.partner.slices]
+        without = f", or leave them out with --slices {','.join(rest)}" if rest else ""
+        raise UsageError(
+            f"the bench {bench.name!r} has dialogues ({', '.join(bench.partner.slices)}) and no "
+            "partner to hold them with.",
+            f"give --partner MODEL@URL{without}",
+        )
+    try:
+        bench.refuse_remote_judge(partner.url)
+    except UsageError:
+        raise UsageError(
+            f"the data of {bench.name!r} is private and the partner "
+            f"{urlsplit(partner.url).hostname!r} is another machine.",
+            "use a partner on loopback",
+        ) from None
+
+
+def partner_card(partner: Arm | None) -> dict[str, str] | None:
+    """What run.json says of the partner in an arm's card."""
+    return {"model": partner.model, "url": partner.url} if partner else None
+
+
+async def hold_dialogue(
+    arm: Arm, item: Item, bench: Bench, repeat: int, partner: Arm, clients: Mapping[str, Client]
+) -> Dialogue:
+    """Ask turn by turn; the arm has the first word and the last. Whatever fails ends it, named.
+
+    A turn that could not be had, from either side, makes it an http-error; an arm's turn that is
+    empty, cut off or only thought gives the whole that outcome.
+    """
+    assert bench.partner is not None
+    turns: list[dict[str, str]] = []
+    given: list[Answer] = []
+    request = build_request(arm, item, bench, repeat)
+    for turn in range(1, bench.partner.turns + 1):
+        answer = await clients[arm.url].chat(
+            {**request, "messages": [*request["messages"], *turns]}
+        )
+        given.append(answer)
+        if answer.outcome != "ok":
+            detail = f"turn {turn}" + (f": {answer.detail}" if answer.detail else "")
+            return Dialogue(_whole(given, answer.outcome, detail), turns, arm.url)
+        turns.append({"role": "assistant", "content": answer.text})
+        if turn == bench.partner.turns:
+            break
+        asked = {
+            **request,
+            "model": partner.model,
+            "messages": _seen_by_partner(item, bench.partner, turns),
+        }
+        said = await clients[partner.url].chat(asked)
+        if said.outcome not in ("ok", "truncated"):
+            detail = f"turn {turn}: the partner's is {said.outcome}"
+            detail += f": {said.detail}" if said.detail else ""
+            failed = replace(_whole(given, "http-error", detail), status=said.status)
+            return Dialogue(failed, turns, partner.url)
+        turns.append({"role": "user", "content": said.text})
+    return Dialogue(_whole(given, "ok", ""), turns, arm.url)
+
+
+def _seen_by_partner(
+    item: Item, partner: Partner, turns: list[dict[str, str]]
+) -> list[dict[str, Any]]:
+    """The talk with the roles changed. The instruction and the scene are a user's first message, since
+    many templates want one before any answer, and some know no system message."""
+    scene = [message["content"] for message in item.messages if message["role"] == "system"]
+    other = {"user": "assistant", "assistant": "user"}
+    said = [*item.messages, *turns]
+    return [
+        {"role": "user", "content": "\n\n".join([partner.system.strip(), *scene])},
+        *(
+            {"role": other[message["role"]], "content": message["content"]}
+            for message in said
+            if message["role"] in other
+        ),
+    ]
+
+
+def _whole(given: list[Answer], outcome: Any, detail: str) -> Answer:
+    """One answer of an arm's turns; tokens and seconds are sums, None where a turn doesn't tell."""
+
+    def total(name: str) -> Any:
+        counts = [getattr(one, name) for one in given]
+        return None if None in counts else sum(counts)
+
+    seconds = total("seconds")
+    return Answer(
+        outcome,
+        "\n\n".join(one.text for one in given if one.text),
+        "\n\n".join(one.thinking for one in given if one.thinking),
+        detail,
+        given[-1].status,
+        total("prompt_tokens"),
+        total("completion_tokens"),
+        None if seconds is None else round(seconds, 3),
+    )

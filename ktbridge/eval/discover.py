@@ -1,0 +1,96 @@
+"""The arms that one server offers, read from its list of models.
+
+The embedded engine lists ``S`` (base and expert LoRA), ``S:NAME`` (the whole of adapter NAME) and
+``S:base``. Where a list doesn't say as plainly which is which, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ktbridge.errors import UsageError
+from ktbridge.eval.arms import Arm, parse_arm
+from ktbridge.eval.client import Client
+
+_BASE = ":base"
+
+
+def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
+    """base, expert and full of the server at ``url``, as far as it offers them.
+
+    Raises UsageError where the list of models doesn't tell, with the --arm lines to use instead, and
+    KtbridgeError where there is no such list.
+    """
+    try:
+        base_url = parse_arm(f"base=any@{url}").url
+    except UsageError:
+        raise UsageError(
+            f"{url!r} is no server's URL.", "write it as --server http://127.0.0.1:8000"
+        ) from None
+    return tuple(
+        Arm(name, model, base_url)
+        for name, model in _name(asyncio.run(_list(base_url, api_key)), url)
+    )
+
+
+async def _list(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    async with Client(url, api_key=api_key) as client:
+        return await client.models()
+
+
+def _name(listed: Sequence[Mapping[str, Any]], url: str) -> list[tuple[str, str]]:
+    """(arm, model) of each arm in the list; UsageError where it doesn't tell."""
+    entries = {str(entry["id"]): entry for entry in listed}
+    bases = [name.removesuffix(_BASE) for name in entries if name.endswith(_BASE)]
+    if len(bases) != 1:
+        raise _refusal(entries, url, f"{len(bases)} models named S:base, where one is needed")
+    served = bases[0]
+    adapters = [
+        name
+        for name in entries
+        if name.startswith(f"{served}:")
+        and not name.endswith(_BASE)
+        # An adapter without a non-expert half is the same as the served name.
+        and not (served in entries and _halves(entries[name]) == (True, False))
+    ]
+    if len(adapters) > 1:
+        raise _refusal(entries, url, f"{len(adapters)} adapters")
+    expert = served in entries and _halves(entries[served])[0]
+    found = [("base", served + _BASE)]
+    found += [("expert", served)] if expert else []
+    found += [("full", name) for name in adapters]
+    if len(found) == 1:
+        raise _refusal(entries, url, "no adapter beside the base model")
+    return found
+
+
+def _halves(entry: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the entry's description speaks of an expert and a non-expert half; where there is no
+    such description, the name is believed: both."""
+    parts = str(entry.get("description", "")).split(" + ")
+    if parts[0] != "base":
+        return True, True
+    return "expert LoRA" in parts, any(part.startswith("non-expert LoRA") for part in parts)
+
+
+def _refusal(entries: Mapping[str, Any], url: str, why: str) -> UsageError:
+    """Says the --arm lines for what is listed, as far as names tell."""
+    plain = [name for name in entries if ":" not in name]
+    lines = []
+    for name in entries:
+        if name.endswith(_BASE):
+            arm, model = "base", name
+        elif ":" in name:
+            arm, model = "full", name
+        elif name == plain[0]:
+            arm, model = "expert", name
+        else:
+            arm, model = "full", f"{plain[0]}:{name}"  # as SGLang lists an adapter
+        lines.append(f"--arm {arm}={model}@{url}")
+    listed = ", ".join(entries) or "nothing"
+    return UsageError(
+        f"{url} lists {why}: {listed}.",
+        "say which arm is which:\n" + "\n".join(lines) if lines else "serve a model there",
+    )

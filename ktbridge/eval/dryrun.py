@@ -1,0 +1,98 @@
+"""What a run would ask, told without asking anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktbridge.eval.arms import Arm
+from ktbridge.eval.asking import is_dialogue
+from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.dialogue import check_partner, partner_card
+from ktbridge.eval.run import list_asks
+from ktbridge.eval.rundir import read_run
+from ktbridge.eval.store import FAILED, read_answers
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One arm's part of a bench: answers wanted by slice and in all, how many are stored, and tokens
+    of what is left: of its prompts (estimated) and of its answers (at most)."""
+
+    arm: str
+    slices: dict[str, int]
+    stored: int
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def wanted(self) -> int:
+        return sum(self.slices.values())
+
+
+def plan_run(
+    bench: Bench,
+    arms: Sequence[Arm],
+    directory: Path,
+    *,
+    slices: tuple[str, ...] = (),
+    limit: int | None = None,
+    repeat: int = 1,
+    partner: Arm | None = None,
+) -> list[Planned]:
+    """What ``collect`` with the same arguments would ask, by arm, without a request.
+
+    An answer counts as stored where ``directory`` knows the arm by its name, model, URL and sampling; a
+    model that changed behind these is found by the run's preflight only. Raises what ``collect``
+    raises before its first request.
+    """
+    items = bench.select(slices, limit)
+    check_partner(bench, items, partner)
+    known = read_run(directory)["arms"]
+    records = read_answers(directory)
+    planned = []
+    for arm in arms:
+        card = _card(known.get(arm.name), arm, bench, partner)
+        asks = list_asks(bench, [arm], items, {arm.name: card}, repeat)
+        left = [
+            ask for ask in asks if records.get(ask.key, {"outcome": FAILED})["outcome"] == FAILED
+        ]
+        counts = {one.name: sum(ask.item.slice == one.name for ask in asks) for one in bench.slices}
+        planned.append(
+            Planned(
+                arm.name,
+                {name: count for name, count in counts.items() if count},
+                len(asks) - len(left),
+                sum(_prompt_tokens(ask.item, bench) for ask in left),
+                sum(ask.item.max_tokens * _turns(ask.item, bench) for ask in left),
+            )
+        )
+    return planned
+
+
+def _card(
+    card: Mapping[str, Any] | None, arm: Arm, bench: Bench, partner: Arm | None
+) -> dict[str, Any]:
+    # A server that lists a fingerprint of its own may move to another port.
+    same = card is not None and (
+        (card["url"] == arm.url or "fingerprint" in card["server"])
+        and (card["model"], card["sampling"]) == (arm.model, dict(bench.sampling))
+    )
+    fingerprint = card["fingerprint"] if card is not None and same else ""
+    return {"fingerprint": fingerprint, "partner": partner_card(partner)}
+
+
+def _turns(item: Item, bench: Bench) -> int:
+    return bench.partner.turns if bench.partner and is_dialogue(item, bench) else 1
+
+
+def _prompt_tokens(item: Item, bench: Bench) -> int:
+    """Estimated: a token for each ideograph and for each four other characters; 8 for a message's
+    frame. A dialogue's prompt grows by two answers a turn, here of half the limit each."""
+    text = "".join(message["content"] for message in item.messages)
+    wide = sum("\u2e80" <= char <= "\u9fff" or char > "\uf8ff" for char in text)
+    first = wide + (len(text) - wide) // 4 + 8 * len(item.messages)
+    turns = _turns(item, bench)
+    return turns * first + item.max_tokens * turns * (turns - 1) // 2

@@ -1,0 +1,140 @@
+"""Conditions that fail a build: ``KRI-K<-0.2``, ``task:overall<-0.05``, ``low(INS)<-0.2``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktbridge.errors import Problem, UsageError
+from ktbridge.eval.bench import Bench
+from ktbridge.eval.verdict import OVERALL, find, interval
+
+_FORM = re.compile(
+    r"\s*(?:(?P<side>low|high)\((?P<inside>[^()]+)\)|(?P<plain>[^()<>=]+))"
+    r"\s*(?P<sign><=|>=|<|>)\s*(?P<value>[+-]?(?:\d+\.?\d*|\.\d+))\s*"
+)
+_EXAMPLE = 'write it as "KRI-K<-0.2", "task:overall<-0.05", "persona:PES<0.1" or "low(INS)<-0.2"'
+_HOLDS = {
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A condition on the contrast of the last arm with the first; where it holds, the build fails.
+
+    ``side`` is the number looked at: "mean", "low" or "high" end of the interval. ``axis`` is ''
+    for the slice's own. A ``slice`` that is no slice stands for those named "<slice>-…".
+    """
+
+    text: str
+    slice: str
+    axis: str
+    side: str
+    sign: str
+    value: float
+
+    def check(self, results: Mapping[str, Any]) -> Problem | None:
+        """What fails, or None. A contrast that is not there fails too: nothing was shown.
+
+        Raises UsageError for a slice or an axis that the results cannot have.
+        """
+        names = [card["name"] for card in results["arms"]]
+        failed = []
+        for axis, name in self._contrasts(results):
+            one = find(results, axis, name, names[-1], names[0]) if len(names) > 1 else None
+            if one is None:
+                failed.append(f"{axis}:{name} was not compared")
+            elif _HOLDS[self.sign](one[self.side], self.value):
+                failed.append(f"{axis}:{name} {interval(one)} ({names[-1]} − {names[0]})")
+        if not failed:
+            return None
+        return Problem(
+            "KTB840",
+            "error",
+            f"{results['bench']['name']}: --fail-on {self.text}",
+            "; ".join(failed),
+            f"not {self.side} {self.sign} {self.value:g}",
+            "see the report for the items that moved",
+        )
+
+    def _contrasts(self, results: Mapping[str, Any]) -> list[tuple[str, str]]:
+        axes = results["axes"]
+        if self.axis and self.axis not in axes:
+            raise UsageError(
+                f"--fail-on {self.text!r}: the results have no axis {self.axis!r}.",
+                "choose from " + ", ".join(axes),
+            )
+        if self.slice == OVERALL:
+            if not self.axis and len(axes) > 1:
+                raise UsageError(
+                    f"--fail-on {self.text!r} names no axis.",
+                    "choose from " + ", ".join(f"{axis}:{OVERALL}" for axis in axes),
+                )
+            return [(self.axis or axes[0], OVERALL)]
+        own = {one["name"]: one["primary"] for one in results["bench"]["slices"]}
+        chosen = self.choose(results["bench"]["name"], list(own))
+        return [(self.axis or own[name], name) for name in chosen]
+
+    def choose(self, bench: str, slices: Sequence[str]) -> list[str]:
+        """The slices of a bench that the gate is about; UsageError where there are none."""
+        if self.slice in (OVERALL, *slices):
+            return [self.slice]
+        chosen = [name for name in slices if name.startswith(f"{self.slice}-")]
+        if not chosen:
+            raise UsageError(
+                f"--fail-on {self.text!r}: the bench {bench!r} has no slice {self.slice!r}.",
+                "choose from " + ", ".join([*slices, OVERALL]),
+            )
+        return chosen
+
+
+def parse_gate(text: str) -> Gate:
+    """Parse one --fail-on; UsageError says how it is written."""
+    found = _FORM.fullmatch(text)
+    if not found:
+        raise UsageError(f"--fail-on {text!r} is not a condition.", _EXAMPLE)
+    axis, _, name = (found["inside"] or found["plain"]).strip().rpartition(":")
+    if not name.strip():
+        raise UsageError(f"--fail-on {text!r} names no slice.", _EXAMPLE)
+    side = found["side"] or "mean"
+    value = float(found["value"])
+    return Gate(text.strip(), name.strip(), axis.strip(), side, found["sign"], value)
+
+
+def refuse_unknown(gates: Sequence[Gate], benches: Sequence[Bench]) -> None:
+    """Before anything is asked: UsageError for a gate whose slice no bench has."""
+    for gate in gates:
+        errors = []
+        for bench in benches:
+            try:
+                gate.choose(bench.name, [one.name for one in bench.slices])
+            except UsageError as error:
+                errors.append(error)
+        if errors and len(errors) == len(benches):
+            raise errors[0]
+
+
+def check_gates(gates: Sequence[Gate], runs: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    """Check every gate on every bench that has its slice; UsageError where none has."""
+    problems = []
+    for gate in gates:
+        unknown = None
+        known = False
+        for results in runs:
+            try:
+                problem = gate.check(results)
+            except UsageError as error:
+                unknown = error
+                continue
+            known = True
+            if problem:
+                problems.append(problem)
+        if unknown and not known:
+            raise unknown
+    return problems

@@ -1,0 +1,27 @@
+"""A judge: any OpenAI-compatible model that reads answers where no rule can.
+
+``judge_run`` asks and stores, ``read_judgements`` says what the stored judgements are worth. A judge
+is not believed because it answers: known-good and known-bad answers (anchors) are put among the
+others, and one that can't tell them apart is left out of the report, with the reason.
+"""
+
+from __future__ import annotations
+
+from ktbridge.eval.judging.anchors import Anchor, read_anchors
+from ktbridge.eval.judging.judge import Judge, check_judge, parse_judge
+from ktbridge.eval.judging.read import Judgements, JudgeScore, read_judgements
+from ktbridge.eval.judging.run import Judged, judge_preflight, judge_run
+
+__all__ = [
+    "Anchor",
+    "Judge",
+    "JudgeScore",
+    "Judged",
+    "Judgements",
+    "check_judge",
+    "judge_preflight",
+    "judge_run",
+    "parse_judge",
+    "read_anchors",
+    "read_judgements",
+]

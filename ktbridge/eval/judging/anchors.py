@@ -1,0 +1,123 @@
+"""Anchors: answers whose worth is known, put among the others to see what the judge is worth.
+
+They stand in bench.yaml under the slice that they are for::
+
+    slices:
+      ERM:
+        primary: persona
+        meaning: ...
+        anchors:
+          - {user: I lost my keys., good: "Oh no ...", bad: "Be more careful.", fails: [1, 3]}
+
+``good`` earns yes to every question of the slice's checklist. ``bad`` earns no to those in ``fails``
+(counted from 1; all of them by default), the others are not counted. ``judge`` names another
+checklist, as in an item; ``system`` and ``gold`` are what an item would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ktbridge.errors import Problem, ProblemsError
+from ktbridge.eval import compat
+from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.bench_checks import is_json
+
+_KEYS = {"user", "good", "bad", "fails", "judge", "system", "gold"}
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """One question with one answer of known worth; ``item`` is what a judge is shown it as.
+
+    ``expected`` has, by question number from 0, the right verdict where it is known (for a bench
+    with digits: {0: whether the answer is a good one}).
+    """
+
+    item: Item
+    kind: str  # "good" or "bad"
+    answer: str
+    expected: Mapping[int, bool]
+
+
+def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
+    """The anchors of ``bench``, in the order of bench.yaml; () where it has none.
+
+    Raises ProblemsError with everything that is wrong with them.
+    """
+    head = yaml.safe_load(bench.files["bench.yaml"])
+    lists = head.get("checklists") or {}
+    anchors: list[Anchor] = []
+    problems: list[Problem] = []
+    for name, row in head["slices"].items():
+        rows = row.get("anchors", [])
+        where = f"bench.yaml: slices.{name}.anchors"
+        if not isinstance(rows, list):
+            rows = [rows]
+        for number, one in enumerate(rows, 1):
+            faults, questions = _check(one, str(name), lists, compat.is_compat(bench))
+            problems += [
+                Problem("KTB874", "error", f"{where}[{number}]", *fault, "edit bench.yaml")
+                for fault in faults
+            ]
+            if not faults:
+                anchors += _make(one, f"{name}#{number}", str(name), questions)
+    if problems:
+        raise ProblemsError(
+            f"{len(problems)} anchor(s) of the bench cannot be used; nothing was judged.", problems
+        )
+    return tuple(anchors)
+
+
+def _check(
+    row: Any, name: str, lists: Mapping[str, Any], digits: bool
+) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """What is wrong with an anchor, as (found, expected) pairs, and the questions it is judged by."""
+    if not isinstance(row, dict) or not is_json(row):
+        return [(repr(row)[:60], "{user, good, bad, ...}")], ()
+    faults = [
+        (f"the unknown field {key!r}", "one of " + ", ".join(sorted(_KEYS)))
+        for key in sorted(set(row) - _KEYS, key=str)
+    ]
+    for key in ("user", "good", "bad", "system"):
+        if key in row and not (isinstance(row[key], str) and row[key].strip()):
+            faults.append((f"{key} = {row[key]!r}"[:60], "some text"))
+    if "user" not in row or not {"good", "bad"} & set(row):
+        faults.append(("no 'user', or neither 'good' nor 'bad'", "a question and an answer"))
+    questions: list[str] = []
+    if not digits:
+        judge = row.get("judge", name)
+        for one in [f"@{judge}"] if isinstance(judge, str) else judge or [None]:
+            if not isinstance(one, str) or not one:
+                faults.append((f"judge = {judge!r}"[:60], "a checklist's name or questions"))
+            elif one[0] == "@" and one[1:] not in lists:
+                expected = "one of " + (", ".join(map(str, lists)) or "none")
+                faults.append((f"the checklist {one[1:]!r}", expected))
+            else:
+                questions += lists[one[1:]] if one[0] == "@" else [one]
+    if "fails" in row:
+        numbers = row["fails"] if isinstance(row["fails"], list) else []
+        sound = numbers and all(type(n) is int and 1 <= n <= len(questions) for n in numbers)
+        if not sound and not faults:
+            faults.append(
+                (f"fails = {row['fails']!r}"[:60], f"question numbers, 1 to {len(questions)}")
+            )
+    return faults, tuple(questions)
+
+
+def _make(
+    row: Mapping[str, Any], name: str, slice_: str, questions: tuple[str, ...]
+) -> list[Anchor]:
+    messages = [{"role": "system", "content": row["system"]}] if "system" in row else []
+    messages.append({"role": "user", "content": row["user"]})
+    item = Item(name, slice_, "", "", name, tuple(messages), row.get("gold"), (), 1, questions)
+    every = range(len(questions) or 1)
+    failed = [number - 1 for number in row["fails"]] if "fails" in row else every
+    expected = {"good": dict.fromkeys(every, True), "bad": dict.fromkeys(failed, False)}
+    return [
+        Anchor(item, kind, row[kind], expected[kind]) for kind in ("good", "bad") if kind in row
+    ]

@@ -1,0 +1,115 @@
+"""Getting one judgement out of a server: temperature 0, a schema where it takes one, one more try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktbridge.eval.client import Answer, Client
+from ktbridge.eval.judging.journal import FAILED, Outcome
+from ktbridge.eval.judging.judge import Judge
+from ktbridge.eval.judging.plan import Ask
+from ktbridge.eval.judging.prompts import ReplyError
+
+# Room to think in; a verdict needs a tenth of it. Without a limit a judge that runs on would not end.
+MAX_TOKENS = 4096
+# Statuses that tell of the key, the pace or the place, not of a response_format that isn't known.
+_NOT_THE_FORM = {401, 403, 404, 408, 429}
+_SAID_NOTHING = {
+    "empty": "an empty reply",
+    "think-only": "thinking without a reply",
+    "truncated": f"a reply cut off after {MAX_TOKENS} tokens",
+}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What came of one question to the judge. ``reply`` is its last text as it stands; ``status`` is
+    the HTTP status of the last answer, 0 where none came."""
+
+    outcome: Outcome
+    reply: str
+    detail: str
+    attempts: int
+    status: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Asker:
+    """Asks one judge through ``client``; remembers whether its server takes ``response_format``."""
+
+    def __init__(self, client: Client, judge: Judge) -> None:
+        self._client = client
+        self._judge = judge
+        self._takes_schema: bool | None = None
+
+    async def ask(self, ask: Ask) -> Judgement:
+        """One judgement. A reply that can't be read is told so once, then it is a parse failure."""
+        messages: list[Mapping[str, str]] = list(ask.messages)
+        answers = [await self._chat(messages, ask.schema)]
+        fault = _fault(ask, answers[0])
+        if fault and answers[0].outcome != "http-error":
+            # The same words at temperature 0 would bring the same reply. Without the schema, because
+            # a grammar that forbids a model to think is one reason for a reply of nothing.
+            said = answers[0].text or "(nothing)"
+            messages.append({"role": "assistant", "content": said})
+            again = (
+                f"That cannot be read: {fault}. Reply in the form that was asked for, only that."
+            )
+            messages.append({"role": "user", "content": again})
+            answers.append(await self._chat(messages, None))
+            fault = _fault(ask, answers[1])
+        last = answers[-1]
+        outcome: Outcome = "ok"
+        if fault:
+            outcome = FAILED if last.outcome == "http-error" else "parse-fail"
+        return Judgement(
+            outcome,
+            last.text,
+            fault,
+            len(answers),
+            last.status,
+            sum(one.prompt_tokens or 0 for one in answers),
+            sum(one.completion_tokens or 0 for one in answers),
+        )
+
+    async def _chat(
+        self, messages: Sequence[Mapping[str, str]], schema: dict[str, Any] | None
+    ) -> Answer:
+        request: dict[str, Any] = {
+            "model": self._judge.model,
+            "messages": [dict(one) for one in messages],
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+        }
+        if schema is None or self._takes_schema is False:
+            return await self._client.chat(request)
+        form = {"name": "judgement", "strict": True, "schema": schema}
+        answer = await self._client.chat(
+            {**request, "response_format": {"type": "json_schema", "json_schema": form}}
+        )
+        if answer.outcome != "http-error":
+            self._takes_schema = True
+        elif self._takes_schema is None and answer.status >= 400:
+            if answer.status in _NOT_THE_FORM:
+                return answer
+            plain = await self._client.chat(request)
+            if plain.outcome != "http-error":
+                self._takes_schema = False
+            return plain
+        return answer
+
+
+def _fault(ask: Ask, answer: Answer) -> str:
+    """Why ``answer`` is no judgement; "" where it is one."""
+    if answer.outcome == "http-error":
+        return answer.detail or "no reply"
+    if answer.outcome in _SAID_NOTHING:
+        return _SAID_NOTHING[answer.outcome]
+    try:
+        ask.read(answer.text)
+    except ReplyError as error:
+        return str(error)
+    return ""

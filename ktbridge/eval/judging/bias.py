@@ -1,0 +1,131 @@
+"""How a judge errs, in numbers: by the place of an answer, by its length, by saying yes.
+
+Every interval is ``stats.mean_interval``'s, over the clusters of the bench.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktbridge.eval.judging.prompts import Winner
+from ktbridge.eval.stats import mean_interval
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two answers to one item, compared in both orders. ``verdicts``: with ``of`` shown first, then
+    with ``minus`` shown first; ``lengths`` in characters, of ``of`` and ``minus``."""
+
+    item: str
+    cluster: str
+    of: str
+    minus: str
+    verdicts: tuple[Winner, Winner]
+    lengths: tuple[int, int]
+
+    @property
+    def winners(self) -> tuple[str, str]:
+        """Who won under each order: an arm's name, or "" for a tie."""
+        names = {"first": self.of, "second": self.minus, "tie": ""}
+        swapped = {"first": self.minus, "second": self.of, "tie": ""}
+        return names[self.verdicts[0]], swapped[self.verdicts[1]]
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the order changed the verdict."""
+        return self.winners[0] != self.winners[1]
+
+    @property
+    def result(self) -> str:
+        """For ``of``: win or loss where both orders say so, else tie."""
+        if self.flipped or not self.winners[0]:
+            return "tie"
+        return "win" if self.winners[0] == self.of else "loss"
+
+
+def flip_rate(compared: Sequence[Comparison]) -> float | None:
+    """The share of pairs whose verdict changed with the order; None for no pairs."""
+    if not compared:
+        return None
+    return round(sum(one.flipped for one in compared) / len(compared), 6)
+
+
+def position_bias(compared: Sequence[Comparison]) -> dict[str, Any] | None:
+    """Of the verdicts that are no tie, the share that chose the answer shown first.
+
+    Each pair is shown in both orders, so a judge that looks at the answers alone has exactly 0.5.
+    """
+    values, clusters = [], []
+    for one in compared:
+        for verdict in one.verdicts:
+            if verdict != "tie":
+                values.append(float(verdict == "first"))
+                clusters.append(one.cluster)
+    return _share("first_share", values, clusters)
+
+
+def length_bias(
+    lengths: Sequence[tuple[int, int]], outcomes: Sequence[float], clusters: Sequence[str]
+) -> dict[str, Any] | None:
+    """How often the longer of two answers came out ahead, where one did and lengths differ.
+
+    ``lengths`` are of the two answers, ``outcomes`` are above 0 where the first of them is ahead.
+    ``excess`` is that share less the half that chance gives; ``correlation`` is Pearson's between the
+    log of the ratio of lengths and the outcome, over each pair written both ways round (which of two
+    comes first means nothing, and both means are then 0). Longer answers may be better ones: this is
+    the most that length can have done, not what it did.
+    """
+    values, kept = [], []
+    products = squares = ratios = 0.0
+    for (one, other), outcome, cluster in zip(lengths, outcomes, clusters, strict=True):
+        ratio = math.log(one / other) if one and other else 0.0
+        products += ratio * outcome
+        ratios += ratio * ratio
+        squares += outcome * outcome
+        if ratio and outcome:
+            values.append(float((ratio > 0) == (outcome > 0)))
+            kept.append(cluster)
+    found = _share("longer_share", values, kept)
+    if found is None:
+        return None
+    scale = math.sqrt(ratios * squares)
+    found["excess"] = round(found["longer_share"] - 0.5, 6)
+    found["correlation"] = round(products / scale, 6) if scale else None
+    return found
+
+
+def length_bias_of_pairs(compared: Sequence[Comparison]) -> dict[str, Any] | None:
+    """``length_bias`` of verdicts on pairs; one that changes with the order counts as a tie."""
+    outcome = {"win": 1.0, "loss": -1.0, "tie": 0.0}
+    found = length_bias(
+        [one.lengths for one in compared],
+        [outcome[one.result] for one in compared],
+        [one.cluster for one in compared],
+    )
+    return found and {"from": "pairs", **found}
+
+
+def length_bias_of_scores(
+    scored: Mapping[str, Sequence[tuple[int, float]]], clusters: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """``length_bias`` of shares: item id -> (length, share) of each arm, every two of them compared."""
+    lengths, outcomes, kept = [], [], []
+    for item, answers in scored.items():
+        for n, (length, share) in enumerate(answers):
+            for other_length, other_share in answers[:n]:
+                lengths.append((length, other_length))
+                outcomes.append(share - other_share)
+                kept.append(clusters[item])
+    found = length_bias(lengths, outcomes, kept)
+    return found and {"from": "checks", **found}
+
+
+def _share(name: str, values: Sequence[float], clusters: Sequence[str]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    found = mean_interval(values, clusters, bounds=(0.0, 1.0))
+    ends = {"low": round(found.low, 6), "high": round(found.high, 6)}
+    return {name: round(found.mean, 6), **ends, "n": found.n}

@@ -1,0 +1,209 @@
+"""What the stored judgements say, and whether this judge may be believed at all."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.eval import compat
+from ktbridge.eval.bench import Bench
+from ktbridge.eval.judging import bias
+from ktbridge.eval.judging.bias import Comparison
+from ktbridge.eval.judging.journal import Outcome, read_journal
+from ktbridge.eval.judging.judge import Judge, same_family
+from ktbridge.eval.judging.plan import Ask, Plan, Row, make_plan
+from ktbridge.eval.judging.prompts import VERSION, ReplyError
+from ktbridge.eval.judging.trust import good_digit, tally_anchors, tally_pairs, trust
+from ktbridge.eval.rundir import read_run
+
+JUDGE = "judge.json"
+State = Outcome | Literal["not-run"]
+Said = tuple[State, Any]  # of one judgement: its outcome, and what was said or None
+_CARD = {"model": str, "url": str, "version": str, "pairs": bool, "server": dict}
+
+
+@dataclass(frozen=True)
+class JudgeScore:
+    """A judge's word on one answer. ``share`` is yes over all questions, or digit/5; None where there
+    is none. ``checks``: {"id", "question", "yes": True, False or None for a digit, "evidence"}."""
+
+    share: float | None
+    outcome: State
+    checks: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Judgements:
+    """All that a report needs of a judge.
+
+    ``scores``: item id -> arm -> JudgeScore, for the ok answers to items with questions; empty where
+    the judge failed its anchors or gave nothing that can be read, which an error in ``problems`` then
+    says. ``pairs``: {"item", "of", "minus", "result" ("win" | "loss" | "tie", for ``of``), "flipped",
+    "same"} (``same``: byte-identical, so a tie without asking); empty where it failed on the pairs of
+    anchors. ``problems`` are Problem.as_dict().
+    """
+
+    scores: Mapping[str, Mapping[str, JudgeScore]]
+    pairs: list[dict[str, Any]]
+    card: dict[str, Any]
+    problems: list[dict[str, str]]
+
+
+def read_card(directory: Path) -> dict[str, Any] | None:
+    """judge.json: the judge to report, or None. Raises KtbridgeError where it is no such file."""
+    path = directory / JUDGE
+    try:
+        card = json.loads(path.read_text("utf-8"))
+        if any(type(card[key]) is not kind for key, kind in _CARD.items()):
+            raise TypeError
+        json.dumps(card, ensure_ascii=False, allow_nan=False).encode()
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise KtbridgeError(
+            f"{str(path)!r} is not a judge's card.",
+            "delete it and run the same `ktbridge eval --judge` again; the judgements are kept",
+        ) from None
+    return dict(card)
+
+
+def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judgements | None:
+    """What the judge of judge.json said about ``rows`` (a report's items); None without a judge.
+
+    A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text`` and, of a dialogue, ``turns``).
+    A function of the directory's files and ``rows``. Raises KtbridgeError for damaged files.
+    """
+    named = read_card(directory)
+    if named is None:
+        return None
+    judge = Judge(named["model"], named["url"])
+    plan = make_plan(bench, rows, judge, pairs=named["pairs"])
+    records = read_journal(directory)
+    said = {ask.key: _read(ask, records.get(ask.key)) for ask in plan.mixed()}
+    scores = _scores(plan, said)
+    compared, unread = _compare(plan.pairs, said, rows)
+    lengths = {
+        row["id"]: [
+            (len(row["answers"][arm]["text"]), score.share)
+            for arm, score in scores.get(row["id"], {}).items()
+            if score.share is not None
+        ]
+        for row in rows
+    }
+    kept = {key: records[key] for key in said if key in records}
+    outcomes = Counter(outcome for outcome, _ in said.values())
+    read = outcomes["ok"] + outcomes["parse-fail"]
+    verdicts = [
+        check["yes"]
+        for by_arm in scores.values()
+        for score in by_arm.values()
+        for check in score.checks
+        if check["yes"] is not None
+    ]
+    clusters = {item.id: item.cluster for item in bench.items}
+    cards = read_run(directory)["arms"].values()
+    family = same_family(judge, named["server"], cards)
+    known, _ = _compare(plan.anchor_pairs, said, ())
+    card: dict[str, Any] = {
+        "model": judge.model,
+        "url": judge.url,
+        "version": named["version"],
+        "calls": sum(record["attempts"] for record in kept.values()),
+        "outcomes": {name: outcomes[name] for name in sorted(outcomes)},
+        "prompt_tokens": sum(record["prompt_tokens"] for record in kept.values()),
+        "completion_tokens": sum(record["completion_tokens"] for record in kept.values()),
+        "parse_fail_rate": round(outcomes["parse-fail"] / read, 6) if read else None,
+        "yes_rate": round(sum(verdicts) / len(verdicts), 6) if verdicts else None,
+        "verdicts": len(verdicts),
+        "flip_rate": bias.flip_rate(compared),
+        "position_bias": bias.position_bias(compared),
+        "length_bias": bias.length_bias_of_pairs(compared)
+        or bias.length_bias_of_scores(lengths, clusters),
+        "anchors": tally_anchors(plan.anchors, said),
+        "anchor_pairs": tally_pairs(known),
+        "pairs_unread": unread,
+        "same_family": bool(family),
+    }
+    if named["version"] != VERSION:
+        card["outdated"] = f"its prompts are version {named['version']}, ours are {VERSION}"
+    verdict = trust(card, plan, kept, family, _digits(plan, said))
+    card["refused"], card["pairs_refused"] = verdict.refused, verdict.pairs_refused
+    return Judgements(
+        {} if verdict.refused else scores,
+        [] if verdict.refused or verdict.pairs_refused else _told_pairs(plan, compared),
+        card,
+        [problem.as_dict() for problem in verdict.problems],
+    )
+
+
+def _read(ask: Ask, record: Mapping[str, Any] | None) -> Said:
+    if record is None:
+        return "not-run", None
+    if record["outcome"] != "ok":
+        return record["outcome"], None
+    try:
+        return "ok", ask.read(record["reply"])
+    except ReplyError:
+        return "parse-fail", None
+
+
+def _scores(plan: Plan, said: Mapping[str, Said]) -> dict[str, dict[str, JudgeScore]]:
+    scores: dict[str, dict[str, JudgeScore]] = {}
+    for ask in plan.scores:
+        outcome, value = said[ask.key]
+        score = JudgeScore(None, outcome)
+        if outcome == "ok" and ask.form == "digit":
+            check = {"id": "digit", "question": compat.RUBRICS[ask.item.slice], "yes": None}
+            share = round(value / compat.HIGHEST, 6)
+            score = JudgeScore(share, "ok", ({**check, "evidence": str(value)},))
+        elif outcome == "ok":
+            checks = tuple(
+                {"id": f"q{n}", "question": question, "yes": one.yes, "evidence": one.evidence}
+                for n, (question, one) in enumerate(zip(ask.item.judge, value, strict=True), 1)
+            )
+            share = round(sum(one.yes for one in value) / len(value), 6)
+            score = JudgeScore(share, "ok", checks)
+        scores.setdefault(ask.item.id, {})[ask.of] = score
+    return scores
+
+
+def _told_pairs(plan: Plan, compared: Sequence[Comparison]) -> list[dict[str, Any]]:
+    told = [(one.item, one.of, one.minus, one.result, one.flipped, False) for one in compared] + [
+        (item.id, of, minus, "tie", False, True) for item, of, minus in plan.same
+    ]
+    names = ("item", "of", "minus", "result", "flipped", "same")
+    return [dict(zip(names, one, strict=True)) for one in told]
+
+
+def _digits(plan: Plan, said: Mapping[str, Said]) -> list[bool]:
+    """Of a bench with digits, whether each digit given calls the answer good."""
+    asks = [ask for ask in (*plan.scores, *plan.anchors) if ask.form == "digit"]
+    return [good_digit(said[ask.key][1]) for ask in asks if said[ask.key][0] == "ok"]
+
+
+def _compare(
+    asks: Sequence[Ask], said: Mapping[str, Said], rows: Sequence[Row]
+) -> tuple[list[Comparison], int]:
+    """The pairs with a verdict in both orders, and how many have none."""
+    texts = {
+        (row["id"], arm): one.get("text", "") for row in rows for arm, one in row["answers"].items()
+    }
+    compared, unread = [], 0
+    for ask, swapped in zip(asks[::2], asks[1::2], strict=True):
+        first, second = said[ask.key], said[swapped.key]
+        if first[0] != "ok" or second[0] != "ok":
+            unread += 1
+            continue
+        lengths = (
+            len(texts.get((ask.item.id, ask.of), "")),
+            len(texts.get((ask.item.id, ask.minus), "")),
+        )
+        verdicts = (first[1], second[1])
+        item = ask.item
+        compared.append(Comparison(item.id, item.cluster, ask.of, ask.minus, verdicts, lengths))
+    return compared, unread

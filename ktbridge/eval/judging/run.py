@@ -1,0 +1,252 @@
+"""Have a run's answers judged, and store what the judge says. Scoring it is another module's work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.eval.bench import Item, read_snapshot
+from ktbridge.eval.client import Client
+from ktbridge.eval.judging.ask import Asker, Judgement
+from ktbridge.eval.judging.journal import FAILED, Journal
+from ktbridge.eval.judging.judge import Judge, check_judge
+from ktbridge.eval.judging.plan import Ask, make_plan
+from ktbridge.eval.judging.prompts import VERSION, checklist_messages
+from ktbridge.eval.judging.read import JUDGE, read_card, read_judgements
+from ktbridge.publish import write_text
+
+_SILENT = 6  # judgements in a row that got no reply at all: the server is gone
+_VOLATILE = {"created", "permission"}  # fields of a /v1/models entry that change by themselves
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What one invocation did: judgements asked for now, and found stored; what is to be known."""
+
+    asked: int
+    stored: int
+    problems: tuple[Problem, ...]
+
+
+def judge_run(
+    directory: Path,
+    judge: Judge,
+    *,
+    pairs: bool = False,
+    concurrency: int = 4,
+    timeout: float = 900.0,
+    backoff: float = 0.5,
+    api_key: str | None = None,
+    may_be_remote: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Judged:
+    """Ask ``judge`` for what isn't yet in ``directory``'s judgements.jsonl; ``concurrency`` at a time.
+
+    Every ok answer to an item with questions is judged, the bench's anchors among them; ``pairs``
+    has arms compared too. judge.json then names this judge as the one to report. Raises UsageError
+    where private data would leave this machine, ProblemsError for bad anchors, KtbridgeError when
+    another run judges ``directory`` or the judge stops answering; what was judged until then is
+    stored, and the same call goes on from there. Nothing to judge is a warning.
+    """
+    from ktbridge.eval.results import score_run
+
+    bench = read_snapshot(directory / "bench")
+    check_judge(bench, judge, may_be_remote)
+    rows = score_run(directory)["items"]
+    before = read_card(directory)
+    if before and (before["model"], before["url"]) == (judge.model, judge.url):
+        pairs = pairs or before["pairs"]
+    asks = make_plan(bench, rows, judge, pairs=pairs).mixed()
+    if not asks:
+        nothing = Problem(
+            "KTB887",
+            "warning",
+            f"judge {judge.model}",
+            f"the bench {bench.name!r} has no ok answer to an item with questions for a judge",
+            "items with `judge`",
+            "give some a `judge`, see eval/README.md, or leave --judge out",
+        )
+        return Judged(0, 0, (nothing,))
+    options = {"timeout": timeout, "backoff": backoff, "api_key": api_key}
+    with Journal(directory) as journal:
+        todo = [ask for ask in asks if not journal.judged(ask.key)]
+        server = before["server"] if before else {}
+        if todo:
+            server = asyncio.run(
+                _ask_all(judge, todo, journal, concurrency, options, len(asks), on_progress)
+            )
+        elif on_progress:
+            on_progress(len(asks), len(asks))
+        _name_judge(directory, judge, pairs, server)
+    found = read_judgements(directory, bench, rows)
+    problems = tuple(Problem(**cast(Any, one)) for one in found.problems) if found else ()
+    return Judged(len(todo), len(asks) - len(todo), problems)
+
+
+async def _ask_all(
+    judge: Judge,
+    todo: Sequence[Ask],
+    journal: Journal,
+    concurrency: int,
+    options: dict[str, Any],
+    total: int,
+    on_progress: OnProgress | None,
+) -> dict[str, Any]:
+    """Ask and store; returns the judge's own entry of /v1/models ({} where it lists none)."""
+    done, silent = total - len(todo), 0
+    async with Client(judge.url, **options) as client:
+        asker = Asker(client, judge)
+        server = await _entry(client, judge)
+        if on_progress:
+            on_progress(done, total)
+
+        async def worker(queue: Iterator[Ask]) -> None:
+            nonlocal done, silent
+            for ask in queue:
+                judgement = await asker.ask(ask)
+                journal.add(_record(ask, judgement))
+                gone = judgement.outcome == FAILED and judgement.status == 0
+                silent = silent + 1 if gone else 0
+                if silent >= _SILENT:
+                    raise KtbridgeError(
+                        f"the judge at {judge.url} stopped answering ({judgement.detail}).",
+                        "see to its server and run the same command again; what was judged is stored",
+                    )
+                done += 1
+                if on_progress:
+                    on_progress(done, total)
+
+        queue = iter(todo)
+        workers = [asyncio.create_task(worker(queue)) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            # Before Python 3.12 wait_for may swallow a cancellation: then there must be no more work.
+            deque(queue, maxlen=0)
+            for task in workers:
+                task.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+    return server
+
+
+async def _entry(client: Client, judge: Judge) -> dict[str, Any]:
+    try:
+        listed = await client.models()
+    except KtbridgeError:
+        return {}
+    entry = next((one for one in listed if one["id"] == judge.model), {})
+    return {key: entry[key] for key in sorted(entry) if key not in _VOLATILE}
+
+
+def _record(ask: Ask, judgement: Judgement) -> dict[str, Any]:
+    record: dict[str, Any] = {"key": ask.key, "form": ask.form, "item": ask.item.id, "of": ask.of}
+    if ask.form == "pair":
+        record |= {"minus": ask.minus, "swapped": ask.swapped}
+    return record | {
+        "outcome": judgement.outcome,
+        "reply": judgement.reply,
+        "detail": judgement.detail,
+        "attempts": judgement.attempts,
+        "prompt_tokens": judgement.prompt_tokens,
+        "completion_tokens": judgement.completion_tokens,
+    }
+
+
+def _name_judge(directory: Path, judge: Judge, pairs: bool, server: dict[str, Any]) -> None:
+    card = {
+        "schema": "ktbridge.judge/1",
+        "model": judge.model,
+        "url": judge.url,
+        "version": VERSION,
+        "pairs": pairs,
+        "server": server,
+    }
+    write_text(directory / JUDGE, json.dumps(card, indent=2, ensure_ascii=False) + "\n")
+
+
+# --- before any arm is asked
+
+
+_CANARY = Item(
+    "canary",
+    "",
+    "",
+    "en",
+    "canary",
+    ({"role": "user", "content": "What is 2 + 2?"},),
+    None,
+    (),
+    1,
+    ("Does the answer give the number four?", "Does the answer name the capital of Peru?"),
+)
+_CANARY_ANSWER = "2 + 2 = 4."
+_CANARY_RIGHT = [True, False]
+
+
+def judge_preflight(judge: Judge, **options: Any) -> list[Problem]:
+    """One question to the judge whose verdicts are plain: is it there, can its reply be read?
+
+    ``options`` are the client's (``timeout``, ``backoff``, ``api_key``). Returns the warnings; raises
+    ProblemsError where it isn't listed, doesn't answer, or gives no JSON after being told to.
+    """
+    problems = asyncio.run(_preflight(judge, options))
+    if has_errors(problems):
+        raise ProblemsError("the judge cannot be used; nothing was asked of the arms.", problems)
+    return problems
+
+
+async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
+    where = f"judge {judge.model}"
+    problems = []
+    async with Client(judge.url, **options) as client:
+        try:
+            names = [one["id"] for one in await client.models()]
+            if judge.model not in names:
+                found = f"the server does not list {judge.model!r}"
+                expected = "one of: " + (", ".join(sorted(names)[:20]) or "nothing")
+                problems.append(
+                    Problem("KTB871", "error", where, found, expected, "name a listed model")
+                )
+        except KtbridgeError as error:
+            problems.append(
+                Problem("KTB870", "warning", where, str(error), "a list that names the judge")
+            )
+        if has_errors(problems):
+            return problems
+        messages = tuple(checklist_messages(_CANARY, _CANARY_ANSWER))
+        ask = Ask("canary", "checks", _CANARY, messages, "canary")
+        judgement = await Asker(client, judge).ask(ask)
+    if judgement.outcome != "ok":
+        what = "no answer" if judgement.outcome == FAILED else "no verdict that can be read"
+        problems.append(
+            Problem(
+                "KTB872",
+                "error",
+                where,
+                f"{what}: {judgement.detail}",
+                "JSON with evidence and verdicts",
+                "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed",
+            )
+        )
+    else:
+        said = [check.yes for check in ask.read(judgement.reply)]
+        if said != _CANARY_RIGHT:
+            words = " and ".join("yes" if one else "no" for one in said)
+            problems.append(
+                Problem(
+                    "KTB873",
+                    "warning",
+                    where,
+                    f"asked whether {_CANARY_ANSWER!r} gives four and names a capital, it said {words}",
+                    "yes and no",
+                    "choose a stronger judge, see docs/judge.md",
+                )
+            )
+    return problems

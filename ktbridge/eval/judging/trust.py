@@ -1,0 +1,307 @@
+"""May this judge be believed? Its anchors decide; the rest is told beside its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktbridge.errors import Problem
+from ktbridge.eval.judging.bias import Comparison
+from ktbridge.eval.judging.plan import Ask, Plan
+
+PASS = 0.7  # of the known verdicts on good answers, and of those on bad ones, that must be right
+_SLICE_PASS = 0.5  # below this a judge does no better than a coin in a slice
+_MANY_PARSE_FAILS = 0.05
+_MANY_FLIPS = 0.2
+_ALWAYS = 0.98
+_ENOUGH_VERDICTS = 20
+_GOOD_DIGIT = 3
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The verdict on a judge: whether its scores, and its pairs, are left out of the report."""
+
+    refused: bool
+    pairs_refused: bool
+    problems: tuple[Problem, ...]
+
+
+def good_digit(digit: int) -> bool:
+    """Whether a digit 0..5 calls an answer good."""
+    return digit >= _GOOD_DIGIT
+
+
+def tally_anchors(asks: Sequence[Ask], said: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """How many of the known verdicts were right: {asked, right, good, bad, slices}, each of the last
+    three (by kind; slice -> kind) holding {asked, right}. Anchors without a verdict don't count."""
+    by_kind = {"good": [0, 0], "bad": [0, 0]}
+    slices: dict[str, dict[str, list[int]]] = {}
+    for ask in asks:
+        outcome, value = said[ask.key]
+        if outcome != "ok" or ask.anchor is None:
+            continue
+        yes = [good_digit(value)] if ask.form == "digit" else [check.yes for check in value]
+        for number, expected in ask.anchor.expected.items():
+            here = slices.setdefault(ask.item.slice, {"good": [0, 0], "bad": [0, 0]})
+            for count in (by_kind[ask.anchor.kind], here[ask.anchor.kind]):
+                count[0] += 1
+                count[1] += yes[number] == expected
+    told = {kind: _told(count) for kind, count in by_kind.items()}
+    return {
+        "asked": sum(one["asked"] for one in told.values()),
+        "right": sum(one["right"] for one in told.values()),
+        **told,
+        "slices": {
+            name: {kind: _told(count) for kind, count in counts.items()}
+            for name, counts in slices.items()
+        },
+    }
+
+
+def tally_pairs(compared: Sequence[Comparison]) -> dict[str, int]:
+    """Of the pairs of a good and a bad answer, in how many the good one won under both orders."""
+    right = sum(one.result == "win" for one in compared)
+    return {"asked": len(compared), "right": right}
+
+
+def trust(
+    card: Mapping[str, Any],
+    plan: Plan,
+    records: Mapping[str, Mapping[str, Any]],
+    family: Collection[str],
+    digits: Sequence[bool],
+) -> Trust:
+    """Everything that is to be said about a judge, from its card and what it was asked.
+
+    ``records`` are the stored judgements of the plan, ``family`` what it shares with the arms,
+    ``digits`` whether each digit called its answer good.
+    """
+    where = f"judge {card['model']}"
+    problems = [
+        *_missing(where, card, records),
+        *_always(where, card, digits),
+        *_anchors(where, card, plan),
+    ]
+    refused = any(problem.severity == "error" for problem in problems)
+    pairs = _known_pairs(where, card, plan)
+    problems += pairs
+    problems += _biases(where, card)
+    if family:
+        problems.append(
+            Problem(
+                "KTB884",
+                "warning",
+                where,
+                f"it is of the family that it judges ({', '.join(sorted(family))})",
+                "a judge of another family: models favour their own kind",
+                "run once more with a judge of another family and compare",
+            )
+        )
+    pairs_refused = any(problem.severity == "error" for problem in pairs)
+    return Trust(refused, pairs_refused, tuple(problems))
+
+
+def _missing(
+    where: str, card: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]
+) -> list[Problem]:
+    problems = []
+    outcomes, total = card["outcomes"], sum(card["outcomes"].values())
+
+    def detail(outcome: str) -> str:
+        details = (one["detail"] for one in records.values() if one["outcome"] == outcome)
+        return str(next(details, "it was read by other rules"))
+
+    failed = outcomes.get("parse-fail", 0)
+    if failed and card["parse_fail_rate"] > _MANY_PARSE_FAILS:
+        problems.append(
+            Problem(
+                "KTB879",
+                "warning" if outcomes.get("ok") else "error",
+                where,
+                f"{failed} of {total} replies could not be read, not even when told so:"
+                f" {detail('parse-fail')}",
+                "the JSON that was asked for; what can't be read is no score",
+                "choose a judge that keeps to a form, or a server that takes response_format",
+            )
+        )
+    errors = outcomes.get("judge-error", 0)
+    if errors:
+        problems.append(
+            Problem(
+                "KTB880",
+                "warning" if outcomes.get("ok") else "error",
+                where,
+                f"{errors} of {total} judgements failed: {detail('judge-error')}",
+                "a reply to each",
+                "see its server's log and run the same command again; only these are asked again",
+            )
+        )
+    waiting = outcomes.get("not-run", 0)
+    if waiting:
+        problems.append(
+            Problem(
+                "KTB885",
+                "warning" if waiting < total else "error",
+                where,
+                f"{waiting} of {total} judgements were not asked for"
+                + (f" ({card['outdated']})" if "outdated" in card else ""),
+                "a judgement of every answer",
+                "run the same `ktbridge eval --judge` again; it goes on where it stopped",
+            )
+        )
+    return problems
+
+
+def _always(where: str, card: Mapping[str, Any], digits: Sequence[bool]) -> list[Problem]:
+    """A judge that says one thing to everything says nothing."""
+    rate, count, words = card["yes_rate"], card["verdicts"], ("yes", "no")
+    if digits:
+        rate, count, words = sum(digits) / len(digits), len(digits), ("3 or more", "less than 3")
+    if rate is None or count < _ENOUGH_VERDICTS or 1 - _ALWAYS < rate < _ALWAYS:
+        return []
+    bad, good = card["anchors"]["bad"], card["anchors"]["good"]
+    word, wrong = (words[0], bad) if rate > 0.5 else (words[1], good)
+    # Very good answers earn a yes to all, so it is the known-bad ones that convict.
+    convicted = wrong["asked"] and wrong["right"] <= (1 - PASS) * wrong["asked"]
+    known = "bad" if wrong is bad else "good"
+    found = f"it nearly always says {word}: {rate:.0%} of {count} verdicts"
+    if wrong["asked"]:
+        found += (
+            f", and {wrong['asked'] - wrong['right']} of {wrong['asked']} on known-{known} answers"
+        )
+    return [
+        Problem(
+            "KTB878",
+            "error" if convicted else "warning",
+            where,
+            found,
+            "verdicts that tell answers apart; these judgements are useless"
+            if convicted or not wrong["asked"]
+            else "verdicts that tell answers apart",
+            "choose another judge, see docs/judge.md",
+        )
+    ]
+
+
+def _anchors(where: str, card: Mapping[str, Any], plan: Plan) -> list[Problem]:
+    counts = card["anchors"]
+    if not plan.anchors:
+        return [
+            Problem(
+                "KTB875",
+                "warning",
+                where,
+                "the bench has no anchors, so nothing shows what this judge is worth",
+                "a few known-good and known-bad answers a slice",
+                "add `anchors` to the slices of bench.yaml, see eval/README.md",
+            )
+        ]
+    if not counts["asked"]:
+        # Parse failures or errors have left none; unless all failed, that is not yet told as error.
+        found = "none of the anchors got a verdict"
+        return [Problem("KTB876", "error", where, found, "verdicts on known answers")]
+    if any(one["asked"] and one["right"] < PASS * one["asked"] for one in _kinds(counts)):
+        return [
+            Problem(
+                "KTB876",
+                "error",
+                where,
+                f"it fails on answers of known worth: {_words(counts)}",
+                f"at least {PASS:.0%} of each; its judgements are left out",
+                "choose another judge, see docs/judge.md",
+            )
+        ]
+    return [
+        Problem(
+            "KTB877",
+            "warning",
+            f"{where}, slice {name}",
+            f"it does no better than a coin on answers of known worth: {_words(one)}",
+            "a judge that tells good from bad in every slice",
+            "do not rely on its judgements of this slice",
+        )
+        for name, one in counts["slices"].items()
+        if any(
+            kind["asked"] and kind["right"] <= _SLICE_PASS * kind["asked"] for kind in _kinds(one)
+        )
+    ]
+
+
+def _known_pairs(where: str, card: Mapping[str, Any], plan: Plan) -> list[Problem]:
+    counts = card["anchor_pairs"]
+    if not plan.anchor_pairs or not plan.pairs:
+        return []
+    if counts["right"] >= PASS * counts["asked"] and counts["asked"]:
+        return []
+    return [
+        Problem(
+            "KTB886",
+            "error",
+            where,
+            f"the good answer won over the bad one, in both orders, in {counts['right']} of"
+            f" {counts['asked']} known pairs",
+            f"at least {PASS:.0%}; its comparisons are left out",
+            "choose another judge, see docs/judge.md",
+        )
+    ]
+
+
+def _biases(where: str, card: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    place, length = card["position_bias"], card["length_bias"]
+    if place and (place["low"] > 0.5 or place["high"] < 0.5):
+        which = "first" if place["low"] > 0.5 else "second"
+        share = place["first_share"] if which == "first" else 1 - place["first_share"]
+        problems.append(
+            Problem(
+                "KTB881",
+                "warning",
+                where,
+                f"position bias: {share:.0%} of {place['n']} verdicts chose the answer shown {which}",
+                "half; both orders were asked, and where they disagree it is a tie",
+                "another judge may decide more of the pairs, see docs/judge.md",
+            )
+        )
+    if card["flip_rate"] is not None and card["flip_rate"] > _MANY_FLIPS:
+        problems.append(
+            Problem(
+                "KTB882",
+                "warning",
+                where,
+                f"{card['flip_rate']:.0%} of its comparisons change with the order",
+                f"at most {_MANY_FLIPS:.0%}; these are ties, so differences look smaller",
+                "another judge may decide more of the pairs, see docs/judge.md",
+            )
+        )
+    if length and length["low"] > 0.5:
+        ends = f"[{length['low']:.0%}, {length['high']:.0%}]"
+        problems.append(
+            Problem(
+                "KTB883",
+                "warning",
+                where,
+                f"length bias: of {length['n']} decisions between two answers"
+                f" {length['longer_share']:.0%} {ends} went to the longer one",
+                "about half, unless longer answers are better here",
+                "look at answers where the longer one lost, and at the lengths by arm",
+            )
+        )
+    return problems
+
+
+def _kinds(counts: Mapping[str, Any]) -> tuple[Any, Any]:
+    return counts["good"], counts["bad"]
+
+
+def _words(counts: Mapping[str, Any]) -> str:
+    good, bad = _kinds(counts)
+    return (
+        f"right on {good['right']} of {good['asked']} verdicts about good ones and on"
+        f" {bad['right']} of {bad['asked']} about bad ones"
+    )
+
+
+def _told(count: Sequence[int]) -> dict[str, int]:
+    return {"asked": count[0], "right": count[1]}

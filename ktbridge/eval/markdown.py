@@ -1,0 +1,129 @@
+"""The report as Markdown, short enough for a pull request: verdict, tables, warnings, run card."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ktbridge.eval.charts import TITLES
+from ktbridge.eval.verdict import OVERALL, detectable, find, interval
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~!@&$])")
+_SIGNS = {"improved": "🟢", "dropped": "🔴", "within margin": "⚪", "inconclusive": "❔"}
+
+
+def render_markdown(results: Mapping[str, Any]) -> str:
+    """The whole text; the same results give the same bytes. No answers are in it."""
+    bench = results["bench"]
+    names = [card["name"] for card in results["arms"]]
+    lines = [f"## {_text(bench['name'])} {_text(bench['version'])}".rstrip(), ""]
+    lines += [f"**{_text(results['verdict']['line'])}**", ""]
+    if results["verdict"]["headline"] != results["verdict"]["line"]:
+        lines += [_text(results["verdict"]["headline"]), ""]
+    lines += [f"- {_text(one)}" for one in results["verdict"]["details"]]
+    lines += [f"- {_text(one)}" for one in bench["notes"]]
+    lines += ["", *_warnings(results["warnings"])]
+    for axis in ("persona", "task", "judge"):
+        if results["tables"].get(axis):
+            lines += ["", f"### {TITLES[axis]} (0 to 1)", "", *_axis(results, axis, names)]
+    if results["pairs"]:
+        lines += ["", "### Judged side by side", "", *_pairs(results["pairs"])]
+    lines += ["", "<details><summary>Outcomes and run card</summary>", "", *_card(results), ""]
+    lines += ["</details>", ""]
+    return "\n".join(lines)
+
+
+def render_index_markdown(index: Mapping[str, Any]) -> str:
+    """The verdict of every bench."""
+    lines = []
+    for one in index["benches"]:
+        lines += [f"## {_text(one['name'])}", ""]
+        if one["verdict"] is None:
+            lines += [f"**not reported:** {_text(one['error'])}", ""]
+        else:
+            lines += [f"**{_text(one['verdict']['line'])}**", ""]
+            lines += [_text(one["verdict"]["headline"]), ""]
+            lines += [*_warnings(one["warnings"]), ""]
+    return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    """On one line, and meaning nothing to Markdown or HTML."""
+    return _SPECIAL.sub(r"\\\1", " ".join(str(value).split())).replace("\\<", "&lt;")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    ruler = ["---"] + ["---:"] * (len(head) - 1)
+    return [
+        "| " + " | ".join(map(_text, row)) + " |" if row is not ruler else "|" + "|".join(row) + "|"
+        for row in (head, ruler, *rows)
+    ]
+
+
+def _warnings(warnings: Sequence[Mapping[str, str]]) -> list[str]:
+    lines = []
+    for one in warnings:
+        step = f" Next: {_text(one['next_step'])}." if one["next_step"] else ""
+        lines.append(f"> **{one['code']} {_text(one['where'])}**: {_text(one['found'])}.{step}")
+        lines.append(">")
+    return lines[:-1]
+
+
+def _axis(results: Mapping[str, Any], axis: str, names: Sequence[str]) -> list[str]:
+    own = {one["name"] for one in results["bench"]["slices"] if axis in ("judge", one["primary"])}
+    table = results["tables"][axis]
+    head = ["slice", "n", *names]
+    if len(names) > 1:
+        head += [f"{names[-1]} − {names[0]} [95 %]", "verdict", "detectable"]
+    rows = []
+    for name in (one for one in table if one == OVERALL or one in own):
+        row = [name, table[name][names[0]]["n"]]
+        row += [f"{table[name][arm]['mean']:.2f}" for arm in names]
+        contrast = find(results, axis, name, names[-1], names[0])
+        if contrast is not None:
+            row += [interval(contrast), f"{_SIGNS[contrast['verdict']]} {contrast['verdict']}"]
+            row.append(detectable(contrast))
+        rows.append(row)
+    return _table(head, rows)
+
+
+def _pairs(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    head = ["pair", "won", "tied", "lost", "flipped", "balance [95 %]"]
+    return _table(
+        head,
+        [
+            [
+                f"{one['of']} against {one['minus']}",
+                *(one[key] for key in ("win", "tie", "loss", "flipped")),
+                interval(one),
+            ]
+            for one in pairs
+        ],
+    )
+
+
+def _card(results: Mapping[str, Any]) -> list[str]:
+    bench = results["bench"]
+    rows = []
+    for card in results["arms"]:
+        counts = results["outcomes"][card["name"]]
+        cost = results["costs"].get(card["name"], {})
+        rows.append(
+            [
+                card["name"],
+                ", ".join(f"{count} {outcome}" for outcome, count in counts.items()),
+                cost.get("completion_tokens") or "–",
+                f"{card['model']} at {card['url']}",
+                card["fingerprint"][:12],
+            ]
+        )
+    head = ["arm", "outcomes", "completion tokens", "model", "fingerprint"]
+    sampling = ", ".join(f"{key} {value}" for key, value in bench["sampling"].items())
+    return [
+        *_table(head, rows),
+        "",
+        f"{results['asked']} of {bench['items']} items asked, {results['valid']} answered by every "
+        f"arm. Bench sha256 {bench['sha256'][:12]}; sampling: {_text(sampling) or 'unknown'}; "
+        f"ktbridge {results['ktbridge']}.",
+    ]

@@ -1,0 +1,164 @@
+"""What a run's directory says of itself: run.json, the bench's snapshot, benches.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ktbridge
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.eval.arms import arm_rank
+from ktbridge.eval.bench import FILES, Bench
+from ktbridge.publish import write_text
+
+RUN = "run.json"
+BENCH = "bench"
+BENCHES = "benches.json"
+_SCHEMA = "ktbridge.benches/1"
+_CARD = {"name": str, "model": str, "url": str, "server": dict, "sampling": dict}
+_CARD["fingerprint"] = str
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """What run.json holds: ``arms`` (name -> card), ``probes`` (fingerprint -> hashes), ``repeat``.
+
+    A card has ``partner`` {"model", "url"} where the arm's dialogues were held with one. Raises
+    KtbridgeError for a damaged file.
+    """
+    path = directory / RUN
+    try:
+        run = json.loads(path.read_text("utf-8"))
+        arms, probes = dict(run["arms"]), dict(run["probes"])
+        repeat = run.get("repeat", 1)
+        json.dumps(run, ensure_ascii=False, allow_nan=False).encode()
+    except FileNotFoundError:
+        return {"arms": {}, "probes": {}, "repeat": 1}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise KtbridgeError(
+            f"{str(path)!r} is not a run's description.", "use another --out directory"
+        ) from None
+    sound = all(
+        isinstance(card, dict)
+        and all(isinstance(card.get(key), kind) for key, kind in _CARD.items())
+        and card["name"] == name
+        and _is_partner(card.get("partner"))
+        for name, card in arms.items()
+    ) and all(
+        isinstance(hashes, dict) and all(isinstance(one, str) for one in hashes.values())
+        for hashes in probes.values()
+    )
+    if not sound or type(repeat) is not int or repeat < 1:
+        raise KtbridgeError(
+            f"{str(path)!r} is damaged.",
+            "delete it and run the same `ktbridge eval` command again; the answers are kept",
+        )
+    return {"arms": arms, "probes": probes, "repeat": repeat}
+
+
+def _is_partner(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"model", "url"}
+        and all(isinstance(one, str) for one in value.values())
+    )
+
+
+def write_run(
+    directory: Path,
+    run: Mapping[str, Any],
+    bench: Bench,
+    cards: Mapping[str, Mapping[str, Any]],
+    probes: Mapping[str, Mapping[str, str]],
+    repeat: int,
+) -> None:
+    """Record arms and bench, so that a report needs this directory and nothing else.
+
+    ``run`` is what was there. Probe hashes stay those of an arm's first run: drift is measured from
+    there.
+    """
+    folder = directory / BENCH
+    folder.mkdir(exist_ok=True)
+    for name in FILES:
+        if not (folder / name).is_file() or (folder / name).read_bytes() != bench.files[name]:
+            write_text(folder / name, bench.files[name].decode("utf-8"))
+    arms = {**run["arms"], **cards}
+    every = dict(run["probes"])
+    for fingerprint, hashes in probes.items():
+        every[fingerprint] = {**hashes, **every.get(fingerprint, {})}
+    document = {
+        "schema": "ktbridge.run/1",
+        "ktbridge": ktbridge.__version__,
+        "repeat": max(repeat, run["repeat"]),
+        "arms": {name: arms[name] for name in sorted(arms, key=arm_rank)},
+        "probes": every,
+    }
+    write_text(directory / RUN, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_benches(directory: Path) -> tuple[Path, ...]:
+    """The run directories in ``directory``: one a bench in the order given, or itself.
+
+    Raises KtbridgeError for a damaged list.
+    """
+    path = directory / BENCHES
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        names = document["benches"]
+        if document["schema"] != _SCHEMA or not all(map(_is_name, names)):
+            raise TypeError
+    except FileNotFoundError:
+        return (directory,)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise KtbridgeError(
+            f"{str(path)!r} is not a list of benches.", "use another --out directory"
+        ) from None
+    return tuple(directory / name for name in names)
+
+
+def run_directories(directory: Path, names: Sequence[str]) -> tuple[Path, ...]:
+    """Where benches of these names are run: one alone in ``directory`` itself, several in a folder
+    each. What is there already stays as it is: a list of benches takes one more.
+
+    Raises UsageError for a name that comes twice or can't be a folder's, and where ``directory``
+    holds a run of its own.
+    """
+    if len(names) == 1 and not (directory / BENCHES).is_file():
+        return (directory,)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"two benches are named {twice[0]!r}.", "give each its own --out")
+    odd = [name for name in names if not _is_name(name)]
+    if odd:
+        raise UsageError(f"{odd[0]!r} cannot name a folder.", "change `name` in its bench.yaml")
+    if (directory / RUN).is_file():
+        raise UsageError(
+            f"{str(directory)!r} holds the run of one bench; several need a directory of their own.",
+            "use another --out",
+        )
+    return tuple(directory / name for name in names)
+
+
+def write_benches(directory: Path, folders: Sequence[Path]) -> None:
+    """List the benches run in ``directory``, after those that are listed already."""
+    if tuple(folders) == (directory,):
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    listed = [folder.name for folder in read_benches(directory) if folder != directory]
+    names = list(dict.fromkeys([*listed, *(folder.name for folder in folders)]))
+    if names != listed:
+        document = {"schema": _SCHEMA, "benches": names}
+        write_text(directory / BENCHES, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _is_name(name: Any) -> bool:
+    """Whether this names a folder directly in another, and none of a run's own."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and name == name.strip()
+        and name not in ("", BENCH)
+        and not name.startswith(".")
+        and "/" not in name
+    )

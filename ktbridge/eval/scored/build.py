@@ -1,0 +1,208 @@
+"""The results of a run (schema ``ktbridge.eval/1``), from its directory and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ktbridge
+from ktbridge.errors import KtbridgeError
+from ktbridge.eval.arms import Arm, arm_rank
+from ktbridge.eval.bench import Bench, read_snapshot
+from ktbridge.eval.contamination import Contamination
+from ktbridge.eval.judging.read import Judgements, read_judgements
+from ktbridge.eval.rundir import BENCH, read_run
+from ktbridge.eval.scored.compare import axes_of, compare, count_pairs, repeat_noise
+from ktbridge.eval.scored.extras import (
+    count_outcomes,
+    count_tokens,
+    identical,
+    measure_slices,
+    parse_rates,
+    persona_parts,
+)
+from ktbridge.eval.scored.rows import NOT_RUN, each_record, has_persona, item_rows
+from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
+from ktbridge.eval.store import read_answers
+from ktbridge.eval.verdict import summarise, warnings_of
+
+SCHEMA = "ktbridge.eval/1"
+CONTAMINATION = "contamination.json"
+
+
+def score_run(directory: Path) -> dict[str, Any]:
+    """Score what a run stored and compare its arms (schema ``ktbridge.eval/1``).
+
+    Raises KtbridgeError when ``directory`` holds no run or no answers.
+    """
+    run = read_run(directory)
+    cards = run["arms"]
+    if not cards:
+        raise KtbridgeError(
+            f"there is no evaluation in {str(directory)!r}.",
+            "run `ktbridge eval --bench nekobench --arm NAME=MODEL@URL --out DIR` first",
+        )
+    bench = read_snapshot(directory / BENCH)
+    arms = [
+        Arm(name, card["model"], card["url"])
+        for name, card in sorted(cards.items(), key=lambda pair: arm_rank(pair[0]))
+    ]
+    records = read_answers(directory)
+    repeats = run["repeat"]
+    rows = item_rows(bench, arms, cards, records, repeats)
+    if not rows:
+        raise KtbridgeError(
+            f"{str(directory)!r} holds no answers to {bench.name} {bench.version} yet.",
+            "run the same `ktbridge eval` command again; it goes on where it stopped",
+        )
+    judged = read_judgements(directory, bench, rows)
+    if judged is not None:
+        mark_judged(rows, judged)
+    card = bench_card(bench)
+    results = assemble(
+        card,
+        cards,
+        rows,
+        references={
+            item.id: item.gold
+            for item in bench.items
+            if any(check["scorer"] == "references" for check in item.checks)
+        },
+        judged=judged,
+        contamination=_read_contamination(directory),
+        repeats=repeats,
+    )
+    results["costs"] = {
+        arm.name: count_tokens(each_record(bench, arm, cards, records, repeats))
+        for arm in arms
+        if arm.name not in results["left_out"]
+    }
+    return results
+
+
+def assemble(
+    card: Mapping[str, Any],
+    cards: Mapping[str, Mapping[str, Any]],
+    rows: list[dict[str, Any]],
+    *,
+    references: Mapping[str, Sequence[str]],
+    judged: Judgements | None = None,
+    contamination: Contamination | None = None,
+    repeats: int = 1,
+) -> dict[str, Any]:
+    """Everything that follows from the rows. ``card`` is the bench's, ``cards`` the arms' by name;
+    ``judged`` has already left its marks in the rows (``mark_judged``)."""
+    # An arm that was never asked (a mistyped one) must not empty the comparison of the others.
+    ranked = sorted(cards, key=arm_rank)
+    left_out = [
+        name for name in ranked if all(row["answers"][name]["outcome"] == NOT_RUN for row in rows)
+    ]
+    names = [name for name in ranked if name not in left_out]
+    for row in rows:
+        row["answers"] = {name: row["answers"][name] for name in names}
+    valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
+    tables, contrasts = compare(card, names, valid)
+    axes = axes_of(card, valid)
+    results: dict[str, Any] = {
+        "schema": SCHEMA,
+        "ktbridge": ktbridge.__version__,
+        "bench": card,
+        "arms": [cards[name] for name in names],
+        "left_out": left_out,
+        "asked": len(rows),
+        "valid": len(valid),
+        "axes": axes,
+        "outcomes": {
+            name: count_outcomes(row["answers"][name]["outcome"] for row in rows) for name in names
+        },
+        "tables": tables,
+        "contrasts": contrasts,
+        "persona_parts": (
+            {name: persona_parts(valid, name) for name in names} if card["persona"] else {}
+        ),
+        "parse_rates": parse_rates(rows, names),
+        "texts": measure_slices(rows, names, references),
+        "identical": identical(rows, names),
+        "judge": None,
+        "pairs": [],
+        "repeat": None,
+        "contamination": contamination and contamination.as_dict(),
+        "costs": {},
+        "statistics": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED},
+        "items": rows,
+    }
+    if judged is not None:
+        results["judge"] = dict(judged.card)
+        pairs = [one for one in judged.pairs if {one["of"], one["minus"]} <= set(names)]
+        results["pairs"] = count_pairs(pairs, rows)
+    if repeats > 1:
+        measured = [axis for axis in axes if axis != "judge"]
+        results["repeat"] = {
+            "n": repeats,
+            "outcomes": {
+                name: count_outcomes(
+                    one["outcome"] for row in rows for one in row["answers"][name]["repeats"]
+                )
+                for name in names
+            },
+            "noise": repeat_noise(rows, names, measured),
+        }
+    results["warnings"] = warnings_of(results)
+    if contamination is not None:
+        results["warnings"] += [problem.as_dict() for problem in contamination.problems()]
+    if judged is not None:
+        results["warnings"] += list(judged.problems)
+    return {"verdict": summarise(results), **results}
+
+
+def bench_card(bench: Bench) -> dict[str, Any]:
+    return {
+        "name": bench.name,
+        "version": bench.version,
+        "language": bench.language,
+        "sha256": bench.sha256,
+        "data": bench.data,
+        "notes": list(bench.notes),
+        "persona": bench.persona.name if has_persona(bench) else None,
+        "items": len(bench.items),
+        "margin": bench.margin,
+        "sampling": dict(bench.sampling),
+        "slices": [
+            {
+                "name": one.name,
+                "label": one.label or one.name,
+                "primary": one.primary,
+                "meaning": one.meaning,
+            }
+            for one in bench.slices
+        ],
+    }
+
+
+def mark_judged(rows: list[dict[str, Any]], judged: Judgements) -> None:
+    """Put the judge's marks and evidence into the rows."""
+    for row in rows:
+        for name, score in judged.scores.get(row["id"], {}).items():
+            answer = row["answers"].get(name)
+            if answer is None:
+                continue
+            answer["judge_outcome"] = score.outcome
+            answer["judge_checks"] = [dict(check) for check in score.checks]
+            if score.outcome == "ok" and score.share is not None and answer["outcome"] == "ok":
+                answer["judge"] = round(score.share, 6)
+
+
+def _read_contamination(directory: Path) -> Contamination | None:
+    """What ``ktbridge eval --train-data`` found, where it was asked to look."""
+    path = directory / CONTAMINATION
+    try:
+        return Contamination.from_dict(json.loads(path.read_text("utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise KtbridgeError(
+            f"{str(path)!r} is damaged.",
+            "delete it, and run `ktbridge eval` again with --train-data",
+        ) from None

@@ -1,0 +1,112 @@
+"""What stands beside the scores: outcomes, parse rates, the persona's parts, texts, tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.eval.client import OUTCOMES
+from ktbridge.eval.scored.rows import NOT_RUN
+from ktbridge.eval.scorers import FAMILIES, measure_texts, parse_rate
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def count_outcomes(outcomes: Iterable[str]) -> dict[str, int]:
+    """How often each occurred, ok first."""
+    counts = Counter(outcomes)
+    return {outcome: counts[outcome] for outcome in (*OUTCOMES, NOT_RUN) if counts[outcome]}
+
+
+def persona_parts(valid: Rows, arm: str) -> dict[str, float | None]:
+    """Over the items valid in every arm: how often addressed, marked and out of character.
+
+    None where there is no such item.
+    """
+    parts = [row["answers"][arm]["persona_parts"] for row in valid]
+    count = len(parts)
+    if not count:
+        return dict.fromkeys(("address_rate", "tic_rate", "break_rate"))
+    return {
+        "address_rate": round(sum(one["address"] for one in parts) / count, 6),
+        "tic_rate": round(sum(one["tic_rate"] for one in parts) / count, 6),
+        "break_rate": round(sum(one["broke"] for one in parts) / count, 6),
+    }
+
+
+def identical(rows: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
+    """For each pair of arms, the share of byte-identical answers among those that both gave."""
+    found = []
+    for one, other in itertools.combinations(names, 2):
+        pairs = [(row["answers"][one], row["answers"][other]) for row in rows]
+        both = [(a, b) for a, b in pairs if a["outcome"] == b["outcome"] == "ok"]
+        same = sum(a["text"] == b["text"] for a, b in both)
+        share = round(same / len(both), 6) if both else None
+        found.append({"arms": [one, other], "n": len(both), "share": share})
+    return found
+
+
+def parse_rates(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
+    """slice -> arm -> how many ok answers could be read, where one of the scorers has to read.
+
+    A low score with a low rate is a failure of format, not of knowledge.
+    """
+    rates: dict[str, Any] = {}
+    for name in dict.fromkeys(row["slice"] for row in rows):
+        for arm in names:
+            answers = [row["answers"][arm] for row in rows if row["slice"] == name]
+            rate = parse_rate([check for one in answers for check in one.get("checks", ())])
+            if rate.asked:
+                share = round(rate.read / rate.asked, 6)
+                cell = {"read": rate.read, "asked": rate.asked, "share": share}
+                rates.setdefault(name, {})[arm] = cell
+    return rates
+
+
+def measure_slices(
+    rows: Rows, names: Sequence[str], references: Mapping[str, Sequence[str]]
+) -> dict[str, Any] | None:
+    """The three families of text metrics by slice and arm, over items that have references.
+
+    ``references``: item id -> its references. Only items that every arm answered count, so that the
+    arms are measured on the same texts. A family whose packages are missing is named in
+    ``missing``. None where no item has references.
+    """
+    rows = [row for row in rows if row["id"] in references]
+    if not rows:
+        return None
+    missing: dict[str, str] = {}
+    slices: dict[str, Any] = {}
+    for name in dict.fromkeys(row["slice"] for row in rows):
+        group = [row for row in rows if row["slice"] == name]
+        valid = [row for row in group if all(row["answers"][n]["outcome"] == "ok" for n in names)]
+        if not valid:
+            continue
+        wanted = [list(references[row["id"]]) for row in valid]
+        slices[name] = {}
+        for family in FAMILIES:
+            for arm in names:
+                texts = [row["answers"][arm]["text"] for row in valid]
+                cut = sum(row["answers"][arm]["outcome"] == "truncated" for row in group)
+                try:
+                    found = measure_texts(family, texts, wanted, truncated=cut)
+                except KtbridgeError as error:
+                    missing[family] = f"{error} {error.next_step}".strip()
+                    break
+                slices[name].setdefault(family, {})[arm] = found.as_dict()
+    return {"slices": slices, "missing": missing}
+
+
+def count_tokens(records: Iterable[Mapping[str, Any]]) -> dict[str, int | None]:
+    """Tokens of an arm's answers as its server counted them; None where it never did."""
+    answers = 0
+    totals: dict[str, int | None] = {"prompt_tokens": None, "completion_tokens": None}
+    for record in records:
+        answers += 1
+        for key, total in totals.items():
+            if type(record.get(key)) is int:
+                totals[key] = (total or 0) + record[key]
+    return {**totals, "answers": answers}

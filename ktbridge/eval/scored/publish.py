@@ -1,0 +1,83 @@
+"""results.json, report.html and report.md in a run's directory; each appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ktbridge
+from ktbridge.errors import KtbridgeError
+from ktbridge.eval.imports import IMPORTED, score_imports
+from ktbridge.eval.rundir import BENCHES, read_benches
+from ktbridge.eval.scored.build import score_run
+from ktbridge.publish import write_text
+
+INDEX_SCHEMA = "ktbridge.index/1"
+
+
+def write_report(directory: Path) -> dict[str, Any]:
+    """Score a run and publish results.json, report.html and report.md beside it; the results.
+
+    A directory of several benches gets the files of each in its own folder, and an index over them
+    (schema ``ktbridge.index/1``). One of imported answers is scored like a run. Raises KtbridgeError
+    where there is nothing to report.
+    """
+    if (directory / BENCHES).is_file():
+        return _write_index(directory)
+    from ktbridge.eval.html import render_html
+    from ktbridge.eval.markdown import render_markdown
+
+    imported = (directory / IMPORTED).is_file()
+    results = score_imports(directory) if imported else score_run(directory)
+    _write(directory, results, render_html(results), render_markdown(results))
+    return results
+
+
+def runs_in(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The results of each bench: of an index those that could be read, else the results themselves."""
+    if results["schema"] != INDEX_SCHEMA:
+        return [results]
+    return [one["results"] for one in results["benches"] if one["results"] is not None]
+
+
+def _write_index(directory: Path) -> dict[str, Any]:
+    from ktbridge.eval.html import render_index
+    from ktbridge.eval.markdown import render_index_markdown
+
+    benches: list[dict[str, Any]] = []
+    for folder in read_benches(directory):
+        # A bench that an interrupted run has not come to must not hide the others.
+        try:
+            benches.append({"name": folder.name, "error": "", "results": write_report(folder)})
+        except KtbridgeError as error:
+            benches.append({"name": folder.name, "error": str(error), "results": None})
+    if not any(one["results"] for one in benches):
+        raise KtbridgeError(
+            f"none of the benches in {str(directory)!r} has answers yet.",
+            "run the same `ktbridge eval` command again; it goes on where it stopped",
+        )
+    index = {"schema": INDEX_SCHEMA, "ktbridge": ktbridge.__version__, "benches": benches}
+    told = {**index, "benches": [_entry(one) for one in benches]}
+    _write(directory, told, render_index(told), render_index_markdown(told))
+    return index
+
+
+def _entry(bench: Mapping[str, Any]) -> dict[str, Any]:
+    """A bench in the index's file: its verdict; the whole is in its own folder."""
+    results = bench["results"] or {}
+    kept = ("verdict", "asked", "valid", "warnings", "costs")
+    return {
+        "name": bench["name"],
+        "error": bench["error"],
+        "path": f"{bench['name']}/results.json",
+        **{key: results.get(key) for key in kept},
+    }
+
+
+def _write(directory: Path, results: Mapping[str, Any], page: str, markdown: str) -> None:
+    text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
+    write_text(directory / "results.json", text + "\n")
+    write_text(directory / "report.html", page)
+    write_text(directory / "report.md", markdown)

@@ -1,0 +1,116 @@
+"""One row an item: what every arm answered, and the marks of the answers that are ok."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ktbridge.eval.arms import Arm
+from ktbridge.eval.asking import answer_key
+from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
+from ktbridge.eval.scorers import score_task
+
+NOT_RUN = "not-run"
+_SHOWN = ("text", "thinking", "detail", "turns")
+
+Records = Mapping[str, Mapping[str, Any]]  # key -> what answers.jsonl holds under it
+
+
+def has_persona(bench: Bench) -> bool:
+    """Whether the bench says how a persona speaks; without one there is no such axis."""
+    return bench.persona.name != NO_PERSONA_NAME
+
+
+def item_rows(
+    bench: Bench,
+    arms: Sequence[Arm],
+    cards: Mapping[str, Mapping[str, Any]],
+    records: Records,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """One row an item that any arm was asked, in the order of the bench."""
+    rows = []
+    for item in bench.items:
+        answers = {
+            arm.name: _answer(
+                item, bench, stored_answers(records, cards, arm, item, bench, repeats)
+            )
+            for arm in arms
+        }
+        if any(answer["outcome"] != NOT_RUN for answer in answers.values()):
+            rows.append(
+                {
+                    "id": item.id,
+                    "slice": item.slice,
+                    "sub": item.sub,
+                    "lang": item.lang,
+                    "cluster": item.cluster,
+                    "messages": [dict(message) for message in item.messages],
+                    "gold": item.gold,
+                    "answers": answers,
+                }
+            )
+    return rows
+
+
+def stored_answers(
+    records: Records,
+    cards: Mapping[str, Mapping[str, Any]],
+    arm: Arm,
+    item: Item,
+    bench: Bench,
+    repeats: int,
+) -> list[Mapping[str, Any] | None]:
+    """The record of each repeat of an item, None where it was not asked."""
+    keys = (answer_key(cards[arm.name], arm, item, bench, repeat) for repeat in range(repeats))
+    return [records.get(key) for key in keys]
+
+
+def each_record(
+    bench: Bench,
+    arm: Arm,
+    cards: Mapping[str, Mapping[str, Any]],
+    records: Records,
+    repeats: int,
+) -> Iterator[Mapping[str, Any]]:
+    """Every record that counts for an arm, in the order of the bench."""
+    for item in bench.items:
+        for record in stored_answers(records, cards, arm, item, bench, repeats):
+            if record is not None:
+                yield record
+
+
+def _answer(
+    item: Item, bench: Bench, records: Sequence[Mapping[str, Any] | None]
+) -> dict[str, Any]:
+    """The first ok answer, marked with the mean over all repeats that are ok."""
+    every = [_score(item, bench, record) for record in records]
+    if len(every) == 1:
+        return every[0]
+    ok = [one for one in every if one["outcome"] == "ok"]
+    asked = [one for one in every if one["outcome"] != NOT_RUN]
+    answer = dict((ok or asked or every)[0])
+    for axis in ("task", "persona"):
+        if ok and axis in ok[0]:
+            answer[axis] = round(sum(one[axis] for one in ok) / len(ok), 6)
+    kept = ("outcome", "text", "task", "persona")
+    answer["repeats"] = [{key: one[key] for key in kept if key in one} for one in every]
+    return answer
+
+
+def _score(item: Item, bench: Bench, record: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Marks only for an answer that is ok; everything else is named and left out."""
+    if record is None:
+        return {"outcome": NOT_RUN}
+    answer: dict[str, Any] = {"outcome": record["outcome"]}
+    answer.update({key: record[key] for key in _SHOWN if record.get(key)})
+    if record["outcome"] == "ok":
+        task, checks = score_task(record["text"], item.checks, item.gold)
+        answer["task"] = round(task, 6)
+        answer["checks"] = checks
+        if has_persona(bench):
+            persona = score_persona(record["text"], bench.persona)
+            answer["persona"] = round(persona.score, 6)
+            answer["persona_parts"] = persona.as_dict()
+    return answer

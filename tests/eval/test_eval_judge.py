@@ -1,0 +1,394 @@
+"""Judges with known faults, over real HTTP: each fault is measured, named, and never a score."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from scriptedjudge import (
+    BENCH,
+    ITEMS,
+    World,
+    checks,
+    codes,
+    fair,
+    gather,
+    judge_it,
+    make_bench,
+    pair,
+    parts_of,
+    read,
+    truth,
+)
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.eval import score_run
+from ktbridge.eval.bench import read_snapshot
+from ktbridge.eval.judging import (
+    parse_judge,
+    read_judgements,
+)
+from ktbridge.eval.judging.plan import compared_arms, make_plan
+
+
+@pytest.fixture(scope="module")
+def world_(tmp_path_factory):
+    world = World()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def world(world_):
+    world_.reset()
+    return world_
+
+
+@pytest.fixture(scope="module")
+def collected_(world_, tmp_path_factory):
+    root = tmp_path_factory.mktemp("judge")
+    return gather(world_, make_bench(root / "bench"), root / "run")
+
+
+@pytest.fixture(scope="module")
+def rows(collected_):
+    return score_run(collected_)["items"]
+
+
+@pytest.fixture(scope="module")
+def answers(rows):
+    return {row["id"]: row["answers"] for row in rows}
+
+
+@pytest.fixture
+def run(collected_, tmp_path):
+    return Path(shutil.copytree(collected_, tmp_path / "run"))
+
+
+# --- a fair judge
+
+
+def test_a_fair_judge_gives_the_right_verdicts_and_is_asked_once(world, run, rows, answers):
+    assert read_judgements(run, read_snapshot(run / "bench"), []) is None
+    progress = []
+    done = judge_it(world, run, pairs=True, on_progress=lambda *now: progress.append(now))
+    assert codes(done.problems) == set()
+    found = read(run, rows)
+    for item, by_arm in answers.items():
+        for arm, answer in by_arm.items():
+            right, score = truth(answer["text"]), found.scores[item][arm]
+            assert (score.outcome, score.share) == ("ok", round(sum(right) / 3, 6))
+            assert [one["yes"] for one in score.checks] == right
+            assert score.checks[0]["question"] == "Does the answer thank the user?"
+            assert score.checks[0]["evidence"] == "seen"
+    for one in found.pairs:
+        base, full = (answers[one["item"]][arm]["text"] for arm in ("base", "full"))
+        gap = sum(truth(full)) - sum(truth(base))
+        assert (one["of"], one["minus"], one["flipped"]) == ("full", "base", False)
+        assert one["result"] == ("win" if gap > 0 else "loss" if gap < 0 else "tie")
+    card = found.card
+    assert len(found.pairs) == ITEMS
+    assert card["anchors"]["asked"] == card["anchors"]["right"] == 12 + 9
+    assert card["anchor_pairs"] == {"asked": 4, "right": 4}
+    assert card["flip_rate"] == card["parse_fail_rate"] == 0
+    assert card["position_bias"]["first_share"] == 0.5
+    assert card["calls"] == done.asked == len(world.asked)
+    assert progress[-1] == (done.asked, done.asked)
+    assert {one["temperature"] for one in world.asked} == {0}
+    forms = [one["response_format"]["json_schema"]["schema"] for one in world.asked]
+    # Evidence is written before the verdict.
+    orders = {tuple(form.get("properties", {}).get("q1", form)["properties"]) for form in forms}
+    assert orders == {("evidence", "verdict"), ("evidence", "winner")}
+    again = judge_it(world, run)
+    assert (again.asked, again.stored) == (0, done.asked)
+    assert len(world.asked) == done.asked
+    assert read(run, rows) == found
+
+
+def test_anchors_stand_among_the_others(world, run):
+    judge_it(world, run, concurrency=1)
+    known = [n for n, one in enumerate(world.asked) if parts_of(one)["message"].startswith("Hi ")]
+    assert len(known) == 8
+    assert known[0] > 0
+    assert known[-1] > len(world.asked) - 8
+    assert max(b - a for a, b in itertools.pairwise(known)) < 10
+
+
+# --- judges with known faults
+
+
+def test_position_bias_is_measured_and_costs_ties(world, run, rows):
+    def behave(request, nth):
+        parts = parts_of(request)
+        if "first-answer" not in parts or parts["message"].startswith("Hi "):
+            return fair(request)
+        # Three times of four it looks no further than the first answer.
+        half = int(hashlib.sha256(parts["message"].encode()).hexdigest(), 16) % 4
+        return pair("first") if half else fair(request)
+
+    world.behave = behave
+    problems = judge_it(world, run, pairs=True).problems
+    assert {"KTB881", "KTB882"} <= codes(problems, "warning")
+    assert codes(problems, "error") == set()
+    found = read(run, rows)
+    known = {json.dumps(one["messages"]) for one in world.asked}
+    assert len(known) == len(world.asked)
+    verdicts = [
+        json.loads(behave(one, 1))["winner"]
+        for one in world.asked
+        if "first-answer" in parts_of(one) and not parts_of(one)["message"].startswith("Hi ")
+    ]
+    decided = [one for one in verdicts if one != "tie"]
+    bias = found.card["position_bias"]
+    assert bias["n"] == len(decided)
+    assert bias["first_share"] == pytest.approx(decided.count("first") / len(decided), abs=1e-6)
+    assert 0.5 < bias["low"] < bias["first_share"] < bias["high"]
+    flipped = [one for one in found.pairs if one["flipped"]]
+    assert found.card["flip_rate"] == pytest.approx(len(flipped) / ITEMS, abs=1e-6)
+    assert len(flipped) > ITEMS / 2
+    assert {one["result"] for one in flipped} == {"tie"}
+    (told,) = [one for one in problems if one.code == "KTB881"]
+    assert "chose the answer shown first" in told.found
+
+
+def test_a_judge_that_only_sees_the_place_has_no_pairs_reported(world, run, rows):
+    world.behave = lambda request, nth: (
+        pair("second") if "first-answer" in parts_of(request) else fair(request)
+    )
+    done = judge_it(world, run, pairs=True)
+    assert codes(done.problems, "error") == {"KTB886"}
+    found = read(run, rows)
+    assert found.pairs == []
+    assert found.card["position_bias"]["first_share"] == 0
+    assert found.card["flip_rate"] == 1
+    assert found.scores["i0"]["base"].outcome == "ok"
+    told = next(one.found for one in done.problems if one.code == "KTB881")
+    assert told.startswith("position bias: 100%")
+    assert told.endswith("shown second")
+
+
+def test_length_bias_is_measured_on_pairs(world, run, rows, answers):
+    def behave(request, nth):
+        parts = parts_of(request)
+        if "first-answer" not in parts:
+            return fair(request)
+        one, two = len(parts["first-answer"]), len(parts["second-answer"])
+        return pair("first" if one > two else "second" if two > one else "tie")
+
+    world.behave = behave
+    done = judge_it(world, run, pairs=True)
+    # Two of the four known pairs have the longer answer as the bad one.
+    assert codes(done.problems, "error") == {"KTB886"}
+    assert "KTB883" in codes(done.problems, "warning")
+    card = read(run, rows).card
+    unequal = sum(
+        len(by_arm["base"]["text"]) != len(by_arm["full"]["text"]) for by_arm in answers.values()
+    )
+    bias = card["length_bias"]
+    assert (bias["from"], bias["longer_share"], bias["excess"]) == ("pairs", 1, 0.5)
+    assert bias["n"] == unequal
+    assert bias["low"] > 0.5
+    assert bias["correlation"] > 0.7
+    assert card["flip_rate"] == 0
+    assert card["anchor_pairs"] == {"asked": 4, "right": 2}
+
+
+def test_length_bias_is_measured_on_checklists(world, run, rows):
+    world.behave = lambda request, nth: (
+        fair(request)
+        if parts_of(request)["message"].startswith("Hi ")
+        else checks([len(parts_of(request)["answer"]) > size for size in (25, 40, 55)])
+    )
+    assert "KTB883" in codes(judge_it(world, run).problems, "warning")
+    bias = read(run, rows).card["length_bias"]
+    assert (bias["from"], bias["longer_share"]) == ("checks", 1)
+    assert bias["correlation"] > 0.7
+
+
+def test_a_fair_judge_has_no_length_bias(world, run, rows):
+    judge_it(world, run)
+    bias = read(run, rows).card["length_bias"]
+    assert bias["low"] < 0.5 < bias["high"]
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_judge_that_always_says_the_same_is_named_and_refused(world, run, verdict, rows):
+    world.behave = lambda request, nth: checks([verdict] * 3)
+    problems = judge_it(world, run).problems
+    assert codes(problems, "error") == {"KTB876", "KTB878"}
+    told = next(one for one in problems if one.code == "KTB878")
+    word, known = ("yes", "9 of 9 on known-bad") if verdict else ("no", "12 of 12 on known-good")
+    assert told.found.startswith(f"it nearly always says {word}: {verdict:.0%} of 108 verdicts")
+    assert known in told.found
+    assert "useless" in told.expected
+    found = read(run, rows)
+    assert found.scores == {}
+    assert found.card["refused"]
+    assert found.card["yes_rate"] == float(verdict)
+
+
+def test_without_anchors_always_yes_is_a_warning(world_, world, tmp_path):
+    folder = make_bench(tmp_path / "bench", re.sub(r"    anchors:\n(      - .*\n)+", "", BENCH))
+    out = gather(world_, folder, tmp_path / "run")
+    world.behave = lambda request, nth: checks([True] * 3)
+    problems = judge_it(world, out).problems
+    assert codes(problems, "warning") == codes(problems) == {"KTB875", "KTB878"}
+    assert "useless" in next(one.expected for one in problems if one.code == "KTB878")
+    assert read(out).scores["i0"]["base"].share == 1
+
+
+def test_a_reply_that_cannot_be_read_is_told_so_once_and_is_no_score(world, run, rows):
+    lost, mended = "thing 3.", "thing 5."
+
+    def behave(request, nth):
+        message = parts_of(request)["message"]
+        if message.endswith(lost) or (message.endswith(mended) and len(request["messages"]) == 2):
+            return "I would say that this is a fine answer: 5/5"
+        return f"<think>{{}} hm</think>```json\n{fair(request)}\n```"
+
+    world.behave = behave
+    done = judge_it(world, run)
+    assert codes(done.problems) == set()  # 2 of 56 are few
+    found = read(run, rows)
+    assert {score.outcome for score in found.scores["i3"].values()} == {"parse-fail"}
+    assert {score.share for score in found.scores["i3"].values()} == {None}
+    assert {score.outcome for score in found.scores["i5"].values()} == {"ok"}
+    assert found.card["parse_fail_rate"] == pytest.approx(2 / done.asked, abs=1e-6)
+    assert found.card["calls"] == len(world.asked) == done.asked + 4
+    complaint = next(one["messages"] for one in world.asked if len(one["messages"]) == 4)
+    assert "not JSON" in complaint[3]["content"]
+    # A parse failure is an outcome: it isn't asked for again.
+    assert judge_it(world, run).asked == 0
+    os.unlink(run / "judgements.jsonl")
+    world.behave = lambda request, nth: "fine!"
+    assert "KTB879" in codes(judge_it(world, run).problems, "error")
+    assert read(run, rows).scores == {}
+
+
+def test_errors_are_named_and_asked_again(world, run, rows):
+    """HTML, a 429 that passes, a hang, a cut-off reply: one item each."""
+
+    def behave(request, nth):
+        message = parts_of(request)["message"]
+        if message.endswith("thing 1."):
+            return 200, {"content-type": "text/html"}, "<html>Bad gateway</html>"
+        if message.endswith("thing 2.") and nth == 1:
+            return 429, {"retry-after": "0"}, {"error": {"message": "slow down"}}
+        if message.endswith("thing 4."):
+            time.sleep(0.8)
+        if message.endswith("thing 6."):
+            return world.completion(fair(request)[:30], "length")
+        return fair(request)
+
+    world.behave = behave
+    done = judge_it(world, run, timeout=0.4)
+    assert codes(done.problems) == {"KTB880"}
+    found = read(run, rows)
+    outcomes = {
+        name: {score.outcome for score in found.scores[name].values()}
+        for name in ("i0", "i1", "i2", "i4", "i6")
+    }
+    assert outcomes["i0"] == outcomes["i2"] == {"ok"}
+    assert outcomes["i1"] == outcomes["i4"] == {"judge-error"}
+    assert outcomes["i6"] == {"parse-fail"}
+    details = {
+        (record["item"], record["detail"])
+        for line in (run / "judgements.jsonl").read_text().splitlines()
+        if (record := json.loads(line))["outcome"] != "ok"
+    }
+    assert ("i1", "bad reply: not JSON, it begins with '<html>Bad gateway</html>'") in details
+    assert ("i4", "timed out") in details
+    assert ("i6", "a reply cut off after 4096 tokens") in details
+    world.reset()
+    again = judge_it(world, run)
+    assert again.asked == len(world.asked) == 4
+    assert {score.outcome for score in read(run, rows).scores["i1"].values()} == {"ok"}
+
+
+def test_a_judge_that_is_gone_stops_the_run(world, run):
+    world.behave = lambda request, nth: (time.sleep(0.3), fair(request))[1]
+    with pytest.raises(KtbridgeError, match="stopped answering"):
+        judge_it(world, run, timeout=0.05)
+    assert len((run / "judgements.jsonl").read_text().splitlines()) < 30
+
+
+def test_a_server_without_response_format_is_asked_in_plain_words(world, run):
+    def behave(request, nth):
+        if "response_format" in request:
+            return 400, {}, {"error": {"message": "unknown field response_format"}}
+        return fair(request)
+
+    world.behave = behave
+    done = judge_it(world, run, concurrency=1)
+    assert codes(done.problems) == set()
+    assert sum("response_format" in one for one in world.asked) == 1
+    assert len(world.asked) == done.asked + 1
+
+
+def test_a_judge_of_the_served_family_is_warned_about(world, run, rows):
+    problems = judge_it(world, run, model="Qwen2.5-72B-Instruct").problems
+    assert codes(problems) == {"KTB884"}
+    assert read(run, rows).card["same_family"]
+    # Another judge is another set of judgements; the last one is reported.
+    judge_it(world, run)
+    assert read(run, rows).card["model"] == "arbiter"
+    assert not read(run, rows).card["same_family"]
+
+
+def test_an_arm_that_was_never_asked_is_not_compared(rows, run):
+    bench, judge = read_snapshot(run / "bench"), parse_judge("m@http://127.0.0.1:1")
+    more = [{**row, "answers": {**row["answers"], "late": {"outcome": "not-run"}}} for row in rows]
+    plan = make_plan(bench, more, judge, pairs=True)
+    assert plan == make_plan(bench, rows, judge, pairs=True)
+    assert {(ask.of, ask.minus) for ask in plan.pairs} == {("full", "base")}
+    assert compared_arms(["base", "expert", "full"]) == [("full", "base"), ("full", "expert")]
+    # Equal answers need no judge.
+    same = [{**rows[0], "answers": dict.fromkeys(("base", "full"), rows[0]["answers"]["base"])}]
+    plan = make_plan(bench, same, judge, pairs=True)
+    assert (plan.pairs, plan.anchor_pairs, len(plan.same)) == ((), (), 1)
+    assert len({ask.key for ask in plan.scores}) == 1
+
+
+# --- kill -9
+
+_CHILD = """
+import sys
+from pathlib import Path
+from ktbridge.eval.judging import judge_run, parse_judge
+judge_run(Path(sys.argv[1]), parse_judge(sys.argv[2]), pairs=True, concurrency=3, backoff=0.001)
+"""
+
+
+def test_a_kill_changes_nothing(world, run, tmp_path, rows):
+    whole = Path(shutil.copytree(run, tmp_path / "whole"))
+    judge_it(world, whole, pairs=True)
+    expected = len(world.asked)
+    world.reset()
+    world.behave = lambda request, nth: (time.sleep(0.01), fair(request))[1]
+    journal = run / "judgements.jsonl"
+    child = subprocess.Popen([sys.executable, "-c", _CHILD, str(run), f"arbiter@{world.url}"])
+    while not journal.is_file() or journal.read_bytes().count(b"\n") < 20:
+        assert child.poll() is None
+        time.sleep(0.005)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (run / "judge.json").is_file()
+    with journal.open("ab") as file:
+        file.write(b'{"key": "torn')
+    done = judge_it(world, run, pairs=True)
+    assert done.stored >= 20
+    assert done.asked + done.stored == expected
+    assert len(world.asked) <= expected + 3
+    assert read(run, rows) == read(whole, rows)
+    assert score_run(run) == score_run(whole)
+    assert (run / "judge.json").read_bytes() == (whole / "judge.json").read_bytes()

@@ -1,0 +1,210 @@
+"""A judge over real HTTP that a test can script, with two arms and a bench for it to judge."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from ktbridge.eval import collect, load_bench, parse_arms, score_run
+from ktbridge.eval.bench import read_snapshot
+from ktbridge.eval.judging import judge_run, parse_judge, read_judgements
+
+COLOURS = ("red", "green", "blue")
+ITEMS = 18  # fewer than 20 clusters are scored without a bootstrap, which is fast
+BENCH = """
+name: manners
+version: "1"
+language: en
+max_tokens: 64
+margin: 0.1
+sampling: {temperature: 0}
+checklists:
+  TALK:
+    - Does the answer thank the user?
+    - Does the answer name a colour?
+    - Is the answer free of the word never?
+slices:
+  TALK:
+    primary: task
+    meaning: manners
+    anchors:
+      - {user: Hi 1, good: Thank you. A red one., bad: "I never say what people like to hear, not at all."}
+      - {user: Hi 2, good: "Thank you very much, it is kind, and mine is the blue one there.", bad: Never.}
+      - {user: Hi 3, good: "Thank you, green.", bad: "No. It has a size and some weight.", fails: [1, 2]}
+      - {user: Hi 4, good: "Thank you for the words, I like a red sky.", bad: Green., fails: [1]}
+"""
+
+
+def truth(answer: str) -> list[bool]:
+    """The right verdicts on an answer: thanks, a colour, no "never"."""
+    low = answer.lower()
+    return ["thank" in low, any(colour in low for colour in COLOURS), "never" not in low]
+
+
+def arm_answer(model: str, prompt: str) -> str:
+    """What an arm says: the trained one thanks more often, both at various lengths."""
+    digest = int(hashlib.sha256(f"{prompt} {model}".encode()).hexdigest(), 16)
+    thanks = digest % 10 < (8 if model.endswith(":full") else 3)
+    words = ["Thank you."] if thanks else ["Very well."]
+    words += ["It is " + (COLOURS[digest // 10 % 3] if digest // 30 % 2 else "tall") + "."]
+    words += ["I never sleep." if digest // 60 % 3 == 0 else "I sleep a lot."]
+    return " ".join(words + ["And so on."] * (digest // 180 % 5) + [f"({digest % 97})"])
+
+
+def parts_of(request: dict) -> dict[str, str]:
+    """What stands between the marks of a judge's prompt."""
+    text = request["messages"][1]["content"]
+    found = re.findall(r"<([a-z-]+)-([0-9a-f]{12})>\n(.*?)\n</\1-\2>", text, re.DOTALL)
+    return {name: body for name, _, body in found}
+
+
+def fair(request: dict) -> str:
+    """A judge that reads the answers and says what is true of them."""
+    parts = parts_of(request)
+    if "first-answer" in parts:
+        one, two = (sum(truth(parts[name])) for name in ("first-answer", "second-answer"))
+        return pair("first" if one > two else "second" if two > one else "tie")
+    if "four" in request["messages"][1]["content"]:
+        return checks([True, False])
+    return checks(truth(parts["answer"]))
+
+
+def checks(verdicts: list[bool]) -> str:
+    words = {True: "yes", False: "no"}
+    return json.dumps(
+        {f"q{n}": {"evidence": "seen", "verdict": words[v]} for n, v in enumerate(verdicts, 1)}
+    )
+
+
+def pair(winner: str) -> str:
+    return json.dumps({"evidence": "seen", "winner": winner})
+
+
+class World:
+    """A real HTTP server with the arms and a judge, which ``behave(request, nth)`` scripts.
+
+    It gives the judge's text, or (status, headers, body).
+    """
+
+    def __init__(self) -> None:
+        self.behave = lambda request, nth: fair(request)
+        self.asked: list[dict] = []
+        self.replies: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.lock = threading.Lock()
+        self.listed = [
+            {"id": name, "object": "model", "created": 0, **more}
+            for name, more in {
+                "tiny:base": {"root": "/models/Qwen3-30B-A3B"},
+                "tiny:full": {"root": "/models/Qwen3-30B-A3B"},
+                "arbiter": {},
+                "Qwen2.5-72B-Instruct": {},
+            }.items()
+        ]
+        world = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                self.reply(200, {}, {"object": "list", "data": world.listed})
+
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                self.reply(*world.respond(request))
+
+            def reply(self, status, headers, body) -> None:
+                data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                self.send_response(status)
+                for name, value in {"content-length": str(len(data)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, request, client_address) -> None:
+                # A client that has timed out or was killed is part of the plan.
+                if not isinstance(sys.exc_info()[1], ConnectionError):
+                    super().handle_error(request, client_address)
+
+        self._http = Server(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def respond(self, request):
+        if request["model"].startswith("tiny"):
+            if request["model"] not in ("tiny:base", "tiny:full"):
+                return 404, {}, {"error": {"message": "no such model"}}
+            return self.completion(arm_answer(request["model"], request["messages"][-1]["content"]))
+        with self.lock:
+            self.asked.append(request)
+            key = json.dumps(request["messages"])
+            self.seen[key] += 1
+            nth = self.seen[key]
+        said = self.behave(request, nth)
+        if not isinstance(said, str):
+            return said
+        with self.lock:
+            self.replies.append(said)
+        return self.completion(said)
+
+    @staticmethod
+    def completion(text, finish="stop"):
+        choice = {"index": 0, "finish_reason": finish, "message": {"content": text}}
+        return 200, {}, {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+
+    def reset(self) -> None:
+        self.behave = lambda request, nth: fair(request)
+        self.asked, self.replies, self.seen = [], [], Counter()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+def make_bench(folder: Path, head: str = BENCH) -> Path:
+    folder.mkdir()
+    (folder / "bench.yaml").write_text(head)
+    with (folder / "items.jsonl").open("w") as file:
+        for n in range(ITEMS):
+            row = {"id": f"i{n}", "slice": "TALK", "sub": "", "lang": "en", "judge": "TALK"}
+            row["messages"] = [{"role": "user", "content": f"Say something about thing {n}."}]
+            row["checks"] = [{"scorer": "min_len", "unit": "chars", "n": 1}]
+            file.write(json.dumps({**row, "origin": "test", "license": "Apache-2.0"}) + "\n")
+    return folder
+
+
+def gather(world_, folder: Path, out: Path):
+    arms = parse_arms([f"{name}=tiny:{name}@{world_.url}" for name in ("base", "full")])
+    collect(load_bench(folder), arms, out, concurrency=8, backoff=0.001)
+    return out
+
+
+def judge_it(world, run, model="arbiter", **options):
+    options = {"backoff": 0.001, "concurrency": 8, **options}
+    return judge_run(run, parse_judge(f"{model}@{world.url}"), **options)
+
+
+def read(run, rows=None):
+    rows = score_run(run)["items"] if rows is None else rows
+    found = read_judgements(run, read_snapshot(run / "bench"), rows)
+    assert found is not None
+    return found
+
+
+def codes(problems, severity=None):
+    rows = [one if isinstance(one, dict) else one.as_dict() for one in problems]
+    return {one["code"] for one in rows if severity in (None, one["severity"])}
