@@ -108,7 +108,8 @@ def _processes() -> list[Process]:
             # The name, in brackets, may hold anything; what follows its last bracket may not.
             fields = (directory / "stat").read_text().rpartition(")")[2].split()
             parent, group, session = map(int, fields[1:4])
-            alive = fields[0] not in "ZX"
+            # Its first thread may be gone while others still hold the GPU: then it counts as alive.
+            alive = fields[0] not in "ZX" or int(fields[17]) > 1
             found.append(Process(int(directory.name), parent, group, session, alive))
     return found
 
