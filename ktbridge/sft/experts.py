@@ -43,7 +43,8 @@ class MoELoRAExperts(ExpertsLayer):
 
     ``activation`` says what a forward keeps for its backward: "retain" keeps each expert's activations,
     "recompute" only the routing and the LoRA's thin products, for one more gate and up product in backward.
-    Both give the same bits; ``saved_bytes`` is what the last forward kept. Gradient checkpointing has nothing
+    Both give the same bits; ``saved_bytes`` is what the last forward kept (0
+    where it was queued in a GPU's stream, as it hasn't run yet). Gradient checkpointing has nothing
     to say here: what the kernels keep is ``activation``'s to decide. Switch it on with
     ``ktbridge.sft.checkpointing.enable``, which spares the experts' second forward.
 

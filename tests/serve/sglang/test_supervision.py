@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from ktbridge.serve.sglang.tree import adopt_orphans, bury, end_members, members
 
 KEY = "a-secret_4711"
 
@@ -201,3 +206,51 @@ def test_requests_that_make_no_sense(played, model):
         done = played.run("--model", model, *words, env=env)
         assert (done.returncode, done.stdout) == (2, "")
         assert said in done.stderr
+
+
+HEADLESS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_counts_until_its_last_thread_is_gone() -> None:
+    """Its first thread is a zombie while others may still hold the GPU."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HEADLESS], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        stat = Path(f"/proc/{process.pid}/stat")
+        until = time.monotonic() + 20
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert members(process.pid, "no mark") == {process.pid}
+        assert end_members(process.pid, "no mark", grace=0.0) == set()
+        assert process.wait(20) < 0
+
+
+ORPHAN = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+"""
+
+
+def test_orphans_are_buried() -> None:
+    """As in a container whose first process reaps nothing: what the engine left is reaped by us."""
+    adopt_orphans()
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        process.wait(20)
+        os.kill(orphan, signal.SIGKILL)
+        until = time.monotonic() + 20
+        while Path(f"/proc/{orphan}").exists():
+            assert time.monotonic() < until, "a zombie is left"
+            bury(process.pid, set())
+            time.sleep(0.01)
