@@ -33,6 +33,7 @@ def _plan(
     repeat: int,
     judge_pairs: bool,
 ) -> dict[str, Any]:
+    from ktbridge.eval.compat import is_compat
     from ktbridge.eval.dryrun import plan_run
 
     bench = inputs.benches[index]
@@ -52,7 +53,9 @@ def _plan(
             "model": inputs.judge.model,
             "url": inputs.judge.url,
             "pairs": judge_pairs,
-            "answers": sum(bool(item.judge) for item in items) * len(inputs.arms),
+            "answers": sum(bool(item.judge) or is_compat(bench) for item in items)
+            * len(inputs.arms)
+            * repeat,
         }
     return {
         "bench": bench.name,

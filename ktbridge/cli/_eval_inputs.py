@@ -48,6 +48,7 @@ def read_inputs(
     judge: str | None,
     judge_may_be_remote: bool,
     judge_pairs: bool,
+    judge_extra_body: str | None,
     fail_on: Sequence[str],
 ) -> Inputs:
     """Everything parsed. Raises UsageError or ProblemsError for what makes no sense as given.
@@ -58,7 +59,8 @@ def read_inputs(
     from ktbridge.eval.arms import parse_arms
     from ktbridge.eval.dialogue import parse_partner
     from ktbridge.eval.discover import discover_arms
-    from ktbridge.eval.gates import parse_gate
+    from ktbridge.eval.gates import parse_gate, refuse_unknown
+    from ktbridge.eval.judging.read import JUDGE
     from ktbridge.eval.rundir import run_directories
     from ktbridge.eval.sampling import parse_extra_body, with_sampling
 
@@ -67,22 +69,29 @@ def read_inputs(
             "give arms with --arm NAME=MODEL@URL, or let --server URL find them.",
             "one of the two" if arms else "try --server http://127.0.0.1:8000",
         )
-    if judge_pairs and not judge:
-        raise UsageError("--judge-pairs needs a judge.", "give --judge MODEL@URL")
+    if (judge_pairs or judge_extra_body) and not judge:
+        option = "--judge-pairs" if judge_pairs else "--judge-extra-body"
+        raise UsageError(f"{option} needs a judge.", "give --judge MODEL@URL")
     parsed = parse_arms(arms)
     gates = tuple(parse_gate(text) for text in fail_on)
     fields = parse_extra_body(extra_body) if extra_body else {}
     loaded = tuple(with_sampling(one, fields) for one in _benches(benches, compat, items))
     folders = run_directories(out, [one.name for one in loaded])
+    judged_before = any((folder / JUDGE).is_file() for folder in folders)
+    refuse_unknown(gates, loaded, judged=bool(judge) or judged_before)
     chosen = _slices(loaded, slices)
     judged = None
     if judge:
         from ktbridge.eval.judging import check_judge, parse_judge
 
-        judged = parse_judge(judge)
+        option = "--judge-extra-body"
+        extra = parse_extra_body(judge_extra_body, option) if judge_extra_body else {}
+        judged = parse_judge(judge, extra)
         for one in loaded:
             check_judge(one, judged, judge_may_be_remote)
     other = parse_partner(partner) if partner else None
+    if other and not any(one.partner for one in loaded):
+        raise UsageError("--partner: no bench here has dialogues.", "leave --partner out")
     if server:
         parsed = discover_arms(server, os.environ.get(ARMS_KEY))
     return Inputs(loaded, folders, parsed, chosen, other, judged, judge_may_be_remote, gates)

@@ -14,7 +14,7 @@ from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
     from ktbridge.cli._eval_inputs import Inputs
-    from ktbridge.errors import KtbridgeError
+    from ktbridge.errors import KtbridgeError, Problem
     from ktbridge.eval.bench import Bench
     from ktbridge.eval.preflight import Preflight
 
@@ -76,6 +76,11 @@ if TYPE_CHECKING:
 @click.option("--no-judge", is_flag=True, help="Rules and gold answers only.")
 @click.option(
     "--judge-pairs", is_flag=True, help="Have the judge compare arms, in both orders, too."
+)
+@click.option(
+    "--judge-extra-body",
+    metavar="JSON",
+    help="Request fields for the judge, such as max_tokens or chat_template_kwargs; null removes one.",
 )
 @click.option(
     "--judge-may-be-remote",
@@ -140,7 +145,7 @@ def command(
     from ktbridge.cli._eval_inputs import read_inputs
     from ktbridge.cli._ui import emit_json, stderr
     from ktbridge.cli.report import fail_on_gates, print_results
-    from ktbridge.errors import UsageError
+    from ktbridge.errors import UsageError, has_errors
     from ktbridge.eval import write_report
     from ktbridge.eval.rundir import RUN, write_benches
 
@@ -161,7 +166,7 @@ def command(
             if train_data is not None:
                 _compare_training(bench, train_data, folder)
             _collect(inputs, bench, folder, limit, repeat, concurrency, timeout)
-        unjudged = _judge_all(inputs, limit, no_judge, judge_pairs, concurrency, timeout)
+        judged, unjudged = _judge_all(inputs, limit, no_judge, judge_pairs, concurrency, timeout)
     except KeyboardInterrupt:
         stderr.print(
             f"interrupted; every answer received is in {out}. The same command goes on from there.",
@@ -177,6 +182,8 @@ def command(
     if unjudged is not None:
         raise unjudged
     fail_on_gates(inputs.gates, results)
+    if has_errors(judged):  # the report says which, and stands without the judge
+        sys.exit(1)
 
 
 def _check_judge(inputs: Inputs, timeout: float) -> None:
@@ -258,13 +265,14 @@ def _judge_all(
     pairs: bool,
     concurrency: int,
     timeout: float,
-) -> KtbridgeError | None:
-    """Have each bench's answers judged. What stops the judge is returned, to be raised after a report
-    that stands without it."""
+) -> tuple[list[Problem], KtbridgeError | None]:
+    """Have each bench's answers judged: what is to be said of the judge, and what stopped it, to be
+    raised after a report that stands without it."""
     from ktbridge.cli._ui import stderr
     from ktbridge.errors import KtbridgeError
     from ktbridge.eval.compat import is_compat
 
+    problems: list[Problem] = []
     for bench, folder in zip(inputs.benches, inputs.folders, strict=True):
         items = bench.select(inputs.slices[bench.name], limit)
         questions = sum(bool(item.judge) or is_compat(bench) for item in items)
@@ -272,16 +280,18 @@ def _judge_all(
             stderr.print(f"{bench.name}: nothing of it is for a judge", markup=False)
         elif questions and inputs.judge:
             try:
-                _judge(inputs, folder, pairs, concurrency, timeout)
+                problems += _judge(inputs, folder, pairs, concurrency, timeout)
             except KtbridgeError as error:
-                return error
+                return problems, error
         elif questions and not no_judge:
             said = f"{bench.name}: {questions} items have questions for a judge, which --judge asks"
             stderr.print(said, markup=False, soft_wrap=True)
-    return None
+    return problems, None
 
 
-def _judge(inputs: Inputs, folder: Path, pairs: bool, concurrency: int, timeout: float) -> None:
+def _judge(
+    inputs: Inputs, folder: Path, pairs: bool, concurrency: int, timeout: float
+) -> tuple[Problem, ...]:
     from ktbridge.cli._ui import progress_bar, stderr
     from ktbridge.eval.judging import judge_run
 
@@ -297,8 +307,10 @@ def _judge(inputs: Inputs, folder: Path, pairs: bool, concurrency: int, timeout:
             may_be_remote=inputs.judge_may_be_remote,
             on_progress=on_progress,
         )
-    said = f"asked the judge {done.asked} times; {done.stored} judgements were stored before"
+    label = f"{folder.name}: " if inputs.several else ""
+    said = f"{label}asked the judge {done.asked} times; {done.stored} judgements were stored before"
     stderr.print(said, markup=False)
+    return done.problems
 
 
 def _judge_key() -> str | None:

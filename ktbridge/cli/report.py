@@ -138,6 +138,11 @@ def _print_run(results: Mapping[str, Any]) -> None:
                 f"a tic in {_share(parts['tic_rate'])} of sentences"
             )
         console.print(f"{escape(name)}: {told}")
+    if results["valid"] < results["asked"]:
+        said = f"{results['valid']} of {results['asked']} items have an ok answer from every arm"
+        console.print(f"{said}; the others are left out.", markup=False)
+    for text in _noise(results):
+        console.print(text, markup=False)
     for pair in results["identical"]:
         if pair["share"] is not None:
             console.print(
@@ -147,7 +152,8 @@ def _print_run(results: Mapping[str, Any]) -> None:
     for text in bench["notes"]:
         console.print(escape(text))
     console.print(
-        f"{bench['name']} {bench['version']}; dim rows are not what the axis is for; detectable: "
+        f"{bench['name']} {bench['version']}".strip()
+        + "; dim rows are not what the axis is for; detectable: "
         "the smallest change that a slice would show in 8 of 10 runs.",
         markup=False,
     )
@@ -184,6 +190,20 @@ def _table(results: Mapping[str, Any], axis: str) -> Any:
         count = str(rows[name][names[0]]["n"])
         table.add_row(escape(name), count, *cells, style="" if name in own else "dim")
     return table
+
+
+def _noise(results: Mapping[str, Any]) -> list[str]:
+    """What asking again changed, an arm a line."""
+    if results["repeat"] is None:
+        return []
+    lines = []
+    for arm, axes in results["repeat"]["noise"].items():
+        told = " and ".join(f"{one['changed']:.0%} of its {axis}" for axis, one in axes.items())
+        floors = [f"{one['floor']:.2f} ({axis})" for axis, one in axes.items() if one["floor"]]
+        reach = f"; noise alone reaches {' and '.join(floors)}" if floors else ""
+        if told:
+            lines.append(f"{arm}: asked again, {told} marks changed{reach}")
+    return lines
 
 
 def _share(value: float | None) -> str:

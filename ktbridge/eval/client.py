@@ -9,22 +9,18 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
+import os
 import random
 import re
-import ssl
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from urllib.parse import SplitResult, urlsplit
 
-import openai
-
-import ktbridge
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.wire import Reply, Wire
+from ktbridge.eval.transport import open_transport
+from ktbridge.eval.wire import Reply
 
 Outcome = Literal["ok", "empty", "truncated", "think-only", "http-error"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
@@ -33,6 +29,12 @@ _RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
 _LONGEST_WAIT = 300.0  # seconds of Retry-After that we accept before giving up
 _TIMEOUTS = 2
+# What to do where a server gives no list of models.
+_NEXT_STEPS = {
+    401: "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants",
+    403: "see whether the key may list models",
+    404: "give the server's base URL, the part before /v1",
+}
 # Some servers leave the reason out (null) of a whole answer; any other reason is a failure.
 _FINISHED = {"stop", "length", None}
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -71,9 +73,7 @@ class Client:
     server's Retry-After says; then every request to this server waits. ``faults`` counts the attempts
     that failed, by kind, those that were made good included.
 
-    Requests go through the openai package where a proxy or TLS stands between; on plain HTTP, where
-    thousands a second are wanted, they are written on kept connections (scripts/bench_eval_client.py
-    measures both). Either way the request is the same.
+    ``direct`` chooses how requests travel (``transport.py``); by default the URL does.
     """
 
     def __init__(
@@ -93,54 +93,37 @@ class Client:
         self._timeout = timeout
         self._not_before = 0.0
         self._random = random.Random()
-        parts = urlsplit(url)
-        # A proxy from the environment must not stand between us and a server on this machine.
-        loopback = parts.hostname in ("localhost", "127.0.0.1", "::1")
-        # Reading the system's certificates takes longer than many a run; plain HTTP trusts none.
-        trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if parts.scheme == "http" else True
-        self._openai = openai.AsyncOpenAI(
-            base_url=url,
-            api_key=api_key or "none",
-            timeout=timeout,
-            max_retries=0,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not loopback, verify=trusted),
-        )
-        if direct is None:
-            direct = parts.scheme == "http" and (loopback or not _behind_proxy(parts))
-        self._wire = Wire(parts.hostname or "", parts.port or 80) if direct else None
-        self._target = parts.path.rstrip("/") + "/chat/completions"
-        self._headers = [
-            ("host", parts.netloc.rpartition("@")[2]),
-            ("user-agent", f"ktbridge/{ktbridge.__version__}"),
-            ("accept", "application/json"),
-            ("accept-encoding", "identity"),
-            ("content-type", "application/json"),
-            *self._openai.auth_headers.items(),
-        ]
+        self._transport = open_transport(url, api_key, direct)
 
     async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._wire:
-            await self._wire.close()
-        await self._openai.close()
+        await self._transport.close()
 
     async def models(self) -> list[dict[str, Any]]:
         """The entries of /v1/models; KtbridgeError when there is no such list to be had."""
         try:
-            raw = await self._openai.models.with_raw_response.list(timeout=_LIST_TIMEOUT)
-            entries = _read_json(raw.content)["data"]
+            reply = await self._transport.models(min(self._timeout, _LIST_TIMEOUT))
+            if not 200 <= reply.status < 300:
+                raise KtbridgeError(
+                    f"{self.url}/models answered {_status(reply.status, reply.body)}.",
+                    _NEXT_STEPS.get(reply.status, "see the server's log"),
+                )
+            entries = _read_reply(reply)["data"]
             if not all(isinstance(one["id"], str) for one in entries):
                 raise BadReplyError("an entry without an id")
             _refuse_surrogates(entries)
-        except openai.APIStatusError as error:
-            said = _status(error.status_code, error.response.content)
-            raise KtbridgeError(f"{self.url}/models answered {said}.") from None
-        except openai.APIConnectionError as error:
-            raise KtbridgeError(f"{self.url} does not answer ({_cause(error)}).") from None
+        except OSError as error:
+            raise KtbridgeError(
+                f"{self.url} does not answer ({_cause(error)}).",
+                "start the server, or mend its URL",
+            ) from None
         except (BadReplyError, KeyError, TypeError) as error:
-            raise KtbridgeError(f"{self.url}/models is not a list of models ({error}).") from None
+            raise KtbridgeError(
+                f"{self.url}/models is not a list of models ({error}).",
+                "give the base URL of a server that speaks OpenAI's API",
+            ) from None
         return list(entries)
 
     async def chat(self, request: Mapping[str, Any]) -> Answer:
@@ -152,7 +135,7 @@ class Client:
             pause = self._random.uniform(0, self._backoff * 2**attempt)
             start = time.monotonic()
             try:
-                reply = await self._send(request)
+                reply = await self._transport.chat(request, self._timeout)
                 if 200 <= reply.status < 300:
                     answer = read_completion(_read_reply(reply))
                     return replace(answer, seconds=round(time.monotonic() - start, 3))
@@ -177,7 +160,7 @@ class Client:
                     return answer
             except OSError as error:
                 self.faults["connection"] += 1
-                answer = Answer("http-error", detail=str(error) or type(error).__name__)
+                answer = Answer("http-error", detail=_cause(error))
             if attempt + 1 < self._attempts:
                 await asyncio.sleep(pause)
         return answer
@@ -186,29 +169,6 @@ class Client:
         while (left := moment - time.monotonic()) > 0:
             await asyncio.sleep(left)
             moment = self._not_before
-
-    async def _send(self, request: Mapping[str, Any]) -> Reply:
-        """The server's reply, whatever its status; TimeoutError or OSError where there is none."""
-        if self._wire:
-            body = _encode(request).encode()
-            return await self._wire.post(self._target, self._headers, body, self._timeout)
-        fields = dict(request)
-        try:
-            raw = await self._openai.chat.completions.with_raw_response.create(
-                model=fields.pop("model"), messages=fields.pop("messages"), extra_body=fields
-            )
-            return Reply(raw.status_code, {}, raw.content)
-        except openai.APIStatusError as error:
-            return Reply(error.status_code, error.response.headers, error.response.content)
-        except openai.APITimeoutError:
-            raise TimeoutError from None
-        except openai.APIConnectionError as error:
-            raise ConnectionError(_cause(error)) from None
-
-
-def _behind_proxy(parts: SplitResult) -> bool:
-    bypassed = urllib.request.proxy_bypass(parts.hostname or "")
-    return not bypassed and not {"http", "all"}.isdisjoint(urllib.request.getproxies())
 
 
 def read_completion(body: Mapping[str, Any]) -> Answer:
@@ -277,10 +237,13 @@ def _status(status: int, body: bytes) -> str:
     return f"HTTP {status}" + (f": {text[:160]}" if text else "")
 
 
-def _cause(error: BaseException) -> str:
-    if isinstance(error, openai.APITimeoutError):
+def _cause(error: OSError) -> str:
+    """What a failed connection was about, without Python's numbers."""
+    if isinstance(error, TimeoutError):
         return "timed out"
-    return str(error.__cause__ or error) or type(error).__name__
+    if error.errno and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return error.strerror or str(error) or type(error).__name__
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

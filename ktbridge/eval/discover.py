@@ -26,9 +26,8 @@ def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
     try:
         base_url = parse_arm(f"base=any@{url}").url
     except UsageError:
-        raise UsageError(
-            f"{url!r} is no server's URL.", "write it as --server http://127.0.0.1:8000"
-        ) from None
+        like = f"http://{url}" if "://" not in url and url else "http://127.0.0.1:8000"
+        raise UsageError(f"{url!r} is no server's URL.", f"write it as --server {like}") from None
     return tuple(
         Arm(name, model, base_url)
         for name, model in _name(asyncio.run(_list(base_url, api_key)), url)

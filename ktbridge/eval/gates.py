@@ -9,6 +9,7 @@ from typing import Any
 
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
+from ktbridge.eval.scored.rows import has_persona
 from ktbridge.eval.verdict import OVERALL, find, interval
 
 _FORM = re.compile(
@@ -64,22 +65,26 @@ class Gate:
         )
 
     def _contrasts(self, results: Mapping[str, Any]) -> list[tuple[str, str]]:
-        axes = results["axes"]
-        if self.axis and self.axis not in axes:
-            raise UsageError(
-                f"--fail-on {self.text!r}: the results have no axis {self.axis!r}.",
-                "choose from " + ", ".join(axes),
-            )
+        self.check_axis(results["axes"])
         if self.slice == OVERALL:
-            if not self.axis and len(axes) > 1:
-                raise UsageError(
-                    f"--fail-on {self.text!r} names no axis.",
-                    "choose from " + ", ".join(f"{axis}:{OVERALL}" for axis in axes),
-                )
-            return [(self.axis or axes[0], OVERALL)]
+            return [(self.axis or results["axes"][0], OVERALL)]
         own = {one["name"]: one["primary"] for one in results["bench"]["slices"]}
         chosen = self.choose(results["bench"]["name"], list(own))
         return [(self.axis or own[name], name) for name in chosen]
+
+    def check_axis(self, axes: Sequence[str]) -> None:
+        """UsageError where results with these axes do not tell what the gate looks at."""
+        if self.axis and self.axis not in axes:
+            judged = ", or have answers judged with --judge" if self.axis == "judge" else ""
+            raise UsageError(
+                f"--fail-on {self.text!r}: the results have no axis {self.axis!r}.",
+                "choose from " + ", ".join(axes) + judged,
+            )
+        if self.slice == OVERALL and not self.axis and len(axes) > 1:
+            raise UsageError(
+                f"--fail-on {self.text!r} names no axis.",
+                "choose from " + ", ".join(f"{axis}:{OVERALL}" for axis in axes),
+            )
 
     def choose(self, bench: str, slices: Sequence[str]) -> list[str]:
         """The slices of a bench that the gate is about; UsageError where there are none."""
@@ -107,12 +112,14 @@ def parse_gate(text: str) -> Gate:
     return Gate(text.strip(), name.strip(), axis.strip(), side, found["sign"], value)
 
 
-def refuse_unknown(gates: Sequence[Gate], benches: Sequence[Bench]) -> None:
-    """Before anything is asked: UsageError for a gate whose slice no bench has."""
+def refuse_unknown(gates: Sequence[Gate], benches: Sequence[Bench], *, judged: bool) -> None:
+    """Before anything is asked: UsageError for a gate whose slice or axis no bench will have."""
     for gate in gates:
         errors = []
         for bench in benches:
+            axes = ["task", *["persona"] * has_persona(bench), *["judge"] * judged]
             try:
+                gate.check_axis(axes)
                 gate.choose(bench.name, [one.name for one in bench.slices])
             except UsageError as error:
                 errors.append(error)

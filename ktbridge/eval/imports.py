@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,15 +88,24 @@ def import_answers(sources: Sequence[Source], directory: Path) -> None:
             _join(items, source, row, problems)
     if not problems and not items:
         problems.append(Problem("KTB841", "error", "the files", "no rows", "one answer a line"))
+    if not problems and not any(one["answers"].keys() == arms.keys() for one in items.values()):
+        told = "; ".join(f"{name} answers {_kinds(items.values(), name)}" for name in arms)
+        fault = f"no question is in the files of every arm: {told}"
+        wanted, next_step = "the same data for every arm", "give each arm its answers to one task"
+        problems.append(Problem("KTB842", "error", "the files", fault, wanted, next_step))
     if problems:
         raise ProblemsError(
-            f"{len(problems)} row(s) cannot be imported; nothing was written.",
+            f"the import has {len(problems)} problem(s); nothing was written.",
             problems,
-            "mend these rows, or leave them out of the file",
+            "mend these rows, or leave them out of the files",
         )
     directory.mkdir(parents=True, exist_ok=True)
     document = {"schema": SCHEMA, "arms": list(arms.values()), "items": list(items.values())}
     write_text(directory / IMPORTED, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def _kinds(items: Iterable[Mapping[str, Any]], arm: str) -> str:
+    return ", ".join(dict.fromkeys(one["slice"] for one in items if arm in one["answers"]))
 
 
 def _join(

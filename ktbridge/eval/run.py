@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,7 +189,7 @@ class _Run:
                 self._repeat,
             )
             asks = list_asks(self._bench, self._arms, self._items, preflight.cards, self._repeat)
-            todo = [ask for ask in asks if not self._store.answered(ask.key)]
+            todo = [ask for ask in asks if not self._store.has(ask.key)]
             stored = len(asks) - len(todo)
             self._progress.done = self._progress.stored = stored
             self._progress.total = len(asks)
@@ -236,7 +236,9 @@ class _Run:
         try:
             await asyncio.gather(*workers)
         finally:
-            # The first failure (a full disk) must not leave the others asking on.
+            # The first failure (a full disk) must not leave the others asking on. Before Python 3.12
+            # wait_for may swallow a cancellation: then there must be no more work.
+            deque(queue, maxlen=0)
             for task in workers:
                 task.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
@@ -270,7 +272,7 @@ class _Run:
         """KtbridgeError when a server has not replied at all for several requests in a row."""
         gone = done.answer.outcome == "http-error" and done.answer.status == 0
         self._silent[done.url] = self._silent[done.url] + 1 if gone else 0
-        if self._silent[done.url] == _SILENT:
+        if self._silent[done.url] >= _SILENT:
             raise KtbridgeError(
                 f"{done.url} stopped answering ({done.answer.detail}).",
                 "see to the server and run the same command again; what was answered is stored",

@@ -12,15 +12,15 @@ from ktbridge.errors import UsageError
 from ktbridge.eval.bench import Bench, parse_bench
 
 
-def parse_extra_body(text: str) -> dict[str, Any]:
-    """Parse --extra-body: a JSON object of request fields. UsageError says what is wrong with it."""
+def parse_extra_body(text: str, option: str = "--extra-body") -> dict[str, Any]:
+    """Parse a JSON object of request fields. UsageError says what is wrong with it."""
     example = """write it as '{"chat_template_kwargs": {"enable_thinking": false}}'"""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--extra-body is not JSON: {error}.", example) from None
+        raise UsageError(f"{option} is not JSON: {error}.", example) from None
     if not isinstance(value, dict):
-        raise UsageError("--extra-body is not a JSON object.", example)
+        raise UsageError(f"{option} is not a JSON object.", example)
     return value
 
 

@@ -89,7 +89,7 @@ def read_records(data: bytes, name: str) -> list[Record]:
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            problems.append(Problem("KTB815", "error", where, f"not JSON: {error}", "JSON"))
+            problems.append(Problem("KTB815", "error", where, f"not JSON: {error}", "rows as JSON"))
 
     records: list[Any]
     if name.lower().endswith(".csv"):
@@ -111,7 +111,11 @@ def read_records(data: bytes, name: str) -> list[Record]:
             if not isinstance(one, dict)
         ]
     if problems:
-        raise ProblemsError(f"{name!r} cannot be read; nothing was asked.", problems[:20])
+        raise ProblemsError(
+            f"{name!r} cannot be read; nothing was asked.",
+            problems[:20],
+            "give a .jsonl, .json or .csv file of rows",
+        )
     return records
 
 

@@ -18,6 +18,15 @@ _ENOUGH_OK = 0.95
 _NEARLY_ALL = 0.9
 _READABLE = 0.9
 _FEW_ANSWERS = 5
+_AGAIN = "run the same command again, which asks only for what is missing"
+_SAME_FILES = "import files in which every arm answers the same rows"
+_REMEDIES = {
+    "http-error": _AGAIN,
+    "not-run": _AGAIN,
+    "truncated": "read the cut answers, and raise max_tokens in the bench where they lead anywhere",
+    "think-only": "switch thinking off with --extra-body, or raise max_tokens in the bench",
+    "empty": "try the model by hand: its chat template or its weights may be at fault",
+}
 
 
 def judge_contrast(contrast: Mapping[str, Any], margin: float) -> str:
@@ -205,21 +214,26 @@ def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
         )
         for name in results["left_out"]
     ]
+    # Answers that another tool collected can't be asked for here.
+    imported = all("files" in card["server"] for card in results["arms"])
+    remedies = _REMEDIES | ({"not-run": _SAME_FILES} if imported else {})
     asked = results["asked"]
     ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
     for name, counts in results["outcomes"].items():
         if ok[name] < _ENOUGH_OK * asked:
-            rest = ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if outcome != "ok")
-            found = f"{asked - ok[name]} of {asked} answers cannot be scored: {rest}"
+            rest = ", ".join(
+                f"{n} {outcome}{_detail(results, name, outcome)}"
+                for outcome, n in counts.items()
+                if outcome != "ok"
+            )
             problems.append(
                 Problem(
                     "KTB820",
                     "error" if ok[name] == 0 else "warning",
                     f"arm {name}",
-                    found,
+                    f"{asked - ok[name]} of {asked} answers cannot be scored: {rest}",
                     "ok answers; items missing in one arm are left out for all",
-                    "run the same eval again for http-error and not-run; "
-                    "raise max_tokens for truncated",
+                    "; ".join(dict.fromkeys(remedies[one] for one in counts if one != "ok")),
                 )
             )
     if ok and max(ok.values()) - min(ok.values()) > (1 - _ENOUGH_OK) * asked:
@@ -231,6 +245,7 @@ def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
                 "missing answers",
                 f"arms differ in how many of {asked} answers are ok: {spread}",
                 "about the same number; what is left may not be a fair sample",
+                "mend what KTB820 says of the arm with fewer, else read the comparison with care",
             )
         )
     for pair in results["identical"]:
@@ -247,6 +262,14 @@ def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
             )
     problems += [*_unread(results), *_noisy(results)]
     return [problem.as_dict() for problem in problems]
+
+
+def _detail(results: Mapping[str, Any], arm: str, outcome: str) -> str:
+    """The first of what failed requests say of themselves."""
+    told = (row["answers"][arm] for row in results["items"])
+    details = (one.get("detail") for one in told if one["outcome"] == outcome == "http-error")
+    first = next(filter(None, details), "")
+    return f" ({first})" if first else ""
 
 
 def _unread(results: Mapping[str, Any]) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""POST over kept connections of plain HTTP/1.1, at the cost of little more than parsing it.
+"""Requests over kept connections of plain HTTP/1.1, at the cost of little more than parsing it.
 
 Clients made for everything spend about a millisecond of processor time on a request, and more the more
 connections they hold. Here a connection is an asyncio protocol around h11, which does the parsing;
@@ -32,12 +32,18 @@ class _NoReplyError(ConnectionError):
 
 
 class Wire:
-    """Connections to one host and port; ``post`` as often at once as you like, then ``close``."""
+    """Connections to one host and port; ask as often at once as you like, then ``close``."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
         self._port = port
         self._idle: list[_Connection] = []
+
+    async def get(self, target: str, headers: Sequence[tuple[str, str]], timeout: float) -> Reply:
+        """GET ``target``; otherwise as ``post``."""
+        return await self._ask(
+            h11.Request(method="GET", target=target, headers=list(headers)), timeout
+        )
 
     async def post(
         self, target: str, headers: Sequence[tuple[str, str]], body: bytes, timeout: float
@@ -48,15 +54,17 @@ class Wire:
         the connection fails or what comes is not HTTP. A kept connection that the server ended
         before it replied is replaced by a new one: it had most likely been idle for too long.
         """
-        request = h11.Request(
-            method="POST", target=target, headers=[*headers, ("content-length", str(len(body)))]
-        )
+        told = [*headers, ("content-length", str(len(body)))]
+        request = h11.Request(method="POST", target=target, headers=told)
+        return await self._ask(request, timeout, h11.Data(data=body))
+
+    async def _ask(self, request: h11.Request, timeout: float, *body: h11.Data) -> Reply:
         while True:
             connection, kept = self._kept(), True
             if connection is None:
                 connection, kept = await self._connect(timeout), False
             try:
-                reply = await connection.ask(request, body, timeout)
+                reply = await connection.ask((request, *body, h11.EndOfMessage()), timeout)
             except _NoReplyError:
                 if not kept:
                     raise
@@ -103,11 +111,10 @@ class _Connection(asyncio.Protocol):
         self._heard = False
         self.reusable = True
 
-    async def ask(self, request: h11.Request, body: bytes, timeout: float) -> Reply:
+    async def ask(self, parts: Sequence[h11.Event], timeout: float) -> Reply:
         loop = asyncio.get_running_loop()
         waiting = self._waiting = loop.create_future()
         self._response, self._body, self._size, self._heard = None, [], 0, False
-        parts = (request, h11.Data(data=body), h11.EndOfMessage())
         self._transport.write(b"".join(self._http.send(part) or b"" for part in parts))
         timer = loop.call_later(timeout, self._fail, TimeoutError())
         try:

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 
+from ktbridge.errors import KtbridgeError
 from ktbridge.eval.client import Client
 
 BODY = json.dumps(
@@ -32,6 +35,8 @@ def chunked(body, size):
 
 async def read_request(reader):
     head = await reader.readuntil(b"\r\n\r\n")
+    if head.startswith(b"GET "):
+        return head, None
     length = next(
         line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
     )
@@ -125,6 +130,44 @@ def test_replies_in_any_framing_are_read_and_sent_as_the_openai_package_sends():
     for head in (seen[0][1], other[0][1]):
         assert head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
         assert b"authorization: bearer none" in head.lower()
+
+
+def test_a_list_of_models_is_had_or_its_lack_is_explained():
+    listed = whole(json.dumps({"data": [{"id": "模型"}]}).encode())
+
+    async def models(reply, direct):
+        async with (
+            speaking([reply], end_after=[0]) as (url, seen),
+            Client(url, timeout=20, direct=direct, api_key=" key\n") as client,
+        ):
+            try:
+                return await client.models()
+            finally:
+                assert seen[0][1].startswith(b"GET /v1/models HTTP/1.1\r\n")
+                assert b"authorization: bearer key\r\n" in seen[0][1].lower()
+
+    for direct in (True, False):
+        assert asyncio.run(models(listed, direct)) == [{"id": "模型"}]
+        for reply, said, next_step in (
+            (whole(b"{}", status=b"401 No"), "answered HTTP 401", "KTBRIDGE_API_KEY"),
+            (whole(b"{}", status=b"404 No"), "answered HTTP 404", "base URL"),
+            (whole(b"<html>"), "not a list of models", "base URL"),
+            (whole(b'{"data": [{}]}'), "not a list of models", "base URL"),
+        ):
+            with pytest.raises(KtbridgeError, match=said) as caught:
+                asyncio.run(models(reply, direct))
+            assert next_step in caught.value.next_step
+    with pytest.raises(KtbridgeError, match="no request can carry"):
+        Client("http://127.0.0.1:9/v1", api_key="schlüssel")
+
+
+def test_the_openai_package_is_loaded_only_where_it_is_needed():
+    code = """
+import sys
+import ktbridge.eval, ktbridge.eval.judging
+assert not {"openai", "jieba", "nltk", "rouge_score", "sacrebleu"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # Through httpx: it unpacks gzip and follows a redirect.

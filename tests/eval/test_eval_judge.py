@@ -35,10 +35,13 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.eval import score_run
 from ktbridge.eval.bench import read_snapshot
 from ktbridge.eval.judging import (
+    judge_run,
     parse_judge,
     read_judgements,
 )
+from ktbridge.eval.judging.journal import Journal
 from ktbridge.eval.judging.plan import compared_arms, make_plan
+from ktbridge.eval.judging.prompts import VERSION
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +360,53 @@ def test_an_arm_that_was_never_asked_is_not_compared(rows, run):
     plan = make_plan(bench, same, judge, pairs=True)
     assert (plan.pairs, plan.anchor_pairs, len(plan.same)) == ((), (), 1)
     assert len({ask.key for ask in plan.scores}) == 1
+
+
+def test_every_ok_repeat_is_judged_and_the_mean_told(world, run, rows):
+    """Three repeats: one that the judge calls all good, a cut one, one that it calls all bad."""
+    arm, row = "full", rows[0]
+    first = row["answers"][arm]
+    good, bad = "Thank you, a red one.", "I never do."
+    texts = [{"outcome": "ok", "text": good}, {"outcome": "truncated", "text": "Th"}]
+    texts.append({"outcome": "ok", "text": bad})
+    repeated = {
+        **row,
+        "answers": {**row["answers"], arm: {**first, "text": good, "repeats": texts}},
+    }
+    bench = read_snapshot(run / "bench")
+    judge = parse_judge(f"arbiter@{world.url}")
+    plan = make_plan(bench, [repeated], judge, pairs=False)
+    mine = [ask for ask in plan.scores if ask.of == arm]
+    assert [good in ask.messages[1]["content"] for ask in mine] == [True, False]
+    with Journal(run) as journal:
+        for ask in plan.mixed():
+            said = fair({"messages": ask.messages})
+            counts = dict.fromkeys(("attempts", "prompt_tokens", "completion_tokens"), 1)
+            record = {"key": ask.key, "outcome": "ok", "reply": said, "detail": "", **counts}
+            journal.add(record)
+    card = {"model": "arbiter", "url": judge.url, "version": VERSION, "pairs": False, "server": {}}
+    (run / "judge.json").write_text(json.dumps(card))
+    score = read(run, [repeated]).scores[row["id"]][arm]
+    assert (score.outcome, score.share) == ("ok", 0.5)
+    assert [check["yes"] for check in score.checks] == [True] * 3, "the first one's"
+
+
+def test_fields_for_the_judge_are_sent_and_make_it_another_judge(world, run):
+    fields = {"max_tokens": 900, "chat_template_kwargs": {"enable_thinking": False}}
+    fields["temperature"] = None
+    judge = parse_judge(f"arbiter@{world.url}", fields)
+    plain = judge_it(world, run)
+    world.asked.clear()
+    done = judge_run(run, judge, backoff=0.001, concurrency=8)
+    assert (done.asked, done.stored) == (plain.asked, 0)
+    for request in world.asked:
+        assert request["max_tokens"] == 900
+        assert request["chat_template_kwargs"] == {"enable_thinking": False}
+        assert "temperature" not in request
+    assert judge_run(run, judge, backoff=0.001).asked == 0
+    found = read(run)
+    assert found.card["extra_body"] == fields
+    assert found.scores
 
 
 # --- kill -9

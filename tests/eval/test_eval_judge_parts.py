@@ -125,9 +125,15 @@ def test_the_preflight_of_a_judge(world):
     with pytest.raises(ProblemsError) as caught:
         judge_preflight(judge, backoff=0.001)
     assert codes(caught.value.problems) == {"KTB872"}
+    assert "keeps to a form" in caught.value.problems[0].next_step
     with pytest.raises(ProblemsError) as caught:
         judge_preflight(parse_judge("arbiter@http://127.0.0.1:9"), backoff=0.001)
-    assert codes(caught.value.problems) == {"KTB870", "KTB872"}
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.found) == (
+        "KTB872",
+        "no answer from http://127.0.0.1:9/v1: connection refused",
+    )
+    assert "start its server" in problem.next_step
 
 
 def test_a_bias_is_named_where_there_is_one_and_hardly_ever_where_there_is_none():

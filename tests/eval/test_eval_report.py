@@ -331,12 +331,16 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
         for one in ids[:10]
     ] + [{"item": ids[10], "of": "full", "minus": "base", "result": "tie", "flipped": True}]
     found = {"code": "KTB899", "severity": "warning", "where": "judge", "found": "says yes"}
-    judged = Judgements(scores, pairs, {"model": "j"}, [found | {"expected": "", "next_step": ""}])
+    card = {"model": "j", "prompt_tokens": 70, "completion_tokens": 30, "calls": 10}
+    judged = Judgements(scores, pairs, card, [found | {"expected": "", "next_step": ""}])
     results = bench_of(judged)
     assert results["tables"]["judge"]["overall"]["full"] == {
         **results["tables"]["judge"]["overall"]["full"],
         "mean": 0.8,
         "n": 23,
+    }
+    assert results["costs"] == {
+        "@judge": {"prompt_tokens": 70, "completion_tokens": 30, "answers": 10}
     }
     assert results["verdict"]["judge"] == "improved"
     assert "judged quality ↑ 0.60 [" in results["verdict"]["line"]
@@ -465,9 +469,17 @@ def test_what_is_no_gate(text):
 
 def test_a_gate_for_no_slice_is_refused_before_anything_is_asked():
     other = load_bench("generic")
-    refuse_unknown([parse_gate("KRI<0"), parse_gate("task:overall<0")], [BENCH, other])
-    with pytest.raises(UsageError, match="has no slice 'NOPE'"):
-        refuse_unknown([parse_gate("NOPE<0")], [BENCH, other])
+    fine = [parse_gate(text) for text in ("KRI<0", "task:overall<0", "persona:overall<0")]
+    refuse_unknown(fine, [BENCH, other], judged=False)
+    refuse_unknown([parse_gate("judge:overall<0")], [BENCH], judged=True)
+    for text, benches, said in (
+        ("NOPE<0", [BENCH, other], "has no slice 'NOPE'"),
+        ("overall<0", [BENCH], "names no axis"),
+        ("judge:overall<0", [BENCH, other], "no axis 'judge'"),
+        ("persona:overall<0", [other], "no axis 'persona'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            refuse_unknown([parse_gate(text)], benches, judged=False)
 
 
 @pytest.mark.parametrize("text", ["NOPE<0", "voice:KRI-K<0", "overall<0", "judge:KRI-K<0"])

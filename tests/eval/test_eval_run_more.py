@@ -164,7 +164,7 @@ def test_repeats_send_the_same_when_greedy_and_other_seeds_when_not(server, tmp_
     warm = with_sampling(BENCH, {"temperature": 0.7})
     assert run(server, tmp_path, bench=warm, limit=8, repeat=2).stored == 0
     seeds = [one["seed"] for one in server.requests if is_item(one)]
-    assert seeds == [0] * 16 + [1] * 16
+    assert sorted(seeds) == [0] * 16 + [1] * 16
 
 
 def test_extra_fields_are_sent_recorded_and_part_of_the_key(server, tmp_path):
@@ -281,6 +281,7 @@ def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
     arms = [word for arm in server.arms for word in ("--arm", arm)]
     small = ["--bench", SMALL]
     out = ["--out", tmp_path / "out"]
+    judge = ["--judge", f"judge@{server.url}"]
     cases = [
         ([*out, *arms], "give --bench NAME"),
         ([*small, *out], "give arms with --arm"),
@@ -296,11 +297,26 @@ def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
         ([*small, *out, *arms, "--resume"], "there is no run in"),
         ([*small, *out, *arms, "--extra-body", "x"], "not JSON"),
         (["--compat", "nekobench", *out, *arms], "reads one file"),
+        ([*small, *out, "--arm", "base"], "NAME=MODEL@URL"),
+        ([*small, *out, *arms, "--slices", "NOPE"], "no slice 'NOPE'"),
+        ([*small, *out, *arms, "--fail-on", "KIR<0"], "no slice 'KIR'"),
+        ([*small, *out, *arms, "--partner", f"guest@{server.url}"], "no bench here has dialogues"),
+        ([*small, *out, *arms, "--judge-extra-body", "{}"], "--judge-extra-body needs a judge"),
+        (
+            [*small, *out, *arms, *judge, "--judge-extra-body", "x"],
+            "--judge-extra-body is not JSON",
+        ),
+        ([*small, *out, *arms, *judge, "--judge-extra-body", '{"n": 2}'], "sets n, which judging"),
+        ([*small, *out, "--server", "localhost:80"], "--server http://localhost:80"),
     ]
     for words, said in cases:
         done = invoke(*words)
         assert done.exit_code == 2, (words, done.output)
         assert said in done.output, (words, done.output)
+    done = invoke(*small, *out, "--server", "http://127.0.0.1:9")
+    assert done.exit_code == 1
+    assert "does not answer (connection refused)" in done.output
+    assert "next: start the server" in done.output
     # A judge that isn't there is found out before the arms are asked.
     done = invoke(*small, *out, *arms, "--judge", f"judge@{server.url}")
     assert done.exit_code == 1
@@ -375,7 +391,9 @@ def test_a_judge_is_asked_after_the_arms_and_its_failure_costs_no_report(server,
     assert "judge" not in {one["model"] for one in server.requests}
     server.requests.clear()
     done = invoke(*words, *judge)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 1, "it says yes to everything"
+    assert "KTB878" in done.output
+    assert (tmp_path / "report.html").is_file()
     judged = sum(one["model"] == "judge" for one in server.requests)
     assert judged >= 8 + 1
     assert sum(is_item(one) for one in server.requests if one["model"] != "judge") == 0
@@ -387,7 +405,7 @@ def test_a_judge_is_asked_after_the_arms_and_its_failure_costs_no_report(server,
     with Journal(tmp_path):
         done = invoke(*words, *judge)
     assert done.exit_code == 1
-    assert "error: another" in done.output
+    assert "another `ktbridge eval` is judging" in done.output
     assert (tmp_path / "report.html").is_file()
     assert sum(one["model"] == "judge" for one in server.requests) == 1, "only the canary"
     # Without questions among what is asked there is nothing to judge, and that is no failure.

@@ -19,7 +19,6 @@ _NOT_THE_FORM = {401, 403, 404, 408, 429}
 _SAID_NOTHING = {
     "empty": "an empty reply",
     "think-only": "thinking without a reply",
-    "truncated": f"a reply cut off after {MAX_TOKENS} tokens",
 }
 
 
@@ -44,12 +43,13 @@ class Asker:
         self._client = client
         self._judge = judge
         self._takes_schema: bool | None = None
+        self._limit = judge.extra_body.get("max_tokens", MAX_TOKENS)
 
     async def ask(self, ask: Ask) -> Judgement:
         """One judgement. A reply that can't be read is told so once, then it is a parse failure."""
         messages: list[Mapping[str, str]] = list(ask.messages)
         answers = [await self._chat(messages, ask.schema)]
-        fault = _fault(ask, answers[0])
+        fault = self._fault(ask, answers[0])
         if fault and answers[0].outcome != "http-error":
             # The same words at temperature 0 would bring the same reply. Without the schema, because
             # a grammar that forbids a model to think is one reason for a reply of nothing.
@@ -60,7 +60,7 @@ class Asker:
             )
             messages.append({"role": "user", "content": again})
             answers.append(await self._chat(messages, None))
-            fault = _fault(ask, answers[1])
+            fault = self._fault(ask, answers[1])
         last = answers[-1]
         outcome: Outcome = "ok"
         if fault:
@@ -83,7 +83,9 @@ class Asker:
             "messages": [dict(one) for one in messages],
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
+            **self._judge.extra_body,
         }
+        request = {key: value for key, value in request.items() if value is not None}
         if schema is None or self._takes_schema is False:
             return await self._client.chat(request)
         form = {"name": "judgement", "strict": True, "schema": schema}
@@ -101,15 +103,16 @@ class Asker:
             return plain
         return answer
 
-
-def _fault(ask: Ask, answer: Answer) -> str:
-    """Why ``answer`` is no judgement; "" where it is one."""
-    if answer.outcome == "http-error":
-        return answer.detail or "no reply"
-    if answer.outcome in _SAID_NOTHING:
-        return _SAID_NOTHING[answer.outcome]
-    try:
-        ask.read(answer.text)
-    except ReplyError as error:
-        return str(error)
-    return ""
+    def _fault(self, ask: Ask, answer: Answer) -> str:
+        """Why ``answer`` is no judgement; "" where it is one."""
+        if answer.outcome == "http-error":
+            return answer.detail or "no reply"
+        if answer.outcome == "truncated":
+            return f"a reply cut off after {self._limit} tokens"
+        if answer.outcome in _SAID_NOTHING:
+            return _SAID_NOTHING[answer.outcome]
+        try:
+            ask.read(answer.text)
+        except ReplyError as error:
+            return str(error)
+        return ""

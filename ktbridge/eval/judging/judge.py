@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ktbridge.errors import UsageError
@@ -33,17 +33,27 @@ _FAMILIES = (
 _KIN = {"qwq": "qwen", "mixtral": "mistral", "moonlight": "kimi", "gemma": "gemini"}
 _KIN["olmoe"] = "olmo"
 
+_OURS = {"messages", "model", "n", "response_format", "stream"}
+
 
 @dataclass(frozen=True)
 class Judge:
-    """A model to ask and the base URL of its server (ending in /v1)."""
+    """A model to ask, the base URL of its server (ending in /v1), and fields over our request's;
+    None takes one out."""
 
     model: str
     url: str
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_judge(text: str) -> Judge:
-    """Parse MODEL@URL; UsageError says what is wrong with it."""
+def parse_judge(text: str, extra_body: Mapping[str, Any] | None = None) -> Judge:
+    """Parse MODEL@URL; UsageError says what is wrong with it, or with ``extra_body``."""
+    ours = sorted(_OURS & set(extra_body or {}))
+    if ours:
+        raise UsageError(
+            f"--judge-extra-body sets {', '.join(ours)}, which judging sets itself.",
+            "leave it out",
+        )
     try:
         arm = parse_arm(f"judge={text}")
     except UsageError:
@@ -51,7 +61,7 @@ def parse_judge(text: str) -> Judge:
             f"the judge {text!r} is not of the form MODEL@URL, with an http or https URL.",
             "write it as judge-model@http://127.0.0.1:9000",
         ) from None
-    return Judge(arm.model, arm.url)
+    return Judge(arm.model, arm.url, extra_body or {})
 
 
 def check_judge(bench: Bench, judge: Judge, may_be_remote: bool = False) -> None:

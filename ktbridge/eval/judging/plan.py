@@ -115,7 +115,10 @@ def make_plan(bench: Bench, rows: Sequence[Row], judge: Judge, *, pairs: bool) -
         ok = {name: one for name, one in row["answers"].items() if one["outcome"] == "ok"}
         for name, answer in ok.items():
             slices.add(item.slice)
-            scores.append(_score(judge, item, name, answer["text"], _turns(answer), None, digits))
+            scores += [
+                _score(judge, item, name, one["text"], _turns(one), None, digits)
+                for one in ok_repeats(answer)
+            ]
         for of, minus in compared_arms(list(asked)) if pairs else ():
             if not {of, minus} <= set(ok):
                 continue
@@ -132,6 +135,11 @@ def make_plan(bench: Bench, rows: Sequence[Row], judge: Judge, *, pairs: bool) -
         tuple(_anchor_pairs(judge, anchors, digits)) if compared else (),
         tuple(same),
     )
+
+
+def ok_repeats(answer: Row) -> list[Row]:
+    """The ok answers among an arm's repeats of an item; itself where it was asked once."""
+    return [one for one in answer.get("repeats") or [answer] if one["outcome"] == "ok"]
 
 
 def _turns(answer: Row) -> tuple[Mapping[str, str], ...]:
@@ -190,5 +198,7 @@ def _anchor_pairs(judge: Judge, anchors: Sequence[Anchor], digits: bool) -> list
 
 
 def _key(judge: Judge, messages: Sequence[Mapping[str, str]]) -> str:
-    asked = {"judge": judge.model, "url": judge.url, "version": prompts.VERSION}
+    asked: dict[str, Any] = {"judge": judge.model, "url": judge.url, "version": prompts.VERSION}
+    if judge.extra_body:
+        asked["extra_body"] = dict(judge.extra_body)
     return sha256({**asked, "messages": list(messages)})

@@ -16,7 +16,7 @@ from ktbridge.eval.judging import bias
 from ktbridge.eval.judging.bias import Comparison
 from ktbridge.eval.judging.journal import Outcome, read_journal
 from ktbridge.eval.judging.judge import Judge, same_family
-from ktbridge.eval.judging.plan import Ask, Plan, Row, make_plan
+from ktbridge.eval.judging.plan import Ask, Plan, Row, make_plan, ok_repeats
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import good_digit, tally_anchors, tally_pairs, trust
 from ktbridge.eval.rundir import read_run
@@ -25,6 +25,7 @@ JUDGE = "judge.json"
 State = Outcome | Literal["not-run"]
 Said = tuple[State, Any]  # of one judgement: its outcome, and what was said or None
 _CARD = {"model": str, "url": str, "version": str, "pairs": bool, "server": dict}
+_CARD["extra_body"] = dict
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def read_card(directory: Path) -> dict[str, Any] | None:
     """judge.json: the judge to report, or None. Raises KtbridgeError where it is no such file."""
     path = directory / JUDGE
     try:
-        card = json.loads(path.read_text("utf-8"))
+        card = {"extra_body": {}, **json.loads(path.read_text("utf-8"))}
         if any(type(card[key]) is not kind for key, kind in _CARD.items()):
             raise TypeError
         json.dumps(card, ensure_ascii=False, allow_nan=False).encode()
@@ -72,16 +73,22 @@ def read_card(directory: Path) -> dict[str, Any] | None:
     return dict(card)
 
 
+def named_judge(card: Mapping[str, Any]) -> Judge:
+    """The judge that a card of ``read_card`` names."""
+    return Judge(card["model"], card["url"], card["extra_body"])
+
+
 def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judgements | None:
     """What the judge of judge.json said about ``rows`` (a report's items); None without a judge.
 
-    A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text`` and, of a dialogue, ``turns``).
+    A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text``, of a dialogue ``turns``, of
+    several repeats ``repeats``, each with these).
     A function of the directory's files and ``rows``. Raises KtbridgeError for damaged files.
     """
     named = read_card(directory)
     if named is None:
         return None
-    judge = Judge(named["model"], named["url"])
+    judge = named_judge(named)
     plan = make_plan(bench, rows, judge, pairs=named["pairs"])
     records = read_journal(directory)
     said = {ask.key: _read(ask, records.get(ask.key)) for ask in plan.mixed()}
@@ -89,7 +96,7 @@ def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judge
     compared, unread = _compare(plan.pairs, said, rows)
     lengths = {
         row["id"]: [
-            (len(row["answers"][arm]["text"]), score.share)
+            (_length(row["answers"][arm]), score.share)
             for arm, score in scores.get(row["id"], {}).items()
             if score.share is not None
         ]
@@ -98,13 +105,7 @@ def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judge
     kept = {key: records[key] for key in said if key in records}
     outcomes = Counter(outcome for outcome, _ in said.values())
     read = outcomes["ok"] + outcomes["parse-fail"]
-    verdicts = [
-        check["yes"]
-        for by_arm in scores.values()
-        for score in by_arm.values()
-        for check in score.checks
-        if check["yes"] is not None
-    ]
+    verdicts = _verdicts(plan, said)
     clusters = {item.id: item.cluster for item in bench.items}
     cards = read_run(directory)["arms"].values()
     family = same_family(judge, named["server"], cards)
@@ -112,6 +113,7 @@ def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judge
     card: dict[str, Any] = {
         "model": judge.model,
         "url": judge.url,
+        "extra_body": dict(judge.extra_body),
         "version": named["version"],
         "calls": sum(record["attempts"] for record in kept.values()),
         "outcomes": {name: outcomes[name] for name in sorted(outcomes)},
@@ -153,23 +155,50 @@ def _read(ask: Ask, record: Mapping[str, Any] | None) -> Said:
 
 
 def _scores(plan: Plan, said: Mapping[str, Said]) -> dict[str, dict[str, JudgeScore]]:
-    scores: dict[str, dict[str, JudgeScore]] = {}
+    repeats: dict[tuple[str, str], list[JudgeScore]] = {}
     for ask in plan.scores:
-        outcome, value = said[ask.key]
-        score = JudgeScore(None, outcome)
-        if outcome == "ok" and ask.form == "digit":
-            check = {"id": "digit", "question": compat.RUBRICS[ask.item.slice], "yes": None}
-            share = round(value / compat.HIGHEST, 6)
-            score = JudgeScore(share, "ok", ({**check, "evidence": str(value)},))
-        elif outcome == "ok":
-            checks = tuple(
-                {"id": f"q{n}", "question": question, "yes": one.yes, "evidence": one.evidence}
-                for n, (question, one) in enumerate(zip(ask.item.judge, value, strict=True), 1)
-            )
-            share = round(sum(one.yes for one in value) / len(value), 6)
-            score = JudgeScore(share, "ok", checks)
-        scores.setdefault(ask.item.id, {})[ask.of] = score
+        repeats.setdefault((ask.item.id, ask.of), []).append(_score(ask, *said[ask.key]))
+    scores: dict[str, dict[str, JudgeScore]] = {}
+    for (item, arm), every in repeats.items():
+        scores.setdefault(item, {})[arm] = _mean(every)
     return scores
+
+
+def _score(ask: Ask, outcome: State, value: Any) -> JudgeScore:
+    if outcome != "ok":
+        return JudgeScore(None, outcome)
+    if ask.form == "digit":
+        check = {"id": "digit", "question": compat.RUBRICS[ask.item.slice], "yes": None}
+        share = round(value / compat.HIGHEST, 6)
+        return JudgeScore(share, "ok", ({**check, "evidence": str(value)},))
+    checks = tuple(
+        {"id": f"q{n}", "question": question, "yes": one.yes, "evidence": one.evidence}
+        for n, (question, one) in enumerate(zip(ask.item.judge, value, strict=True), 1)
+    )
+    return JudgeScore(round(sum(one.yes for one in value) / len(value), 6), "ok", checks)
+
+
+def _mean(repeats: Sequence[JudgeScore]) -> JudgeScore:
+    """The mean share of the repeats that have one, with the checks of the first of them."""
+    shares = [one.share for one in repeats if one.share is not None]
+    if len(repeats) == 1 or not shares:
+        return repeats[0]
+    first = next(one for one in repeats if one.share is not None)
+    return JudgeScore(round(sum(shares) / len(shares), 6), "ok", first.checks)
+
+
+def _verdicts(plan: Plan, said: Mapping[str, Said]) -> list[bool]:
+    """Every yes and no on the arms' answers; a repeat that is the same answer doesn't count again."""
+    asks = {(ask.of, ask.key): ask for ask in plan.scores if ask.form == "checks"}
+    return [
+        check.yes for ask in asks.values() if said[ask.key][0] == "ok" for check in said[ask.key][1]
+    ]
+
+
+def _length(answer: Row) -> int:
+    """The mean length of an arm's ok answers to an item, in characters."""
+    texts = [one["text"] for one in ok_repeats(answer)]
+    return round(sum(map(len, texts)) / len(texts))
 
 
 def _told_pairs(plan: Plan, compared: Sequence[Comparison]) -> list[dict[str, Any]]:

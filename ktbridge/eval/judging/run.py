@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
-from ktbridge.eval.bench import Item, read_snapshot
+from ktbridge.eval.bench import Item
 from ktbridge.eval.client import Client
 from ktbridge.eval.judging.ask import Asker, Judgement
 from ktbridge.eval.judging.journal import FAILED, Journal
 from ktbridge.eval.judging.judge import Judge, check_judge
 from ktbridge.eval.judging.plan import Ask, make_plan
 from ktbridge.eval.judging.prompts import VERSION, checklist_messages
-from ktbridge.eval.judging.read import JUDGE, read_card, read_judgements
+from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
 from ktbridge.publish import write_text
 
 _SILENT = 6  # judgements in a row that got no reply at all: the server is gone
@@ -49,19 +49,19 @@ def judge_run(
 ) -> Judged:
     """Ask ``judge`` for what isn't yet in ``directory``'s judgements.jsonl; ``concurrency`` at a time.
 
-    Every ok answer to an item with questions is judged, the bench's anchors among them; ``pairs``
-    has arms compared too. judge.json then names this judge as the one to report. Raises UsageError
-    where private data would leave this machine, ProblemsError for bad anchors, KtbridgeError when
-    another run judges ``directory`` or the judge stops answering; what was judged until then is
-    stored, and the same call goes on from there. Nothing to judge is a warning.
+    Every ok answer to an item with questions is judged, of each repeat, the bench's anchors among
+    them; ``pairs`` has arms compared too, by the first ok answer. judge.json then names this judge as
+    the one to report. Raises UsageError where private data would leave this machine, ProblemsError
+    for bad anchors, KtbridgeError when another run judges ``directory`` or the judge stops answering;
+    what was judged until then is stored, and the same call goes on from there. Nothing to judge is a
+    warning.
     """
-    from ktbridge.eval.results import score_run
+    from ktbridge.eval.scored.build import read_rows
 
-    bench = read_snapshot(directory / "bench")
+    bench, rows = read_rows(directory)
     check_judge(bench, judge, may_be_remote)
-    rows = score_run(directory)["items"]
     before = read_card(directory)
-    if before and (before["model"], before["url"]) == (judge.model, judge.url):
+    if before and named_judge(before) == judge:
         pairs = pairs or before["pairs"]
     asks = make_plan(bench, rows, judge, pairs=pairs).mixed()
     if not asks:
@@ -76,7 +76,7 @@ def judge_run(
         return Judged(0, 0, (nothing,))
     options = {"timeout": timeout, "backoff": backoff, "api_key": api_key}
     with Journal(directory) as journal:
-        todo = [ask for ask in asks if not journal.judged(ask.key)]
+        todo = [ask for ask in asks if not journal.has(ask.key)]
         server = before["server"] if before else {}
         if todo:
             server = asyncio.run(
@@ -165,6 +165,7 @@ def _name_judge(directory: Path, judge: Judge, pairs: bool, server: dict[str, An
         "model": judge.model,
         "url": judge.url,
         "version": VERSION,
+        "extra_body": dict(judge.extra_body),
         "pairs": pairs,
         "server": server,
     }
@@ -215,24 +216,39 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
                     Problem("KTB871", "error", where, found, expected, "name a listed model")
                 )
         except KtbridgeError as error:
-            problems.append(
-                Problem("KTB870", "warning", where, str(error), "a list that names the judge")
+            unlisted = Problem(
+                "KTB870",
+                "warning",
+                where,
+                str(error),
+                "a list that names the judge",
+                error.next_step,
             )
+            problems.append(unlisted)
         if has_errors(problems):
             return problems
         messages = tuple(checklist_messages(_CANARY, _CANARY_ANSWER))
         ask = Ask("canary", "checks", _CANARY, messages, "canary")
         judgement = await Asker(client, judge).ask(ask)
-    if judgement.outcome != "ok":
-        what = "no answer" if judgement.outcome == FAILED else "no verdict that can be read"
+    if judgement.outcome == FAILED:
+        next_step = (
+            "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed"
+        )
+        if judgement.status == 0:  # nobody there: it was said already why there is no list
+            problems, next_step = [], "start its server, or mend the URL in --judge"
+        expected = "JSON with evidence and verdicts"
+        found = f"no answer from {judge.url}: {judgement.detail}"
+        problems.append(Problem("KTB872", "error", where, found, expected, next_step))
+    elif judgement.outcome != "ok":
         problems.append(
             Problem(
                 "KTB872",
                 "error",
                 where,
-                f"{what}: {judgement.detail}",
+                f"no verdict that can be read: {judgement.detail}",
                 "JSON with evidence and verdicts",
-                "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed",
+                "choose a judge that keeps to a form; where it thinks first, --judge-extra-body can "
+                "raise max_tokens or switch that off",
             )
         )
     else:

@@ -122,7 +122,7 @@ def _missing(
                 where,
                 f"{failed} of {total} replies could not be read, not even when told so:"
                 f" {detail('parse-fail')}",
-                "the JSON that was asked for; what can't be read is no score",
+                "the form that was asked for; what can't be read is no score",
                 "choose a judge that keeps to a form, or a server that takes response_format",
             )
         )
@@ -201,7 +201,8 @@ def _anchors(where: str, card: Mapping[str, Any], plan: Plan) -> list[Problem]:
     if not counts["asked"]:
         # Parse failures or errors have left none; unless all failed, that is not yet told as error.
         found = "none of the anchors got a verdict"
-        return [Problem("KTB876", "error", where, found, "verdicts on known answers")]
+        next_step = "see why its replies can't be read or didn't come, above; else choose another"
+        return [Problem("KTB876", "error", where, found, "verdicts on known answers", next_step)]
     if any(one["asked"] and one["right"] < PASS * one["asked"] for one in _kinds(counts)):
         return [
             Problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,35 @@ from ktbridge.eval.scored.extras import (
     parse_rates,
     persona_parts,
 )
-from ktbridge.eval.scored.rows import NOT_RUN, each_record, has_persona, item_rows
+from ktbridge.eval.scored.rows import NOT_RUN, Records, each_record, has_persona, item_rows
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
 from ktbridge.eval.store import read_answers
 from ktbridge.eval.verdict import summarise, warnings_of
 
 SCHEMA = "ktbridge.eval/1"
 CONTAMINATION = "contamination.json"
+JUDGE_COST = "@judge"  # in ``costs``; no arm can be named so
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a run's directory holds: its bench, arms in order with their cards, and records."""
+
+    bench: Bench
+    arms: list[Arm]
+    cards: dict[str, Any]
+    records: Records
+    repeats: int
+    rows: list[dict[str, Any]]
+
+
+def read_rows(directory: Path) -> tuple[Bench, list[dict[str, Any]]]:
+    """A run's bench and its items with every arm's marked answer, not compared nor judged.
+
+    Raises KtbridgeError when ``directory`` holds no run or no answers.
+    """
+    stored = _read(directory)
+    return stored.bench, stored.rows
 
 
 def score_run(directory: Path) -> dict[str, Any]:
@@ -37,6 +60,32 @@ def score_run(directory: Path) -> dict[str, Any]:
 
     Raises KtbridgeError when ``directory`` holds no run or no answers.
     """
+    run = _read(directory)
+    judged = read_judgements(directory, run.bench, run.rows)
+    if judged is not None:
+        mark_judged(run.rows, judged)
+    results = assemble(
+        bench_card(run.bench),
+        run.cards,
+        run.rows,
+        references={
+            item.id: item.gold
+            for item in run.bench.items
+            if any(check["scorer"] == "references" for check in item.checks)
+        },
+        judged=judged,
+        contamination=_read_contamination(directory),
+        repeats=run.repeats,
+    )
+    results["costs"] |= {
+        arm.name: count_tokens(each_record(run.bench, arm, run.cards, run.records, run.repeats))
+        for arm in run.arms
+        if arm.name not in results["left_out"]
+    }
+    return results
+
+
+def _read(directory: Path) -> _Stored:
     run = read_run(directory)
     cards = run["arms"]
     if not cards:
@@ -50,36 +99,13 @@ def score_run(directory: Path) -> dict[str, Any]:
         for name, card in sorted(cards.items(), key=lambda pair: arm_rank(pair[0]))
     ]
     records = read_answers(directory)
-    repeats = run["repeat"]
-    rows = item_rows(bench, arms, cards, records, repeats)
+    rows = item_rows(bench, arms, cards, records, run["repeat"])
     if not rows:
         raise KtbridgeError(
             f"{str(directory)!r} holds no answers to {bench.name} {bench.version} yet.",
             "run the same `ktbridge eval` command again; it goes on where it stopped",
         )
-    judged = read_judgements(directory, bench, rows)
-    if judged is not None:
-        mark_judged(rows, judged)
-    card = bench_card(bench)
-    results = assemble(
-        card,
-        cards,
-        rows,
-        references={
-            item.id: item.gold
-            for item in bench.items
-            if any(check["scorer"] == "references" for check in item.checks)
-        },
-        judged=judged,
-        contamination=_read_contamination(directory),
-        repeats=repeats,
-    )
-    results["costs"] = {
-        arm.name: count_tokens(each_record(bench, arm, cards, records, repeats))
-        for arm in arms
-        if arm.name not in results["left_out"]
-    }
-    return results
+    return _Stored(bench, arms, cards, records, run["repeat"], rows)
 
 
 def assemble(
@@ -135,6 +161,11 @@ def assemble(
     }
     if judged is not None:
         results["judge"] = dict(judged.card)
+        results["costs"][JUDGE_COST] = {
+            "prompt_tokens": judged.card["prompt_tokens"],
+            "completion_tokens": judged.card["completion_tokens"],
+            "answers": judged.card["calls"],
+        }
         pairs = [one for one in judged.pairs if {one["of"], one["minus"]} <= set(names)]
         results["pairs"] = count_pairs(pairs, rows)
     if repeats > 1:

@@ -94,7 +94,7 @@ def _answer(
     for axis in ("task", "persona"):
         if ok and axis in ok[0]:
             answer[axis] = round(sum(one[axis] for one in ok) / len(ok), 6)
-    kept = ("outcome", "text", "task", "persona")
+    kept = ("outcome", "text", "turns", "task", "persona")
     answer["repeats"] = [{key: one[key] for key in kept if key in one} for one in every]
     return answer
 

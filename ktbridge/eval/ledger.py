@@ -1,0 +1,126 @@
+"""A file of JSON records that survives anything: append-only, one record a line, one write each.
+
+A kill leaves at most one torn last line, which the next writer cuts off and a reader skips. Failures
+are recorded, so that a report can name them, but are never served: the next run asks again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ktbridge.errors import KtbridgeError
+
+Record = dict[str, Any]
+_Self = TypeVar("_Self", bound="Ledger")
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a file holds. Records have ``key`` and ``outcome``; ``failed`` is the outcome that is asked
+    again. ``texts`` gives all that a report may show of a record, or raises KeyError, TypeError or
+    ValueError for one that is none. ``lock`` is the file that its writer locks; ``record`` ("an
+    answer"), ``work`` ("writing to") and ``asked`` ("its question is asked again") are words."""
+
+    name: str
+    lock: str
+    failed: str
+    texts: Callable[[Record], list[str]]
+    record: str
+    work: str
+    asked: str
+
+
+def read_records(directory: Path, kind: Kind) -> dict[str, Record]:
+    """Every key's record: the first that is no failure, else the last failure. {} without a file.
+
+    Raises KtbridgeError for a damaged line that is not the torn last one.
+    """
+    path = directory / kind.name
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    records: dict[str, Record] = {}
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            key = record["key"]
+            # Half a character could not be reported.
+            "".join([key, *kind.texts(record)]).encode()
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise KtbridgeError(
+                f"{str(path)!r} is damaged at line {number}.",
+                f"delete that line ({kind.asked}) or use another --out",
+            ) from None
+        if key not in records or records[key]["outcome"] == kind.failed:
+            records[key] = record
+    return records
+
+
+class Ledger:
+    """The one writer of such a file: a context manager that raises where another writes."""
+
+    def __init__(self, directory: Path, kind: Kind) -> None:
+        self.directory = directory
+        self.records: dict[str, Record] = {}
+        self._kind = kind
+        self._file = self._lock = -1
+
+    def __enter__(self: _Self) -> _Self:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = self._open(self._kind.lock, os.O_RDWR)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = self._open(self._kind.name, os.O_RDWR | os.O_APPEND)
+            data = (self.directory / self._kind.name).read_bytes()
+            os.ftruncate(self._file, data.rfind(b"\n") + 1)
+            self.records = read_records(self.directory, self._kind)
+        except BlockingIOError:
+            self._close()
+            raise KtbridgeError(
+                f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
+                "wait for it, or use another --out",
+            ) from None
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.fsync(self._file)
+        self._close()
+
+    def _open(self, name: str, flags: int) -> int:
+        return os.open(self.directory / name, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def _close(self) -> None:
+        for descriptor in (self._file, self._lock):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def has(self, key: str) -> bool:
+        """Whether something that is no failure is stored under ``key``."""
+        return key in self.records and self.records[key]["outcome"] != self._kind.failed
+
+    def add(self, record: Record) -> None:
+        """Append one record in one write; it is safe from a kill when this returns."""
+        line = _encode(record).encode() + b"\n"
+        if os.write(self._file, line) != len(line):
+            raise KtbridgeError(
+                f"only a part of {self._kind.record} could be written to {str(self.directory)!r}.",
+                "free some disk space and run the same command again",
+            )
+        self.records[record["key"]] = record
