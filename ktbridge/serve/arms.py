@@ -14,7 +14,8 @@ class Arm:
 
     ``expert`` and ``nonexpert`` multiply the scale that the adapter asks for: 0 leaves that half out.
     ``swapped``: gate's LoRA is in up's place and up's in gate's. ``shift``: expert e has the LoRA of
-    expert e + shift (modulo E). ``without``: (half, layer) that have none.
+    expert e + shift (modulo E). ``without``: (half, layer) that have none. ``unrotated``: the keys of
+    attention have no position, which is the engine's mistake and not the adapter's.
     """
 
     expert: float = 0.0
@@ -22,6 +23,7 @@ class Arm:
     swapped: bool = False
     shift: int = 0
     without: frozenset[tuple[str, int]] = frozenset()
+    unrotated: bool = False
 
     def scaled(self, scales: Mapping[str, float]) -> Arm:
         """The same with these halves at these multiples."""

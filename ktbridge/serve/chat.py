@@ -6,18 +6,30 @@ Standard library only, so that a chat needs nothing that the server side needs.
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.hosts import is_loopback
 
 Message = dict[str, str]
+Piece = str | KtbridgeError | None
 BASE = "base"
+LONGEST = 1024  # tokens of an answer, where the user sets no limit
+
+
+class Refused(KtbridgeError):
+    """The server took the request and said no. ``status`` is HTTP's."""
+
+    def __init__(self, status: int, message: str, next_step: str) -> None:
+        super().__init__(message, next_step)
+        self.status = status
 
 
 def arms_of(model: str, listed: Sequence[str]) -> dict[str, str]:
@@ -68,8 +80,17 @@ class Server:
         except (KeyError, TypeError) as error:
             raise self._strange() from error
 
-    def chat(self, model: str, messages: Sequence[Message], **options: Any) -> Iterator[str]:
-        """The answer in pieces, as they come. Raises KtbridgeError, with the server's own words."""
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        ended: Callable[[str], None] = lambda reason: None,
+        **options: Any,
+    ) -> Iterator[str]:
+        """The answer in pieces, as they come; ``ended`` is told its finish reason.
+
+        Raises KtbridgeError, with the server's own words.
+        """
         body = {"model": model, "messages": list(messages), "stream": True}
         body |= {name: value for name, value in options.items() if value is not None}
         with self._open("/chat/completions", json.dumps(body).encode()) as response:
@@ -85,6 +106,8 @@ class Server:
                 for choice in event.get("choices", ()):
                     if text := choice.get("delta", {}).get("content"):
                         yield text
+                    if reason := choice.get("finish_reason"):
+                        ended(reason)
         raise KtbridgeError("the answer broke off: the server closed the connection.")
 
     @contextmanager
@@ -99,7 +122,12 @@ class Server:
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")
-            raise KtbridgeError(f"{self.url} refuses ({error.code}): {_said(text)}.") from None
+            said, step = f"{self.url} refuses ({error.code}): {_said(text)}.", ""
+            if error.code == 401:
+                step = "set KTBRIDGE_API_KEY to the server's key"
+            elif "context" in text:
+                step = "/clear forgets what was said"
+            raise Refused(error.code, said, step) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise KtbridgeError(
@@ -140,6 +168,8 @@ class Conversation:
         """``options``: temperature, max_tokens, seed and the like, for every question."""
         self.server, self.arms, self.arm = server, arms, arm
         self.system = system
+        self.cut = False
+        """Whether the last answer of ``ask`` ended at its limit of tokens."""
         self._options = options
         self._said: list[Message] = []
 
@@ -154,23 +184,73 @@ class Conversation:
     def clear(self) -> None:
         self._said = []
 
-    def ask(self, question: str) -> Iterator[str]:
+    def ask(self, question: str) -> Generator[str, None, None]:
         """The answer of the arm that speaks; both become part of the conversation.
 
         An answer that is broken off half-way stays as far as it came; without any, the question goes, too.
         """
         pieces: list[str] = []
+        self.cut = False
+
+        def ended(reason: str) -> None:
+            self.cut = reason == "length"
+
         try:
-            for piece in self.ask_arm(self.arm, question):
-                pieces.append(piece)
-                yield piece
+            with closing(self.ask_arm(self.arm, question, ended)) as answer:
+                for piece in answer:
+                    pieces.append(piece)
+                    yield piece
         finally:
             if pieces:
-                answer = {"role": "assistant", "content": "".join(pieces)}
-                self._said += [{"role": "user", "content": question}, answer]
+                said = {"role": "assistant", "content": "".join(pieces)}
+                self._said += [{"role": "user", "content": question}, said]
 
-    def ask_arm(self, arm: str, question: str) -> Iterator[str]:
+    def ask_arm(
+        self, arm: str, question: str, ended: Callable[[str], None] = lambda reason: None
+    ) -> Generator[str, None, None]:
         """An answer of ``arm`` to what was said and ``question``, which leaves no trace."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*head, *self._said, {"role": "user", "content": question}]
-        return self.server.chat(self.arms[arm], messages, **self._options)
+        options, model = self._options, self.arms[arm]
+        if options.get("max_tokens") is not None:
+            yield from self.server.chat(model, messages, ended, **options)
+            return
+        try:
+            wanted = options | {"max_tokens": LONGEST}
+            yield from self.server.chat(model, messages, ended, **wanted)
+        except Refused as refused:
+            if refused.status != 400:
+                raise
+            # Where the context leaves less than that, the server knows how much.
+            yield from self.server.chat(model, messages, ended, **options)
+
+    def compare(self, question: str) -> Generator[tuple[str, Piece], None, None]:
+        """Ask all arms at once: (arm, piece) as they come, (arm, None) or (arm, error) at each end.
+
+        Leaves no trace. Closing it ends the answers at the server, too.
+        """
+        told: queue.Queue[tuple[str, Piece]] = queue.Queue()
+        enough = threading.Event()
+
+        def ask(arm: str) -> None:
+            end: KtbridgeError | None = None
+            try:
+                with closing(self.ask_arm(arm, question)) as answer:
+                    for piece in answer:
+                        if enough.is_set():
+                            return
+                        told.put((arm, piece))
+            except KtbridgeError as error:
+                end = error
+            told.put((arm, end))
+
+        try:
+            for arm in self.arms:  # nobody waits for these threads: a server may be silent for long
+                threading.Thread(target=ask, args=(arm,), daemon=True).start()
+            left = len(self.arms)
+            while left:
+                arm, piece = told.get()
+                left -= not isinstance(piece, str)
+                yield arm, piece
+        finally:
+            enough.set()

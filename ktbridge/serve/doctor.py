@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ktbridge.errors import KtbridgeError
-from ktbridge.serve.doctor_packages import (
-    ENGINE_PACKAGES,
-    PACKAGES,
-    Check,
-    check_engine_packages,
-    check_packages,
-    version_of,
-)
+from ktbridge.serve.doctor_engine import check_engine
+from ktbridge.serve.doctor_gpu import check_gpu
+from ktbridge.serve.doctor_packages import Check, check_packages
 from ktbridge.serve.machine import Machine, read_machine
 
 GIB = 2**30
@@ -46,6 +39,7 @@ def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosi
     Without ``imports`` packages are looked up only, which is quick.
     """
     machine = read_machine()
+    packages, imported = check_packages(imports)
     checks = [
         Check("CPU", "ok", machine.cpu or "unknown"),
         _isa(machine),
@@ -54,9 +48,9 @@ def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosi
         _memory(machine),
         _numa(machine),
         _huge_pages(machine),
-        _gpu(),
-        *check_packages(imports),
-        *_engine(machine, engine_python, imports),
+        check_gpu(imported),
+        *packages,
+        *check_engine(machine, engine_python, imports),
     ]
     return Diagnosis(machine, tuple(checks))
 
@@ -134,7 +128,17 @@ def _numa(machine: Machine) -> Check:
         + (f", {node.memory / GIB:.1f} GiB" if node.memory is not None else "")
         for node in machine.numa
     ]
-    return Check("NUMA", "ok", "; ".join(nodes))
+    text = "; ".join(nodes)
+    idle = [str(node.node) for node in machine.numa if node.cpus and not node.usable]
+    if idle:
+        step = "start without taskset, or with numactl --membind on the nodes whose CPUs are used"
+        return Check(
+            "NUMA", "ok", f"{text}; affinity allows no CPU of node {', '.join(idle)}", step
+        )
+    if len(machine.numa) > 1:
+        step = "pages stay where they are first touched; numactl --interleave=all spreads a model's"
+        return Check("NUMA", "ok", text, step)
+    return Check("NUMA", "ok", text)
 
 
 def _huge_pages(machine: Machine) -> Check:
@@ -143,83 +147,12 @@ def _huge_pages(machine: Machine) -> Check:
     text = f"transparent: {setting or 'unknown'}"
     if machine.huge_pages:
         text += f"; {machine.huge_pages / GIB:.1f} GiB set aside"
+        if machine.memory and machine.huge_pages > machine.memory / 10 and setting != "never":
+            step = "ktbridge uses none of those; sysctl vm.nr_hugepages=0 frees them"
+            return Check("huge pages", "ok", text, step)
     if setting == "never":
         path = "/sys/kernel/mm/transparent_hugepage/enabled"
         return Check(
             "huge pages", "ok", text, f"echo madvise > {path} (as root) may help large models"
         )
     return Check("huge pages", "ok", text)
-
-
-def _engine(machine: Machine, python: str | None, imports: bool) -> list[Check]:
-    """SGLang-KT's packages and the contract of its version."""
-    from ktbridge.serve.sglang.installed import DISTRIBUTION, KERNEL, read_installed
-
-    try:
-        installed = read_installed(python)
-    except KtbridgeError as error:
-        return [Check(DISTRIBUTION, "problem", str(error), error.next_step)]
-    versions = {DISTRIBUTION: installed.engine, KERNEL: installed.kernel}
-    checks = check_engine_packages(python or sys.executable, versions, imports)
-    if installed.engine is None and installed.upstream is not None:
-        said = f"sglang {installed.upstream} is installed, which is SGLang without KTransformers"
-        checks[0] = Check(DISTRIBUTION, "missing", said, ENGINE_PACKAGES[DISTRIBUTION][2])
-    if installed.engine is None:
-        return checks
-    return [*checks, *_contract(machine, installed.engine, installed.kernel)]
-
-
-def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]:
-    """What the installed engine accepts, and whether its kernels and this CPU go with it."""
-    from ktbridge.adapter.engines import ENGINE, contract_for
-
-    try:
-        contract, known = contract_for(f"{ENGINE}=={version}")
-    except KtbridgeError as error:
-        return [Check("engine contract", "problem", str(error), error.next_step)]
-    layouts = [
-        name for name in ("split", "merged", "expert", "nonexpert") if getattr(contract, name)
-    ]
-    text = f"{contract.name}: adapters {', '.join(layouts)}; methods {', '.join(contract.methods)}"
-    if not contract.expert:
-        text = f"{contract.name}: no expert LoRA"
-        return [Check("engine contract", "problem", text, f"install {ENGINE} 0.6.3 or newer")]
-    if not known:
-        step = "compare with `ktbridge verify` before relying on it"
-        return [Check("engine contract", "ok", f"{text} (not looked at)", step)]
-    if kernel is not None and kernel != version:
-        text += f"; kt-kernel is {kernel}"
-        return [Check("engine contract", "ok", text, f"pip install kt-kernel=={version}")]
-    if "amx_bf16" not in machine.isa:
-        step = "its expert LoRA needs AMX; use a machine that has it, or --engine local"
-        return [Check("engine contract", "missing", f"{text}; no AMX here", step)]
-    return [Check("engine contract", "ok", text)]
-
-
-def _gpu() -> Check:
-    """GPUs as torch sees them; an import that fails says why."""
-    from ktbridge.serve.sglang.resources import read_gpus
-
-    if version_of("torch") is None:
-        return Check("GPU", "missing", "torch is not installed", PACKAGES["torch"][2])
-    try:
-        torch = importlib.import_module("torch")
-        if not torch.cuda.is_available():
-            built = torch.version.cuda
-            listed = ", ".join(gpu.name for gpu in read_gpus())
-            if listed:
-                why = "torch is a CPU build" if built is None else f"torch's CUDA {built} has none"
-                step = "install a torch build for this driver's CUDA version, as pytorch.org says"
-                return Check("GPU", "problem", f"nvidia-smi lists {listed}, but {why}", step)
-            found = "torch is a CPU build" if built is None else f"none for torch's CUDA {built}"
-            return Check(
-                "GPU", "missing", found, "not needed by --engine local and by training on a CPU"
-            )
-        names = []
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            names.append(f"{properties.name} {properties.total_memory / GIB:.0f} GiB")
-        return Check("GPU", "ok", "; ".join(names))
-    except Exception as error:  # a broken torch fails in many ways; each is worth reading
-        said = f"{type(error).__name__}: {error}"
-        return Check("GPU", "problem", f"torch does not load: {said}", "reinstall torch")

@@ -12,8 +12,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 State = Literal["ok", "missing", "problem"]
 IMPORT_SECONDS = 300
@@ -47,7 +47,16 @@ for module in sys.argv[1:]:
         said = None
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
-    print("\\n" + json.dumps([module, said]), flush=True)
+    print("\\nktbridge:" + json.dumps([module, said]), flush=True)
+torch = sys.modules.get("torch")
+if torch is not None and "torch" in sys.argv:
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        each = [torch.cuda.get_device_properties(i) for i in range(count)]
+        said = {"cuda": torch.version.cuda, "gpus": [[gpu.name, gpu.total_memory] for gpu in each]}
+    except Exception as error:
+        said = {"error": f"{type(error).__name__}: {error}"}
+    print("\\nktbridge:" + json.dumps(said), flush=True)
 """
 
 
@@ -61,15 +70,28 @@ class Check:
     remedy: str = ""
 
 
-def import_errors(python: str, modules: Iterable[str]) -> dict[str, str]:
-    """What went wrong with importing each of ``modules`` in ``python``; those that import are left out.
+@dataclass
+class Imports:
+    """What importing said. ``errors``: module -> what went wrong; those that import are left out.
+
+    ``cuda`` is what torch, where it was imported, says of CUDA: {"cuda": version or None, "gpus": [[name,
+    bytes]]}, or {"error": words}.
+    """
+
+    errors: dict[str, str] = field(default_factory=dict)
+    cuda: dict[str, Any] | None = None
+
+
+def try_imports(python: str, modules: Iterable[str]) -> Imports:
+    """Import each of ``modules`` in ``python``.
 
     A module that ends the process is named, and so are those that it kept from being tried.
     """
     left = list(modules)
-    errors: dict[str, str] = {}
+    found = Imports()
+    errors = found.errors
     if not left:
-        return errors
+        return found
     try:
         done = subprocess.run(
             [python, "-c", _IMPORT, *left],
@@ -85,28 +107,34 @@ def import_errors(python: str, modules: Iterable[str]) -> dict[str, str]:
         output = (error.stdout or b"").decode(errors="replace")
         end = f"the import took more than {IMPORT_SECONDS} seconds"
     except OSError as error:
-        return dict.fromkeys(left, f"{python} does not run: {error}")
+        return Imports(dict.fromkeys(left, f"{python} does not run: {error}"))
     for line in output.splitlines():
-        if line.startswith("[") and left:
-            module, said = json.loads(line)
+        if not line.startswith("ktbridge:"):
+            continue  # what a package prints when it is imported
+        told = json.loads(line.removeprefix("ktbridge:"))
+        if isinstance(told, dict):
+            found.cuda = told
+        else:
+            module, said = told
             left.remove(module)
             if said is not None:
                 errors[module] = said
     for i, module in enumerate(left):
         errors[module] = end if i == 0 else f"not tried: {left[0]} ended the process"
-    return errors
+    return found
 
 
-def check_packages(imports: bool = True) -> list[Check]:
+def check_packages(imports: bool = True) -> tuple[list[Check], Imports]:
     """The packages of this environment; each is imported unless ``imports`` is False."""
     versions = {name: version_of(name) for name in PACKAGES}
     there = [PACKAGES[name][0] for name, version in versions.items() if version is not None]
-    errors = import_errors(sys.executable, there if imports else ())
+    found = try_imports(sys.executable, there if imports else ())
     least = _least_versions()
-    return [
-        _check(name, version, PACKAGES[name], errors, least.get(name))
+    checks = [
+        _check(name, version, PACKAGES[name], found.errors, least.get(name))
         for name, version in versions.items()
     ]
+    return checks, found
 
 
 def check_engine_packages(
@@ -114,7 +142,7 @@ def check_engine_packages(
 ) -> list[Check]:
     """The engine's, in its interpreter ``python``. ``versions``: distribution -> version or None."""
     there = [ENGINE_PACKAGES[name][0] for name, version in versions.items() if version is not None]
-    errors = import_errors(python, there if imports else ())
+    errors = try_imports(python, there if imports else ()).errors
     return [
         _check(name, version, ENGINE_PACKAGES[name], errors, None)
         for name, version in versions.items()

@@ -2,7 +2,8 @@
 
 Only for a server whose numbers are no reference's up to noise. Tried are what goes wrong in practice:
 another scale (of all or of one half), gate's and up's LoRA swapped, experts off by one, LoRA missing in a
-layer. One that fits is named; one that fits no better than the right reference is no explanation.
+layer; and an engine that leaves keys unrotated. One that fits is named; one that fits no better than the
+right reference is no explanation.
 
 A scale that isn't among the usual ones is found by a pattern search over (experts' k, attention's k) with
 steps that halve, because routing makes logprobs a rough function of k; a missing layer by leaving out
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ktbridge.errors import Problem
-from ktbridge.serve.arms import HALVES, Arm
+from ktbridge.serve.arms import HALVES, Arm, standard_arms
 from ktbridge.serve.verify import (
     CLEAR_OF_NOISE,
     WITHIN,
@@ -32,22 +33,14 @@ from ktbridge.serve.verify import (
 
 ROUNDS = 4  # of refining, each one more reading of the checkpoint
 GROUPS = 6  # of layers left out in one round
-SCALES = (
-    1.19,
-    1.41,
-    2.0,
-    2.83,
-    4.0,
-    0.84,
-    0.71,
-    0.5,
-    0.35,
-    0.25,
-)  # half an octave, and near 1 less
+SCALES = (1.19, 1.41, 2.0, 2.83, 4.0, 0.84, 0.71, 0.5, 0.35, 0.25)  # half an octave, near 1 less
 NEARER = 0.9  # what isn't within this part of the nearest reference's distance is no improvement
 BETTER = 0.5  # an explanation is at most this part as far away as any reference
 SAME_SCALE = 0.1  # halves whose k differ by less have one scale
 RIVAL = 1.5  # an explanation this near to the best one's distance can't be told from it
+UNROTATED = (
+    "sglang-kt before 0.7.0 with triton or flashinfer, or its kernels in a later one's cache"
+)
 Vector = Sequence[float]
 Compute = Callable[[Sequence[Arm]], Sequence[Vector]]
 NAMES = {"expert": "experts", "nonexpert": "attention"}
@@ -56,10 +49,14 @@ OWNS = {"expert": "the experts' LoRA", "nonexpert": "attention's LoRA"}
 
 @dataclass(frozen=True)
 class Facts:
-    """What of an adapter decides which explanations there are: rank and layers of each half."""
+    """What decides which explanations there are: rank and layers of each half of the adapter.
+
+    ``can_leave_keys``: an engine's unrotated keys can be computed for the base's family.
+    """
 
     ranks: Mapping[str, int]
     layers: Mapping[str, Sequence[int]]
+    can_leave_keys: bool
 
     @property
     def halves(self) -> tuple[str, ...]:
@@ -75,7 +72,10 @@ def explain(
     ``compute`` gives the logprobs of arms, in order.
     """
     search = _Search(first, vector, references, facts, compute)
-    search.attempt(search.guesses())
+    if first.told_by == "base":  # the adapter can't be blamed for what is wrong without it
+        search.attempt(search.engines_mistakes())
+        return _concluded(first, search)
+    search.attempt(search.guesses() + search.engines_mistakes())
     for number in range(ROUNDS):
         if search.settled() or (number and search.hopeless()):
             break
@@ -84,6 +84,8 @@ def explain(
 
 
 class _Search:
+    """Arms that were tried, their distance from what was served, and which to try next."""
+
     def __init__(
         self,
         first: Verification,
@@ -96,7 +98,8 @@ class _Search:
         self.noise = first.floor
         # A half that isn't there at all is left out of every explanation of the other one.
         absent = {half.half for half in first.halves if half.verdict == "not applied"}
-        self.right = Arm().scaled({half: float(half not in absent) for half in facts.halves})
+        self.present = [half for half in facts.halves if half not in absent] or list(facts.halves)
+        self.right = Arm().scaled(dict.fromkeys(self.present, 1.0))
         self.tried: dict[Arm, Vector] = {}
         self.distance: dict[Arm, float] = {}
         self.groups: dict[Arm, tuple[str, tuple[int, ...]]] = {}
@@ -110,13 +113,10 @@ class _Search:
             self.distance[arm] = mean_distance(self.vector, vector)
 
     def guesses(self) -> list[Arm]:
-        present = [half for half in self.facts.halves if getattr(self.right, half)]
-        if not present:
-            present = list(self.facts.halves)
-            self.right = Arm().scaled(dict.fromkeys(present, 1.0))
+        """What goes wrong in practice with an adapter, each at once or in a first coarse step."""
         arms = [self.right]
-        for count in range(1, len(present) + 1):
-            for some in itertools.combinations(present, count):
+        for count in range(1, len(self.present) + 1):
+            for some in itertools.combinations(self.present, count):
                 roots = {math.sqrt(self.facts.ranks[half]) for half in some}
                 for k in (*SCALES, *sorted(roots), *(1 / root for root in sorted(roots))):
                     arms.append(self.right.scaled(dict.fromkeys(some, k)))
@@ -124,12 +124,19 @@ class _Search:
             for arm in (self.right, replace(self.right, nonexpert=0.0)):
                 arms.append(replace(arm, swapped=True))
                 arms += [replace(arm, shift=shift) for shift in (1, -1)]
-        for half in present:
+        for half in self.present:
             arms += self._left_out(half, tuple(self.facts.layers[half]))
-        if len(present) == 2:
+        if len(self.present) == 2:
             both = sorted(set(self.facts.layers["expert"]) & set(self.facts.layers["nonexpert"]))
             arms += self._left_out("both", tuple(both))
         return arms
+
+    def engines_mistakes(self) -> list[Arm]:
+        """What an engine does wrong to every arm, the base among them."""
+        if not self.facts.can_leave_keys:
+            return []
+        arms = standard_arms(*(half in self.facts.ranks for half in HALVES))
+        return [replace(arm, unrotated=True) for arm in arms.values()]
 
     def fitting(self) -> list[Arm]:
         """Explanations that fit, the best first, with those that can't be told from it."""
@@ -168,6 +175,7 @@ class _Search:
         return min(self.distance.values()) > NEARER * self.standard
 
     def refined(self) -> list[Arm]:
+        """Arms around what came nearest: finer scales, smaller groups of layers."""
         return self._scales() + self._layers()
 
     def _scales(self) -> list[Arm]:
@@ -219,7 +227,9 @@ class _Search:
 
     def described(self, arm: Arm) -> str:
         """What an arm looks like to a reader."""
-        if arm.swapped:
+        if arm.unrotated:
+            text = "the engine leaves keys unrotated in prompts"
+        elif arm.swapped:
             text = "gate and up swapped"
         elif arm.shift:
             where = "next" if arm.shift > 0 else "previous"
@@ -261,6 +271,11 @@ def _concluded(first: Verification, search: _Search) -> Verification:
     reason = f"not as trained; it looks like {looks_like}"
     if len(fits) > 1:
         verdict, reason = "can't tell", f"it is not as trained: {looks_like}"
+    elif best.unrotated:
+        verdict, reason = (
+            "can't tell",
+            f"it looks like {looks_like} ({UNROTATED}): see docs/serving.md",
+        )
     elif _kind(best) == "scale":
         verdict, reason = "wrong scale", looks_like.removeprefix("scale ")
         scale = {half: getattr(best, half) for half in search.facts.halves}
@@ -313,14 +328,16 @@ def _drifted(found: Verification, search: _Search) -> Verification:
         ),
         expected=f"at most {CLEAR_OF_NOISE * found.floor:.3g} nats",
         next_step=(
-            "nothing if the engine holds experts in INT8 or INT4; else run it again on a fresh "
-            "launch, and compare with another machine"
+            "nothing if the engine holds experts in INT8 or INT4; else compare with another "
+            "attention backend, and with another machine"
         ),
     )
     return replace(found, problems=(*found.problems, problem))
 
 
 def _kind(arm: Arm) -> str:
+    if arm.unrotated:
+        return "unrotated"
     if arm.swapped:
         return "swapped"
     if arm.shift:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.serve.verify import mean_distance
 
 # Ordinary sentences beside random tokens: an adapter may show in one and hardly in the other.
 TEXTS = (
@@ -210,12 +211,7 @@ class ServerProbe:
 
 def _answer(vectors: Sequence[Sequence[float]]) -> Answer:
     first, *others = vectors
-    spread = None
-    if others:
-        spread = max(
-            sum(abs(a - b) for a, b in zip(first, other, strict=True)) / len(first)
-            for other in others
-        )
+    spread = max((mean_distance(first, other) for other in others), default=None)
     return Answer([sum(column) / len(vectors) for column in zip(*vectors, strict=True)], spread)
 
 

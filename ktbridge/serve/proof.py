@@ -25,16 +25,9 @@ def arms_to_ask(
     known = set(listed)
     # SGLang lists an adapter without the served prefix that requests need.
     if model not in known and not (colon and name in known and served in known):
-        offered = ", ".join(sorted(known)) or "nothing"
-        raise KtbridgeError(
-            f"the server does not list {model!r}; it lists {offered}.", "choose --model from these"
-        )
+        raise _not_listed(model, known, "--model")
     if expert_model is not None and expert_model not in known:
-        offered = ", ".join(sorted(known))
-        raise KtbridgeError(
-            f"the server does not list {expert_model!r}; it lists {offered}.",
-            "choose --expert-model from these",
-        )
+        raise _not_listed(expert_model, known, "--expert-model")
     arms = {}
     if colon:
         if f"{served}:base" in known:
@@ -45,6 +38,13 @@ def arms_to_ask(
         arms[expert_model] = "expert"
     arms[model] = "full"
     return arms
+
+
+def _not_listed(model: str, known: set[str], option: str) -> KtbridgeError:
+    return KtbridgeError(
+        f"the server does not list {model!r}; it lists {', '.join(sorted(known)) or 'nothing'}.",
+        f"choose {option} from these" if known else "check --base-url and the server's log",
+    )
 
 
 def verify(
@@ -59,9 +59,11 @@ def verify(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Verification:
-    """Measure the server at ``base_url`` against references computed here.
+    """Measure the server at ``base_url`` (http://HOST:PORT/v1) against references computed here.
 
-    ``repeat`` asks it several times; what identical requests differ by counts as noise.
+    ``model`` is the served name to judge, ``expert_model`` one that should have the expert LoRA alone;
+    ``adapter_dir`` is what training wrote, ``base_model`` a checkpoint's directory. ``repeat`` asks the
+    server several times; what identical requests differ by counts as noise.
     ``on_progress(done, total)`` counts decoder layers of a stage that ``on_stage`` names.
 
     Raises KtbridgeError when the server cannot be measured or the references not be computed;
@@ -102,13 +104,13 @@ def verify(
         result,
         asked[model].logprobs,
         references,
-        facts_of(adapter),
+        facts_of(adapter, reference_model.can_leave_keys),
         lambda arms: reference_model.logprobs(arms, on_progress=on_progress),
     )
 
 
-def facts_of(adapter: Adapter) -> Facts:
-    """Ranks and layers of the halves that ``adapter`` has."""
+def facts_of(adapter: Adapter, can_leave_keys: bool) -> Facts:
+    """Ranks and layers of the halves that ``adapter`` has, and what its base's family allows."""
     layers = {
         "expert": adapter.expert_layers(),
         "nonexpert": tuple(sorted({part.key.layer for part in adapter.nonexpert.values()})),
@@ -117,4 +119,5 @@ def facts_of(adapter: Adapter) -> Facts:
     return Facts(
         {half: rank for half, rank in ranks.items() if layers[half]},
         {half: found for half, found in layers.items() if found},
+        can_leave_keys,
     )

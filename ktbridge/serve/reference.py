@@ -16,6 +16,7 @@ import torch
 from ktbridge.adapter import Adapter
 from ktbridge.serve.arms import Arm, standard_arms
 from ktbridge.serve.lora import AdapterLora
+from ktbridge.serve.rotary import keys_left, rotating
 from ktbridge.serve.streamed import StreamedModel
 from ktbridge.serve.verify import References, mean_distance
 
@@ -33,6 +34,11 @@ class ReferenceModel:
         self._path, self._adapter, self._prompts = path, adapter, prompts
         self._streams: dict[torch.dtype, tuple[StreamedModel, AdapterLora]] = {}
         self._stream(torch.float32)
+
+    @property
+    def can_leave_keys(self) -> bool:
+        """Whether arms with unrotated keys can be computed for this family."""
+        return bool(rotating(self._stream(torch.float32)[0].decoder.layers))
 
     def logprobs(
         self,
@@ -60,7 +66,8 @@ class ReferenceModel:
     def _run(
         self, stream: StreamedModel, lora: AdapterLora, arms: Sequence[Arm], ids: torch.Tensor
     ) -> list[list[float]]:
-        with lora.present(arms):
+        keys = keys_left(rotating(stream.decoder.layers), [arm.unrotated for arm in arms])
+        with lora.present(arms), keys:
             output = stream.hidden(ids.repeat(len(arms), 1))
         found = []
         for arm, hidden in zip(arms, output.last_hidden_state.chunk(len(arms)), strict=True):

@@ -43,6 +43,15 @@ class ExpertCall(NamedTuple):
     tokens: int
 
 
+class Weight(NamedTuple):
+    """Where a tensor of the checkpoint belongs: ``owner``'s ``attribute``, in ``dtype``."""
+
+    owner: Any
+    attribute: str
+    stored: str
+    dtype: torch.dtype
+
+
 class StreamedModel:
     """The language model in ``path``, run in ``dtype`` (float32 or bfloat16) on the CPU.
 
@@ -176,19 +185,19 @@ class StreamedModel:
         names = {module: name for name, module in self.model.named_modules()}
         missing: list[str] = []
         for number, layer in enumerate(self.decoder.layers):
-            stored = self._stored(names[layer], layer, missing)
-            layer.register_forward_pre_hook(self._filler(stored))
-            layer.register_forward_hook(self._dropper(stored, number))
-        rest = []
+            weights = self._weights(names[layer], layer, missing)
+            layer.register_forward_pre_hook(self._filler(weights))
+            layer.register_forward_hook(self._dropper(weights, number))
+        rest: list[Weight] = []
         for name, child in self.decoder.named_children():
             if child is not embeddings and name != "layers":
-                rest += self._stored(names[child], child, missing)
+                rest += self._weights(names[child], child, missing)
         found = self.reader.find(f"{names[embeddings]}.weight")
         self._head_name = self.reader.find(f"{names[head]}.weight") or found or ""
         if found is None:
             missing.append(f"{names[embeddings]}.weight")
         if head.bias is not None:
-            rest += [self._one(head, "bias", f"{names[head]}.bias", missing)]
+            rest.append(self._weight(head, "bias", f"{names[head]}.bias", missing))
         if missing:
             raise KtbridgeError(
                 f"the model in {self.path} lacks {missing[0]} ({len(missing)} weights in all).",
@@ -200,19 +209,16 @@ class StreamedModel:
         embeddings.weight = nn.Parameter(self.reader.tensor(found), requires_grad=False)
         embeddings.register_forward_hook(lambda module, args, output: output.to(self.dtype))
 
-    def _stored(self, prefix: str, module: nn.Module, missing: list[str]) -> list[Any]:
-        """(module, attribute, checkpoint's name, dtype) of each weight in ``module``."""
-        return [
-            self._one(
-                module.get_submodule(name.rpartition(".")[0]),
-                name.rpartition(".")[2],
-                f"{prefix}.{name}",
-                missing,
-            )
-            for name in module.state_dict()
-        ]
+    def _weights(self, prefix: str, module: nn.Module, missing: list[str]) -> list[Weight]:
+        """Those in ``module``; what the checkpoint lacks goes into ``missing`` by its name."""
+        found = []
+        for name in module.state_dict():
+            owner, _, attribute = name.rpartition(".")
+            inside = module.get_submodule(owner)
+            found.append(self._weight(inside, attribute, f"{prefix}.{name}", missing))
+        return found
 
-    def _one(self, owner: nn.Module, attribute: str, name: str, missing: list[str]) -> Any:
+    def _weight(self, owner: nn.Module, attribute: str, name: str, missing: list[str]) -> Weight:
         found = self.reader.find(name)
         shape = tuple(getattr(owner, attribute).shape)
         if found is None:
@@ -224,21 +230,21 @@ class StreamedModel:
                 "download the model again",
             )
         exact = any(part in name for part in self._strict)
-        return owner, attribute, found, torch.float32 if exact else self.dtype
+        return Weight(owner, attribute, found or "", torch.float32 if exact else self.dtype)
 
-    def _filler(self, stored: Sequence[Any]) -> Callable[..., None]:
+    def _filler(self, weights: Sequence[Weight]) -> Callable[..., None]:
         def fill(module: Any, args: Any) -> None:
-            for owner, attribute, name, dtype in stored:
-                tensor = self.reader.whole(name, dtype)
+            for owner, attribute, stored, dtype in weights:
+                tensor = self.reader.whole(stored, dtype)
                 if attribute in owner._parameters:
                     tensor = nn.Parameter(tensor, requires_grad=False)
                 setattr(owner, attribute, tensor)
 
         return fill
 
-    def _dropper(self, stored: Sequence[Any], number: int) -> Callable[..., None]:
+    def _dropper(self, weights: Sequence[Weight], number: int) -> Callable[..., None]:
         def drop(module: Any, args: Any, output: Any) -> None:
-            for owner, attribute, _, _ in stored:
+            for owner, attribute, _, _ in weights:
                 table = owner._parameters if attribute in owner._parameters else owner._buffers
                 table[attribute] = torch.empty_like(table[attribute], device="meta")
                 if table is owner._parameters:

@@ -123,7 +123,7 @@ class Verification:
     @property
     def in_doubt(self) -> bool:
         """Whether something else than what references say may fit better: see ``explain``."""
-        if self.told_by in ("effect", "base"):
+        if self.told_by == "effect":
             return False
         return self.arm.distances[self.arm.nearest] > CLEAR_OF_NOISE * self.floor
 

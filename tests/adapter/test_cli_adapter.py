@@ -6,9 +6,9 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,18 +18,8 @@ Make = Callable[..., Path]
 
 
 @pytest.fixture
-def ktbridge(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(*args: object) -> subprocess.CompletedProcess[str]:
-        code = "from ktbridge.cli import main; main(prog_name='ktbridge')"
-        return subprocess.run(
-            [sys.executable, "-c", code, *map(str, args)],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-
-    return run
+def ktbridge(warm: Any, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    return lambda *args: warm.run("-m", "ktbridge", *args, cwd=tmp_path)
 
 
 def test_convert_then_validate(

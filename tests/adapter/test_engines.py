@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -114,18 +112,8 @@ def test_qwen35_is_known_by_its_keys(make_raw: Make) -> None:
 
 
 @pytest.fixture
-def ktbridge(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(*args: object) -> subprocess.CompletedProcess[str]:
-        code = "from ktbridge.cli import main; main(prog_name='ktbridge')"
-        return subprocess.run(
-            [sys.executable, "-c", code, "validate", *map(str, args)],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-
-    return run
+def ktbridge(warm: Any, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    return lambda *args: warm.run("-m", "ktbridge", "validate", *args, cwd=tmp_path)
 
 
 def test_exit_codes(make_raw: Make, ktbridge: Callable[..., Any]) -> None:

@@ -19,31 +19,71 @@ KEY = "a key of its own"
 
 
 @pytest.fixture(scope="module")
-def servers(launch, base, make_adapter):
+def servers(warm, server, base, make_adapter):
     """Three servers started side by side: each was given only part of what `right` holds."""
     given = {
         "expert": make_adapter("expert-half", nonexpert=False),
         "nonexpert": make_adapter("nonexpert-half", expert=False),
         "zero": make_adapter("zero", strength=0.0),
     }
-    args = ("--model", str(base), "--served-model-name", "tiny", "--adapter")
+    args = (
+        "--model",
+        base,
+        "--served-model-name",
+        "tiny",
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        "--json",
+    )
+    environment = {"KTBRIDGE_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
     starting = {
-        name: launch.begin(*args, f"neko={path}", KTBRIDGE_API_KEY=KEY)
+        name: warm.start(
+            "-m", "ktbridge", "serve", *args, "--adapter", f"neko={path}", **environment
+        )
         for name, path in given.items()
     }
-    servers = {name: launch.finish(process) for name, process in starting.items()}
-    yield servers
-    for server in servers.values():
-        server.stop()
+    try:
+        ready = {name: readiness(process) for name, process in starting.items()}
+        yield {
+            name: type(server)(process, ready[name]["base_url"], ready[name]["models"])
+            for name, process in starting.items()
+        }
+    finally:
+        for process in starting.values():
+            process.kill()
+            process.communicate(20)
+
+
+def readiness(process) -> dict:
+    """What a server says on stdout once it is ready."""
+    ends = time.monotonic() + 180
+    while not process.said().endswith("\n}\n"):
+        assert process.poll() is None, "the server ended before it was ready"
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    return json.loads(process.said())
+
+
+@pytest.fixture
+def ktbridge(warm):
+    """``ktbridge`` in a process of its own, without a key unless one is given."""
+
+    def run(*args, **environment):
+        environment = {"KTBRIDGE_API_KEY": "", "OMP_NUM_THREADS": "1"} | environment
+        return warm.run("-m", "ktbridge", *args, **environment)
+
+    return run
 
 
 def verdicts(result) -> dict[str, str]:
     return {half.half: half.verdict for half in result.halves}
 
 
-def test_right_adapter_is_applied(run_cli, server, base, adapter):
+def test_right_adapter_is_applied(ktbridge, server, base, adapter):
     args = ("--model", "tiny:neko", "--adapter", str(adapter), "--base-model", str(base))
-    done = run_cli("verify", "--base-url", server.url, *args, "--repeat", "2", "--json")
+    done = ktbridge("verify", "--base-url", server.url, *args, "--repeat", "2", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["verdict"], result["ok"], result["problems"]) == ("applied", True, [])
@@ -57,12 +97,12 @@ def test_right_adapter_is_applied(run_cli, server, base, adapter):
         assert half["share"] == pytest.approx(1, abs=0.05)
 
 
-def test_zero_adapter_is_never_applied(run_cli, servers, base, make_adapter):
+def test_zero_adapter_is_never_applied(ktbridge, servers, base, make_adapter):
     """The control: served and verified with B = 0, nothing may be called applied."""
     zero = make_adapter("zero", strength=0.0)
     args = ("--model", "tiny:neko", "--adapter", str(zero), "--base-model", str(base))
     url = servers["zero"].url
-    done = run_cli("verify", "--base-url", url, *args, KTBRIDGE_API_KEY=KEY)
+    done = ktbridge("verify", "--base-url", url, *args, KTBRIDGE_API_KEY=KEY)
     assert done.returncode == 1
     assert done.stdout.count("can't tell") == 3  # each half, and the whole
     assert "tiny:neko: can't tell - the adapter changes nothing: its B is zero" in done.stdout
@@ -98,7 +138,7 @@ def test_wrong_base_proves_nothing(server, adapter, other_base):
     assert (result.verdict, result.told_by, result.ok) == ("can't tell", "base", False)
 
 
-def test_a_wrong_alpha_is_named(run_cli, server, base, adapter, tmp_path):
+def test_a_wrong_alpha_is_named(ktbridge, server, base, adapter, tmp_path):
     """The server's effect is half of what this adapter asks for."""
     doubled = tmp_path / "doubled"
     doubled.mkdir()
@@ -111,7 +151,7 @@ def test_a_wrong_alpha_is_named(run_cli, server, base, adapter, tmp_path):
         content = json.loads((doubled / name).read_text()) | change
         (doubled / name).write_text(json.dumps(content))
     args = ("--model", "tiny:neko", "--adapter", str(doubled), "--base-model", str(base))
-    done = run_cli("verify", "--base-url", server.url, *args)
+    done = ktbridge("verify", "--base-url", server.url, *args)
     assert done.returncode == 1
     assert "tiny:neko: wrong scale - ≈ ×0.5 (" in done.stdout
     assert "KTV003  tiny\n" in done.stderr  # the arm with experts alone isn't right either
@@ -141,7 +181,7 @@ def test_adapter_that_goes_nowhere_is_an_error(server, base, make_adapter):
         verify(server.url, "tiny:neko", str(make_adapter("narrow", hidden=32)), str(base))
 
 
-def test_unavailable_is_never_a_pass(run_cli, server, servers, base, adapter):
+def test_unavailable_is_never_a_pass(ktbridge, server, servers, base, adapter):
     rest = ("--adapter", str(adapter), "--base-model", str(base))
     cases = {
         "cannot be asked": ("--base-url", "http://127.0.0.1:9", "--model", "tiny:neko"),
@@ -149,7 +189,7 @@ def test_unavailable_is_never_a_pass(run_cli, server, servers, base, adapter):
         "API key is missing": ("--base-url", servers["zero"].url, "--model", "tiny"),
     }
     for words, args in cases.items():
-        done = run_cli("verify", *args, *rest)
+        done = ktbridge("verify", *args, *rest)
         assert done.returncode == 1
         assert words in done.stderr
         assert "Traceback" not in done.stderr

@@ -1,6 +1,6 @@
 """Several processes on one model, for real: gloo on the CPU, started as a launcher starts them.
 
-All but one run are of processes that have imported already (``warm.py``), accelerate's launcher included.
+All but one run are of processes that have imported already (``warm.py``), as accelerate's launcher has.
 
 This file is also what those processes run: ``python test_distributed.py FUNCTION ARGUMENT …``.
 """
@@ -9,12 +9,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm as warm_python
 import yaml
 from safetensors.torch import load_file
 from torch import nn
@@ -271,7 +271,7 @@ def launch(warm, run_dir):
     """A run that accelerate launches, its processes and the launcher with everything imported."""
 
     def run(name, method, *overrides, how=("-m", "ktbridge")):
-        stand_in = (sys.modules["warm"].__file__, *how)
+        stand_in = (warm_python.HERE, *how)
         command = launched(run_dir, name, method, *overrides, how=stand_in)
         return warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2")
 
@@ -308,7 +308,7 @@ def test_what_accelerate_is_told_in_vain_is_refused_with_the_mistakes_of_the_run
     told = yaml.safe_load((EXAMPLES / "fsdp2.yaml").read_text()) | {"mixed_precision": "bf16"}
     told["fsdp_config"] |= {"fsdp_cpu_ram_efficient_loading": True, "fsdp_version": 1}
     (tmp_path / "published.yaml").write_text(yaml.safe_dump(told))
-    how = (sys.modules["warm"].__file__, "-m", "ktbridge")
+    how = (warm_python.HERE, "-m", "ktbridge")
     done = warm.run(*launched(run_dir, "no", tmp_path / "published", "lora_rank=0", how=how))
     assert done.returncode == 1
     problems = json.loads(done.stdout.partition("\n{\n")[0])["problems"]  # the first rank's
@@ -319,15 +319,10 @@ def test_what_accelerate_is_told_in_vain_is_refused_with_the_mistakes_of_the_run
 
 
 @quiet
-def test_ddp_trains_as_one_process_does(run_dir):
-    """With nothing imported beforehand, as a user's command."""
-    done = subprocess.run(
-        [sys.executable, *launched(run_dir, "ddp", "ddp")],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "KTBRIDGE_THREADS": "2"},
-    )
+def test_ddp_trains_as_one_process_does(warm, run_dir):
+    """Processes that have imported nothing beforehand, as a user's command starts them."""
+    command = launched(run_dir, "ddp", "ddp")
+    done = warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
     assert_same_run(run_dir, "alone", "ddp")

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -63,14 +61,8 @@ def config_of(run_dir, **overrides):
     return load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
 
 
-def test_training_learns_and_leaves_a_valid_raw_adapter(run_dir):
-    done = subprocess.run(
-        [sys.executable, "-m", "ktbridge", *command(run_dir)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "KTBRIDGE_THREADS": "2"},
-    )
+def test_training_learns_and_leaves_a_valid_raw_adapter(warm, run_dir):
+    done = warm.run("-m", "ktbridge", *command(run_dir), KTBRIDGE_THREADS="2")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["steps"] == 12

@@ -3,7 +3,7 @@
 Importing them takes a process some ten seconds of CPU, more than a tiny model's whole training.
 ``WarmPython`` starts one that imports them and then only forks. Each fork is a process like any other, with
 its own environment, streams, signals and end, and runs what ``python ARGUMENT …`` would: a file,
-``-m MODULE`` or ``-c TEXT``. What a process does while it imports or ends is tested with real ones.
+``-m MODULE`` or ``-c TEXT``. What a process does while it imports or is taken apart is tested with real ones.
 
 The server has run nothing in parallel when it forks, so that OpenMP's and our threads start in the fork.
 
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,23 @@ PRELOADED = (
     "ktbridge.sft.trainer", "ktbridge.sft.distributed.dispatch", "ktbridge.sft.distributed.trainer",
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate.commands.launch", "tinymoe",
     "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.elastic.multiprocessing.api",
-    "torch.distributed.tensor", "expertmoe",
+    "torch.distributed.tensor", "expertmoe", "ktbridge.cli.convert", "ktbridge.cli.validate",
+    "ktbridge.cli.verify", "ktbridge.serve.proof", "ktbridge.serve.reference", "ktbridge.cli.serve",
+    "ktbridge.serve.local.launch", "ktbridge.serve.local.app", "ktbridge.serve.local.engine", "uvicorn",
 )  # fmt: skip
 
 
 class Process:
     """A fork as ``subprocess.Popen`` would show it, its output in files."""
 
-    def __init__(self, server: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, server: str, arguments: list[str], environment: Mapping[str, str], cwd: str
+    ) -> None:
         self.returncode: int | None = None
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         with open(os.devnull) as nothing:
             given = [nothing.fileno(), *(file.fileno() for file in self._files)]
-            self._line, self.pid = _ask(server, arguments, environment, given)
+            self._line, self.pid = _ask(server, arguments, environment, cwd, given)
 
     def poll(self) -> int | None:
         """The exit status, or minus the signal that ended it; None while it runs."""
@@ -80,6 +84,11 @@ class Process:
             file.close()
         return texts[0], texts[1]
 
+    def said(self) -> str:
+        """What it has written to stdout so far."""
+        size = os.fstat(self._files[0].fileno()).st_size
+        return os.pread(self._files[0].fileno(), size, 0).decode()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -95,8 +104,8 @@ class WarmPython:
         self._address = str(directory / "warm")
         self._server: subprocess.Popen[bytes] | None = None
 
-    def start(self, *arguments: object, **environment: str) -> Process:
-        """``python ARGUMENT …`` in this process's environment with changes."""
+    def start(self, *arguments: object, cwd: Path | None = None, **environment: str) -> Process:
+        """``python ARGUMENT …`` in this process's directory, or ``cwd``, and environment with changes."""
         if self._server is None:
             self._server = subprocess.Popen(
                 [sys.executable, str(HERE), "--serve", self._address],
@@ -106,13 +115,22 @@ class WarmPython:
             )
             assert self._server.stdout is not None
             assert self._server.stdout.readline() == b"ready\n"
-        return Process(self._address, [*map(str, arguments)], {**os.environ, **environment})
+        return Process(
+            self._address,
+            [*map(str, arguments)],
+            {**os.environ, **environment},
+            str(cwd or os.getcwd()),
+        )
 
     def run(
-        self, *arguments: object, timeout: float = 200, **environment: str
+        self,
+        *arguments: object,
+        timeout: float = 200,
+        cwd: Path | None = None,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         """The same until it has ended."""
-        process = self.start(*arguments, **environment)
+        process = self.start(*arguments, cwd=cwd, **environment)
         try:
             out, error = process.communicate(timeout)
         finally:
@@ -127,13 +145,13 @@ class WarmPython:
 
 
 def _ask(
-    server: str, arguments: list[str], environment: Mapping[str, str], files: list[int]
+    server: str, arguments: list[str], environment: Mapping[str, str], cwd: str, files: list[int]
 ) -> tuple[socket.socket, int]:
     """Have the server fork; the line on which it will tell the exit status, and the fork's pid."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(server)
     socket.send_fds(line, [b"."], files)
-    request = [arguments, {**environment, ADDRESS: server}, os.getcwd()]
+    request = [arguments, {**environment, ADDRESS: server}, cwd]
     line.sendall(json.dumps(request).encode() + b"\n")
     return line, int(line.recv(16))
 
@@ -143,10 +161,13 @@ def _ask(
 
 def serve(address: str) -> None:
     """Fork for each that asks, until stdin ends; returns in each fork when its work is done."""
+    import gc
     import importlib
 
     for name in PRELOADED:
         importlib.import_module(name)
+    # What was imported is no garbage: collecting it at its end would take each fork more than a second.
+    gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(16)
@@ -175,12 +196,35 @@ def serve(address: str) -> None:
                 watched.close()
                 listener.close()
                 line.close()
-                become(*request, files)
+                end(become, *request, files)
                 return
             for file in files:
                 os.close(file)
             line.sendall(str(pid).encode())
             watched.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, line))
+
+
+def end(work: Callable[..., None], *arguments: Any) -> None:
+    """Do ``work`` and end as Python does, but for taking apart what was imported, which takes half a second.
+
+    An exception that isn't SystemExit ends the slow way.
+    """
+    import atexit
+    import threading
+
+    code: Any = 0
+    try:
+        work(*arguments)
+    except SystemExit as said:
+        code = said.code or 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 def become(arguments: list[str], environment: dict[str, str], cwd: str, files: list[int]) -> None:
@@ -211,7 +255,7 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str, files: l
 
 def stand_in(arguments: list[str]) -> Any:
     """End as a fork with these arguments does; signals are its own."""
-    line, pid = _ask(os.environ[ADDRESS], arguments, os.environ, [0, 1, 2])
+    line, pid = _ask(os.environ[ADDRESS], arguments, os.environ, os.getcwd(), [0, 1, 2])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: os.kill(pid, number))
     status = int(line.recv(16))
