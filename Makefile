@@ -3,6 +3,7 @@
 # make test-gpu   the tests that need a CUDA GPU
 # make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
+# make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make check   lint, formatting, types
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -100,7 +101,7 @@ $(BIN)/python:
 	  || { echo "ktbridge needs Python 3.10 or newer; run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# The kernels are compiled here, so these follow the C++ sources too.
+## The kernels are compiled here, so these follow the C++ sources too.
 $(VENV)/.demo: $(BIN)/python $(NATIVE)
 	@echo "Installing ktbridge and what the demo needs into $(VENV) (a few minutes the first time) ..."
 	@$(PIP_INSTALL) -e '.[all]'
@@ -111,9 +112,10 @@ $(VENV)/.dev: $(BIN)/python $(NATIVE)
 	@$(PIP_INSTALL) -e '.[all,dev]'
 	@touch $@
 
-# transformers brings the harness its tokenizers; it needs no torch for them.
+## transformers brings the harness its tokenizers; it needs no torch for them.
 $(CLIENTS)/.installed:
-	$(PYTHON) -m venv $(CLIENTS)
+	@echo "Installing lm-evaluation-harness and schemathesis into $(CLIENTS) (some 5 minutes, once) ..."
+	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet \
 	  'lm_eval[api]>=0.4.9' 'schemathesis>=4' 'transformers>=5.10'
 	@touch $@

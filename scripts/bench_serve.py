@@ -71,7 +71,8 @@ def ours(case: dict[str, Any], rounds: int) -> dict[str, float]:
     """Best tokens a second by row of the table."""
     prompts, tokens = case["prompts"], case["tokens"]
     one, best = [prompts[len(prompts) // 2]], dict[str, float]()
-    with engine(case["model"], case["adapter"], case["threads"]) as (url, key, listed):
+    with engine(case["model"], case["adapter"], case["threads"]) as child:
+        url, key, listed = child.url, child.key, child.models
         rows = {"1 stream": ([listed[0]], one)}
         rows |= {f"{len(prompts)} streams, {name}": ([name], prompts) for name in listed}
         if case["adapter"]:

@@ -19,7 +19,10 @@ WHOLE, SECONDS = click.IntRange(1), click.FloatRange(0, min_open=True)
 
 @dataclass(frozen=True)
 class _Option:
-    """One limit. ``field`` is its name in ``Limits``; ``sglang`` says what sets it there."""
+    """One limit. ``field`` is its name in ``Limits``; ``sglang`` says what sets it there.
+
+    Flags as sglang-kt 0.6.4 and 0.7.2 have them in sglang/srt/server_args.py.
+    """
 
     name: str
     field: str
@@ -46,7 +49,7 @@ OPTIONS = (
         "waiting",
         WHOLE,
         "Prompts that may wait; more are told 429",
-        "pass -- --max-queued-requests N",
+        "pass -- --max-queued-requests N; more are told 503",
     ),
     _Option(
         "--context-length",
@@ -89,7 +92,7 @@ OPTIONS = (
         "drain_seconds",
         SECONDS,
         "Seconds to go on answering after SIGTERM or Ctrl-C",
-        "SGLang has no such option",
+        "SGLang has no such option; it finishes every answer, however long that takes",
     ),
 )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, nullcontext
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +14,7 @@ from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
     from ktbridge.serve.chat import Conversation
+    from ktbridge.serve.local.child import Child
 
 HELP = """\
 /base /expert /full   let that arm answer from now on
@@ -20,7 +22,7 @@ HELP = """\
 /system [TEXT]        set the system message, or show it; /system - for none
 /clear                forget what was said
 /help                 this
-/quit                 leave (or Ctrl-D); Ctrl-C ends an answer"""
+/quit                 leave (or Ctrl-D); Ctrl-C ends an answer, or a line"""
 
 
 @click.command(cls=Command)
@@ -33,7 +35,11 @@ HELP = """\
 @click.option("--adapter", metavar="DIR", help="Without --base-url: an adapter, of any layout.")
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="Default: the server's.")
-@click.option("--max-tokens", type=click.IntRange(1), default=1024, show_default=True)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Of an answer.  [default: 1024, or what the context leaves]",
+)
 @click.option("--seed", type=int, help="Repeatable answers.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of the engine.")
 @click.option(
@@ -45,7 +51,7 @@ def command(
     adapter: str | None,
     system: str | None,
     temperature: float | None,
-    max_tokens: int,
+    max_tokens: int | None,
     seed: int | None,
     threads: int | None,
     api_key: str | None,
@@ -72,16 +78,20 @@ def command(
             "--adapter and --threads are for an engine that chat starts; a server has its own.",
             "leave them out, or leave --base-url out",
         )
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=errors)
     with terminable(), ExitStack() as stack:
         if base_url is None:
             from ktbridge.serve.local.child import ADAPTER, engine
 
             assert model is not None
-            url, key, listed = stack.enter_context(engine(model, adapter, threads))
-            server = Server(url, key)
+            child = stack.enter_context(engine(model, adapter, threads))
+            server, listed = Server(child.url, child.key), child.models
             served = listed[-1].rpartition(":")[0]
             wanted = listed[0] if adapter is None else f"{served}:{ADAPTER}"
         else:
+            child = None
             server = Server(base_url, api_key)
             listed = server.models()
             wanted = model or (listed[0] if listed else "")
@@ -91,12 +101,15 @@ def command(
         talk = Conversation(
             server, arms, arm, system, temperature=temperature, max_tokens=max_tokens, seed=seed
         )
-        failed = _converse(talk)
+        failed = _converse(talk, child)
     sys.exit(1 if failed and not sys.stdin.isatty() else 0)
 
 
-def _converse(talk: Conversation) -> bool:
-    """Until the input ends or /quit; whether a line failed."""
+def _converse(talk: Conversation, child: Child | None) -> bool:
+    """Until the input ends or /quit; whether a line failed.
+
+    Raises KtbridgeError if the chat's own engine ``child`` ends.
+    """
     from ktbridge.cli._app import Terminated, render
     from ktbridge.errors import KtbridgeError
 
@@ -104,6 +117,7 @@ def _converse(talk: Conversation) -> bool:
     failed = False
     for line in _lines(talk):
         try:
+            _check_text(line)
             if line.startswith("/"):
                 if line == "/quit":
                     break
@@ -114,9 +128,13 @@ def _converse(talk: Conversation) -> bool:
             else:
                 last = line
                 _write(talk.ask(line))
+                if talk.cut:
+                    click.echo("(cut at the limit of tokens; --max-tokens sets it)", err=True)
         except KtbridgeError as error:
             failed = True
             render(error)
+            if child is not None:
+                child.check()
         except KeyboardInterrupt as stop:
             if isinstance(stop, Terminated) or not sys.stdin.isatty():
                 raise
@@ -125,7 +143,9 @@ def _converse(talk: Conversation) -> bool:
 
 
 def _lines(talk: Conversation) -> Iterator[str]:
-    """What is typed or piped in, without empty lines."""
+    """What is typed or piped in, without empty lines. Raises Terminated."""
+    from ktbridge.cli._app import Terminated
+
     if not sys.stdin.isatty():
         for piped in sys.stdin:
             if line := piped.strip():
@@ -139,14 +159,31 @@ def _lines(talk: Conversation) -> Iterator[str]:
     while True:
         try:
             line = input(f"{talk.arm}> ").strip()
-        except (EOFError, KeyboardInterrupt):
+        except KeyboardInterrupt as stop:
+            if isinstance(stop, Terminated):
+                raise
+            click.echo("\n(Ctrl-D leaves)", err=True)  # the end of the line, not of the chat
+            continue
+        except EOFError:
             click.echo(err=True)
             return
         if line:
             yield line
 
 
-def _write(pieces: Iterator[str]) -> None:
+def _check_text(line: str) -> None:
+    """Raises KtbridgeError for bytes that are no text, which Python hands on as half surrogates."""
+    from ktbridge.errors import KtbridgeError
+
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise KtbridgeError(
+            "this line is not UTF-8.", "convert it, with iconv for example"
+        ) from None
+
+
+def _write(pieces: Generator[str, None, None]) -> None:
     """An answer as it comes. Ctrl-C ends it at the server, too."""
     shown = _plain if sys.stdout.isatty() else str
     try:
@@ -154,7 +191,7 @@ def _write(pieces: Iterator[str]) -> None:
             sys.stdout.write(shown(piece))
             sys.stdout.flush()
     finally:
-        pieces.close()  # type: ignore[attr-defined]
+        pieces.close()
         click.echo()
 
 
@@ -197,23 +234,38 @@ def _obey(talk: Conversation, line: str, last: str) -> None:
 
 
 def _compare(talk: Conversation, question: str) -> None:
-    """Every arm at once, in columns on a terminal and one after the other on a pipe."""
-    from concurrent.futures import ThreadPoolExecutor
+    """Every arm at once, in columns on a terminal and one after the other on a pipe.
 
+    Raises KtbridgeError, once all have ended, if one has failed.
+    """
+    from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
-    from ktbridge.cli._ui import console
+    from ktbridge.cli._ui import console, shown
+    from ktbridge.errors import KtbridgeError
 
-    with ThreadPoolExecutor(len(talk.arms)) as pool:
-        asked = {
-            arm: pool.submit(lambda a: "".join(talk.ask_arm(a, question)), arm) for arm in talk.arms
-        }
-        answers = {arm: future.result() for arm, future in asked.items()}
-    if not console.is_terminal:
+    answers = dict.fromkeys(talk.arms, "")
+    failed: list[tuple[str, KtbridgeError]] = []
+
+    def table() -> Table:
+        columns = Table(*(shown(f"{arm}: {talk.arms[arm]}") for arm in answers), expand=True)
+        columns.add_row(*(Text(_plain(answer), overflow="fold") for answer in answers.values()))
+        return columns
+
+    # While they come, as much as the screen holds; then all of it.
+    live = Live(get_renderable=table, console=console, transient=True, refresh_per_second=8)
+    with live if console.is_terminal else nullcontext(), closing(talk.compare(question)) as told:
+        for arm, piece in told:
+            if isinstance(piece, str):
+                answers[arm] += piece
+            elif piece is not None:
+                failed.append((arm, piece))
+    if console.is_terminal:
+        console.print(table())
+    else:
         for arm, answer in answers.items():
-            click.echo(f"[{arm}] {answer}")
-        return
-    table = Table(*(f"{arm}: {talk.arms[arm]}" for arm in answers), expand=True)
-    table.add_row(*(Text(_plain(answer)) for answer in answers.values()))
-    console.print(table)
+            if arm not in dict(failed):
+                click.echo(f"[{arm}] {answer}")
+    for arm, error in failed[:1]:
+        raise KtbridgeError(f"{arm}: {error}", error.next_step)

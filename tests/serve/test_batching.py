@@ -210,6 +210,39 @@ def test_a_long_prompt_holds_nobody_up(engine):
     assert (batch.coming, len(batch.rows), gone.listener.said) == (None, 1, {})
 
 
+def test_a_seed_draws_the_same_wherever_it_is_answered(engine):
+    """Alone, beside other arms, and after a prompt in chunks: each token is the one that its seed's next
+    number falls upon, in the distribution of one plain pass over prompt and answer."""
+    prompt = [i % 50 + 3 for i in range(40)]
+
+    def seeded() -> Ask:
+        sampling = Sampling(max_tokens=24, temperature=0.8, seed=11, top_logprobs=0)
+        return Ask(BOTH, prompt, sampling, Asker())
+
+    crowded = Batch(engine, running=4, cells=10**6, chunk=7)
+    for arm in (BASE, OTHER, EXPERT):
+        crowded.admit(ask(arm, [5, 6, 7], 60))
+    alone = Batch(engine, running=4, cells=10**6)
+    answers = []
+    for batch in (alone, crowded, alone):
+        answers.append(one := seeded())
+        batch.begin(one)
+        while not isinstance(one.listener.said.get(0, [None])[-1], Finish):
+            batch.advance()
+            batch.step()
+    said = [[entry.token for entry in one.listener.entries()] for one in answers]
+    assert said[0] == said[2]
+    for tokens in said[:2]:
+        logits, _ = engine.prefill(BOTH, [*prompt, *tokens], True)
+        shares = (logits[len(prompt) - 1 : -1].float() / 0.8).softmax(-1).cumsum(-1)
+        numbers = torch.rand(24, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+        for token, its, number in zip(tokens, shares, numbers, strict=True):
+            below = its[token - 1] if token else 0
+            assert below - 0.03 <= number <= its[token] + 0.03
+    # A number of its own for every token, and other ones for another seed.
+    assert len(set(said[0])) > 5
+
+
 def test_packed_linears_compute_the_same():
     """Each row is what float32 makes of it, and doesn't depend on who is beside it."""
     if not worth_packing():
@@ -269,7 +302,7 @@ def test_queue_limit_cancellation_and_end(engine):
         worker = Worker(Batch(engine, running=2, cells=10**6), max_waiting=2)
 
         def submit(tokens: int, prompts: int = 1) -> Job:
-            job = Job("s", prompts)
+            job = Job("s", prompts, worker.outbox)
             sampling = Sampling(max_tokens=tokens, temperature=0)
             worker.submit([Ask(BOTH, [3, 4], sampling, job, first=i) for i in range(prompts)])
             return job

@@ -1,7 +1,10 @@
-"""`ktbridge chat` as a process on a pipe, against real servers."""
+"""`ktbridge chat` as a process, on a pipe and on a terminal, against real servers."""
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import signal
 import subprocess
 import time
@@ -75,8 +78,83 @@ def test_what_goes_wrong_is_said_and_counted(chat, server):
         assert words in done.stderr
 
 
+def test_lines_that_are_no_text_and_answers_without_a_limit(cli_command, cli_environment, server):
+    """Without --max-tokens the context is the limit where it leaves less than chat would ask for."""
+    done = subprocess.run(
+        cli_command("chat", "--base-url", server.url, "--model", "tiny", "--temperature", "0"),
+        input="\udcff\n今天 😺\n".encode(errors="surrogateescape"),
+        capture_output=True,
+        timeout=90,
+        env=cli_environment,
+    )
+    assert done.returncode == 1
+    assert b"this line is not UTF-8" in done.stderr
+    assert b"cut at the limit of tokens" in done.stderr
+    assert len(done.stdout) > 400
+
+
+class Terminal:
+    """A chat at a terminal of its own."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.process, self._end = pty.fork()
+        if not self.process:
+            os.execvpe(command[0], command, environment | {"TERM": "xterm", "COLUMNS": "100"})
+
+    def type(self, keys: str) -> None:
+        os.write(self._end, keys.encode())
+
+    def read(self, until: str) -> str:
+        """What is shown next, as far as ``until`` at least, or to the program's end."""
+        shown = b""
+        while until.encode() not in shown:
+            assert select.select([self._end], [], [], 30)[0], shown
+            try:
+                shown += os.read(self._end, 65536)
+            except OSError:  # the program has ended
+                break
+        return shown.decode(errors="replace")
+
+    def wait(self) -> int:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        os.close(self._end)
+        return code
+
+
+def test_at_a_terminal(cli_command, cli_environment, server, client):
+    command = cli_command(
+        *("chat", "--base-url", server.url, "--model", "tiny:neko", "--temperature", "0")
+    )
+    chat = Terminal(command, cli_environment)
+    assert "base: tiny:base, expert: tiny, full: tiny:neko" in chat.read("full> ")
+    # Ctrl-C: the end of a line, of an answer, and of a comparison, but never of the chat.
+    chat.type("half a lin\x03")
+    assert "(Ctrl-D leaves)" in chat.read("full> ")
+    chat.type("/base\n")
+    chat.read("base> ")
+    for question in ("hi\n", "/compare hi\n"):
+        chat.type(question)
+        chat.read("\n")
+        time.sleep(0.1)
+        chat.type("\x03")
+        shown = chat.read("base> ")
+        assert "cut at the limit" not in shown
+        assert "Ctrl-D" not in shown
+    # What is typed in Chinese and mended by a key arrives as it is seen.
+    chat.type("/clear\n")
+    chat.read("base> ")
+    chat.type("/system 你好吗\x7f\n")
+    assert "system: 你好\r\n" in chat.read("base> ")
+    chat.type("/compare 今天\n")
+    shown = chat.read("base> ")
+    assert all(f"{arm}: " in shown for arm in ("base", "expert", "full"))
+    chat.type("\x04")
+    assert chat.read("\0")
+    assert chat.wait() == 0
+
+
 def test_an_engine_of_its_own(cli_command, cli_environment, base, adapter, server, client):
-    """Started for the chat, and gone with it, even when the chat is killed outright."""
+    """Started for the chat, which ends with it and says so."""
     process = subprocess.Popen(
         cli_command(
             *("chat", "--model", str(base), "--adapter", str(adapter), "--threads", "1"),
@@ -93,15 +171,30 @@ def test_an_engine_of_its_own(cli_command, cli_environment, base, adapter, serve
         process.stdin.flush()
         assert process.stdout.readline() == said(client, "tiny:neko", ("user", "hi")) + "\n"
         (child,) = children(process.pid)
-        process.stdin.write("/expert\n")
-        process.stdin.flush()
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-        for _ in range(400):
-            if not alive(child):
-                break
-            time.sleep(0.05)
-        assert not alive(child)
+        os.kill(child, signal.SIGKILL)
+        _, errors = process.communicate("/expert\nhi\nhi\n", timeout=30)
+    assert process.returncode == 1
+    assert "the engine ended with code -9" in errors
+    assert "Traceback" not in errors
+
+
+def test_an_engine_goes_with_its_chat(cli_command, cli_environment, base):
+    """Even when the chat is killed outright, and before it was of any use."""
+    command = cli_command("chat", "--model", str(base))
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=cli_environment
+    ) as process:
+        wait_for(lambda: children(process.pid))
+        (child,) = children(process.pid)
+        process.kill()
+    wait_for(lambda: not alive(child))
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def children(process: int) -> list[int]:

@@ -112,10 +112,15 @@ def test_several_choices(client, stream):
     assert whole.usage.completion_tokens == 36
     assert whole.usage.prompt_tokens == ask(client).usage.prompt_tokens
     if stream:
-        pieces = dict.fromkeys(range(3), "")
-        for chunk in streamed(client, **options):
-            pieces[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        pieces, ends = dict.fromkeys(range(3), ""), []
+        *chunks, last = streamed(client, **options, stream_options={"include_usage": True})
+        for chunk in chunks:
+            (choice,) = chunk.choices
+            pieces[choice.index] += choice.delta.content or ""
+            ends += [choice.index] if choice.finish_reason else []
         assert list(pieces.values()) == texts
+        assert sorted(ends) == [0, 1, 2]
+        assert (last.choices, last.usage) == ([], whole.usage)
     else:
         assert ask(client, **options | {"n": 1}).choices[0].message.content == texts[0]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
-from ktbridge.serve.machine import read_machine
+from ktbridge.serve.doctor import _huge_pages, _numa
+from ktbridge.serve.machine import NumaNode, read_machine
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -61,6 +64,14 @@ def test_a_two_node_machine_in_a_container(tmp_path):
         (0, "0-3", 1_024_000),
         (1, "4-7", 1_024_000),
     ]
+    # What is worth doing something about comes with what to do.
+    node = NumaNode(9, "900-901", 1)
+    lost = replace(machine, numa=(*machine.numa, node), huge_pages=10**6)
+    assert "numactl" in _numa(machine).remedy
+    assert "affinity allows no CPU of node 9" in _numa(replace(lost, numa=(node,))).found
+    assert "vm.nr_hugepages=0" in _huge_pages(lost).remedy
+    never = replace(machine, transparent_huge_pages="never")
+    assert "transparent_hugepage/enabled" in _huge_pages(never).remedy
 
 
 def test_cgroup_version_1(tmp_path):
@@ -110,6 +121,18 @@ def test_the_engine_and_its_contract(run_cli, tmp_path):
     checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
     assert "0.6.3 to 0.7.0.post3: adapters split" in checks["engine contract"]["found"]
     assert checks["engine contract"]["remedy"] == "pip install kt-kernel==0.6.4"
+    assert "0.6.4 has CVE-2026-3059, CVE-2026-3060" in checks["engine security"]["found"]
+    assert "off untrusted networks" in checks["engine security"]["remedy"]
+
+
+def test_gpus_without_asking_torch(run_cli, tmp_path):
+    tool = (
+        write(tmp_path, {"nvidia-smi": "#!/bin/sh\necho '0, A GPU, 9.0, 81920'\n"}) / "nvidia-smi"
+    )
+    tool.chmod(0o755)
+    done = run_cli("doctor", "--quick", "--json", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["GPU"]["found"] == "A GPU 80 GiB (nvidia-smi; torch was not asked)"
 
 
 def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):

@@ -1,29 +1,44 @@
-"""What a server takes on: a full queue, bodies that don't come, numbers, and its end."""
+"""What a server takes on: a full queue, hang-ups, keys, bodies that don't come, numbers, and its end."""
 
 from __future__ import annotations
 
+import http.client
 import json
+import re
 import socket
 import time
+import urllib.error
 import urllib.request
+import zipfile
 from contextlib import ExitStack
 
 import openai
 import pytest
+from enginewheels import wheel_path
 from prometheus_client.parser import text_string_to_metric_families
+
+from ktbridge.cli._serve_limits import OPTIONS
+from ktbridge.serve.sglang.installed import parser_flags
+
+KEY = "hush-hush"
+RUNNING, WAITING, CONTEXT = 8, 2, 500
+AUTHORIZATION = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
 def small(launch, base):
-    """A server that takes on next to nothing."""
-    limits = (
-        "--max-running 1 --max-waiting 2 --context-length 300 --body-seconds 1 --drain-seconds 15"
+    """A server that takes on little, and reads prompts slowly while it answers."""
+    limits = f"--max-running {RUNNING} --max-waiting {WAITING} --context-length {CONTEXT}"
+    limits += " --prefill-chunk 1 --body-seconds 1 --drain-seconds 30"
+    return launch(
+        *("--model", str(base), "--served-model-name", "tiny", *limits.split()),
+        KTBRIDGE_API_KEY=KEY,
     )
-    return launch("--model", str(base), "--served-model-name", "tiny", *limits.split())
 
 
 def metrics(server) -> dict[str, float]:
-    with urllib.request.urlopen(f"{server.root}/metrics", timeout=10) as response:
+    request = urllib.request.Request(f"{server.root}/metrics", headers=AUTHORIZATION)
+    with urllib.request.urlopen(request, timeout=10) as response:
         families = text_string_to_metric_families(response.read().decode())
         samples = [sample for family in families for sample in family.samples]
     return {".".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
@@ -39,6 +54,7 @@ def wait_for(condition, seconds: float = 15) -> None:
 def half_sent(server) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {KEY}\r\n"
     connection.sendall(f"{head}Content-Length: 500\r\n\r\n{{".encode())
     return connection
 
@@ -52,41 +68,96 @@ def answer(connection: socket.socket) -> bytes:
 
 def long_stream(client: openai.OpenAI):
     return client.completions.create(
-        model="tiny", prompt=[5], max_tokens=299, temperature=0, stream=True
+        model="tiny", prompt=[5], max_tokens=CONTEXT - 1, temperature=0, stream=True
     )
 
 
+def fill(server, client: openai.OpenAI, stack: ExitStack, count: int) -> list:
+    """Long streams, begun one after the other; those that there is no place for wait."""
+    streams = []
+    for begun in range(1, count + 1):
+        streams.append(stack.enter_context(long_stream(client)))
+        places = min(begun, RUNNING)
+        wait_for(lambda n=places: metrics(server)["ktbridge_running_answers"] == n)
+    return streams
+
+
 def test_a_full_queue_says_when_to_come_back(small):
-    with small.client() as client, ExitStack() as stack:
-        streams = []
-        for _ in range(3):
-            streams.append(stack.enter_context(long_stream(client)))
-        wait_for(lambda: metrics(small)["ktbridge_waiting_prompts"] == 2)
+    with small.client(KEY) as client, ExitStack() as stack:
+        streams = fill(small, client, stack, RUNNING + WAITING)
+        assert metrics(small)["ktbridge_waiting_prompts"] == WAITING
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model="tiny", prompt=[5], max_tokens=1)
         assert caught.value.code == "queue_full"
         assert int(caught.value.response.headers["Retry-After"]) > 0
         # Whoever hangs up makes room at once.
-        streams[1].close()
-        wait_for(lambda: metrics(small)["ktbridge_requests_total.tiny.cancelled"] >= 1)
+        for stream in streams[1:]:
+            stream.close()
+        wait_for(lambda: metrics(small)["ktbridge_requests_total.tiny.cancelled"] == 9)
         got = client.completions.create(model="tiny", prompt=[5], max_tokens=2)
         assert got.usage.completion_tokens == 2
-        assert sum(1 for _ in streams[2]) > 1
+        assert sum(1 for _ in streams[0]) > 1
     wait_for(lambda: metrics(small)["ktbridge_running_answers"] == 0)
     seen = metrics(small)
     assert seen["ktbridge_requests_total.tiny.rejected"] == 1
-    assert seen["ktbridge_requests_total.tiny.finished"] >= 2
-    assert seen["ktbridge_prompt_tokens_total.tiny"] >= 3
-    assert seen["ktbridge_generated_tokens_total"] >= 301
+    assert seen["ktbridge_requests_total.tiny.finished"] == 2
+    assert seen["ktbridge_prompt_tokens_total.tiny"] >= 9
+    assert seen["ktbridge_generated_tokens_total"] >= 501
     assert seen["ktbridge_first_token_seconds_count"] >= 2
 
 
+def test_a_place_is_free_once_its_client_has_gone(small):
+    """In the middle of its prompt and of its answer; whoever is beside it goes on."""
+
+    def count(name: str) -> float:
+        return metrics(small).get(f"ktbridge_{name}", 0)
+
+    cancelled, prompts = "requests_total.tiny.cancelled", "prompt_tokens_total.tiny"
+    before = count(cancelled)
+
+    def wait_until_gone(clients: int) -> None:
+        wait_for(lambda: count(cancelled) == before + clients)
+        wait_for(lambda: count("running_answers") <= 1)
+
+    with small.client(KEY) as client, long_stream(client) as beside:
+        chunks = iter(beside)
+        next(chunks)
+        for gone, streamed in enumerate((True, False), 1):  # 290 tokens, read one a step
+            seen = count(prompts)
+            body = {"model": "tiny", "prompt": [5] * 290, "max_tokens": 200, "stream": streamed}
+            reader = http.client.HTTPConnection("127.0.0.1", small.port, timeout=20)
+            headers = AUTHORIZATION | {"Content-Type": "application/json"}
+            reader.request("POST", "/v1/completions", json.dumps(body), headers)
+            wait_for(lambda s=seen: count(prompts) > s)
+            reader.close()
+            wait_until_gone(gone)
+        with long_stream(client) as answering:
+            next(iter(answering))
+        wait_until_gone(3)
+        assert list(chunks)[-1].choices[0].finish_reason in ("stop", "length")
+    wait_for(lambda: count("running_answers") == 0)
+
+
+def test_keys(small):
+    """Without the right one there is nothing but /health, whatever the rest of the request is."""
+    for headers in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": f"Basic {KEY}"}):
+        for path, data in (("/v1/models", None), ("/metrics", None), ("/nowhere", b"{")):
+            request = urllib.request.Request(small.root + path, data, headers)
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(request, timeout=10)
+            with caught.value as error:
+                assert (error.code, error.headers["WWW-Authenticate"]) == (401, "Bearer")
+                assert json.load(error)["error"]["code"] == "invalid_api_key"
+    with urllib.request.urlopen(f"{small.root}/health", timeout=10) as response:
+        assert json.load(response)["status"] == "ok"
+
+
 def test_limits_are_said_by_name(small):
-    with small.client() as client:
-        assert client.models.list().data[0].max_model_len == 300
+    with small.client(KEY) as client:
+        assert client.models.list().data[0].max_model_len == CONTEXT
         for options, words in (
-            ({"max_tokens": 300}, "context is 300"),
-            ({"n": 2}, "n must be at most 1"),
+            ({"max_tokens": CONTEXT}, "context is 500"),
+            ({"n": 9}, "n must be at most 8"),
             ({"prompt": ["x"] * 3}, "at most 2 prompts"),
         ):
             with pytest.raises(openai.BadRequestError, match=words):
@@ -105,6 +176,15 @@ def test_limits_belong_to_the_local_engine(run_cli, base):
     assert "--max-running-requests N" in refused.stderr
 
 
+@pytest.mark.parametrize("version", ["0.6.4", "0.7.2"])
+def test_the_engines_parser_knows_the_flags_that_are_named(version):
+    with zipfile.ZipFile(wheel_path(version)) as wheel:
+        known = parser_flags(wheel.read("sglang/srt/server_args.py").decode())
+    named = {word for option in OPTIONS for word in re.findall(r"--[a-z][a-z-]*", option.sglang)}
+    assert len(named) == 4
+    assert named <= known
+
+
 def test_a_body_that_does_not_come(small):
     with half_sent(small) as connection:
         told = answer(connection)
@@ -113,19 +193,16 @@ def test_a_body_that_does_not_come(small):
 
 
 def test_the_end_waits_for_answers_and_for_nothing_else(small):
-    """SIGTERM: what was accepted is finished, new requests and a half-sent one are refused."""
-    with small.client() as client, long_stream(client) as stream:
-        chunks = iter(stream)
-        next(chunks)
+    """SIGTERM: eight streams are finished, new requests and a half-sent one are refused."""
+    with small.client(KEY) as client, ExitStack() as stack:
+        streams = fill(small, client, stack, RUNNING)
         with half_sent(small) as connection:
             time.sleep(0.1)
             small.process.terminate()
             start = time.monotonic()
             assert b"503" in answer(connection)[:20]
             assert time.monotonic() - start < 0.9  # not by its own time limit
-        last = None
-        for chunk in chunks:
-            last = chunk
-        assert last.choices[0].finish_reason in ("stop", "length")
+        ends = [list(stream)[-1].choices[0].finish_reason for stream in streams]
+        assert set(ends) <= {"stop", "length"}
     assert small.process.wait(10) == 0
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktbridge.errors import UsageError
 from ktbridge.serve.local.arms import check_adapter_name, check_served_name, list_arms
+from ktbridge.serve.local.decode import Answer, Finish, Sampling
 from ktbridge.serve.local.guard import allowed
 from ktbridge.serve.local.text import StopScanner, TextOffsets, TextStream, Tokens
 
@@ -95,6 +97,50 @@ def test_stop_scanner_equals_searching_the_whole(pieces, stops):
             assert scanner.stopped
             break
     assert out == text
+
+
+def test_a_stop_string_takes_its_tokens_with_it(tokens):
+    """Text, logprobs and the reason agree, however stop strings fall over tokens and characters."""
+    vocabulary = len(tokens.tokenizer)
+    of_byte = tokens.tokenizer.convert_tokens_to_ids
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.lists(st.text(alphabet="abé喵😺", min_size=1, max_size=3), min_size=1, max_size=8),
+        st.lists(st.text(alphabet="abé喵", min_size=1, max_size=3), max_size=2),
+    )
+    def check(words, stops):
+        ids = []
+        for i, word in enumerate(words):  # words of the vocabulary, and byte by byte
+            whole = tokens.tokenizer.encode(word)
+            ids += [of_byte(c) for c in byte_level(word)] if i % 2 else whole
+        answer = Answer(
+            *(tokens, frozenset()),
+            Sampling(len(ids), temperature=0, stop=tuple(stops), top_logprobs=0),
+        )
+        text, sent, ends = "", [], []
+        for token in ids:
+            logits = torch.zeros(vocabulary)
+            logits[token] = 9
+            for event in answer.take(logits):
+                if isinstance(event, Finish):
+                    ends.append(event)
+                    continue
+                text += event.text
+                sent += [entry.token for entry in event.logprobs]
+            # What is sent is always the shortest run of tokens that has the text in it.
+            spelled = [tokens.raw(each) for each in sent]
+            assert b"".join(spelled).startswith(text.encode())
+            if ends:
+                break
+            assert len(b"".join(spelled[:-1])) < len(text.encode()) or not sent
+        whole = "".join(words)
+        found = [whole.index(stop) for stop in stops if stop in whole]
+        assert ends[0].reason == ("stop" if found else "length")
+        assert any(text == whole[:at] for at in found) or (not found and text == whole)
+        assert ends[0].completion_tokens >= len(sent)
+
+    check()
 
 
 def test_arms_exist_only_where_adapters_make_them():

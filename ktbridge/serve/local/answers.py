@@ -70,32 +70,38 @@ def stream(
     include_usage: bool,
     metrics: Metrics,
 ) -> StreamingResponse:
-    """Server-sent events, one a Delta, closed by [DONE]."""
+    """Server-sent events, one a Delta, closed by [DONE]. What is ready together is sent together."""
 
     outcome = "cancelled"
 
     async def events() -> AsyncIterator[bytes]:
         nonlocal outcome
+        ready = b"".join(map(sse, reply.opening()))
+        if ready:
+            yield ready
+        ready = b""
         try:
-            for body in reply.opening():
-                yield sse(body)
             ends = []
             async for index, event in job:
                 if isinstance(event, Finish):
                     ends.append(event)
-                    yield sse(reply.last(index, event))
+                    ready += sse(reply.last(index, event))
                 else:
-                    yield sse(reply.piece(index, event.text, event.logprobs))
+                    ready += sse(reply.piece(index, event.text, event.logprobs))
+                if job.events.empty():
+                    yield ready
+                    ready = b""
             if include_usage:
-                yield sse(reply.usage_only(ends, prompt_tokens))
+                ready += sse(reply.usage_only(ends, prompt_tokens))
             outcome = "finished"
-            yield b"data: [DONE]\n\n"
+            yield ready + b"data: [DONE]\n\n"
         except ServerStopping:
             outcome = "failed"
-            yield sse(stopping().body())
+            yield ready + sse(stopping().body())
         except Exception:
             outcome = "failed"
-            yield sse(ApiError(500, "the generation failed; see the server's log").body())
+            failed = ApiError(500, "the generation failed; see the server's log")
+            yield ready + sse(failed.body())
 
     return _Stream(events(), lambda: _ended(job, outcome, metrics))
 

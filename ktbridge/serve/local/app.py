@@ -86,7 +86,7 @@ def create_app(
         if len(ids) > limits.waiting:
             said = f"one request may bring at most {limits.waiting} prompts"
             raise ApiError(400, said, param="prompt")
-        job = Job(arm.name, len(ids) * n)
+        job = Job(arm.name, len(ids) * n, worker.outbox)
         pairs = enumerate(zip(ids, samplings, strict=True))
         try:
             worker.submit([Ask(arm, prompt, how, job, n, i * n) for i, (prompt, how) in pairs])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO
 
 from ktbridge.errors import KtbridgeError
@@ -19,11 +20,27 @@ ADAPTER = "adapter"
 END_SECONDS = 10
 
 
+@dataclass(frozen=True)
+class Child:
+    """A running engine: its base URL, its API key and the model names that it lists."""
+
+    url: str
+    key: str
+    models: list[str]
+    process: subprocess.Popen[str]
+
+    def check(self) -> None:
+        """Raises KtbridgeError if it has ended."""
+        try:
+            code = self.process.wait(0.2)  # a connection breaks a moment before its process is gone
+        except subprocess.TimeoutExpired:
+            return
+        raise KtbridgeError(f"the engine ended with code {code}.", "what it said is above")
+
+
 @contextmanager
-def engine(
-    model: str, adapter: str | None = None, threads: int | None = None
-) -> Iterator[tuple[str, str, list[str]]]:
-    """`ktbridge serve` on a free loopback port, once it is ready: base URL, API key, model names.
+def engine(model: str, adapter: str | None = None, threads: int | None = None) -> Iterator[Child]:
+    """`ktbridge serve` on a free loopback port, once it is ready.
 
     ``adapter`` (any layout) is served as S:adapter. What the child says goes to our stderr. Raises
     KtbridgeError when it ends before it is ready.
@@ -52,7 +69,7 @@ def engine(
                 f"the engine ended with code {process.wait()} before it was ready.",
                 "what it said is above",
             )
-        yield ready["base_url"], key, list(ready["models"])
+        yield Child(ready["base_url"], key, list(ready["models"]), process)
     finally:
         process.terminate()
         try:

@@ -1,6 +1,7 @@
 """One answer, token by token: logits in, text and logprobs out.
 
-Logprobs are those of the model's own distribution (temperature 1, before top_p), natural log.
+Logprobs are those of the model's own distribution (temperature 1, before top_p), natural log. They cover
+the tokens of the text that is sent: not the end token, and not those that begin in a stop string.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class Answer:
         self._picker = Picker(sampling, choice)
         self._stream = TextStream(tokens)
         self._scanner = StopScanner(sampling.stop)
-        self._pending: list[TokenLogprob] = []
+        self._pending: list[tuple[int, TokenLogprob]] = []
+        """Logprobs to send, each with where in the text its token begins."""
+        self._read = 0  # characters that the tokens so far completed
+        self._sent = 0  # and those of them that went out
         self.count = 0
         self.token = -1
         """The newest token, which the next forward takes."""
@@ -89,8 +93,9 @@ class Answer:
         if self.token in self._stop_ids:
             return self._finish("stop")
         if self._sampling.top_logprobs is not None:
-            self._pending.append(token_logprob(row, self.token, self._sampling.top_logprobs))
-        text = self._scanner.feed(self._stream.feed(self.token))
+            entry = token_logprob(row, self.token, self._sampling.top_logprobs)
+            self._pending.append((self._read, entry))
+        text = self._scan(self._stream.feed(self.token))
         events = self._flush(text) if text else []
         if self._scanner.stopped:
             return events + self._finish("stop")
@@ -101,15 +106,29 @@ class Answer:
     def _finish(self, reason: FinishReason) -> list[Event]:
         text = ""
         if not self._scanner.stopped:
-            text = self._scanner.feed(self._stream.flush()) + self._scanner.flush()
+            text = self._scan(self._stream.flush()) + self._scanner.flush()
         if self._scanner.stopped:
             reason = "stop"
-        events = self._flush(text) if text or self._pending else []
+        events = self._flush(text, last=not self._scanner.stopped)
         return [*events, Finish(reason, self.count)]
 
-    def _flush(self, text: str) -> list[Event]:
-        entries, self._pending = tuple(self._pending), []
-        return [Delta(text, entries)]
+    def _scan(self, text: str) -> str:
+        """What of ``text``, which the tokens just completed, may go out."""
+        self._read += len(text)
+        return self._scanner.feed(text)
+
+    def _flush(self, text: str, *, last: bool = False) -> list[Event]:
+        """``text`` with the tokens that begin in it or before it, or with all of them.
+
+        Those of a stop string stay behind, as its text does, however the answer is cut into pieces.
+        """
+        self._sent += len(text)
+        kept = len(self._pending) if last else 0
+        while kept < len(self._pending) and self._pending[kept][0] < self._sent:
+            kept += 1
+        entries = tuple(entry for _, entry in self._pending[:kept])
+        del self._pending[:kept]
+        return [Delta(text, entries)] if text or entries else []
 
 
 class Picker:

@@ -43,7 +43,8 @@ class RequireKey:
             header = dict(scope["headers"]).get(b"authorization")
             if not allowed(scope["path"], header, self._key):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-                await JSONResponse(error.body(), 401)(scope, receive, send)
+                wanted = {"WWW-Authenticate": "Bearer"}  # a 401 has to say it: RFC 9110, 11.6.1
+                await JSONResponse(error.body(), 401, wanted)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

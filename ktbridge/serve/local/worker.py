@@ -16,6 +16,9 @@ from ktbridge.serve.local.metrics import Metrics
 log = logging.getLogger(__name__)
 
 
+Said = tuple[int, Event] | BaseException | None  # an event of a choice, a failure, or the end
+
+
 class QueueFull(Exception):
     """More prompts wait than the server is willing to hold."""
 
@@ -24,17 +27,49 @@ class ServerStopping(Exception):
     """The server is going down and gives up this answer."""
 
 
+class Outbox:
+    """Events on their way from the worker's thread to the event loop, which is woken once for a step's."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[Job, Said]] = []
+
+    def put(self, job: Job, event: Said) -> None:
+        self._events.append((job, event))
+
+    def send(self) -> None:
+        """Hand on what was put; in the worker's thread, like ``put``."""
+        events, self._events = self._events, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Said]]] = {}
+        for job, event in events:
+            by_loop.setdefault(job.loop, []).append((job, event))
+        for loop, its in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_receive, its)
+            except RuntimeError:  # the event loop has closed: the server is gone
+                for job, _ in its:
+                    job.cancel()
+
+
+def _receive(events: Sequence[tuple[Job, Said]]) -> None:
+    for job, event in events:
+        job.events.put_nowait(event)
+
+
 class Job:
     """One request: consume its events with ``async for``; ``cancel`` when nobody listens."""
 
-    def __init__(self, model: str, choices: int) -> None:
-        """``choices``: how many answers it has; the events end once each has finished."""
+    def __init__(self, model: str, choices: int, outbox: Outbox) -> None:
+        """``choices``: how many answers it has; the events end once each has finished.
+
+        ``outbox`` is the worker's.
+        """
         self.model = model
         self.asked = time.monotonic()
         self.first_token: float | None = None
         self._unfinished = choices
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue()
+        self._outbox = outbox
+        self.loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[Said] = asyncio.Queue()
         self._cancelled = threading.Event()
 
     @property
@@ -49,7 +84,7 @@ class Job:
         self._cancelled.set()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        while (event := await self._events.get()) is not None:
+        while (event := await self.events.get()) is not None:
             if isinstance(event, BaseException):
                 raise event
             yield event
@@ -57,22 +92,16 @@ class Job:
     def deliver(self, choice: int, event: Event) -> None:
         if self.first_token is None:
             self.first_token = time.monotonic()
-        self._put((choice, event))
+        self._outbox.put(self, (choice, event))
         if isinstance(event, Finish):
             self._unfinished -= 1
             if self._unfinished == 0:
-                self._put(None)
+                self._outbox.put(self, None)
 
     def fail(self, error: BaseException) -> None:
         """End the request; its other choices are given up, too."""
-        self._put(error)
+        self._outbox.put(self, error)
         self.cancel()
-
-    def _put(self, event: tuple[int, Event] | BaseException | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the event loop has closed: the server is gone
-            self.cancel()
 
 
 class Worker:
@@ -86,6 +115,7 @@ class Worker:
         self._draining = False
         self._closed = False
         self._metrics = metrics or Metrics()
+        self.outbox = Outbox()
         self._metrics.watch(lambda: self.waiting, lambda: self.running)
         self._thread = threading.Thread(target=self._work, name="ktbridge-worker", daemon=True)
         self._thread.start()
@@ -130,11 +160,13 @@ class Worker:
             if (ask := self._next()) is not None:
                 self._metrics.prompted(ask.arm.name, len(ask.prompt))
                 self._batch.begin(ask)
-            self._metrics.chosen(self._batch.advance())
-            self._metrics.chosen(self._batch.step())
+            for advance in (self._batch.advance, self._batch.step):
+                self._metrics.chosen(advance())
+                self.outbox.send()
         self._batch.drop_all(ServerStopping())
         for ask in self._waiting:
             ask.listener.fail(ServerStopping())
+        self.outbox.send()
         self._waiting.clear()
 
     def _wait_for_work(self) -> bool:
