@@ -4,6 +4,7 @@
     scripts/bench_kernels.py --peer kt-kernel --peer torch --json run.json --plot roofline.png
     scripts/bench_kernels.py --shape 64,6,2048,1408,512 --threads 2 --accuracy --peer torch
     scripts/bench_kernels.py --shape 64,6,2048,1408,512 --threads-sweep 1,2,4,8,16
+    scripts/bench_kernels.py --decode --peer torch
     scripts/bench_kernels.py --from-json run.json --plot roofline.png
 
 Every contestant is a process with its own copy of the same seeded weights; they take turns, so quote
@@ -25,6 +26,14 @@ from peers.cases import Shape
 from peers.pool import WorkerError
 
 PEERS_HOME = Path.home() / ".cache" / "ktbridge" / "peers"
+
+
+# As many choices as experts: each expert has all tokens. Qwen3-30B-A3B's experts and DeepSeek-V3's.
+DECODE_SHAPES = tuple(
+    Shape(experts, experts, hidden, inner, tokens)
+    for experts, hidden, inner in ((32, 2048, 768), (4, 7168, 2048))
+    for tokens in (1, 2, 4, 8)
+)
 
 
 class ShapeType(click.ParamType):
@@ -60,6 +69,9 @@ class Counts(click.ParamType):
 )
 @click.option("--shape", "shapes", multiple=True, type=ShapeType(), help="Instead of the defaults.")
 @click.option("--large", is_flag=True, help="Also the two default shapes with 8192 tokens.")
+@click.option(
+    "--decode", is_flag=True, help="Instead: 1, 2, 4 and 8 tokens on each of a few experts."
+)
 @click.option("--threads", type=click.IntRange(1), help="Default: one a physical core.")
 @click.option("--threads-sweep", type=Counts(), help="Only ktbridge, one shape, by threads.")
 @click.option("--rank", default=8, show_default=True, type=click.IntRange(1))
@@ -90,6 +102,8 @@ def main(
 ) -> None:
     """Measure the MoE-LoRA layer beside its peers."""
     plot_file = options.pop("plot_file")
+    if options.pop("decode"):
+        shapes = (*shapes, *DECODE_SHAPES)
     if options["from_json"]:
         run = json.loads(options["from_json"].read_text())
         show(run)

@@ -67,7 +67,7 @@ class Case:
 
 @dataclass
 class Measured:
-    """Peaks in bytes; ``gpu`` is None without one. ``pace`` in tokens a second, of a step that isn't a first."""
+    """Peaks in bytes, ``gpu`` None without one; ``pace`` in tokens/s, of steps that aren't the first."""
 
     anonymous: int = 0
     file: int = 0

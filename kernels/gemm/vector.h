@@ -2,6 +2,7 @@
 // the reduction runs. Written once over isa/lanes.h.
 #pragma once
 
+#include "gemm/narrow.h"
 #include "gemm/strip.h"
 #include "isa/lanes.h"
 
@@ -48,9 +49,10 @@ inline void vector_block(const Product* products, int count, int i, int first_ro
 
 inline void gemm_vector(const Product* products, int count, float* result) {
   const int rows = products->left.count, columns = products->right.count;
+  const int live = products->right.live, wide_columns = live <= kNarrow ? columns - 1 : columns;
   for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < columns;) {
-      const bool wide = kVectorColumns == 2 && j + 2 <= columns;
+    for (int j = 0; j < wide_columns;) {
+      const bool wide = kVectorColumns == 2 && j + 2 <= wide_columns;
       for (int row = 0; row < kStrip; row += kVectorRows) {
         if (wide)
           vector_block<kVectorColumns>(products, count, i, row, j, result);
@@ -60,6 +62,9 @@ inline void gemm_vector(const Product* products, int count, float* result) {
       j += wide ? 2 : 1;
     }
   }
+  if (wide_columns < columns)
+    narrow_strip(products, count, wide_columns, live, result,
+                 [](Lanes sum, std::uint32_t pair, Split weights) { return dot(sum, pair, weights); });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 // lanes.
 #pragma once
 
+#include "gemm/narrow.h"
 #include "gemm/strip.h"
 #include "isa/lanes.h"
 
@@ -38,7 +39,15 @@ inline void widened_block(const float* left, int tiles, const bf16* right, std::
 }
 
 inline void gemm_widened(const Product* products, int count, float* result) {
-  const int columns = products->right.count;
+  const int columns = products->right.count, live = products->right.live;
+  const int wide_columns = live <= kNarrow ? columns - 1 : columns;
+  if (wide_columns < columns)
+    narrow_strip(products, count, wide_columns, live, result,
+                 [](Lanes sum, std::uint32_t pair, Pairs weights) {
+                   const Pairs token = same(pair);
+                   return fma(high(token), high(weights), fma(low(token), low(weights), sum));
+                 });
+  if (wide_columns == 0) return;
   alignas(64) float wide[kWideRows * kStretch * kSteps];
   for (int i = 0; i < products->left.count; ++i) {
     for (int first_row = 0; first_row < kStrip; first_row += kWideRows) {
@@ -57,10 +66,10 @@ inline void gemm_widened(const Product* products, int count, float* result) {
               store(to, a);
               store(to + kStrip, b);
             }
-          for (int j = 0; j < columns;) {
+          for (int j = 0; j < wide_columns;) {
             const bf16* from = right.data + j * right.stride + static_cast<std::ptrdiff_t>(tile) * kTile;
             float* block = blocks + static_cast<std::ptrdiff_t>(j) * kBlock;
-            const int left_over = columns - j;
+            const int left_over = wide_columns - j;
             if (left_over >= 3)
               widened_block<3>(wide, tiles, from, right.stride, block, first);
             else if (left_over == 2)
@@ -72,7 +81,7 @@ inline void gemm_widened(const Product* products, int count, float* result) {
         }
       }
       if (first)  // nothing to sum
-        for (int j = 0; j < columns; ++j)
+        for (int j = 0; j < wide_columns; ++j)
           widened_block<1>(wide, 0, nullptr, 0, blocks + static_cast<std::ptrdiff_t>(j) * kBlock, true);
     }
   }

@@ -11,10 +11,12 @@
 //   reciprocal                                   to a unit or two in the last place
 //   nearest, power_of_two                        whole numbers, as floats; 2^a for a in [-126, 127]
 //   low(p), high(p)                              first / second of each pair, as float32
+//   same(pair)                                   in every lane
 //   pairs(a, b)                                  rounds; lane i holds (a[i], b[i])
 //   sequence(a, b), widen(p, a, b)               rounds to, or widens from, 32 in a row: a then b
 //   interleave(a, b, p, q)                       rows a and b of 32 -> pairs (a[n], b[n]): n < 16, n >= 16
 //   transpose(rows)                              16 x 16 of 32 bits, in place
+//   turn_rows(p, row, columns)                   16 rows of 32, `row` elements apart: pair j to columns[j]
 //   stream(p, a)                  stores what isn't read again soon past the caches; p is 64-byte aligned
 //   dot(sum, pair, right)                        sum + both products of a pair
 //   from_bytes shift_left shift_right bits_and bits_or whole           bits; whole: int32 -> float32
@@ -40,13 +42,9 @@ namespace {
 
 #if !defined(__AVX512BF16__)
 inline void transpose(Pairs (&rows)[16]) {
-  std::uint32_t bits[16][16];
-  for (int i = 0; i < 16; ++i) store(bits[i], rows[i]);
-  for (int i = 0; i < 16; ++i) {
-    std::uint32_t column[16];
-    for (int j = 0; j < 16; ++j) column[j] = bits[j][i];
-    rows[i] = load_pairs(column);
-  }
+  bf16 values[16][32];
+  for (int i = 0; i < 16; ++i) store(values[i], rows[i]);
+  turn_rows(values[0], 32, rows);
 }
 #endif
 

@@ -27,9 +27,10 @@ inline Lanes load(const float* p) {
   return halves([&](int i) { return _mm256_loadu_ps(p + 8 * i); });
 }
 inline Lanes load_first(const float* p, int count) {
-  float values[16] = {};
-  for (int i = 0; i < 16 && i < count; ++i) values[i] = p[i];
-  return load(values);
+  const __m256i order = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return halves([&](int i) {
+    return _mm256_maskload_ps(p + 8 * i, _mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8 * i), order));
+  });
 }
 inline void store(float* p, Lanes a) {
   _mm256_storeu_ps(p, a.v[0]);
@@ -75,6 +76,10 @@ inline float sum(Lanes a) {
   return total;
 }
 
+inline Pairs same(std::uint32_t pair) {
+  const __m256i both = _mm256_set1_epi32(static_cast<int>(pair));
+  return {{both, both}};
+}
 inline Pairs load_pairs(const void* p) {
   const __m256i* at = static_cast<const __m256i*>(p);
   return {{_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)}};
@@ -134,10 +139,30 @@ inline void interleave(Pairs a, Pairs b, Pairs& first, Pairs& second) {
   second = half(a.v[1], b.v[1]);
 }
 inline Split split(Pairs a) { return {low(a), high(a)}; }
+// 4 x 4 blocks, two side by side in registers whose halves are loaded from rows four apart, so that nothing
+// has to cross the middle of a register. Eight rows at a time: rows a power of two apart share a set of L1,
+// which holds eight lines.
+inline void turn_rows(const bf16* rows, std::ptrdiff_t row, Pairs (&columns)[16]) {
+  for (int half = 0; half < 2; ++half)
+    for (int first = 0; first < 16; first += 4) {
+      const bf16* from = rows + 8 * half * row + 2 * first;
+      const auto four = [&](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(from + i * row)); };
+      const auto both = [&](int i) {
+        return _mm256_insertf128_ps(_mm256_castps128_ps256(four(i)), four(i + 4), 1);
+      };
+      const __m256 a = both(0), b = both(1), c = both(2), d = both(3);
+      const auto low = [](__m256 x, __m256 y) { return _mm256_castps_pd(_mm256_unpacklo_ps(x, y)); };
+      const auto high = [](__m256 x, __m256 y) { return _mm256_castps_pd(_mm256_unpackhi_ps(x, y)); };
+      const __m256d ab = low(a, b), cd = low(c, d), ba = high(a, b), dc = high(c, d);
+      columns[first].v[half] = _mm256_castpd_si256(_mm256_unpacklo_pd(ab, cd));
+      columns[first + 1].v[half] = _mm256_castpd_si256(_mm256_unpackhi_pd(ab, cd));
+      columns[first + 2].v[half] = _mm256_castpd_si256(_mm256_unpacklo_pd(ba, dc));
+      columns[first + 3].v[half] = _mm256_castpd_si256(_mm256_unpackhi_pd(ba, dc));
+    }
+}
 inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
-  const Lanes first = every(to_float(static_cast<bf16>(pair)));
-  const Lanes second = every(to_float(static_cast<bf16>(pair >> 16)));
-  return fma(second, right.second, fma(first, right.first, sum));
+  const Pairs left = same(pair);
+  return fma(high(left), right.second, fma(low(left), right.first, sum));
 }
 inline Lanes from_bytes(const std::uint8_t* p) {
   return halves([&](int i) {

@@ -45,6 +45,7 @@ inline Lanes power_of_two(Lanes a) {
 }
 inline float sum(Lanes a) { return _mm512_reduce_add_ps(a.v); }
 
+inline Pairs same(std::uint32_t pair) { return {_mm512_set1_epi32(static_cast<int>(pair))}; }
 inline Pairs load_pairs(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store(void* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
 inline void stream(void* p, Pairs a) { _mm512_stream_si512(static_cast<__m512i*>(p), a.v); }
@@ -95,6 +96,10 @@ inline void transpose(Pairs (&rows)[16]) {
     rows[4 + j].v = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
     rows[12 + j].v = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
   }
+}
+inline void turn_rows(const bf16* rows, std::ptrdiff_t row, Pairs (&columns)[16]) {
+  for (int i = 0; i < 16; ++i) columns[i] = load_pairs(rows + i * row);
+  transpose(columns);
 }
 inline Split split(Pairs a) { return a; }
 inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {

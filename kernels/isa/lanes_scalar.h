@@ -68,6 +68,11 @@ inline float sum(Lanes a) {
   return total;
 }
 
+inline Pairs same(std::uint32_t pair) {
+  Pairs result;
+  for (std::uint32_t& each : result.v) each = pair;
+  return result;
+}
 inline Pairs load_pairs(const void* p) {
   Pairs result;
   __builtin_memcpy(result.v, p, sizeof result.v);
@@ -109,6 +114,10 @@ inline void interleave(Pairs a, Pairs b, Pairs& first, Pairs& second) {
     first.v[i] = x[i] | static_cast<std::uint32_t>(y[i]) << 16;
     second.v[i] = x[16 + i] | static_cast<std::uint32_t>(y[16 + i]) << 16;
   }
+}
+inline void turn_rows(const bf16* rows, std::ptrdiff_t row, Pairs (&columns)[16]) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) __builtin_memcpy(&columns[j].v[i], rows + i * row + 2 * j, 4);
 }
 inline Split split(Pairs a) { return a; }
 inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {

@@ -60,7 +60,8 @@ class Forward {
         routing_, expert, sizes_.inner_tiles, kDownStrips * sizes_.inner_tiles, [&](TokenBlock block) {
           float* result = result_blocks(kMain, kDownStrips * block.count);
           const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
-          const Strips h = h_strips(expert, block), t{h.data + stride, h.stride, h.count};
+          const Strips h = h_strips(expert, block),
+                       t = token_strips(routing_, expert, block, h.data + stride, h.stride);
           for (int p = unit.begin; p < unit.end; ++p) {
             const int row = p * kDownStrips * kStrip,
                       strips = std::min(kDownStrips, 2 * tiles_of(sizes_.hidden - row));
@@ -95,7 +96,8 @@ class Forward {
 
  private:
   Strips h_strips(int expert, TokenBlock block) const {
-    return {h_.data() + (routing_.first_strip[expert] + block.begin) * h_stride_, h_stride_, block.count};
+    return token_strips(routing_, expert, block,
+                        h_.data() + (routing_.first_strip[expert] + block.begin) * h_stride_, h_stride_);
   }
 
   const Kernels& kernels_;

@@ -16,12 +16,14 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
   for_token_blocks(routing, expert, tiles, 4 * sizes.hidden_tiles, [&](TokenBlock block) {
     // Token strips are [x][t of gate][t of up].
     bf16* tokens = workspace(kTokens, block.count * token_stride);
-    const Strips x{tokens, token_stride, block.count};
+    const auto strips = [&](const bf16* data) {
+      return token_strips(routing, expert, block, data, token_stride);
+    };
+    const Strips x = strips(tokens);
     for (int j = 0; j < block.count; ++j)
       kernels.tokens_to_right(strip_tokens(routing, expert, block.begin + j, hidden, sizes.hidden),
                               tokens + j * token_stride);
-    const Strips t[2] = {{tokens + stride, token_stride, block.count},
-                         {tokens + stride + thin_stride, token_stride, block.count}};
+    const Strips t[2] = {strips(tokens + stride), strips(tokens + stride + thin_stride)};
     for (Projection projection : {kGate, kUp}) thin(projection, unit, block, x, t[projection], target);
 
     float* result = result_blocks(kMain, kStrips * block.count);

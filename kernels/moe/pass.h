@@ -92,6 +92,14 @@ inline int live_rows(const Routing& routing, int expert, int strip) {
   return std::min(kStrip, routing.rows(expert) - strip * kStrip);
 }
 
+// A block's tokens as right strips.
+inline Strips token_strips(const Routing& routing, int expert, TokenBlock block, const bf16* data,
+                           std::ptrdiff_t stride) {
+  Strips strips{data, stride, block.count};
+  strips.live = live_rows(routing, expert, block.begin + block.count - 1);
+  return strips;
+}
+
 // The routing weights of one strip's tokens; 0 where there is no token.
 inline void strip_weights(const Routing& routing, int expert, int strip, float* weight) {
   const int live = live_rows(routing, expert, strip);

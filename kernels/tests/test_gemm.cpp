@@ -22,8 +22,11 @@ struct Operand {
     const std::ptrdiff_t row = tiles * kSteps + random.below(3);
     return Operand(random, {nullptr, kStrip * row, count, row, kSteps, random.below(2) == 1}, tiles);
   }
-  static Operand right(Random& random, int count, int tiles) {
-    return Operand(random, {nullptr, tiles * kTile + 64, count}, tiles);
+  // Of the last strip's columns only the first `live` hold anything.
+  static Operand right(Random& random, int count, int tiles, int live) {
+    Strips shape{nullptr, tiles * kTile + 64, count};
+    shape.live = live;
+    return Operand(random, shape, tiles);
   }
 
   float at(int strip, std::ptrdiff_t in_tile, int tile) const {
@@ -43,7 +46,10 @@ struct Operand {
     for (int strip = 0; strip < shape.count; ++strip)
       for (int tile = 0; tile < tiles; ++tile)
         for (int row = 0; row < kStrip; ++row)
-          for (int step = 0; step < kSteps; ++step) values[place(strip, tile, row, step)] = eighths(random);
+          for (int step = 0; step < kSteps; ++step) {
+            const bool dead = strip == shape.count - 1 && step / 2 >= shape.live;
+            values[place(strip, tile, row, step)] = dead ? bf16{0} : eighths(random);
+          }
     memory.emplace_back(values);
     strips.data = memory.back().data();
   }
@@ -61,15 +67,17 @@ void add_products(const Operand& left, const Operand& right, int tiles, std::vec
                           right.at(j, right_at(k, n), tile);
 }
 
-void check_products(Gemm gemm, Random& random, int m, int n, const std::vector<int>& tiles) {
+void check_products(Gemm gemm, Random& random, int m, int n, const std::vector<int>& tiles,
+                    int live = kStrip) {
   std::vector<Operand> lefts, rights;
   std::vector<Product> products;
   std::vector<double> sums(m * n * kBlock);
-  std::string name = std::to_string(m) + " x " + std::to_string(n) + " strips";
+  std::string name =
+      std::to_string(m) + " x " + std::to_string(n) + " strips, " + std::to_string(live) + " live";
   for (int count : tiles) {
     const bool in_place = random.below(2) == 1;
     lefts.push_back(Operand::left(random, m, count, in_place));
-    rights.push_back(Operand::right(random, n, count));
+    rights.push_back(Operand::right(random, n, count, live));
     add_products(lefts.back(), rights.back(), count, sums);
     products.push_back({lefts.back().strips, rights.back().strips, count});
     name += ", " + std::to_string(count) + " tiles" + (in_place ? " in place" : "");
@@ -90,6 +98,42 @@ void every_shape(Gemm gemm) {
       check_products(gemm, random, m, n,
                      {random.below(3), random.below(6), random.below(3), random.below(6)});
     }
+}
+
+// A last strip that is part full, whatever its left operand and however long the reduction.
+void few_columns(Gemm gemm) {
+  Random random(3);
+  for (int live = 1; live <= kStrip; ++live)
+    for (int m = 1; m <= 5; ++m)
+      for (int n = 1; n <= 3; ++n) {
+        check_products(gemm, random, m, n, {random.between(0, 7)}, live);
+        check_products(gemm, random, m, n, {random.between(1, 6), random.below(3)}, live);
+      }
+}
+
+// A column's bits are its own: the same beside fifteen others and alone.
+void columns_do_not_see_each_other(Gemm gemm) {
+  constexpr int kTiles = 20;
+  Random random(4);
+  const std::vector<bf16> left = random.halves(3 * kTiles * kTile), all = random.halves(kTiles * kTile);
+  Product product{{left.data(), kTiles * kTile, 3}, {all.data(), 0, 1}, kTiles};
+  std::vector<float> want(3 * kBlock);
+  gemm(&product, 1, want.data());
+  for (int live = 1; live < kStrip; ++live) {
+    const check::Case name(std::to_string(live) + " columns");
+    std::vector<bf16> some = all;
+    for (int step = 0; step < kTiles * kSteps; ++step)
+      for (int column = live; column < kStrip; ++column) some[right_at(step, column)] = 0;
+    product.right.data = some.data();
+    product.right.live = live;
+    Output<float> got(want.size());
+    gemm(&product, 1, got.data());
+    std::vector<float> expected = want;
+    for (int i = 0; i < 3 * kStrip; ++i)
+      for (int column = live; column < kStrip; ++column) expected[i * kStrip + column] = 0;
+    CHECK(first_difference(got.data(), expected) == -1);
+    CHECK(got.guards_intact());
+  }
 }
 
 // Sums are float32, not bfloat16 or less: random values, whose sums aren't exact.
@@ -116,11 +160,15 @@ void sums_in_float32(Gemm gemm) {
 int main() {
   for_each_isa([](const Kernels& kernels) {
     every_shape(kernels.gemm);
+    few_columns(kernels.gemm);
+    columns_do_not_see_each_other(kernels.gemm);
     sums_in_float32(kernels.gemm);
     CHECK(kernels.peak(1000) > 0);
   });
   const check::Case name("emulated AMX");
   every_shape(gemm_amx);
+  few_columns(gemm_amx);
+  columns_do_not_see_each_other(gemm_amx);
   sums_in_float32(gemm_amx);
   return check::report();
 }

@@ -96,6 +96,29 @@ void every_storage() {
   }
 }
 
+// One to eight tokens on one expert and nine to sixteen on the other: every count has its own way through
+// the products.
+void few_tokens() {
+  constexpr int kTokens = 17;
+  Random random(7);
+  for (const Format& format : kFormats) {
+    if (format.storage == Storage::fp32) continue;  // a LoRA's
+    for (int rank : {0, 5})
+      for (const auto& [hidden, inner] : {std::pair{70, 41}, {64, 32}}) {
+        const Shape shape{hidden, inner, 2, rank, format};
+        const Model model(random, shape);
+        for (int few = 1; few <= kTokens / 2; ++few) {
+          const check::Case name(std::string(format.name) + ", rank " + std::to_string(rank) + ", " +
+                                 std::to_string(hidden) + " x " + std::to_string(inner) + ", " +
+                                 std::to_string(few) + " tokens");
+          Batch batch(random, shape, kTokens, 1);
+          for (int t = 0; t < kTokens; ++t) batch.ids[t] = t < few ? 0 : 1;
+          check_layer(model, batch);
+        }
+      }
+  }
+}
+
 // bf16 rows where they lie, farther apart than they are long: gate and up fused in one tensor.
 void fused_weights() {
   Random random(5);
@@ -147,6 +170,7 @@ int main() {
   sizes_of_all_kinds();
   subsets_of_lora();
   every_storage();
+  few_tokens();
   fused_weights();
   nothing_to_do();
   return check::report();
