@@ -8,7 +8,6 @@ some public set: a small one of ours in the folder, or the user's copy, given wi
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import urllib.parse
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.bench_checks import Axis, Item, Partner, Slice, check_head, check_items
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
 from ktbridge.eval.sources import read_source
+from ktbridge.hosts import is_loopback_url
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
 
@@ -82,12 +82,8 @@ class Bench:
         ``allowed`` is the user's word that it may. Only addresses that are loopback by themselves
         count ("localhost", 127.0.0.0/8, ::1); no name is looked up.
         """
-        host = urllib.parse.urlsplit(url).hostname or ""
-        try:
-            local = ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            local = host == "localhost"
-        if self.private and not local and not allowed:
+        if self.private and not is_loopback_url(url) and not allowed:
+            host = urllib.parse.urlsplit(url).hostname or ""
             raise UsageError(
                 f"the data of {self.name!r} is private and the judge {host!r} is another machine.",
                 "use a judge on loopback, or --judge-may-be-remote if your agreement allows it",

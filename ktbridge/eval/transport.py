@@ -17,8 +17,8 @@ from urllib.parse import SplitResult, urlsplit
 import ktbridge
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.wire import Reply, Wire
+from ktbridge.hosts import is_loopback_url
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -46,7 +46,7 @@ def open_transport(url: str, api_key: str | None, direct: bool | None = None) ->
         )
     parts = urlsplit(url)
     if direct is None:
-        near = parts.hostname in _LOOPBACK or not _behind_proxy(parts)
+        near = is_loopback_url(url) or not _behind_proxy(parts)
         direct = parts.scheme == "http" and near
     return _Direct(parts, key) if direct else _Packaged(url, parts, key)
 
@@ -84,7 +84,7 @@ class _Packaged:
         # Reading the system's certificates takes longer than many a run; plain HTTP trusts none.
         trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if parts.scheme == "http" else True
         # A proxy from the environment must not stand between us and a server on this machine.
-        environment = parts.hostname not in _LOOPBACK
+        environment = not is_loopback_url(url)
         self._client = openai.AsyncOpenAI(
             base_url=url,
             api_key=key,

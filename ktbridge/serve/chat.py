@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.serve.hosts import is_loopback
+from ktbridge.hosts import is_loopback
 
 Message = dict[str, str]
 Piece = str | KtbridgeError | None

@@ -6,7 +6,6 @@ Standard library only, so that a deploy pipeline can ask a server without more p
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import math
 import random
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.hosts import is_loopback_url
 from ktbridge.serve.verify import mean_distance
 
 # Ordinary sentences beside random tokens: an adapter may show in one and hardly in the other.
@@ -83,7 +83,7 @@ class ServerProbe:
         self._timeout = timeout
         self._sglang: bool | None = None
         # A proxy would look for this machine's servers on its own machine.
-        handlers = [urllib.request.ProxyHandler({})] if _is_loopback(root) else []
+        handlers = [urllib.request.ProxyHandler({})] if is_loopback_url(root) else []
         self._opener = urllib.request.build_opener(*handlers)
 
     def models(self) -> list[str]:
@@ -213,15 +213,6 @@ def _answer(vectors: Sequence[Sequence[float]]) -> Answer:
     first, *others = vectors
     spread = max((mean_distance(first, other) for other in others), default=None)
     return Answer([sum(column) / len(vectors) for column in zip(*vectors, strict=True)], spread)
-
-
-def _is_loopback(url: str) -> bool:
-    """Whether ``url`` names this machine by a loopback address; names are not looked up."""
-    try:
-        host = urllib.parse.urlsplit(url).hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from ktbridge.adapter import Adapter, read_adapter, validate_adapter
 from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
+from ktbridge.hosts import is_loopback
 from ktbridge.model import open_checkpoint, resolve_model
-from ktbridge.serve.hosts import is_loopback
 from ktbridge.serve.local.arms import Arm, check_adapter_name, check_served_name, list_arms
 from ktbridge.serve.local.limits import Limits
 

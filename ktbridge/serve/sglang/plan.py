@@ -10,7 +10,7 @@ from typing import Any
 
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
 from ktbridge.errors import Problem, has_errors
-from ktbridge.serve.hosts import is_loopback
+from ktbridge.hosts import is_loopback
 from ktbridge.serve.sglang.attention import check_attention
 from ktbridge.serve.sglang.cache import ENGINE_CACHE, KERNEL_CACHE, Conversion, slot
 from ktbridge.serve.sglang.facts import Facts

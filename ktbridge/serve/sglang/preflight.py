@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ktbridge.adapter.engines import ENGINE, version_order
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.serve.hosts import is_loopback
+from ktbridge.hosts import is_loopback
 from ktbridge.serve.sglang.facts import LOGGING, Facts
 from ktbridge.serve.sglang.layouts import Choice
 from ktbridge.serve.sglang.problems import problem

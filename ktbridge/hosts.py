@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import urllib.parse
 
 
 def is_loopback(host: str) -> bool:
@@ -13,3 +14,12 @@ def is_loopback(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return bool(addresses) and all(ipaddress.ip_address(a).is_loopback for a in addresses)
+
+
+def is_loopback_url(url: str) -> bool:
+    """Whether ``url`` names this machine by itself ("localhost", 127.0.0.0/8, ::1); no name is looked up."""
+    try:
+        host = urllib.parse.urlsplit(url).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
