@@ -69,6 +69,10 @@ _MISSED: dict[str, tuple[str, ...]] = {
     "DeepSeek": ("mlp.gate", "self_attn.q_a_proj", "self_attn.q_b_proj"),
 }
 
+# No version is without these: of servers that unpickle what reaches their sockets, of the replay script.
+SERVER_HOLES = "CVE-2026-3059, CVE-2026-3060 and CVE-2026-7301"
+REPLAY_HOLE = "CVE-2026-3989"
+
 _METHODS = ("AMXBF16", "BF16", "AMXINT8", "AMXINT4")
 
 CONTRACTS: tuple[Contract, ...] = (

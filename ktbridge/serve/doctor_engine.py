@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from ktbridge.adapter.engines import REPLAY_HOLE, SERVER_HOLES
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.doctor_packages import ENGINE_PACKAGES, Check, check_engine_packages
 from ktbridge.serve.machine import Machine
 
 # No sglang-kt is without them. What opens them is told or refused by `ktbridge serve`.
 HOLES = (
-    "has CVE-2026-3059, CVE-2026-3060 and CVE-2026-7301 (its image generator and encoder servers unpickle "
-    "what reaches their sockets), CVE-2026-3989 (its replay script does so with dumps) and CVE-2026-7304 "
+    f"has {SERVER_HOLES} (its image generator and encoder servers unpickle "
+    f"what reaches their sockets), {REPLAY_HOLE} (its replay script does so with dumps) and CVE-2026-7304 "
     "(custom logit processors run code that a request brings)"
 )
 STEP = "start none of those, as `ktbridge serve` does, and keep its ports off untrusted networks"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
+from readydocument import read_document
 
 LAYERS, HIDDEN, INNER, EXPERTS, RANK, ALPHA = 2, 64, 32, 8, 4, 8
 TEXTS = [
@@ -211,21 +210,7 @@ class Launcher:
 
     def finish(self, process: subprocess.Popen[str]) -> Server:
         """Wait for readiness, which the server says in one JSON document."""
-        lines: queue.Queue[str] = queue.Queue()
-
-        def read() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=read, daemon=True).start()
-        text = ""
-        while not text.endswith("\n}\n"):
-            line = lines.get(timeout=180)
-            assert line, f"the server ended before it was ready: {text}"
-            text += line
-        ready = json.loads(text)
+        ready = read_document(process, timeout=180)
         return Server(process, ready["base_url"], ready["models"])
 
     def __call__(self, *args: str, **environment: str) -> Server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ktbridge.adapter.engines import ENGINE, version_order
+from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, version_order
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.hosts import is_loopback
 from ktbridge.serve.sglang.facts import LOGGING, Facts
@@ -15,8 +15,6 @@ from ktbridge.serve.sglang.resources import GIB, memory_needed
 
 # What is about this machine: no fault of a plan that is made for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
-_HOLES = "CVE-2026-3059, CVE-2026-3060 and CVE-2026-7301"
-_UNCHECKED = "CVE-2026-3989"
 
 
 def preflight(
@@ -80,9 +78,11 @@ def _network(request: Request, facts: Facts, version: str) -> Iterator[Problem]:
     if key and (key != key.strip() or not key.isprintable() or not key.isascii() or key[0] == "-"):
         found = "is none that a client could send and the engine's parser would take"
         yield problem("KTB961", "the API key", found, "ASCII, no '-' first", "choose another key")
-    found = f"has {_HOLES}: its image generator and encoder servers, which are not started here, "
+    found = (
+        f"has {SERVER_HOLES}: its image generator and encoder servers, which are not started here, "
+    )
     found += (
-        f"unpickle what reaches their sockets; its replay script does so with dumps ({_UNCHECKED})"
+        f"unpickle what reaches their sockets; its replay script does so with dumps ({REPLAY_HOLE})"
     )
     severity = "warning" if public or request.nodes > 1 else None
     yield problem("KTB959", f"{ENGINE} {version}", found, severity=severity)  # type: ignore[arg-type]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rawadapter import write_config, write_raw
+from readydocument import read_document
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.model import Tensor
@@ -205,21 +203,7 @@ class Played:
 
     def ready(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         """The JSON document that `--json` prints when the server is ready."""
-        lines: queue.Queue[str] = queue.Queue()
-
-        def read() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=read, daemon=True).start()
-        text = ""
-        while not text.endswith("\n}\n"):
-            line = lines.get(timeout=60)
-            assert line, f"ended before it was ready: {text}"
-            text += line
-        document = json.loads(text)
+        document = read_document(process, timeout=60)
         assert document["ok"], (document["error"], document["problems"])
         return document
 
