@@ -32,10 +32,10 @@ def check_attention(flags: Sequence[EngineFlag], facts: Facts, version: str) -> 
         return  # the fused kernel is for a bfloat16 cache alone
     given = value_of(flags, "--prefill-attention-backend") or value_of(flags, "--attention-backend")
     if given is None:
-        # What the engine takes by default: fa3 on Hopper, flashinfer or triton elsewhere.
+        # What the engine takes by default: fa3 on Hopper, others elsewhere.
         if facts.gpus and all(gpu.capability.startswith(_HOPPER) for gpu in facts.gpus):
             return
-        where, found = "--attention-backend", "is left to the engine, which takes flashinfer here"
+        where, found = "--attention-backend", "is left to the engine, which takes fa3 on Hopper alone"
     elif given.value in _FROM_THE_CACHE:
         return
     else:
