@@ -35,7 +35,10 @@ def check_attention(flags: Sequence[EngineFlag], facts: Facts, version: str) -> 
         # What the engine takes by default: fa3 on Hopper, others elsewhere.
         if facts.gpus and all(gpu.capability.startswith(_HOPPER) for gpu in facts.gpus):
             return
-        where, found = "--attention-backend", "is left to the engine, which takes fa3 on Hopper alone"
+        where, found = (
+            "--attention-backend",
+            "is left to the engine, which takes fa3 on Hopper alone",
+        )
     elif given.value in _FROM_THE_CACHE:
         return
     else:
