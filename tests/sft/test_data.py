@@ -6,10 +6,7 @@ import json
 import pytest
 import torch
 from tinymoe import tiny_model, tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl.chat_template_utils import deepseekv3_chat_template, qwen3_chat_template
 
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig
@@ -335,114 +332,6 @@ def test_pairs_with_nothing_to_prefer_are_refused(tmp_path):
 
 
 # Tokens
-
-
-def byte_tokenizer(template, *special):
-    """A tokenizer of single bytes, as real ones fall back to, and of special tokens; the last ends a turn."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=special[-1], additional_special_tokens=list(special)
-    )
-    fast.chat_template = template
-    return fast
-
-
-MARKED = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
-OPENED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content + eos_token }}"
-    "{% else %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
-UNOPENED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{{ ' bot ' + m.content | trim + eos_token + '\\n' }}"
-    "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
-)
-THOUGHTS = "<think>\n\n</think>\n\n"
-CHATML = ("<|im_start|>", "<|im_end|>")
-DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
-
-
-@pytest.mark.parametrize(
-    ("template", "special", "learned"),
-    [
-        (MARKED, ["<end>"], ["o 🐱 <end>", "b<end>"]),
-        # trl has these two with markers
-        (qwen3_chat_template, CHATML, [f"{THOUGHTS}o 🐱 <|im_end|>", f"{THOUGHTS}b<|im_end|>"]),
-        (deepseekv3_chat_template, DEEPSEEK, [f"o 🐱 {DEEPSEEK[-1]}", f"b{DEEPSEEK[-1]}"]),
-        # and knows nothing of these three: what a message adds is the message's
-        (OPENED, ["<end>"], [" o 🐱 <end>", " b<end>"]),
-        (UNOPENED, ["<end>"], ["o 🐱<end>", "b<end>"]),
-        ("{# mended #}" + qwen3_chat_template, CHATML, ["o 🐱 <|im_end|>", f"{THOUGHTS}b<|im_end|>"]),
-    ],
-    ids=["markers", "trl-qwen3", "trl-deepseek", "opened", "unopened", "rewrites-history"],
-)  # fmt: skip
-def test_loss_is_counted_on_exactly_what_the_assistant_says(tmp_path, template, special, learned):
-    messages = [{"role": "system", "content": "o"}]
-    for question, answer in (("b Assistant: o 🐱", "o 🐱 "), ("o", "b")):
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    tokenizer = byte_tokenizer(template, *special)
-    fitted = fit_rows(load_rows(config), tokenizer, config)
-    (row,) = fitted.dataset
-    parts, last = [], -100
-    for token, label in zip(row["input_ids"], row["labels"], strict=True):
-        assert label in (-100, token)
-        if label != -100:
-            parts = [*parts, []] if last == -100 else parts
-            parts[-1].append(token)
-        last = label
-    assert [tokenizer.decode(part) for part in parts] == learned
-    assert fitted.trained_tokens == sum(map(len, parts))
-    assert not fitted.notes
-    if template == MARKED:  # then transformers can say the same
-        whole = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True
-        )
-        assert whole["input_ids"] == row["input_ids"]
-        assert whole["assistant_masks"] == [int(label != -100) for label in row["labels"]]
-
-
-def test_a_template_that_hides_the_answer_or_refuses_the_row_is_a_reason(tmp_path):
-    row = {"messages": [{"role": "system", "content": "s"}, *ROW["messages"]]}
-    config = settings(write(tmp_path / "rows.jsonl", ROW, row))
-    rows = load_rows(config)
-    shouting = OPENED.replace("m.content +", "m.content | upper +")
-    refusing = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        + MARKED
-    )
-    fitted = fit_rows(rows, byte_tokenizer(refusing, "<end>"), config)
-    assert fitted.used == 1
-    assert fitted.total == 2
-    assert fitted.refused[0].why == "the chat template refuses the conversation: no system"
-    assert fitted.refused[0].row == row
-    assert fitted.refused[0].where.endswith("line 2")
-    assert describe(fitted).startswith(
-        "used 1 of 2 rows (1 refused: 1 the chat template refuses the conversation);"
-    )
-    assert fit_rows(rows, byte_tokenizer(shouting, "<end>"), config).used == 2
-
-    forgetful = OPENED.replace("messages %}", "messages[-2:] %}")
-    longer = settings(write(tmp_path / "long.jsonl", {"messages": [ASK, TELL, ASK, TELL]}, ROW))
-    fitted = fit_rows(load_rows(longer), byte_tokenizer(forgetful, "<end>"), longer)
-    assert "differently when more of it follows" in fitted.refused[0].why
-    assert fitted.used == 1
-
-    endless = byte_tokenizer(MARKED.replace(" + eos_token", ""), "<end>")
-    (note,) = fit_rows(rows, endless, config).notes
-    assert "answers end in 't', so that the model does not learn to stop" in note.found
-    endless.chat_template = None
-    with pytest.raises(KtbridgeError, match="no chat template"):
-        fit_rows(rows, endless, config)
 
 
 def questions(*lengths):

@@ -1,8 +1,12 @@
-"""Conversations as the tokenizer's chat template writes them, and which of the tokens are the assistant's."""
+"""Conversations as a server writes them by the tokenizer's chat template, and what of them is learned."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import KtbridgeError
@@ -17,21 +21,49 @@ IGNORED = -100
 """The label of a token that isn't learned."""
 MARK = "\u241e\u241f\u241e"
 """Stands for an answer, to find where a template puts it."""
-DIFFERENT = "the chat template writes the conversation differently when more of it follows"
+DIFFERENT = "the chat template writes the prompt differently when an answer follows"
+THOUGHTS_END = "</think>"
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer as a server's model writes it: ``text`` is the prompt and the answer.
+
+    ``start`` and ``end`` enclose what the model writes, its stop token included. ``added`` is what of that
+    the template puts in front of the answer's own words (an empty block of thoughts), ``unmatched`` the end
+    of the prompt that a server sends and that this text lacks (an opened block of thoughts).
+    """
+
+    text: str
+    start: int
+    end: int
+    added: str
+    unmatched: str
+
+
+@dataclass
+class TrainingText:
+    """One sequence to train on. ``spans`` are what is learned, ``answers`` the answers these belong to.
+
+    ``rewritten`` counts answers that stand here as history, in another form than the model writes them.
+    """
+
+    text: str
+    spans: list[Span] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    rewritten: int = 0
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, in one of three forms (``way``).
+    """A tokenizer's chat template as a server uses it, found out by rendering each answer's own prompt.
 
-    ``markers``: the template says itself where the assistant speaks ({% generation %}); ``patched``: trl has
-    the same template with such markers; ``prefixes``: what a message adds to the conversation before it is
-    taken for that message, where the template writes both alike. Raises KtbridgeError for a tokenizer
-    without a template, or that can't tell where in a text its tokens stand.
+    Where the template has {% generation %} markers they say what the model writes; else that is what an
+    answer adds to its prompt. Raises KtbridgeError for a tokenizer without a template, or one that can't
+    tell where in a text its tokens stand.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
         if not tokenizer.chat_template:
             raise KtbridgeError(
                 f"the tokenizer in {tokenizer.name_or_path} has no chat template, so conversations have no "
@@ -45,47 +77,44 @@ class ChatTemplate:
                 "Use a model directory with a tokenizer.json.",
             )
         self._tokenizer = tokenizer
-        self._own = self._marked = tokenizer.get_chat_template()
+        self._template = tokenizer.get_chat_template()
+        self._marked = _MARKERS.search(self._template) is not None
         self._added = tuple(tokenizer.get_added_vocab())
-        self._unlearned = ""
-        if has_generation_markers(self._own):
-            self.way = "markers"
-            return
-        try:
-            patched = get_training_chat_template(tokenizer)
-        except ValueError:
-            patched = None
-        self.way = "patched" if patched else "prefixes"
-        self._marked = patched or self._own
-        self._unlearned = self._opening() if patched else ""
+        self._opening = self._probe_opening()
+        self._stop = self._probe_stop()
 
     def text(self, messages: Sequence[Message], opened: bool = False) -> str:
-        """The conversation in the tokenizer's own template; ``opened``: up to where the assistant answers.
+        """The conversation; ``opened``: up to where the model goes on, as a server sends it.
 
-        Raises ValueError with what the template says when it refuses the conversation.
+        Raises ValueError with the template's own words when it refuses the conversation.
         """
-        return self._rendered(self._own, messages, opened)[0]
+        return self._rendered(messages, opened)[0]
 
-    def spoken(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The conversation in the template's words and what of it is the assistant's, stop tokens included.
+    def sequences(self, messages: Sequence[Message], split: bool = True) -> list[TrainingText]:
+        """The texts in which every answer of a conversation is learned in the form that a server gives it.
 
-        Raises ValueError with the reason, as a short phrase, when that can't be told.
+        One text serves all answers that it repeats letter by letter. A template may rewrite an answer once
+        more follows (drop its thoughts): the earlier answer then gets a text of its own, which ends with
+        it. Without ``split`` there is one text, in which rewritten answers are learned as history has them.
+        Raises ValueError with the reason, as a short phrase, when an answer can't be found.
         """
-        if self.way == "prefixes":
-            return self._grown(messages)
-        text, spans = self._rendered(self._marked, messages)
-        if len(spans) < sum(message["role"] == "assistant" for message in messages):
-            raise ValueError("the chat template does not mark every answer as the assistant's")
-        if self.way == "markers":  # its author's word
-            return text, spans
-        skipped = len(self._unlearned)
-        return text, [
-            (
-                start + skipped if text.startswith(self._unlearned, start) else start,
-                self._stopped(text, end),
-            )
-            for start, end in spans
-        ]
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = {place: self._answer(messages[: place + 1]) for place in places}
+        whole = answers[places[-1]].text
+        found: list[TrainingText] = []
+        for place, answer in reversed(answers.items()):
+            span, same = (answer.start, answer.end), True
+            if found and not found[-1].text.startswith(answer.text[: answer.end]):
+                if split:
+                    found.append(TrainingText(answer.text))
+                else:
+                    span, same = self._in_history(messages, place, whole), False
+            elif not found:
+                found.append(TrainingText(answer.text))
+            found[-1].spans.insert(0, span)
+            found[-1].answers.insert(0, answer)
+            found[-1].rewritten += not same
+        return found[::-1]
 
     def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[list[Span]]]:
         """Token ids of texts the template has written, and the characters each token stands for."""
@@ -98,18 +127,24 @@ class ChatTemplate:
         )
         return encoded["input_ids"], encoded["offset_mapping"]
 
+    def pieces(self, tokens: Sequence[tuple[int, bool]]) -> list[tuple[str, bool]]:
+        """(token id, learned) pairs decoded, neighbours of one kind together."""
+        return [
+            (str(self._tokenizer.decode([token for token, _ in group])), learned)
+            for learned, group in groupby(tokens, key=itemgetter(1))
+        ]
+
     def _rendered(
-        self, template: str, messages: Sequence[Message], opened: bool = False
+        self, messages: Sequence[Message], opened: bool = False, marked: bool = False
     ) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        marked = template is self._marked and self.way != "prefixes"
         special: dict[str, Any] = self._tokenizer.special_tokens_map
         try:
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
-                chat_template=template,
+                chat_template=self._template,
                 add_generation_prompt=opened,
                 return_assistant_tokens_mask=marked,
                 **special,
@@ -119,57 +154,110 @@ class ChatTemplate:
         texts, spans = rendered
         return texts[0], spans[0] if marked else []
 
-    def _grown(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        whole = self.text(messages)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.text(messages[:index]) if index else ""
-            opened = self.text(messages[:index], opened=True) if index else ""
-            closed = self.text(messages[: index + 1])
-            words = message["content"].strip()
-            # An opening may end in what this answer does not begin with (an empty block of thoughts).
-            start = shared(opened, whole)
-            if opened == before:
-                start = self._header(messages[:index], whole)
-            if not whole.startswith(before) or start < len(before):
+    def _answer(self, messages: Sequence[Message]) -> Answer:
+        """The last message of ``messages``, which is the assistant's."""
+        words = messages[-1]["content"].strip()
+        text, spans = self._rendered(messages, marked=self._marked)
+        unmatched = ""
+        if self._marked:
+            if len(spans) < sum(message["role"] == "assistant" for message in messages):
+                raise ValueError("the chat template does not mark every answer as the assistant's")
+            start, end = spans[-1]  # its author's word
+            body = self._body_end(text[:end], start)
+        else:
+            start, unmatched = self._start(messages, text)
+            body = self._body_end(text, start)
+            if THOUGHTS_END in words and THOUGHTS_END not in text[start:]:
+                # The template writes it as history, without thoughts; what the model writes has them.
+                learned = self._with_thoughts(text[start:body], unmatched, words)
+                text = text[:start] + unmatched + learned + text[body:]
+                start, unmatched = start + len(unmatched), ""
+                body = start + len(learned)
+            end = self._stop_end(text, body)
+            if self._stop and end == body:
+                text, end = text[:end] + self._stop, end + len(self._stop)
+        learned = text[start:body]
+        added = learned.removesuffix(words) if learned.endswith(words) else ""
+        return Answer(text, start, end, added, unmatched)
+
+    def _start(self, messages: Sequence[Message], text: str) -> tuple[int, str]:
+        """Where in ``text`` the model begins to write, and what of a server's prompt ``text`` lacks there."""
+        prompt = messages[:-1]
+        if not prompt or not self._opening:  # the template does not open answers
+            header = self.text([*prompt, {"role": "assistant", "content": MARK}])
+            start = header.find(MARK)
+            if start < 0 or not text.startswith(header[:start]):
                 raise ValueError(DIFFERENT)
-            spans.append((start, self._end(whole, closed, words, start)))
-        return whole, spans
+            return start, ""
+        opened = self.text(prompt, opened=True)
+        start = shared(opened, text)
+        # A difference may lie in the opening alone: thoughts that a server opens and this answer lacks.
+        if start < len(opened) - len(self._opening) and start < len(self.text(prompt)):
+            raise ValueError(DIFFERENT)
+        return start, opened[start:]
 
-    def _header(self, before: Sequence[Message], whole: str) -> int:
-        """Where an answer's own words start, under a template that does not open it; -1: not to be told."""
-        text = self.text([*before, {"role": "assistant", "content": MARK}])
-        start = text.find(MARK)
-        return start if whole.startswith(text[: max(start, 0)]) else -1
+    @staticmethod
+    def _with_thoughts(visible: str, opener: str, words: str) -> str:
+        """The answer ``words`` behind ``opener``, where the template wrote no more of it than ``visible``."""
+        if not opener.strip() or not words.startswith(opener.strip()):
+            raise ValueError("the chat template leaves a part of the answer out")
+        if words.rpartition(THOUGHTS_END)[2].strip() != visible.strip():
+            raise ValueError("the chat template leaves a part of the answer out")
+        return words.removeprefix(opener.strip()).lstrip("\n")
 
-    def _end(self, whole: str, closed: str, words: str, start: int) -> int:
-        """Where the answer that ``closed`` ends in, and that starts at ``start`` of ``whole``, ends there."""
-        end = len(closed)
-        if not whole.startswith(closed):
-            # Templates may leave out of earlier answers what they write into the last (thoughts).
-            at, last = whole.find(words, start), closed.rfind(words)
-            closing = closed[last + len(words) :]
-            end = at + len(words) + len(closing)
-            if at < 0 or last < 0 or not whole.startswith(closing, at + len(words)):
-                raise ValueError(DIFFERENT)
-        return self._stopped(whole, end)
+    def _body_end(self, text: str, start: int) -> int:
+        """Where in ``text``, which ends with an answer, the stop tokens and spaces behind it begin."""
+        end = len(text)
+        while True:
+            body = text[start:end].rstrip()
+            token = next((token for token in self._added if body.endswith(token)), "")
+            end = start + len(body) - len(token)
+            if not token:
+                return end
 
-    def _stopped(self, text: str, end: int) -> int:
-        """Behind the stop token, when nothing but space follows it: the model need not learn that."""
-        ended = len(text[:end].rstrip())
-        return ended if text.endswith(self._added, 0, ended) else end
+    def _stop_end(self, text: str, body: int) -> int:
+        """Behind the stop token that follows an answer's end, or ``body`` where there is none.
 
-    def _opening(self) -> str:
-        """What trl's templates count as the assistant's though inference gives it to the model."""
-        probe = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}]
+        Several tokens without a space between them are one stop; a server's model writes nothing further.
+        """
+        end = body + len(text[body:]) - len(text[body:].lstrip())
+        behind = end
+        while token := next((t for t in self._added if text.startswith(t, behind)), ""):
+            behind += len(token)
+        return behind if behind > end else body
+
+    def _in_history(self, messages: Sequence[Message], place: int, whole: str) -> Span:
+        """Where in ``whole``, all of the conversation, the answer ``messages[place]`` stands as history."""
+        marked = [*messages]
+        marked[place] = {**messages[place], "content": MARK}
+        before, mark, behind = self.text(marked).partition(MARK)
+        if not (mark and whole.startswith(before) and whole.rstrip().endswith(behind.rstrip())):
+            raise ValueError("the chat template leaves an earlier answer out of the history")
+        return len(before), self._stop_end(whole, len(whole.rstrip()) - len(behind.rstrip()))
+
+    def _probe_opening(self) -> str:
+        """What the template adds behind a user's message for the model to go on from; "" if nothing."""
+        probe = [{"role": "user", "content": "0"}]
         try:
-            text, spans = self._rendered(self._marked, probe)
-            opened = self._rendered(self._marked, probe[:1], opened=True)[0]
+            before, opened = self.text(probe), self.text(probe, opened=True)
+        except ValueError:  # it may want a system message, or no text at all
+            return MARK
+        return opened[shared(before, opened) :]
+
+    def _probe_stop(self) -> str:
+        """The special token that follows an answer in a longer conversation, where none ends the answer.
+
+        GLM's models end an answer with the token that begins the next message.
+        """
+        user, answer = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
+        try:
+            ended, longer = self.text([user, answer]), self.text([user, answer, user])
         except ValueError:
             return ""
-        return text[spans[0][0] : shared(opened, text)] if spans else ""
+        if ended.rpartition(MARK)[2].strip() or not longer.startswith(ended.rstrip()):
+            return ""
+        behind = longer[len(ended.rstrip()) :]
+        return next((token for token in self._added if behind.startswith(token)), "")
 
 
 def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
@@ -192,5 +280,7 @@ def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
 
 def shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     """How many elements both begin with."""
+    if first == second[: len(first)]:
+        return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.chat import IGNORED, ChatTemplate, labels, shared
+from ktbridge.sft.data.chat import IGNORED, ChatTemplate, TrainingText, labels, shared
 from ktbridge.sft.data.messages import Message, Pair
+from ktbridge.sft.data.notes import TOO_MANY, Forms, reasons, refused_note, stop_note
 from ktbridge.sft.data.rows import Refused, Rows, unusable
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_progress``."""
-REASONS = 3
-"""Reasons told one by one in the summary."""
 Progress = Callable[[int, int], None]
+Preview = dict[str, list[tuple[str, bool]]]
+"""Texts by name, each as pieces in order: what they say, and whether the loss counts it."""
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Fitted:
     """Tokens that the loss counts."""
     cutoff_len: int = 0
     packed: bool = False
+    preview: Preview = field(default_factory=dict)
+    """What is trained on first, decoded: "sequence" for sft, "chosen" and "rejected" for dpo."""
     notes: list[Problem] = field(default_factory=list)
     """The rows' warnings, and ours on the chat template."""
 
@@ -77,6 +79,9 @@ def fit_rows(
     everything = [*rows.refused, *refused]
     if config.strict_data and everything:
         raise unusable(everything, rows.total)
+    share = len(everything) / rows.total
+    if share > TOO_MANY and not config.allow_refused_rows:
+        raise _too_many(everything, rows.total)
     return Fitted(
         dataset=fit.dataset(),
         total=rows.total,
@@ -87,24 +92,29 @@ def fit_rows(
         trained_tokens=fit.trained,
         cutoff_len=config.cutoff_len,
         packed=fit.packed,
-        notes=[*rows.notes, *_stop_note(fit.last_learned, tokenizer)],
+        preview=fit.preview(),
+        notes=[
+            *rows.notes,
+            *refused_note(everything, rows.total),
+            *fit.notes(),
+            *stop_note(fit.last_learned, tokenizer),
+        ],
     )
 
 
 def describe(fitted: Fitted) -> str:
     """One line: how many rows are used, cut and refused, and why."""
-    told = []
+    parts = []
     if fitted.cut:
-        told.append(f"{len(fitted.cut):,} cut at {fitted.cutoff_len} tokens")
+        parts.append(f"{len(fitted.cut):,} cut at {fitted.cutoff_len} tokens")
     if fitted.refused:
-        reasons = Counter(item.why.partition(":")[0] for item in fitted.refused).most_common()
-        parts = [f"{count:,} {why}" for why, count in reasons[:REASONS]]
-        others = sum(count for _, count in reasons[REASONS:])
-        parts += [f"{others:,} for other reasons"] if others else []
-        told.append(f"{len(fitted.refused):,} refused: {', '.join(parts)}")
+        parts.append(f"{len(fitted.refused):,} refused: {reasons(fitted.refused)}")
     line = f"used {fitted.used:,} of {fitted.total:,} rows"
-    line += f" ({', '.join(told)})" if told else ""
-    line += f", packed into {len(fitted.dataset):,}" if fitted.packed else ""
+    line += f" ({', '.join(parts)})" if parts else ""
+    if fitted.packed:
+        line += f", packed into {len(fitted.dataset):,}"
+    elif len(fitted.dataset) > fitted.used:
+        line += f", in {len(fitted.dataset):,} sequences"
     return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are trained on"
 
 
@@ -112,42 +122,63 @@ class _Conversations:
     """Conversations into flat arrays of tokens: Python's own lists would take nine times the memory."""
 
     def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
-        self._chat, self._cutoff = chat, config.cutoff_len
+        self._chat, self._cutoff, self._split = chat, config.cutoff_len, config.split_turns
         self.packed = config.packing or config.neat_packing
         self._ids, self._labels, self._ends = array("i"), array("i"), array("i", [0])
         self.used = self.tokens = self.trained = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
         """The last token of an answer that was not cut off."""
+        self._forms = Forms()
 
     def add(self, batch: list[tuple[int, list[Message]]]) -> Iterator[tuple[int, str]]:
         """Take the numbered rows in; yields number and reason of those that can't be used."""
-        written = []
+        written: list[tuple[int, TrainingText]] = []
         for number, messages in batch:
             try:
-                written.append((number, *self._chat.spoken(messages)))
+                texts = self._chat.sequences(messages, self._split)
             except ValueError as error:
                 yield number, str(error)
+            else:
+                written += [(number, text) for text in texts]
+                self._forms.count(texts)
         if not written:
             return
-        encoded = self._chat.tokens([text for _, text, _ in written])
-        for (number, _, spans), ids, offsets in zip(written, *encoded, strict=True):
-            learned = labels(ids[: self._cutoff], offsets[: self._cutoff], spans)
+        used = dict.fromkeys((number for number, _ in written), False)
+        encoded = self._chat.tokens([text.text for _, text in written])
+        for (number, text), ids, offsets in zip(written, *encoded, strict=True):
+            learned = labels(ids[: self._cutoff], offsets[: self._cutoff], text.spans)
+            if len(ids) > self._cutoff and number not in self.cut[-1:]:
+                self.cut.append(number)
             # The first token is never predicted: there is nothing before it.
             trained = len(learned) - 1 - learned[1:].count(IGNORED)
             if not trained:
-                yield number, f"no answer within cutoff_len={self._cutoff} tokens"
                 continue
+            used[number] = True
             self._ids.extend(ids[: self._cutoff])
             self._labels.extend(learned)
             self._ends.append(len(self._ids))
-            self.used += 1
             self.tokens += len(learned)
             self.trained += trained
-            if len(ids) > self._cutoff:
-                self.cut.append(number)
-            elif self.last_learned is None:
+            if len(ids) <= self._cutoff and self.last_learned is None:
                 self.last_learned = next(label for label in reversed(learned) if label != IGNORED)
+        for number, taken in used.items():
+            if taken:
+                self.used += 1
+                continue
+            self.cut = [cut for cut in self.cut if cut != number]
+            yield number, f"no answer within cutoff_len={self._cutoff} tokens"
+
+    def notes(self) -> Iterator[Problem]:
+        return self._forms.notes(self._split)
+
+    def preview(self) -> Preview:
+        """The first sequence."""
+        end = self._ends[1]
+        pairs = zip(self._ids[:end], self._labels[:end], strict=True)
+        return {
+            "sequence": self._chat.pieces([(token, label != IGNORED) for token, label in pairs])
+        }
 
     def dataset(self) -> Dataset:
         import numpy as np
@@ -223,6 +254,22 @@ class _Pairs:
             self.last_learned = chosen[-1]
         return ""
 
+    def notes(self) -> Iterator[Problem]:
+        return iter(())
+
+    def preview(self) -> Preview:
+        """Both answers of the first pair, each behind the prompt."""
+        pair, shown = self._pairs[0], {}
+        prompt = self._chat.text(pair.prompt, opened=True)
+        for side in ("chosen", "rejected"):
+            text = self._chat.text([*pair.prompt, *getattr(pair, side)])
+            (asked, ids), _ = self._chat.tokens([prompt, text])
+            start = shared(asked, ids)
+            shown[side] = self._chat.pieces(
+                [(token, place >= start) for place, token in enumerate(ids[: self._cutoff])]
+            )
+        return shown
+
     def dataset(self) -> Dataset:
         from datasets import Dataset
 
@@ -233,25 +280,15 @@ class _Pairs:
         return {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
 
 
+def _too_many(refused: list[Refused], total: int) -> ProblemsError:
+    error = unusable(refused, total)
+    step = "Correct these rows, or set allow_refused_rows: true to train on the others"
+    error.next_step = f"{step}; nothing was started."
+    return error
+
+
 def _nothing_left(refused: list[Refused], total: int) -> ProblemsError:
     error = unusable(refused, total)
     if any("within cutoff_len" in item.why for item in refused):
         error.next_step = "Raise cutoff_len, or mend these rows; nothing was started."
     return error
-
-
-def _stop_note(last: int | None, tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
-    """Answers that don't end in a token of the tokenizer's own make teach the model never to stop."""
-    if last is None or last in {tokenizer.eos_token_id, *tokenizer.get_added_vocab().values()}:
-        return
-    word = str(tokenizer.decode([last]))
-    if not word.strip():
-        return
-    yield Problem(
-        "KTD004",
-        "warning",
-        "chat template",
-        f"answers end in {word!r}, so that the model does not learn to stop",
-        "an end-of-turn token within the assistant's part",
-        "Move the end-of-turn token before {% endgeneration %} in chat_template.jinja.",
-    )

@@ -1,0 +1,120 @@
+"""What a user should know of how rows become sequences: forms of the template, rows left out, stop tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ktbridge.errors import Problem, Severity
+from ktbridge.sft.data.chat import TrainingText
+from ktbridge.sft.data.rows import REFUSED_FILE, Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REASONS = 3
+"""Reasons named one by one in a summary."""
+LOUD, TOO_MANY = 0.1, 0.5
+"""Shares of refused rows from which a run warns, and isn't started unless it is allowed to."""
+
+
+class Forms:
+    """How the chat template writes the answers that were taken in, counted."""
+
+    def __init__(self) -> None:
+        self._rows = self._answers = self._texts = 0
+        self._rewritten = 0  # conversations of several texts, or with answers in another form
+        self._added: Counter[str] = Counter()
+        self._unmatched: Counter[str] = Counter()
+
+    def count(self, texts: list[TrainingText]) -> None:
+        """One conversation's texts."""
+        self._rows += 1
+        self._texts += len(texts)
+        self._rewritten += len(texts) > 1 or texts[0].rewritten > 0
+        for answer in (answer for text in texts for answer in text.answers):
+            self._answers += 1
+            self._added[answer.added] += bool(answer.added.strip())
+            self._unmatched[answer.unmatched] += bool(answer.unmatched.strip())
+
+    def notes(self, split: bool) -> Iterator[Problem]:
+        if self._rewritten and split:
+            yield _template_note(
+                "KTD005",
+                "info",
+                f"writes earlier answers differently once the conversation goes on: {self._rewritten:,} of "
+                f"{self._rows:,} conversations are trained as several sequences ({self._texts:,} in all), so "
+                "that each answer is trained as it is served",
+                "Nothing, or split_turns: false for one sequence per conversation, which is faster.",
+            )
+        elif self._rewritten:
+            yield _template_note(
+                "KTD005",
+                "warning",
+                "writes earlier answers differently once the conversation goes on, and split_turns is false: "
+                f"in {self._rewritten:,} of {self._rows:,} conversations earlier answers are trained in "
+                "another form than the model writes them when it is served",
+                "Leave split_turns out to train each answer as it is served.",
+            )
+        for text, count in self._added.most_common(1):
+            if count:
+                yield _template_note(
+                    "KTD006",
+                    "info",
+                    f"puts {text!r} in front of {count:,} of {self._answers:,} answers, and the model learns "
+                    "to write it",
+                    "Nothing: it is what a server's template expects of such answers.",
+                )
+        for text, count in self._unmatched.most_common(1):
+            if count:
+                yield _template_note(
+                    "KTD007",
+                    "warning",
+                    f"has a server end its prompt in {text!r}, which {count:,} of {self._answers:,} answers "
+                    "don't go on from: they are trained without it",
+                    "Put thoughts (<think>…</think>) into these answers, or serve with thinking off.",
+                )
+
+
+def _template_note(code: str, severity: Severity, found: str, next_step: str) -> Problem:
+    return Problem(code, severity, "chat template", found, "", next_step)
+
+
+def refused_note(refused: list[Refused], total: int) -> Iterator[Problem]:
+    """A warning where many rows are left out; a few are only counted in the summary line."""
+    if len(refused) > LOUD * total:
+        yield Problem(
+            "KTD008",
+            "warning",
+            "dataset",
+            f"{len(refused):,} of {total:,} rows ({len(refused) / total:.0%}) can't be used: "
+            f"{reasons(refused)}",
+            f"at most {LOUD:.0%}",
+            f"Read {REFUSED_FILE} in output_dir, or the lines that --dry-run lists.",
+        )
+
+
+def reasons(refused: list[Refused]) -> str:
+    """The commonest reasons with their counts: "15 with tools, 2 for other reasons"."""
+    found = Counter(item.why.partition(":")[0] for item in refused).most_common()
+    parts = [f"{count:,} {why}" for why, count in found[:REASONS]]
+    others = sum(count for _, count in found[REASONS:])
+    return ", ".join([*parts, *([f"{others:,} for other reasons"] if others else [])])
+
+
+def stop_note(last: int | None, tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
+    """Answers that don't end in a token of the tokenizer's own make teach the model never to stop."""
+    if last is None or last in {tokenizer.eos_token_id, *tokenizer.get_added_vocab().values()}:
+        return
+    word = str(tokenizer.decode([last]))
+    if not word.strip():
+        return
+    yield Problem(
+        "KTD004",
+        "warning",
+        "chat template",
+        f"answers end in {word!r}, so that the model does not learn to stop",
+        "an end-of-turn token within the assistant's part",
+        "Move the end-of-turn token before {% endgeneration %} in chat_template.jinja.",
+    )

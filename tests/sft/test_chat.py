@@ -1,0 +1,289 @@
+"""What is learned of a conversation is what a server's model writes, whatever the chat template does."""
+
+import json
+import re
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import trl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.data import describe, fit_rows, load_rows
+from ktbridge.sft.data.chat import DIFFERENT
+
+ASK = {"role": "user", "content": "who are you ?"}
+TELL = {"role": "assistant", "content": "i am a cat"}
+ROW = {"messages": [ASK, TELL]}
+
+
+def settings(*dataset, **changes):
+    return TrainConfig("base", tuple(map(str, dataset)), "out", **changes)
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def byte_tokenizer(template, *special):
+    """A tokenizer of single bytes, as real ones fall back to, and of special tokens; the last ends a turn."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=special[-1], additional_special_tokens=list(special)
+    )
+    fast.chat_template = template
+    return fast
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+OPENED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content + eos_token }}"
+    "{% else %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+UNOPENED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ ' bot ' + m.content | trim + eos_token + '\\n' }}"
+    "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+THOUGHTS = "<think>\n\n</think>\n\n"
+CHATML = ("<|im_start|>", "<|im_end|>")
+DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+# As Mixtral, OLMoE, ERNIE 4.5 and MiniMax-M2 have them, without what is for tools.
+MIXTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+    "{% else %}{{ ' [INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+OLMOE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}"
+    "{{ eos_token if m.role == 'assistant' }}{{ '\n' if not (loop.last and m.role == 'assistant') }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+ERNIE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'User: ' + m.content + '\n' }}"
+    "{% elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + eos_token }}"
+    "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+MINIMAX = (
+    "{% set last = namespace(user=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{{ ']~!b[' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ']~b]ai\n' }}"
+    "{% set parts = m.content.split('</think>') %}"
+    "{% if parts | length > 1 and loop.index0 > last.user %}"
+    "{{ '<think>' + parts[0].split('<think>')[-1] + '</think>\n\n' }}{% endif %}"
+    "{{ parts[-1].strip() }}{% else %}{{ ']~b]' + m.role + '\n' + m.content }}{% endif %}"
+    "{{ '[e~[\n' }}{% endfor %}{% if add_generation_prompt %}{{ ']~b]ai\n<think>' }}{% endif %}"
+)
+SHIPPED = Path(trl.__file__).with_name("chat_templates")
+"""The published models' own templates, as trl has them to compare with."""
+PUBLISHED = (
+    "qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6",
+    "deepseekv3", "deepseek_r1_distill", "glm4moe", "gptoss", "llama3", "gemma", "phi3", "cohere2",
+    "nemotron_3_nano",
+)  # fmt: skip
+TEMPLATES = {
+    "marked": MARKED, "opened": OPENED, "unopened": UNOPENED, "mixtral": MIXTRAL, "olmoe": OLMOE,
+    "ernie": ERNIE, "minimax": MINIMAX,
+} | {name: (SHIPPED / f"{name}.jinja").read_text() for name in PUBLISHED}  # fmt: skip
+_SPECIAL = re.compile(
+    r"</?think>|<[|｜][^<>{}' ]+[|｜]>|<(?:start|end)_of_turn>|<\|?(?:user|end)\|?>|\[e~\["
+)
+
+
+def tokenizer_for(name):
+    template = TEMPLATES[name]
+    special = dict.fromkeys(_SPECIAL.findall(template))
+    special.pop("<think>", None), special.pop("</think>", None)
+    tokenizer = byte_tokenizer(template, *special, "[e~[" if name == "minimax" else "<end>")
+    tokenizer.bos_token = "<begin>"
+    return tokenizer
+
+
+def learned(fitted, tokenizer):
+    """(what stands before it, what is learned) for each stretch of learned tokens, in order."""
+    found = []
+    for row in fitted.dataset:
+        place = 0
+        for yes, group in groupby(row["labels"], key=lambda label: label != -100):
+            size = len(list(group))
+            if yes:
+                before = tokenizer.decode(row["input_ids"][:place])
+                found.append((before, tokenizer.decode(row["input_ids"][place : place + size])))
+            place += size
+    return found
+
+
+def served(tokenizer, messages):
+    """A server's prompt for the last message and the conversation with it, by the tokenizer itself."""
+    prompt = tokenizer.apply_chat_template(
+        messages[:-1], add_generation_prompt=True, tokenize=False
+    )
+    return prompt, tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def conversation(*answers):
+    """Questions and these answers. Some templates take no system message, so there is none."""
+    messages = []
+    for number, answer in enumerate(answers):
+        messages.append({"role": "user", "content": f"ask {number} 🐱?"})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_answer_is_learned_behind_the_prompt_that_a_server_sends(tmp_path, name):
+    messages = conversation("one 🐱", "e", "three <b>")
+    tokenizer = tokenizer_for(name)
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    found = learned(fitted, tokenizer)
+    assert len(found) == 3
+    missing = set()
+    for turn, (before, answer) in enumerate(found):
+        prompt, whole = served(tokenizer, messages[: 2 * turn + 2])
+        assert whole.startswith(before)
+        if name not in ("marked", "unopened", "mixtral"):  # these don't open answers
+            # as much of the prompt as the conversation goes on from
+            assert prompt.startswith(before)
+            assert not whole.startswith(prompt[: len(before) + 1]) or before == prompt
+            missing.add(prompt[len(before) :])
+        # A stop token may be missing that the next message brings, or follow that no server asks for.
+        text, extra = before + answer, "<|user|>" if name == "glm4moe" else ""
+        assert text.removesuffix(extra) == whole.removesuffix("<end>" * (name == "phi3")).rstrip()
+        assert messages[2 * turn + 1]["content"] in answer
+    # A part of the prompt that these answers don't go on from is never silent.
+    notes = {note.code: note for note in fitted.notes}
+    assert ("KTD007" in notes) == any(part.strip() for part in missing)
+    rewrites = len(fitted.dataset) > 1
+    assert ("KTD005" in notes) == rewrites
+    assert rewrites == (name in ("qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "gptoss"))
+    assert sum(map(len, (answer.encode() for _, answer in found))) >= fitted.trained_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("qwen3", ["<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo"]),
+        ("qwen3_5_think", ["hm\n</think>\n\none", "ha\n</think>\n\ntwo"]),
+        ("qwen2_5", ["<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo"]),
+        ("deepseek_r1_distill", ["hm\n</think>\n\none", "ha\n</think>\n\ntwo"]),
+        ("deepseekv3", ["hm\n</think>\n\none", "ha\n</think>\n\ntwo"]),
+        ("minimax", ["\nhm\n</think>\n\none", "\nha\n</think>\n\ntwo"]),
+    ],
+)
+def test_thoughts_are_learned_where_the_model_writes_them_and_gone_from_history(
+    tmp_path, name, parts
+):
+    answers = [
+        f"<think>\n{thought}\n</think>\n\n{word}"
+        for thought, word in (("hm", "one"), ("ha", "two"))
+    ]
+    messages, tokenizer = conversation(*answers), tokenizer_for(name)
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
+    found = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    for turn, (before, answer) in enumerate(found):
+        prompt, _ = served(tokenizer, messages[: 2 * turn + 2])
+        assert before == prompt
+        assert answer.startswith(parts[turn])
+        assert "</think>" not in answer.removeprefix(parts[turn])
+    assert len(found) == 2
+    assert ("hm" in found[1][0]) == (name == "qwen2_5")
+
+
+def test_one_sequence_a_conversation_is_a_choice_and_said_with_the_number_of_rows(tmp_path):
+    rows = [{"messages": conversation("one", "two")}] * 3 + [{"messages": conversation("one")}]
+    path, tokenizer = write(tmp_path / "rows.jsonl", *rows), tokenizer_for("qwen3")
+    config = settings(path)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    assert len(fitted.dataset) == 7
+    assert "used 4 of 4 rows, in 7 sequences" in describe(fitted)
+    note = next(note for note in fitted.notes if note.code == "KTD005")
+    assert (note.severity, "3 of 4" in note.found) == ("info", True)
+
+    config = settings(path, split_turns=False)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    assert len(fitted.dataset) == 4
+    note = next(note for note in fitted.notes if note.code == "KTD005")
+    assert (note.severity, "3 of 4" in note.found) == ("warning", True)
+    assert [answer for _, answer in learned(fitted, tokenizer)[:2]] == [
+        "one<|im_end|>",
+        "<think>\n\n</think>\n\ntwo<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "expected"),
+    [
+        (MARKED, ["<end>"], ["o 🐱 <end>", "b<end>"]),
+        (OPENED, ["<end>"], [" o 🐱 <end>", " b<end>"]),
+        (UNOPENED, ["<end>"], ["o 🐱<end>", "b<end>"]),
+    ],
+    ids=["markers", "opened", "unopened"],
+)  # fmt: skip
+def test_loss_is_counted_on_exactly_the_answers(tmp_path, template, special, expected):
+    messages = [{"role": "system", "content": "o"}]
+    for question, answer in (("b Assistant: o 🐱", "o 🐱 "), ("o", "b")):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
+    tokenizer = byte_tokenizer(template, *special)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    (row,) = fitted.dataset
+    assert [answer for _, answer in learned(fitted, tokenizer)] == expected
+    assert fitted.trained_tokens == sum(label != -100 for label in row["labels"])
+    assert not fitted.notes
+    pieces = fitted.preview["sequence"]
+    assert [text for text, yes in pieces if yes] == expected
+    assert "".join(text for text, _ in pieces) == tokenizer.decode(row["input_ids"])
+    if template == MARKED:  # then transformers gives the same masks
+        whole = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert whole["input_ids"] == row["input_ids"]
+        assert whole["assistant_masks"] == [int(label != -100) for label in row["labels"]]
+
+
+def test_a_template_that_hides_the_answer_or_refuses_the_row_is_a_reason(tmp_path):
+    row = {"messages": [{"role": "system", "content": "s"}, *ROW["messages"]]}
+    config = settings(write(tmp_path / "rows.jsonl", ROW, row))
+    rows = load_rows(config)
+    shouting = OPENED.replace("m.content +", "m.content | upper +")
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + MARKED
+    )
+    fitted = fit_rows(rows, byte_tokenizer(refusing, "<end>"), config)
+    assert fitted.used == 1
+    assert fitted.total == 2
+    assert fitted.refused[0].why == "the chat template refuses the conversation: no system"
+    assert fitted.refused[0].row == row
+    assert fitted.refused[0].where.endswith("line 2")
+    assert describe(fitted).startswith(
+        "used 1 of 2 rows (1 refused: 1 the chat template refuses the conversation);"
+    )
+    assert fit_rows(rows, byte_tokenizer(shouting, "<end>"), config).used == 2
+
+    forgetful = OPENED.replace("messages %}", "messages[-2:] %}")
+    longer = settings(write(tmp_path / "long.jsonl", {"messages": [ASK, TELL, ASK, TELL]}, ROW))
+    fitted = fit_rows(load_rows(longer), byte_tokenizer(forgetful, "<end>"), longer)
+    assert fitted.refused[0].why == DIFFERENT
+    assert fitted.used == 1
+
+    endless = byte_tokenizer(MARKED.replace(" + eos_token", ""), "<end>")
+    (note,) = fit_rows(rows, endless, config).notes
+    assert "answers end in 't', so that the model does not learn to stop" in note.found
+    endless.chat_template = None
+    with pytest.raises(KtbridgeError, match="no chat template"):
+        fit_rows(rows, endless, config)
