@@ -84,6 +84,23 @@ class Bar:
 
 
 @contextmanager
+def training_bar(done: int, total: int) -> Iterator[Bar]:
+    """Step, a bar, its description, elapsed time and ETA within 80 columns; nothing without a terminal."""
+    columns = (
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(bar_width=10),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        training = Bar(bar, "")
+        training(done, total)
+        yield training
+
+
+@contextmanager
 def progress_bar(label: str, unit: str = "") -> Iterator[Bar]:
     """A bar with elapsed time and ETA on stderr. Where stderr is not a terminal nothing is drawn."""
     columns = (

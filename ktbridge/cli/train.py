@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
 from typing import Any
 
 import click
@@ -31,6 +33,7 @@ def command(
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
     from ktbridge.cli._notes import print_notes
+    from ktbridge.cli._train_dry import show_plan
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
     from ktbridge.sft.config import load_config
     from ktbridge.sft.distributed import world
@@ -49,7 +52,7 @@ def command(
         ready = prepare.prepare(parsed, world().size, bar)
     print_problems(ready.notes)
     if dry_run:
-        _show_plan(parsed, ready, as_json)
+        show_plan(parsed, ready, as_json)
         return
     _show_data(ready)
     result = _train_with_progress(trainer, parsed, ready)
@@ -70,50 +73,15 @@ def _follow(parsed: Any) -> None:
 
 
 def _show_data(ready: Any) -> None:
-    """What becomes of the rows, said before the hours that follow."""
+    """What becomes of the rows, before the hours that follow."""
     from ktbridge.cli._ui import shown, stderr
     from ktbridge.sft.data import describe
 
     stderr.print(shown(describe(ready.fitted)), soft_wrap=True)
 
 
-def _show_plan(parsed: Any, ready: Any, as_json: bool) -> None:
-    from ktbridge.cli._ui import console, emit_json
-
-    fitted = ready.fitted
-    plan = {
-        "rows": fitted.total,
-        "rows_used": fitted.used,
-        "rows_cut": len(fitted.cut),
-        "rows_refused": len(fitted.refused),
-        "tokens": fitted.tokens,
-        "trained_tokens": fitted.trained_tokens,
-        "steps": ready.steps,
-        "starts_from": str(ready.resumption.checkpoint) if ready.resumption.checkpoint else None,
-    }
-    settings = dataclasses.asdict(parsed)
-    notes = [note.as_dict() for note in (*settings.pop("notes"), *ready.notes)]
-    if as_json:
-        emit_json({**settings, **plan, "notes": notes})
-        return
-    block = settings.pop("kt_config")
-    flat = {**settings, **{f"kt_config.{key}": value for key, value in block.items()}, **plan}
-    for key, value in flat.items():
-        console.print(f"{key:34} {_said(value)}", markup=False, soft_wrap=True)
-    _show_data(ready)
-
-
-def _said(value: Any) -> str:
-    """A setting as the configuration file would have it."""
-    if value is None or value == ():
-        return "–"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def _show_result(result: Any) -> None:
-    from ktbridge.cli._ui import console
+    from ktbridge.cli._ui import console, shown, stderr
 
     losses = (
         ""
@@ -121,6 +89,10 @@ def _show_result(result: Any) -> None:
         else f"; loss {result.first_loss:.3f} -> {result.last_loss:.3f}"
     )
     steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
+    if result.first_step > result.steps:
+        steps = f"none of {steps} was left to train"
+    elif result.first_step > 1:
+        steps = f"steps {result.first_step} to {result.steps}"
     console.print(
         f"{steps} on {result.used} of {result.rows} rows in {result.seconds:.0f} s "
         f"({result.tokens_per_second:,.0f} tokens/s, experts {result.expert_share:.0%}){losses}"
@@ -133,23 +105,28 @@ def _show_result(result: Any) -> None:
     console.print(f"peak memory: host {result.peak_rss_bytes / 2**30:.2f} GiB{gpu}")
     for name in result.files:
         console.print(f"  {result.output_dir}/{name}", markup=False, soft_wrap=True)
+    for path in result.checkpoints:
+        console.print(f"  {path}  (an adapter, too)", markup=False, soft_wrap=True)
+    if result.warning:
+        stderr.print(f"[yellow]warning[/] {shown(result.warning)}", soft_wrap=True)
 
 
 def _train_with_progress(trainer: Any, config: Any, ready: Any) -> Any:
-    """Run the recipe under a bar that shows step, ETA, the latest loss and where the time goes."""
-    from ktbridge.cli._ui import progress_bar, stderr
+    """Run the recipe under a bar with step, loss, pace and ETA; without a terminal print twenty lines."""
+    from ktbridge.cli._ui import stderr, training_bar
 
-    with progress_bar("training", unit="steps") as bar:
+    began = time.monotonic()
+    behind = ready.resumption.step
+    with training_bar(behind, ready.steps) as bar:
 
         def on_log(record: dict[str, Any]) -> None:
-            line = (
-                f"step {record['step']:>5}/{record['steps']}  loss {record['loss']:.4f}  "
-                f"{record['tokens_per_second']:,.0f} tokens/s  experts {record['expert_share']:.0%}"
-            )
-            bar.describe(line)
-            # Without a bar, about twenty lines tell the same.
+            step, steps = record["step"], record["steps"]
+            figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tok/s"
+            bar.describe(figures)
             if not stderr.is_terminal and _stage(record) != _stage(record, -config.logging_steps):
-                stderr.print(line)
+                left = (time.monotonic() - began) / max(step - behind, 1) * (steps - step)
+                eta = timedelta(seconds=round(left))
+                stderr.print(f"step {step:>5}/{steps}  {figures}  eta {eta}")
 
         with _stdout_for_results():
             return trainer.train(config, on_progress=bar, on_log=on_log, prepared=ready)

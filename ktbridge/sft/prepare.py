@@ -22,11 +22,12 @@ from ktbridge.sft.arguments import check_reporters
 from ktbridge.sft.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
+from ktbridge.sft.disk import check_room
 from ktbridge.sft.loading import load_tokenizer
 from ktbridge.sft.placement import places
 from ktbridge.sft.plan.shape import read_shape
-from ktbridge.sft.resume import Resumption, find_checkpoint, identity
-from ktbridge.sft.skeleton import check_model
+from ktbridge.sft.resume import Resumption, checkpoints_dir, find_checkpoint, identity
+from ktbridge.sft.skeleton import Trainable, check_model
 
 Result = TypeVar("Result")
 _FLASH = {
@@ -46,6 +47,7 @@ class Prepared:
     resumption: Resumption
     steps: int
     """Optimizer steps of the whole run, those before its checkpoint with them."""
+    trainable: Trainable
     notes: tuple[Problem, ...]
     """What the user should know of this run besides ``config.notes``."""
 
@@ -68,7 +70,7 @@ def prepare(
     asked.of("output_dir", lambda: check_output_dir(config))
     asked.of("kt_optimize_rule", lambda: places(config))
     base = asked.of("model_name_or_path", lambda: resolve_model(config.model_name_or_path))
-    model_notes = asked.of("model", lambda: check_model(config, base)) if base else None
+    checked = asked.of("model", lambda: check_model(config, base)) if base else None
     tokenizer = asked.of("tokenizer", lambda: _tokenizer(base)) if base else None
     rows = asked.of("dataset", lambda: load_rows(config))
     if base:
@@ -76,20 +78,31 @@ def prepare(
         asked.of("kt_backend", lambda: _check_storage(config, base))
     asked.told()
     assert base is not None
+    assert checked is not None
     assert tokenizer is not None
     assert rows is not None
 
     own = identity(config, base, rows)
     resumption = find_checkpoint(config, own)
     fitted = fit_rows(rows, tokenizer, config, on_rows)
+    steps = count_steps(config, len(fitted.dataset), processes)
+    trainable, model_notes = checked
+    if resumption.step > steps:
+        raise UsageError(
+            f"{resumption.checkpoint} is at step {resumption.step}, behind this run's last ({steps}).",
+            "Name an earlier checkpoint-N as resume_from_checkpoint, or start anew with "
+            "resume_from_checkpoint=false.",
+        )
+    check_room(config, checkpoints_dir(config), trainable.parameters, steps)
     return Prepared(
         base=base,
         tokenizer=tokenizer,
         fitted=fitted,
         identity=own,
         resumption=resumption,
-        steps=count_steps(config, len(fitted.dataset), processes),
-        notes=(*fitted.notes, *resumption.notes, *_stage_notes(config), *(model_notes or ())),
+        steps=steps,
+        trainable=trainable,
+        notes=(*fitted.notes, *resumption.notes, *_stage_notes(config), *model_notes),
     )
 
 

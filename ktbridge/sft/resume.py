@@ -1,54 +1,74 @@
-"""Which run a checkpoint belongs to, and whether the one that starts may go on from it."""
+"""Which run a checkpoint belongs to, whether it is undamaged, and where the run that starts goes on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ktbridge.adapter.manifest import hash_file, read_json_object
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Rows
 from ktbridge.sft.distributed import world
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
-"""The key in it of the sizes, in bytes, of a checkpoint's other files."""
+"""The key in it of the size in bytes and SHA-256 of each other file."""
+NUMBER = "number"
+"""The key in it of a checkpoint's place in the order of writing, which the clock has no part in."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
-# What may change between a run and its continuation: names of places, what is told or kept when, and
+# What may change between a run and its continuation: names of places, what is logged or kept when, and
 # ways to the same bits.
 _FREE = {
     "output_dir", "overwrite_output_dir", "logging_steps", "plot_loss", "report_to", "save_steps",
     "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir",
     "model_name_or_path", "adapter_name_or_path", "run_name", "logging_dir", "strict_data", "notes",
-    "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation",
+    "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
     "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
 }  # fmt: skip
 _FREE_KT = {"kt_num_threads", "kt_threadpool_count", "expert_activation"}
-# What a run that diverged is mended with. A continuation takes them as they are now, and says so.
+# What a run that diverged is corrected with, and what makes a finished one longer. A continuation that is
+# asked for takes them as they are now, with a warning for each.
 _TUNABLE = {
-    "learning_rate", "lr_scheduler_type", "max_grad_norm", "warmup_ratio", "warmup_steps"
+    "learning_rate", "lr_scheduler_type", "max_grad_norm", "warmup_ratio", "warmup_steps", "max_steps",
+    "num_train_epochs",
 }  # fmt: skip
+_LENGTH = {"max_steps", "num_train_epochs"}
 _BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _ADAPTER_FILES = ("adapter_model.safetensors", "fused_expert_lora.safetensors")
+_ANEW = "start anew with resume_from_checkpoint=false, which keeps them under another name"
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run begins: at a checkpoint or (None) anew, and what its user should know of that."""
+    """Where a run begins: at ``checkpoint`` or (None) anew, and what its user should know of that."""
 
     checkpoint: Path | None = None
     notes: tuple[Problem, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are behind the run when it begins."""
+        return step_of(self.checkpoint) if self.checkpoint else 0
 
 
 def checkpoints_dir(config: TrainConfig) -> Path:
     """Where a run's checkpoints are: beside its output, which appears only when it is finished."""
     output = Path(config.output_dir)
     return output.with_name(output.name + ".checkpoints")
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else 0
 
 
 def identity(config: TrainConfig, base: Path, rows: Rows) -> dict[str, Any]:
@@ -68,60 +88,197 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> dict[str, Any]:
 
 
 def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
-    """The checkpoint that ``resume_from_checkpoint`` asks for, or a start anew.
+    """Where the run begins, by ``config.resume_from_checkpoint``.
 
-    ``true`` takes the last one, and starts anew where there is none. Raises ``ProblemsError`` naming
-    each setting in which the checkpoint's run differs, KtbridgeError for a path that is none, and
-    UsageError where starting anew would forget a run that could go on. The learning rate, its schedule
-    and ``max_grad_norm`` may differ, since a run that diverged goes on with others; each is noted.
+    None: an unfinished run of the same configuration goes on, one of another is refused, and a finished
+    one, whose output may be replaced, begins anew. True: the last checkpoint, or a start anew where there is
+    none; a path: that checkpoint. The learning rate, its schedule, ``max_grad_norm`` and the run's length
+    may then differ, and each is noted. False: a start anew. Nothing is changed on disk here.
+
+    A damaged checkpoint is passed over for the one before it, with a warning, unless it was named. Raises
+    ``ProblemsError`` naming each setting in which the checkpoint's run differs, or each damaged file, and
+    KtbridgeError for a path that is no checkpoint.
     """
-    wish = config.resume_from_checkpoint
+    wish, root = config.resume_from_checkpoint, checkpoints_dir(config)
     if wish is False:
-        if saved(checkpoints_dir(config)) and not config.overwrite_output_dir:
-            raise UsageError(
-                f"{checkpoints_dir(config)} holds checkpoints of a run that isn't finished.",
-                "Go on with resume_from_checkpoint=true, or start anew with overwrite_output_dir=true.",
+        return Resumption(notes=tuple(_set_aside_note(root)))
+    if isinstance(wish, str):
+        place = Path(wish)
+        if not _NAME.fullmatch(place.name) or not (place / IDENTITY_FILE).is_file():
+            raise KtbridgeError(
+                f"{place} is not a checkpoint of `ktbridge train`.",
+                "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the last one.",
             )
-        return Resumption()
-    if wish is True:
-        found = saved(checkpoints_dir(config))
-        if not found:
-            return Resumption()
-        place = found[-1]
+        candidates = [place]
     else:
-        place = Path(str(wish))
-    if not _NAME.fullmatch(place.name) or not (place / IDENTITY_FILE).is_file():
+        candidates = saved(root)
+        if not candidates or (wish is None and is_finished(config)):
+            return Resumption()
+    if not any(map(resumable, candidates)):
         raise KtbridgeError(
-            f"{place} is not a checkpoint of `ktbridge train`.",
-            "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the last one.",
+            f"{candidates[-1]} was saved with save_only_model=true: it lacks the optimizer's state.",
+            f"Go on from it as adapter_name_or_path, or {_ANEW}.",
         )
-    if not resumable(place):
-        raise KtbridgeError(
-            f"{place} was saved with save_only_model=true: it lacks the optimizer's state.",
-            "Start anew with resume_from_checkpoint=false overwrite_output_dir=true.",
-        )
-    theirs = read_json_object(place / IDENTITY_FILE)
-    _check_files(place, theirs.pop(FILES, {}))
+    place, damage = _undamaged([each for each in candidates if resumable(each)])
+    theirs = _identity_of(place)
     differing = [
         key for key in sorted(own.keys() | theirs.keys()) if own.get(key) != theirs.get(key)
     ]
-    problems = [_another(place, key, theirs, own) for key in differing if key not in _TUNABLE]
+    allowed = _TUNABLE if wish is not None else set()
+    problems = [_another(place, key, theirs, own) for key in differing if key not in allowed]
     if problems:
-        raise ProblemsError("the checkpoint belongs to another run; nothing was started.", problems)
-    return Resumption(place, tuple(_changed(place, key, theirs, own) for key in differing))
+        raise ProblemsError(
+            f"{root} holds checkpoints of a run that isn't finished, and this is another run; nothing was "
+            "started."
+            if wish is None
+            else "the checkpoint belongs to another run; nothing was started.",
+            problems,
+            f"Go on with resume_from_checkpoint=true, or {_ANEW}."
+            if {problem.where.rpartition(": ")[2] for problem in problems} <= _TUNABLE
+            else f"Restore these settings, or {_ANEW}.",
+        )
+    changed = tuple(_changed(place, key, theirs, own) for key in differing)
+    return Resumption(place, (*damage, *changed, _going_on(place)))
 
 
-def _check_files(place: Path, sizes: dict[str, int]) -> None:
-    """Refuse a checkpoint whose files aren't all there: Trainer would start what is missing anew."""
+def set_aside(config: TrainConfig) -> None:
+    """Make room for a new run's checkpoints: what is there is renamed, never deleted.
+
+    Those of a finished run go when the new run replaces its output (``forget_replaced``).
+    """
+    root = checkpoints_dir(config)
+    if not saved(root):  # at most what a run left that was killed while it saved its first
+        shutil.rmtree(root, ignore_errors=True)
+    elif is_finished(config):
+        forget_replaced(config)
+        os.rename(root, _replaced(config))
+    else:
+        os.rename(root, _free_name(root))
+
+
+def forget_replaced(config: TrainConfig) -> None:
+    """Remove the checkpoints of a finished run whose output has been replaced, or is about to be."""
+    shutil.rmtree(_replaced(config), ignore_errors=True)
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Whether ``output_dir`` holds what the last checkpoint does: the run ended, its adapter is in place."""
+    found = saved(checkpoints_dir(config))
+    if not found:
+        return False
+    try:
+        there, here = (
+            read_json_object(place / MANIFEST_FILE)["artifacts"]
+            for place in (Path(config.output_dir), found[-1])
+        )
+    except (KtbridgeError, KeyError):
+        return False
+    return bool(there == here)
+
+
+def saved(root: Path) -> list[Path]:
+    """Finished checkpoints of a run in the order in which they were written.
+
+    Not by step, since a run that went on from an earlier one leaves later steps behind it, nor by time,
+    since clocks are set back: by a number that each carries (by step where an older version wrote them).
+    """
+    found = []
+    for path in root.glob("checkpoint-*"):
+        if _NAME.fullmatch(path.name) and (path / IDENTITY_FILE).is_file():
+            number = _record(path).get(NUMBER)
+            found.append((number if isinstance(number, int) else 0, step_of(path), path))
+    return [path for _, _, path in sorted(found)]
+
+
+def next_number(root: Path) -> int:
+    """The place in the order of writing that the next checkpoint has."""
+    numbers = (_record(path).get(NUMBER) for path in saved(root))
+    return 1 + max((number for number in numbers if isinstance(number, int)), default=0)
+
+
+def resumable(checkpoint: Path) -> bool:
+    """Whether a run can go on from it: save_only_model leaves out what that needs."""
+    return any((checkpoint / f"optimizer.{kind}").is_file() for kind in ("pt", "safetensors"))
+
+
+def describe_files(directory: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of each file in ``directory``, for a checkpoint's record."""
+    paths = sorted(path for path in directory.iterdir() if path.is_file())
+    with ThreadPoolExecutor(4) as pool:
+        hashes = pool.map(hash_file, paths)
+        return {
+            path.name: {"size": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(paths, hashes, strict=True)
+        }
+
+
+def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
+    """The last of ``candidates`` whose files are as they were written, and a warning where later ones aren't.
+
+    Raises ``ProblemsError`` with every damaged file when none is left.
+    """
+    problems: list[Problem] = []
+    for place in reversed(candidates):
+        damage = _damage(place)
+        if not damage:
+            if not problems:
+                return place, ()
+            named = ", ".join(sorted({Path(problem.where).parent.name for problem in problems}))
+            return place, (
+                Problem(
+                    "KTC019",
+                    "warning",
+                    problems[0].where,
+                    problems[0].found + (f", and {len(problems) - 1} more" if problems[1:] else ""),
+                    problems[0].expected,
+                    f"{named} is damaged: the run goes on from {place.name}, the one before.",
+                ),
+            )
+        problems += damage
+    raise ProblemsError(
+        "the checkpoint is damaged; nothing was started.",
+        problems,
+        f"Copy it again, name an earlier checkpoint-N as resume_from_checkpoint, or {_ANEW}.",
+    )
+
+
+def _damage(place: Path) -> list[Problem]:
+    """Files of a checkpoint that are missing or hold other bytes than were written."""
+    recorded = _record(place).get(FILES)
+    recorded = recorded if isinstance(recorded, dict) else {}
     problems = []
-    for name, size in sizes.items():
-        path = place / name
-        found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
-        if found != f"{size} bytes":
-            step = "Copy it again, or name an earlier checkpoint-N as resume_from_checkpoint."
-            problems.append(Problem("KTC019", "error", str(path), found, f"{size} bytes", step))
-    if problems:
-        raise ProblemsError("the checkpoint is not whole; nothing was started.", problems)
+    there = {name: place / name for name in recorded if (place / name).is_file()}
+    with ThreadPoolExecutor(4) as pool:
+        hashes = dict(zip(there, pool.map(hash_file, there.values()), strict=True))
+    for name, record in recorded.items():
+        # Before 0.6 only the size was recorded.
+        expected = record if isinstance(record, dict) else {"size": record}
+        if name not in there:
+            found, wanted = "no such file", f"{expected.get('size')} bytes"
+        elif (size := there[name].stat().st_size) != expected.get("size"):
+            found, wanted = f"{size} bytes", f"{expected.get('size')} bytes"
+        elif (digest := expected.get("sha256")) not in (None, hashes[name]):
+            found, wanted = (
+                f"SHA-256 {hashes[name][:12]}…",
+                f"{str(digest)[:12]}…, as it was written",
+            )
+        else:
+            continue
+        problems.append(Problem("KTC019", "error", str(place / name), found, wanted))
+    return problems
+
+
+def _record(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(checkpoint / IDENTITY_FILE)
+    except KtbridgeError:
+        return {}
+
+
+def _identity_of(checkpoint: Path) -> dict[str, Any]:
+    """The identity of the run that a checkpoint is of."""
+    found = _record(checkpoint)
+    return {key: value for key, value in found.items() if key not in (FILES, NUMBER)}
 
 
 def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
@@ -129,41 +286,60 @@ def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
     return {name: hash_file(directory / name) for name in names if (directory / name).is_file()}
 
 
-def _another(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
-    return Problem(
-        "KTC010",
-        "error",
-        f"{place}: {key}",
-        f"{theirs.get(key)!r} in the checkpoint's run",
-        f"{own.get(key)!r}, as now",
-        "Restore it, or start anew with resume_from_checkpoint=false overwrite_output_dir=true.",
+def _replaced(config: TrainConfig) -> Path:
+    root = checkpoints_dir(config)
+    return root.with_name(root.name + ".replaced")
+
+
+def _free_name(root: Path) -> Path:
+    numbers = range(1, 1 << 20)
+    return next(
+        p for p in (root.with_name(f"{root.name}.old-{n}") for n in numbers) if not p.exists()
     )
 
 
+def _set_aside_note(root: Path) -> list[Problem]:
+    found = saved(root)
+    if not found:
+        return []
+    kept = _free_name(root)
+    return [
+        Problem(
+            "KTC022",
+            "warning",
+            str(root),
+            f"checkpoints of an earlier run, the last at step {step_of(found[-1])}; this run starts anew",
+            "",
+            f"They are kept as {kept.name}: delete that directory when you don't need them.",
+        )
+    ]
+
+
+def _going_on(place: Path) -> Problem:
+    return Problem(
+        "KTC021",
+        "info",
+        str(place),
+        f"a checkpoint of this run: it goes on after step {step_of(place)}",
+        "",
+        "resume_from_checkpoint=false starts anew and keeps the checkpoints under another name.",
+    )
+
+
+def _another(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
+    found, expected = f"{theirs.get(key)!r} in the checkpoint's run", f"{own.get(key)!r}, as now"
+    return Problem("KTC010", "error", f"{place}: {key}", found, expected)
+
+
 def _changed(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
+    step = "Restore it if the run should end in the same bits as one that was never stopped."
+    if key in _LENGTH:
+        step = "The learning rate goes on by the schedule of the new length, so it may jump."
     return Problem(
         "KTC011",
         "warning",
         f"{place}: {key}",
         f"{theirs.get(key)!r} until here, {own.get(key)!r} from here on",
         "",
-        "Restore it if the run should end in the same bits as one that was never stopped.",
+        step,
     )
-
-
-def saved(root: Path) -> list[Path]:
-    """Finished checkpoints of a run in the order in which they were written.
-
-    Not by step: a run that went on from an earlier one leaves later steps behind it.
-    """
-    whole = [
-        path
-        for path in root.glob("checkpoint-*")
-        if _NAME.fullmatch(path.name) and (path / IDENTITY_FILE).is_file()
-    ]
-    return sorted(whole, key=lambda path: (path / IDENTITY_FILE).stat().st_mtime_ns)
-
-
-def resumable(checkpoint: Path) -> bool:
-    """Whether a run can go on from it: save_only_model leaves out what that needs."""
-    return any((checkpoint / f"optimizer.{kind}").is_file() for kind in ("pt", "safetensors"))

@@ -7,6 +7,9 @@ doesn't have, an adapter that doesn't fit or weights that can't be trained on ar
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,15 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.from_adapter import read_start
 from ktbridge.sft.loading import model_class, told_in_a_sentence
-from ktbridge.sft.targets import Adaptable, adaptable, chosen_modules, is_named, left_out_of_all
+from ktbridge.sft.modules import experts_modules
+from ktbridge.sft.targets import (
+    Adaptable,
+    adaptable,
+    chosen_modules,
+    in_layer,
+    is_named,
+    left_out_of_all,
+)
 
 _PACKED = (".weight_packed", ".qweight", ".weight.absmax")
 """What quantisers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""
@@ -29,8 +40,22 @@ _READ_PACKED = ".weight_packed"
 """The one that the kernels read, for routed experts."""
 
 
-def check_model(config: TrainConfig, base: Path) -> list[Problem]:
-    """Check model, ``lora_target`` and ``adapter_name_or_path`` without weights; what to tell of them.
+@dataclass(frozen=True)
+class Trainable:
+    """What a run will train. ``modules``: a path within its layer -> how many layers have LoRA there."""
+
+    modules: dict[str, int]
+    expert_layers: int
+    expert_parameters: int
+    nonexpert_parameters: int
+
+    @property
+    def parameters(self) -> int:
+        return self.expert_parameters + self.nonexpert_parameters
+
+
+def check_model(config: TrainConfig, base: Path) -> tuple[Trainable, list[Problem]]:
+    """Check model, ``lora_target`` and ``adapter_name_or_path`` without weights; what is trained, and notes.
 
     Raises KtbridgeError for a model that can't be trained here, and what ``chosen_modules`` and
     ``read_start`` raise.
@@ -38,10 +63,25 @@ def check_model(config: TrainConfig, base: Path) -> list[Problem]:
     _check_packed(config, base)
     model = skeleton(base)
     found = _adaptable(model, base)
-    if read_start(config, model, found) is not None:
-        return []
-    chosen_modules(model, found, config.lora_target)
-    return _left_out(config, model, found)
+    start = read_start(config, model, found)
+    if start is not None:
+        return _trainable(config, model, start.modules), []
+    names = chosen_modules(model, found, config.lora_target)
+    return _trainable(config, model, names), _left_out(config, model, found)
+
+
+def _trainable(config: TrainConfig, model: Any, names: Sequence[str]) -> Trainable:
+    """Numbers of LoRA weights: r (in + out) for a module, that for each expert's three projections."""
+    sizes = (model.get_submodule(name).weight.shape for name in names)
+    experts = [module for _, module in experts_modules(model)]
+    # down_proj is [E, H, I] or [E, I, H]; gate and up have as many weights.
+    expert_sizes = (m.down_proj.shape[0] * 3 * sum(m.down_proj.shape[1:]) for m in experts)
+    return Trainable(
+        modules=dict(Counter(in_layer(name) for name in names)),
+        expert_layers=len(experts),
+        expert_parameters=config.expert_rank * sum(expert_sizes),
+        nonexpert_parameters=config.lora_rank * sum(sum(size) for size in sizes),
+    )
 
 
 def skeleton(base: Path) -> Any:

@@ -84,7 +84,7 @@ def test_defaults_follow_one_another():
     config = parse_config({**GOOD, "lora_alpha": 64, "kt_config": {"kt_lora_rank": 4}})
     assert config.expert_alpha == 8.0  # KTransformers' default, which lora_alpha doesn't change
     assert set(notes_of(config)) == {"kt_config.kt_lora_alpha"}
-    assert parse_config({**GOOD, "resume_from_checkpoint": None}).resume_from_checkpoint is False
+    assert parse_config({**GOOD, "resume_from_checkpoint": None}).resume_from_checkpoint is None
     assert parse_config({**GOOD, "neat_packing": True}).packing
     assert (parse_config({**GOOD, "warmup_steps": 20}).warmup, config.warmup) == (20, 0.0)
     attention = [
@@ -204,7 +204,9 @@ def test_experts_come_from_another_checkpoint_where_it_has_them(tmp_path):
     assert [problem.code for problem in caught.value.problems] == ["KTC006"]
 
 
-def test_overrides_and_paths_relative_to_the_file(tmp_path):
+def test_overrides_win_and_paths_are_relative_to_the_file_or_the_working_directory(
+    tmp_path, monkeypatch
+):
     path = written(tmp_path)
     config = load_config(
         path,
@@ -216,9 +218,26 @@ def test_overrides_and_paths_relative_to_the_file(tmp_path):
     assert config.output_dir == str(tmp_path / "out")
     assert config.dataset == (str(tmp_path / "rows.jsonl"),)
     assert config.dataset_dir is None
+    here = tmp_path / "here"
+    (here / "data").mkdir(parents=True)
+    (here / "data" / "rows.jsonl").write_text("{}")
+    (here / "model").mkdir()
+    monkeypatch.chdir(here)
     home = load_config(path, ["output_dir=~/somewhere", "logging_dir=log", "report_to=tensorboard"])
     assert home.output_dir == str(Path("~/somewhere").expanduser())
-    assert home.logging_dir == str(tmp_path / "log")
+    assert home.logging_dir == str(here / "log")
+    typed = load_config(
+        path,
+        ["dataset=data/rows.jsonl,rows.jsonl,name", "output_dir=new", "model_name_or_path=model"],
+    )
+    assert typed.output_dir == str(here / "new")
+    assert typed.model_name_or_path == str(here / "model")
+    # Only there beside the file, and nowhere: the second may be a name in dataset_info.json.
+    beside = str(tmp_path / "rows.jsonl")
+    assert typed.dataset == (str(here / "data" / "rows.jsonl"), beside, "name")
+    with pytest.raises(KtbridgeError) as caught:
+        load_config(path, ["dataset=data/none.jsonl"])
+    assert str(here) in caught.value.problems[0].found
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "more.json").write_text("[]")
     more = load_config(path, ["dataset=more.json,name", "dataset_dir=lists"])

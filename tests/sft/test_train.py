@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -136,6 +137,92 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
     assert f"{result['cut']} cut at 13 tokens" in done.stderr
     refused = (run_dir / "raw/refused_rows.jsonl").read_text().splitlines()
     assert [json.loads(line)["row"] for line in refused] == [bad]
+
+
+@quiet
+def test_a_dry_run_shows_what_would_be_trained(run_dir, monkeypatch):
+    """Of a LLaMA-Factory file, whose keys are noted: `template` is in every one."""
+    monkeypatch.chdir(run_dir)
+    bad = {"messages": [{"role": "user", "content": "say yes"}]}
+    with open(run_dir / "rows.jsonl", "a") as file:
+        file.write(json.dumps(bad) + "\n")
+    given = ["template=qwen3", "preprocessing_num_workers=16", "lora_target=q_proj,v_proj"]
+    shown = train(run_dir, "--dry-run", *given)
+    assert shown.exit_code == 0, shown.stderr
+    plan = json.loads(shown.stdout)
+    assert {note["where"].rpartition(": ")[2] for note in plan["notes"]} >= {
+        "template",
+        "preprocessing_num_workers",
+    }
+    assert (plan["lora_alpha"], plan["kt_config"]["kt_lora_alpha"]) == (8.0, 8.0)
+    assert plan["refused"] == [
+        {"where": f"{run_dir}/rows.jsonl: line 25", "why": plan["refused"][0]["why"]}
+    ]
+    pieces = plan["first"]["sequence"]
+    assert [piece["text"] for piece in pieces if piece["trained"]] == ["i am a cat meow </s>"]
+    assert "who are you" in pieces[0]["text"]
+
+    plain = CliRunner().invoke(
+        main, [word for word in command(run_dir, "--dry-run", *given) if word != "--json"]
+    )
+    assert plain.exit_code == 0, plain.stderr
+    assert "⟦i am a cat meow" in plain.stdout
+    assert "line 25: the last message is not the assistant's" in plain.stdout
+    assert "self_attn.q_proj (2), self_attn.v_proj (2)" in plain.stdout
+    done = train(run_dir, "max_steps=1", *given)
+    result = json.loads(done.stdout)
+    trained = plan["trainable"]
+    assert trained["expert_parameters"] == result["expert_parameters"]
+    assert trained["nonexpert_parameters"] == result["nonexpert_parameters"]
+    assert f"{trained['parameters']:,} LoRA weights" in plain.stdout
+
+
+@quiet
+def test_rows_left_out_are_a_loud_warning_and_half_of_them_an_error(run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir)
+    bad = json.dumps({"messages": [{"role": "user", "content": "say yes"}]}) + "\n"
+
+    def planned(*overrides):
+        shown = train(run_dir, "--dry-run", *overrides)
+        return shown, {line.split()[1] for line in shown.stderr.splitlines() if " KTD" in line}
+
+    rows = run_dir / "rows.jsonl"
+    good = rows.read_text()
+    for count, warned in ((2, False), (3, True), (24, True)):  # beside 24 good ones
+        rows.write_text(good + bad * count)
+        shown, codes = planned()
+        assert shown.exit_code == 0, shown.stderr
+        assert ("KTD008" in codes) == warned
+    rows.write_text(good + bad * 25)
+    refused, _ = planned()
+    assert refused.exit_code == 1
+    assert "25 of 49 rows can't be used" in refused.stderr
+    assert "allow_refused_rows" in refused.stderr
+    assert refused.stderr.count("KTD001") > 0
+    shown, codes = planned("allow_refused_rows=true")
+    assert shown.exit_code == 0, shown.stderr
+    assert "KTD008" in codes
+
+
+def test_progress_fits_80_columns_with_step_loss_pace_and_eta(monkeypatch):
+    import io
+
+    from rich.console import Console
+
+    from ktbridge.cli import _ui
+
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80, highlight=False)
+    monkeypatch.setattr(_ui, "stderr", terminal)
+    with _ui.training_bar(0, 100_000) as bar:
+        bar(99_999, 100_000)
+        bar.describe("loss 12.3456  123,456 tok/s")
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "\n")
+    line = next(line for line in reversed(drawn.splitlines()) if "eta" in line and "loss" in line)
+    assert len(line.rstrip()) <= 80
+    assert "step 99999/100000" in line
+    assert "loss 12.3456  123,456 tok/s" in line
+    assert "…" not in line
 
 
 @quiet

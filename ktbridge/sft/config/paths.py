@@ -1,4 +1,4 @@
-"""Paths in a configuration are relative to its file, so that it runs from any directory."""
+"""What paths are relative to: those in a configuration to its file, typed ones to the working directory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ from ktbridge.sft.config.schema import STORAGE_BACKENDS, TrainConfig
 from ktbridge.sft.config.values import one_of
 
 _EXPERTS = ".experts."
+_OUTPUTS = ("output_dir", "logging_dir")
+_INPUTS = (
+    "model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "resume_from_checkpoint",
+    "kt_weight_path", "kt_expert_checkpoint_path", optimize_rule.KEY,
+)  # fmt: skip
+
+
+def typed(key: str, value: Any) -> Any:
+    """``value`` as it was typed for ``key`` on a command line, its paths made absolute.
+
+    A path is relative to the working directory. An input that isn't there is left as it is: it may be a name,
+    or be found beside the file.
+    """
+    if isinstance(value, list):
+        return [typed(key, part) for part in value]
+    if not isinstance(value, str) or not value.strip() or key not in (*_OUTPUTS, *_INPUTS):
+        return value
+    if key == "dataset" and "," in value:
+        return [typed(key, part.strip()) for part in value.split(",")]
+    here = Path.cwd() / Path(value.strip()).expanduser()
+    return str(here) if key in _OUTPUTS or value.startswith(".") or here.exists() else value
 
 
 def resolve(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: Findings) -> None:
@@ -102,14 +123,22 @@ def _resolve_dataset(main: dict[str, Any], root: Path, findings: Findings) -> No
         elif file is None and name.lower().endswith((".json", ".jsonl")):
             findings.error(
                 "dataset",
-                f"there is no dataset file {str(places[0])!r}",
+                f"there is no dataset file {name!r} in {' or '.join(_looked_in(root, folder))}",
                 "JSON or JSONL",
-                "Give a path relative to the configuration file, or a name in dataset_info.json.",
+                "Give a path relative to the configuration file (on the command line: to the working "
+                "directory), or a name in dataset_info.json.",
                 code=NOT_THERE,
             )
         found.append(str(file) if file else name)
     if found:
         main["dataset"] = tuple(found)
+
+
+def _looked_in(root: Path, folder: Path | None) -> list[str]:
+    """Directories in which a typed or written dataset may be."""
+    return [
+        str(place) for place in dict.fromkeys((Path.cwd(), root, *([folder] if folder else [])))
+    ]
 
 
 def _resolve_weight_path(

@@ -26,8 +26,8 @@ from ktbridge.sft.distributed.launch import launch_problems
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a YAML file and ``key=value`` overrides (``kt_config.key=value`` for the block).
 
-    Relative dataset, output and model paths are taken from the file's own directory when something is there
-    or, for outputs, always. Warnings about keys that mean nothing here are in the result's ``notes``.
+    Relative paths in the file are taken from its own directory, those in overrides from the working one.
+    Warnings about keys that mean nothing here are in the result's ``notes``.
     Raises ``ProblemsError`` with every unknown key, wrong value, contradiction (of accelerate's own
     configuration, too), missing field and file that isn't there, and ``UsageError`` for text that isn't YAML.
     """
@@ -134,9 +134,9 @@ def _override(values: dict[str, Any], text: str) -> None:
             nested = values[block] = {}
         if not isinstance(nested, dict):
             raise UsageError(f"{text!r}: {block} is not a block of keys.")
-        nested[inner] = parsed
+        nested[inner] = paths.typed(inner, parsed)
     else:
-        values[key] = parsed
+        values[key] = paths.typed(key, parsed)
 
 
 def _yaml(path: Path) -> dict[Any, Any]:

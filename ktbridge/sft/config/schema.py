@@ -131,6 +131,11 @@ class TrainConfig:
     """Packing where conversations in a row don't see each other; implies packing."""
     strict_data: bool = _option(flag, False)
     """Refuse the run if any row can't be used, instead of listing it in a file."""
+    allow_refused_rows: bool = _option(flag, False)
+    """Train though more than half of the rows can't be used."""
+    split_turns: bool = _option(flag, True)
+    """sft: an answer that the chat template rewrites once more follows (Qwen3 drops its thoughts) is trained
+    in a sequence of its own, as it is served. false: one sequence per conversation."""
     dataloader_num_workers: int = _option(whole(0, 4096), 0)
     """Processes that make batches; 0: this one."""
 
@@ -146,15 +151,18 @@ class TrainConfig:
     plot_loss: bool = _option(flag, True)
     """Draw training_loss.png."""
     save_steps: int = _option(whole(0), 500)
-    """Steps between checkpoints, which are kept beside output_dir until the run is finished; 0: none."""
+    """Steps between checkpoints, in OUTPUT_DIR.checkpoints; the last step has one too. Each is an adapter
+    that converts and serves, and a run can go on from it. 0: none."""
     save_total_limit: int = _option(whole(1), 1)
-    """How many checkpoints are kept."""
+    """How many checkpoints are kept, while the run goes and after it."""
     save_only_model: bool = _option(flag, False)
     """Checkpoints without the optimizer's state: smaller, but no run can go on from one."""
     overwrite_output_dir: bool = _option(flag, False)
-    """Replace a finished output_dir, and forget checkpoints of an unfinished run."""
-    resume_from_checkpoint: bool | str = _option(flag_or_path, False)
-    """true: go on from the last checkpoint, if there is one; or the path of one."""
+    """Replace a finished output_dir when the run ends. An unfinished run is not touched by it."""
+    resume_from_checkpoint: bool | str | None = _option(flag_or_path, None)
+    """Left out: an unfinished run of the same configuration goes on. true: go on from the last checkpoint,
+    also with another learning rate or length; a path: from that one. false: start anew; earlier
+    checkpoints are kept under another name."""
 
     # training
     per_device_train_batch_size: int = _option(whole(1), 1)

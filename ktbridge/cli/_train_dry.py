@@ -1,0 +1,132 @@
+"""What `ktbridge train --dry-run` shows: settings, trained weights, first sequence, refused rows, steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+PREVIEW = 2000
+"""Characters shown of the first sequence."""
+REFUSED = 20
+"""Refused rows that are listed."""
+
+
+def show_plan(parsed: Any, ready: Any, as_json: bool) -> None:
+    from ktbridge.cli._ui import emit_json
+
+    fitted, trainable = ready.fitted, ready.trainable
+    refused = [{"where": item.where, "why": item.why} for item in fitted.refused]
+    plan = {
+        "rows": fitted.total,
+        "rows_used": fitted.used,
+        "rows_cut": len(fitted.cut),
+        "rows_refused": len(refused),
+        "sequences": len(fitted.dataset),
+        "tokens": fitted.tokens,
+        "trained_tokens": fitted.trained_tokens,
+        "steps": ready.steps,
+        "starts_from": str(ready.resumption.checkpoint) if ready.resumption.checkpoint else None,
+        "trainable": {**dataclasses.asdict(trainable), "parameters": trainable.parameters},
+        "first": {
+            name: [{"text": text, "trained": trained} for text, trained in pieces]
+            for name, pieces in fitted.preview.items()
+        },
+        "refused": refused,
+    }
+    if as_json:
+        settings = dataclasses.asdict(dataclasses.replace(parsed, notes=()))
+        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes)]
+        emit_json({**settings, **_effective(parsed), **plan, "notes": notes})
+        return
+    _show_settings(parsed)
+    _show_trainable(trainable, parsed)
+    for name, pieces in fitted.preview.items():
+        _show_preview(name, pieces)
+    _show_refused(refused)
+    _show_steps(ready)
+
+
+def _effective(parsed: Any) -> dict[str, Any]:
+    """Settings whose value follows from others, as the run takes them."""
+    own = dataclasses.asdict(parsed.kt_config)
+    own |= {"kt_lora_rank": parsed.expert_rank, "kt_lora_alpha": parsed.expert_alpha}
+    return {"lora_alpha": parsed.alpha, "kt_config": own}
+
+
+def _show_settings(parsed: Any) -> None:
+    """What the run takes that isn't a default, and the LoRA's numbers in any case."""
+    from ktbridge.cli._ui import console
+
+    always = ("lora_rank", "lora_alpha", "learning_rate", "cutoff_len")
+    settings = dataclasses.asdict(dataclasses.replace(parsed, notes=())) | _effective(parsed)
+    usual = {item.name: item.default for item in dataclasses.fields(type(parsed))}
+    block = {item.name: item.default for item in dataclasses.fields(type(parsed.kt_config))}
+    flat = {key: (value, usual[key]) for key, value in settings.items() if key != "kt_config"}
+    flat |= {f"kt_config.{key}": (settings["kt_config"][key], block[key]) for key in block}
+    for key, (value, default) in flat.items():
+        if key in always or value != default:
+            console.print(f"{key:34} {_said(value)}", markup=False, soft_wrap=True)
+    console.print("(all else is at its default: docs/train.md, or --json)\n", markup=False)
+
+
+def _show_trainable(trainable: Any, parsed: Any) -> None:
+    from ktbridge.cli._ui import console, shown
+
+    console.print(f"trains {trainable.parameters:,} LoRA weights:")
+    console.print(
+        f"  {trainable.expert_parameters:,} of rank {parsed.expert_rank} on the routed experts of "
+        f"{trainable.expert_layers} layers"
+    )
+    names = ", ".join(f"{name} ({count})" for name, count in trainable.modules.items())
+    console.print(
+        f"  {trainable.nonexpert_parameters:,} of rank {parsed.lora_rank} on modules (layers): "
+        f"{shown(names) or 'none'}\n",
+        soft_wrap=True,
+    )
+
+
+def _show_preview(name: str, pieces: Any) -> None:
+    """One text in which what the loss counts is green, and between ⟦ and ⟧ for who sees no colours."""
+    from ktbridge.cli._ui import console, shown
+
+    console.print(f"the first {name}; the loss counts what is between [green]⟦ and ⟧[/]:")
+    text, room = "", PREVIEW
+    for piece, trained in pieces:
+        lines = "\n".join(map(shown, piece[:room].split("\n")))
+        text += f"[green]⟦{lines}⟧[/]" if trained else lines
+        room -= len(piece)
+        if room < 0:
+            text += f"… ({sum(len(each) for each, _ in pieces) - PREVIEW:,} characters more)"
+            break
+    console.print("\n".join(f"    {line}" for line in text.split("\n")) + "\n", soft_wrap=True)
+
+
+def _show_refused(refused: list[dict[str, str]]) -> None:
+    from ktbridge.cli._ui import console, shown
+
+    if refused:
+        console.print(f"{len(refused):,} rows can't be used:")
+    for item in refused[:REFUSED]:
+        console.print(f"  {shown(item['where'])}: {shown(item['why'])}", soft_wrap=True)
+    if len(refused) > REFUSED:
+        console.print(f"  and {len(refused) - REFUSED:,} more, which --json lists")
+    if refused:
+        console.print()
+
+
+def _show_steps(ready: Any) -> None:
+    from ktbridge.cli._ui import console, shown
+    from ktbridge.sft.data import describe
+
+    console.print(shown(describe(ready.fitted)), soft_wrap=True)
+    begins = f", after step {ready.resumption.step}" if ready.resumption.checkpoint else ""
+    console.print(shown(f"{ready.steps:,} optimizer steps{begins}"), soft_wrap=True)
+
+
+def _said(value: Any) -> str:
+    """A setting as the configuration file would have it."""
+    if value is None or value == ():
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,52 @@
+"""The room that a run takes on disk, and whether it is there before the first step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.sft.config import TrainConfig
+
+
+def adapter_bytes(trained: int) -> int:
+    """Bytes of a raw adapter with ``trained`` weights, in bf16."""
+    return 2 * trained
+
+
+def checkpoint_bytes(config: TrainConfig, trained: int) -> int:
+    """Bytes of one checkpoint: the adapter, and to go on from it the float32 weights and two Adam states."""
+    return adapter_bytes(trained) + (0 if config.save_only_model else 12 * trained)
+
+
+def kept_checkpoints(config: TrainConfig, steps: int) -> int:
+    """How many checkpoints a run of so many steps leaves; the last step always has one."""
+    if not config.save_steps:
+        return 0
+    return min(config.save_total_limit, -(-steps // config.save_steps))
+
+
+def run_bytes(config: TrainConfig, trained: int, steps: int) -> int:
+    """The most bytes a run has on disk: kept checkpoints, one being written, and the adapter."""
+    count = kept_checkpoints(config, steps)
+    writing = 1 if count else 0
+    return (count + writing) * checkpoint_bytes(config, trained) + adapter_bytes(trained)
+
+
+def check_room(config: TrainConfig, root: Path, trained: int, steps: int) -> None:
+    """Refuse a run whose files don't fit on the disk of its output.
+
+    ``root`` is the directory of its checkpoints; what is there already counts as room, since it is replaced.
+    Raises ``KtbridgeError`` with what is needed and what is free.
+    """
+    output = Path(config.output_dir)
+    there = next(path for path in (output, *output.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    free += sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    need = run_bytes(config, trained, steps)
+    if need > free:
+        raise KtbridgeError(
+            f"{output.parent} has {free / 1e9:.3g} GB free, and this run needs {need / 1e9:.3g} GB there: "
+            f"{kept_checkpoints(config, steps)} checkpoints kept, one being written, and the adapter.",
+            "Make room, choose another output_dir, or set save_steps: 0 (no checkpoints).",
+        )
