@@ -1,11 +1,15 @@
-"""Ctrl-C and SIGTERM during training: the step is finished and saved, then the run ends."""
+"""How a run ends before its end: Ctrl-C and SIGTERM after a saved step, and failures in a sentence."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ktbridge.errors import KtbridgeError
 
@@ -40,7 +44,47 @@ def interrupted(step: int, root: Path) -> KtbridgeError:
     """What a run that was stopped after ``step`` says; its checkpoints are in ``root``."""
     error = KtbridgeError(
         f"interrupted after step {step}, which is saved in {root}.",
-        "Go on with resume_from_checkpoint=true.",
+        "Run the same command again: it goes on from there.",
     )
     error.exit_code = 130
     return error
+
+
+@contextmanager
+def explained(trainer: Any) -> Iterator[None]:
+    """Raise ``KtbridgeError`` for a lost data worker or a GPU without memory, with the last checkpoint."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise KtbridgeError(
+            f"the GPU ran out of memory in step {trainer.state.global_step + 1}; {_kept(trainer)}.",
+            "Lower per_device_train_batch_size (raise gradient_accumulation_steps) or cutoff_len; "
+            "`ktbridge plan` shows what takes the memory.",
+        ) from error
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        lost = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+        if not lost and (
+            isinstance(error, RuntimeError) or not trainer.args.dataloader_num_workers
+        ):
+            raise
+        _forget_workers()
+        raise KtbridgeError(
+            f"a process that makes batches was ended in step {trainer.state.global_step + 1} "
+            f"({str(error).splitlines()[0]}); {_kept(trainer)}.",
+            "It may have been killed for want of memory: set dataloader_num_workers: 0, and run the same "
+            "command again.",
+        ) from error
+
+
+def _forget_workers() -> None:
+    """Take back torch's SIGCHLD handler, which would raise once more, wherever the process is by then."""
+    for _ in range(2):  # it may be about to
+        with suppress(
+            RuntimeError, ValueError
+        ):  # ValueError: not the main thread, which has no handler
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _kept(trainer: Any) -> str:
+    good = trainer.last_good()
+    return f"the last good checkpoint is {good}" if good else "there is no checkpoint to go on from"

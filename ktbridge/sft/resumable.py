@@ -1,34 +1,47 @@
 """Checkpoints of a run that can be killed at any moment, and going on from one bit by bit.
 
 Trainer saves and restores optimizer, schedule, random numbers and its place in the data. Ours are the
-trained tensors (PEFT's and the experts' alike, in their own precision), the identity of the run they
-belong to, and the order of writing: a checkpoint is made beside its place, flushed and renamed, so one
-that has its name is whole.
+trained tensors (PEFT's and the experts' alike, in their own precision), the same as a raw adapter, the
+identity of the run they belong to with a hash of each file, and the order of writing: a checkpoint is made
+beside its place, flushed and renamed, so one that has its name is whole.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
-from ktbridge.sft.resume import FILES, IDENTITY_FILE, resumable, saved
+from ktbridge.sft.resume import (
+    FILES,
+    IDENTITY_FILE,
+    NUMBER,
+    describe_files,
+    next_number,
+    resumable,
+    saved,
+)
 
 TENSORS_FILE = "trainable.safetensors"
 
 
 class Resumable(Trainer):
     """A trainer whose checkpoints hold all that is trained and appear whole or not at all."""
+
+    last_not_saved: KtbridgeError | None = None
+    """Why the checkpoint of the last step could not be written."""
 
     def remember(self, root: Path, own: dict[str, Any], keep: int | None) -> None:
         """Save into ``root``, with the run's identity, and keep the last ``keep`` checkpoints (or all)."""
@@ -39,6 +52,16 @@ class Resumable(Trainer):
         """The last checkpoint that a run can go on from, or "" while there is none."""
         return str(next(filter(resumable, reversed(saved(self._root))), ""))
 
+    def last_checkpoint(self) -> Path | None:
+        """The checkpoint of the step that the run is at, if there is one."""
+        place = self._root / f"checkpoint-{self.state.global_step}"
+        return place if place in saved(self._root) else None
+
+    def take_up(self, checkpoint: str) -> None:
+        """The state that a finished run was left in, where there is nothing to train."""
+        self._load_from_checkpoint(checkpoint)
+        self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._making)
 
@@ -48,38 +71,39 @@ class Resumable(Trainer):
             for leftover in self._root.glob(".partial-*"):  # of a run that was killed while saving
                 shutil.rmtree(leftover, ignore_errors=True)
         distributed.barrier()
-        try:
-            super()._save_checkpoint(model, trial)
-            distributed.barrier()  # every process has written its part
-            if distributed.is_main():
-                self._publish()
-        except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-                raise  # not what torch.save says of a file that it can't write
-            raise self._not_saved(error) from error
-        distributed.barrier()
+        write = partial(super()._save_checkpoint, model, trial)
+        for work in (write, self._publish):
+            error = _failure(work)
+            if distributed.agree(error is not None):
+                failure = self._not_saved(error)
+                if self.state.global_step < self.state.max_steps:
+                    raise failure from error
+                self.last_not_saved = failure  # the adapter itself follows, and is smaller
+                return
 
-    def _not_saved(self, error: Exception) -> KtbridgeError:
-        """What to say of a failure to write; what there is of the checkpoint is removed."""
+    def _not_saved(self, error: Exception | None) -> KtbridgeError:
+        """What to raise after a failure to write; what there is of the checkpoint is removed."""
         if distributed.is_main():  # others may still be writing where it isn't
             shutil.rmtree(self._making, ignore_errors=True)
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[
-            0
-        ]
+        reason = "another process could not write its part"
+        if error is not None:
+            reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
         free = shutil.disk_usage(self._root).free / 2**30
         good = self.last_good()
         kept = f"the last good checkpoint is {good}" if good else "there is none from before"
         return KtbridgeError(
             f"the checkpoint of step {self.state.global_step} could not be written to {self._root}, where "
-            f"{free:.1f} GiB are free ({said}); {kept}.",
-            "Make room there, then go on with resume_from_checkpoint=true.",
+            f"{free:.1f} GiB are free ({reason}); {kept}.",
+            "Make room there, then run the same command again: it goes on from the last checkpoint.",
         )
 
     def _publish(self) -> None:
         """Give the checkpoint that was made its name, and drop older ones."""
+        if not distributed.is_main():
+            return
         made = self._making / f"checkpoint-{self.state.global_step}"
-        files = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
-        (made / IDENTITY_FILE).write_bytes(dump_json({**self._identity, FILES: files}))
+        record = {FILES: describe_files(made), NUMBER: next_number(self._root)}
+        (made / IDENTITY_FILE).write_bytes(dump_json({**self._identity, **record}))
         for path in made.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -134,6 +158,19 @@ class Resumable(Trainer):
         scheduler._last_lr = rates  # what the log tells
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["initial_lr"], group["lr"] = highest, rate
+
+
+def _failure(work: Callable[[], None]) -> Exception | None:
+    """What kept ``work`` from writing its files; None if nothing did."""
+    try:
+        work()
+    except (OSError, SafetensorError) as error:
+        return error
+    except RuntimeError as error:
+        if "inline_container" not in str(error):
+            raise  # not what torch.save raises over a file that it can't write
+        return error
+    return None
 
 
 def trained(model: Any) -> Iterable[tuple[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +28,14 @@ from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import REFUSED_FILE, refused_file
 from ktbridge.sft.dpo import DpoTrainer
 from ktbridge.sft.inject import expert_layers
-from ktbridge.sft.interrupts import Interrupts, interrupted
+from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.loading import load_for_kernels
+from ktbridge.sft.output import write_output
 from ktbridge.sft.placement import choose, places
 from ktbridge.sft.prepare import Prepared, prepare
-from ktbridge.sft.raw_adapter import save_raw_adapter
 from ktbridge.sft.resumable import trained
-from ktbridge.sft.resume import checkpoints_dir
+from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
+from ktbridge.sft.run_lock import RunLock
 from ktbridge.sft.supervised import SftTrainer
 from ktbridge.sft.watch import Pace, Reporter
 
@@ -53,6 +53,9 @@ class TrainResult:
 
     output_dir: str
     steps: int
+    """Optimizer steps of the whole run."""
+    first_step: int
+    """The first of them that this call made; more than ``steps`` where none was left."""
     rows: int
     """Rows given."""
     used: int
@@ -75,6 +78,10 @@ class TrainResult:
     expert_parameters: int
     nonexpert_parameters: int
     files: tuple[str, ...]
+    checkpoints: tuple[str, ...]
+    """Checkpoints that are kept, each an adapter too."""
+    warning: str
+    """What went wrong beside the adapter: why the last step has no checkpoint; "" if nothing did."""
 
 
 def train(
@@ -92,38 +99,50 @@ def train(
     """
     here = distributed.start(config.ddp_timeout, config.use_cpu)
     if here.rank:
-        on_progress = on_log = None
-    ready = prepared or prepare(config, here.size)
+        return _train(config, None, None, prepared)
+    with RunLock(config.output_dir):
+        return _train(config, on_progress, on_log, prepared)
+
+
+def _train(
+    config: TrainConfig,
+    on_progress: Callable[[int, int], None] | None,
+    on_log: Callable[[dict[str, Any]], None] | None,
+    prepared: Prepared | None,
+) -> TrainResult:
+    main = distributed.is_main()
+    ready = prepared or prepare(config, distributed.world().size)
     model = load_trainable(config, ready.base)
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
     with tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
         callbacks = [
-            *(reporters(config) if here.rank == 0 else ()),
+            *(reporters(config) if main else ()),
             Reporter(on_progress, on_log, interrupts),
         ]
         trainer = make_trainer(config, model, ready, scratch, callbacks)
-        checkpoint = ready.resumption.checkpoint
-        # `prepare` has asked, and all that may be refused has been.
-        if checkpoint is None and here.rank == 0:
-            shutil.rmtree(checkpoints_dir(config), ignore_errors=True)
+        start = ready.resumption
+        if start.checkpoint is None and main:
+            set_aside(config)
         started = time.perf_counter()
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if start.step >= ready.steps:
+            trainer.take_up(str(start.checkpoint))
+        else:
+            with explained(trainer):
+                trainer.train(
+                    resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None
+                )
         seconds = time.perf_counter() - started
-    if distributed.agree(interrupts.caught) and trainer.state.global_step < trainer.state.max_steps:
+    if distributed.agree(interrupts.caught) and trainer.state.global_step < ready.steps:
         raise interrupted(trainer.state.global_step, checkpoints_dir(config))
     trainer.check_trained()
     distributed.gather_trained(model)
 
     log = [record for record in trainer.state.log_history if "loss" in record]
-    if here.rank == 0:
-        save_raw_adapter(
-            model,
-            config.output_dir,
-            str(ready.base),
-            overwrite=config.overwrite_output_dir,
-            extra_files=_beside(config, ready, log),
+    if main:
+        write_output(
+            model, config, ready.base, _beside(config, ready, log), trainer.last_checkpoint()
         )
-        shutil.rmtree(checkpoints_dir(config), ignore_errors=True)  # what they led to is in place
+        forget_replaced(config)
     distributed.barrier()
     result = _result(config, ready, trainer, log, seconds)
     distributed.finish()
@@ -192,6 +211,7 @@ def _result(
     return TrainResult(
         output_dir=config.output_dir,
         steps=trainer.state.global_step,
+        first_step=ready.resumption.step + 1,
         rows=ready.fitted.total,
         used=ready.fitted.used,
         cut=len(ready.fitted.cut),
@@ -199,7 +219,7 @@ def _result(
         first_loss=log[0]["loss"] if log else None,
         last_loss=log[-1]["loss"] if log else None,
         seconds=seconds,
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
         expert_share=pace.kernels / pace.seconds if pace.seconds else 0.0,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
@@ -207,6 +227,8 @@ def _result(
         expert_parameters=sum(n for name, n in sizes.items() if ".kt." in name),
         nonexpert_parameters=sum(n for name, n in sizes.items() if ".kt." not in name),
         files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),
+        checkpoints=tuple(map(str, saved(checkpoints_dir(config)))),
+        warning=str(trainer.last_not_saved or ""),
     )
 
 

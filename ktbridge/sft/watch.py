@@ -122,8 +122,7 @@ class Reporter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
-            control.should_log = True  # the last loss is told whatever logging_steps is
-            control.should_save = False  # the adapter itself follows
+            control.should_log = True  # the last loss is logged whatever logging_steps is
         elif distributed.agree(self._interrupts.caught):
             args.save_only_model = False  # or nothing could go on from what is saved now
             control.should_save = control.should_training_stop = True

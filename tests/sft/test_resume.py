@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -19,11 +21,20 @@ import torch
 import yaml
 from click.testing import CliRunner
 
+from ktbridge.adapter import validate_adapter
 from ktbridge.cli import main
-from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import load_rows
-from ktbridge.sft.resume import FILES, IDENTITY_FILE, Resumption, find_checkpoint, identity
+from ktbridge.sft.resume import (
+    FILES,
+    IDENTITY_FILE,
+    NUMBER,
+    Resumption,
+    find_checkpoint,
+    identity,
+    step_of,
+)
 
 # trl's and transformers' advice, which `ktbridge train` silences too
 quiet = pytest.mark.filterwarnings("ignore")
@@ -32,7 +43,8 @@ WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue"
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, base_dir: Path) -> Path:
+def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     with open(tmp_path / "rows.jsonl", "w") as file:
         for number in range(40):
             words = [WORDS[(number * step) % len(WORDS)] for step in range(1, 9)]
@@ -43,6 +55,7 @@ def run_dir(tmp_path: Path, base_dir: Path) -> Path:
         "model_name_or_path": str(base_dir),
         "dataset": "rows.jsonl",
         "output_dir": "raw",
+        "overwrite_output_dir": True,  # as many files of LLaMA-Factory have it
         "lora_rank": 4,
         "lora_dropout": 0.1,
         "learning_rate": 1e-2,
@@ -67,7 +80,7 @@ def train(run_dir: Path, *overrides: str, **options: Any) -> None:
 def killed(warm: Any, run_dir: Path, *overrides: str) -> int:
     """The exit status of a process that is killed as soon as its run has saved a checkpoint."""
     command = ("-m", "ktbridge", "train", run_dir / "run.yaml", *overrides)
-    process = warm.start(*command, KTBRIDGE_THREADS="2")
+    process = warm.start(*command, cwd=run_dir, KTBRIDGE_THREADS="2")
     while process.poll() is None and not [*(run_dir / "raw.checkpoints").glob("checkpoint-*")]:
         time.sleep(0.002)
     process.kill()
@@ -95,6 +108,22 @@ def terminated_after_saving(root: Path) -> Iterator[None]:
         watching.join()
 
 
+def interrupt_at(step: int) -> Any:
+    """A progress callback that ends a run for good after a step, as a kill would."""
+
+    def stop(done: int, steps: int) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def artifacts(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in ARTIFACTS}
 
@@ -112,19 +141,28 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
     assert status.result() == -signal.SIGKILL
     assert not (run_dir / "whole.checkpoints").exists()
     assert not (run_dir / "raw").exists()
+    earlier = sorted((run_dir / "raw.checkpoints").glob("checkpoint-*"))
     (run_dir / "raw.checkpoints" / "checkpoint-9").mkdir()  # not whole: it is not looked at
     (run_dir / "raw.checkpoints" / ".partial-1" / "checkpoint-10").mkdir(parents=True)
     with terminated_after_saving(run_dir / "raw.checkpoints"):
-        command = ["train", str(run_dir / "run.yaml"), "resume_from_checkpoint=true"]
-        stopped = CliRunner().invoke(main, command)
+        stopped = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml")])  # as it was typed
     assert stopped.exit_code == 130, stopped.stderr
+    assert f"goes on after step {step_of(earlier[-1])}" in stopped.stderr
     assert "is saved in" in stopped.stderr
-    assert "resume_from_checkpoint=true" in stopped.stderr
+    assert "the same command again" in stopped.stderr
     assert not list((run_dir / "raw.checkpoints").glob(".partial-*"))
     train(run_dir, "resume_from_checkpoint=true")
     assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole")
     assert losses(run_dir / "raw") == losses(run_dir / "whole")
-    assert not (run_dir / "raw.checkpoints").exists()
+
+    # The last step's checkpoint stays, is an adapter, and makes a longer run.
+    (last,) = (run_dir / "raw.checkpoints").glob("checkpoint-*")
+    assert last.name == "checkpoint-12"
+    assert artifacts(last) == artifacts(run_dir / "raw")
+    assert validate_adapter([last]).ok
+    train(run_dir, "resume_from_checkpoint=true", "max_steps=14")
+    assert [step for step, _ in losses(run_dir / "raw")] == [*range(1, 15)]
+    assert artifacts(run_dir / "raw") != artifacts(run_dir / "whole")
 
 
 @quiet
@@ -141,15 +179,150 @@ def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path, warm: Any)
         train(run_dir, *overrides, "output_dir=whole", "save_steps=0")
     assert status.result() == -signal.SIGKILL
     assert not (run_dir / "raw").exists()
-    train(run_dir, *overrides, "resume_from_checkpoint=true")
+    train(run_dir, *overrides)
     assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole")
     assert losses(run_dir / "raw") == losses(run_dir / "whole")
 
 
 @quiet
+def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
+    root, record = run_dir / "raw.checkpoints", run_dir / "raw/kt_adapter_manifest.json"
+    with pytest.raises(KeyboardInterrupt):
+        train(run_dir, "max_steps=6", on_progress=interrupt_at(5))
+    assert [path.name for path in root.iterdir()] == ["checkpoint-4"]
+    for change in ("learning_rate=1e-3", "lora_rank=2", "max_steps=8"):
+        with pytest.raises(ProblemsError, match="this is another run") as caught:
+            train(run_dir, "max_steps=6", change)
+        assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems]
+        assert [path.name for path in root.iterdir()] == ["checkpoint-4"]
+
+    log: list[dict] = []
+    train(run_dir, "max_steps=6", "resume_from_checkpoint=false", "save_steps=3", on_log=log.append)
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
+    aside = run_dir / "raw.checkpoints.old-1"
+    assert [path.name for path in aside.iterdir()] == ["checkpoint-4"]
+    assert [path.name for path in root.iterdir()] == ["checkpoint-6"]
+    first = record.read_bytes()
+
+    # A finished run is another matter: its output is replaced, as overwrite_output_dir asks, and
+    # its checkpoints with it, but not before the new run ends.
+    with pytest.raises(KeyboardInterrupt):
+        train(run_dir, "max_steps=6", "lora_rank=2", on_progress=interrupt_at(1))
+    assert record.read_bytes() == first
+    assert (run_dir / "raw.checkpoints.replaced/checkpoint-6").is_dir()
+    train(run_dir, "max_steps=6", "lora_rank=2")
+    assert record.read_bytes() != first
+    assert not (run_dir / "raw.checkpoints.replaced").exists()
+    assert aside.exists()
+
+
+@quiet
+def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path) -> None:
+    root = run_dir / "raw.checkpoints"
+
+    def clock_set_back(step: int, steps: int) -> None:
+        for path in root.glob("checkpoint-*/*"):
+            os.utime(path, (2e9, 2e9))  # of another year than what follows
+
+    train(run_dir, "max_steps=8", "save_total_limit=2", on_progress=clock_set_back)
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+
+
+@quiet
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "rng_state.pth", "trainable.safetensors", "trainer_state.json"]
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path, name: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(run_dir, "max_steps=6", "save_total_limit=2", on_progress=interrupt_at(5))
+    root = run_dir / "raw.checkpoints"
+    flip_a_bit(root / "checkpoint-4" / name)
+    command = ["train", str(run_dir / "run.yaml"), "max_steps=6", "save_total_limit=2", "--dry-run"]
+    shown = CliRunner().invoke(main, command)
+    assert shown.exit_code == 0, shown.stderr
+    assert f"checkpoint-4/{name}" in shown.stderr
+    assert "goes on after step 2" in shown.stderr
+    flip_a_bit(root / "checkpoint-2" / name)
+    failed = CliRunner().invoke(main, command)
+    assert failed.exit_code == 1
+    assert failed.stderr.count("KTC019") == 2
+    named = CliRunner().invoke(main, [*command, f"resume_from_checkpoint={root / 'checkpoint-4'}"])
+    assert named.exit_code == 1
+
+
+@quiet
+def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> None:
+    command = ("-m", "ktbridge", "train", run_dir / "run.yaml")
+    first = warm.start(
+        *command, "max_steps=100000", "save_steps=0", cwd=run_dir, KTBRIDGE_THREADS="1"
+    )
+    lock = run_dir / ".raw.ktbridge.lock"
+    while first.poll() is None and not (lock.exists() and lock.read_text()):
+        time.sleep(0.01)
+    for overrides in ((), ("output_dir=link/raw",)):  # another name of the same place
+        (run_dir / "link").symlink_to(run_dir) if overrides else None
+        second = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *overrides])
+        assert second.exit_code == 1
+        assert (
+            f"another run is training into {run_dir / 'raw'} (process {first.pid} on"
+            in second.stderr
+        )
+    first.kill()  # and so gives the lock up
+    first.communicate(200)
+    train(run_dir, "max_steps=2")
+    assert not lock.exists()
+
+
+@quiet
+def test_a_run_that_has_no_room_is_refused_before_it_loads(run_dir: Path) -> None:
+    wide = ["save_total_limit=100000000", "max_steps=100000000", "save_steps=1"]
+    refused = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *wide])
+    assert refused.exit_code == 1
+    assert "GB free, and this run needs" in refused.stderr
+    assert not (run_dir / "raw.checkpoints").exists()
+
+
+@quiet
+def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: Path) -> None:
+    output = run_dir / "raw"
+
+    def occupy(step: int, steps: int) -> None:
+        if step == steps:
+            output.mkdir()
+            (output / "thesis.txt").write_text("mine")
+
+    for overrides, place in (
+        (["save_steps=1"], run_dir / "raw.checkpoints/checkpoint-2"),
+        (["save_steps=0"], run_dir / "raw-saved"),
+    ):
+        with pytest.raises(KtbridgeError, match="could not be written to") as caught:
+            train(run_dir, "max_steps=2", *overrides, on_progress=occupy)
+        assert str(place) in str(caught.value)
+        assert validate_adapter([place]).ok
+        shutil.rmtree(output)
+    # The checkpoint's run is whole: the same command writes the adapter and trains nothing.
+    log: list[dict] = []
+    train(run_dir, "max_steps=2", "save_steps=1", on_log=log.append)
+    assert not log
+    assert artifacts(output) == artifacts(run_dir / "raw.checkpoints/checkpoint-2")
+    assert [step for step, _ in losses(output)] == [1, 2]
+
+
+@quiet
+def test_a_killed_data_worker_is_a_sentence(run_dir: Path) -> None:
+    def kill_workers(step: int, steps: int) -> None:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGKILL)
+
+    with pytest.raises(KtbridgeError, match="a process that makes batches was ended") as caught:
+        train(run_dir, "dataloader_num_workers=1", "max_steps=100", on_progress=kill_workers)
+    assert "dataloader_num_workers: 0" in caught.value.next_step
+
+
+@quiet
 def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
     """Files may not grow, so that writing fails as it does without room; then there is room again."""
-    root, overrides = run_dir / "raw.checkpoints", ["max_steps=6", "resume_from_checkpoint=true"]
+    root, overrides = run_dir / "raw.checkpoints", ["max_steps=6"]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     largest = 1000
 
@@ -208,7 +381,8 @@ def test_a_run_that_diverges_keeps_what_was_good(
     given += ["resume_from_checkpoint=true", "learning_rate=0.001"]
     config = load_config(run_dir / "run.yaml", given)
     ready = prepare(config)
-    assert [(note.code, note.severity) for note in ready.notes] == [("KTC011", "warning")]
+    codes = [(note.code, note.severity) for note in ready.notes]
+    assert codes == [("KTC011", "warning"), ("KTC021", "info")]
     assert ready.notes[0].found == "0.01 until here, 0.001 from here on"
     log: list[dict] = []
     trainer.train(config, on_log=log.append, prepared=ready)
@@ -229,25 +403,24 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     place = run_dir / "raw.checkpoints" / "checkpoint-9"
     for number, path in enumerate((place.with_name("checkpoint-10"), place)):
         path.mkdir(parents=True)
-        file = path / IDENTITY_FILE
-        file.write_text(json.dumps(identity(config, base, load_rows(config))))
-        os.utime(file, (number, number))
+        record = {**identity(config, base, load_rows(config)), NUMBER: number}
+        (path / IDENTITY_FILE).write_text(json.dumps(record))
     with pytest.raises(KtbridgeError, match="saved with save_only_model=true"):
         found(config)
     (place / "optimizer.pt").touch()
-    assert found(config) == Resumption(place)  # the last one written
+    assert found(config).checkpoint == place  # the last one written
     whole = (place / IDENTITY_FILE).read_text()
     sizes = {"optimizer.pt": 7, "scheduler.pt": 5}
     (place / IDENTITY_FILE).write_text(json.dumps({**json.loads(whole), FILES: sizes}))
-    with pytest.raises(ProblemsError, match="the checkpoint is not whole") as caught:
+    with pytest.raises(ProblemsError, match="the checkpoint is damaged") as caught:
         found(config)
     said = [(problem.found, problem.expected) for problem in caught.value.problems]
     assert said == [("0 bytes", "7 bytes"), ("no such file", "5 bytes")]
     (place / IDENTITY_FILE).write_text(whole)
-    with pytest.raises(UsageError, match="holds checkpoints of a run that isn't finished"):
-        found(load_config(run_dir / "run.yaml"))
-    anew = load_config(run_dir / "run.yaml", ["overwrite_output_dir=true"])
-    assert found(anew) == Resumption()
+    assert found(load_config(run_dir / "run.yaml")).checkpoint == place  # nothing was asked for
+    anew = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=false"])
+    assert found(anew).checkpoint is None
+    assert "raw.checkpoints.old-1" in found(anew).notes[0].next_step
 
     with open(run_dir / "rows.jsonl", "a") as file:
         file.write((run_dir / "rows.jsonl").read_text().splitlines()[0] + "\n")
