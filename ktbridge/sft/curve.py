@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 
 def plot_loss(
@@ -28,7 +29,8 @@ def plot_loss(
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#9db8d9", linewidth=1.2, label="loss")
     axes.plot(steps, smooth, color="#1f5fa8", linewidth=2.2, label="smoothed")
-    axes.set(xlabel="optimizer step", ylabel=label, ylim=(0, None))
+    axes.set(xlabel="optimizer step", ylabel=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("Training loss", loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -16,6 +16,10 @@ from ktbridge.sft.expert_call import kernel_seconds
 from ktbridge.sft.interrupts import Interrupts
 
 
+_TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
+"""What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
+
+
 class Diverged(KtbridgeError):
     """A loss, a gradient or a trained tensor is NaN or infinite; nothing of that step is saved."""
 
@@ -107,6 +111,8 @@ class Watched(Trainer):
         if "loss" in logs:
             logs.update(self.pace.record(self.state.num_input_tokens_seen))
         super().log(logs, *args, **kwargs)
+        for name in _TWICE:
+            self.state.log_history[-1].pop(name, None)
 
 
 class Reporter(TrainerCallback):
