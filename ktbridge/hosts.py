@@ -1,4 +1,7 @@
-"""Which hosts are this machine: what binds beyond it needs a key, and a proxy has no business in between."""
+"""URLs of servers, and which hosts are this machine.
+
+What binds beyond this machine needs a key, and no proxy is asked for an address on it.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +26,22 @@ def is_loopback_url(url: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def api_url(text: str) -> str:
+    """The root of an OpenAI-compatible API, ending in /v1: "http://h:8000", ".../v1" and ".../v1/" are one.
+
+    Raises ValueError, which says why, for what is no http or https URL of a host alone and a path.
+    """
+    parts = urllib.parse.urlsplit(text.strip())
+    if parts.scheme not in ("http", "https"):
+        raise ValueError("it does not begin with http:// or https://")
+    if (
+        not parts.hostname or parts.port == 0
+    ):  # a port that is no number raises ValueError by itself
+        raise ValueError("it names no host")
+    if parts.query or parts.fragment:
+        raise ValueError("it has a query or a fragment")
+    path = parts.path.rstrip("/")
+    path = path if path.endswith("/v1") else f"{path}/v1"
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))

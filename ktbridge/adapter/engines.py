@@ -51,7 +51,9 @@ class Contract:
 
     @property
     def name(self) -> str:
-        """The range of versions in words: "0.6.3 to 0.7.0.post3"."""
+        """The range of versions in words: "0.6.3 to 0.7.0.post3", "up to 0.6.2.post3"."""
+        if self.first == "0":
+            return f"up to {self.last}"
         return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
 
@@ -124,6 +126,11 @@ _VERSION = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 _POST = re.compile(r"(?:post|(?<![a-z])r(?:ev)?)[._-]?(\d{0,9})", re.IGNORECASE | re.ASCII)
+
+
+def install_engine(version: str | None = None) -> str:
+    """The command that installs the engine of ``version`` (default: the newest one looked at)."""
+    return f"pip install 'ktransformers[sglang]=={version or CONTRACTS[-1].last}'"
 
 
 def parse_version(text: str) -> tuple[int, ...]:

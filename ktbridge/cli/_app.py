@@ -61,8 +61,10 @@ class Command(click.Command):
             render(KtbridgeError(f"{error.strerror or error}{where}"), as_json)
             sys.exit(1)
         except ModuleNotFoundError as error:
+            from ktbridge.install import install_hint
+
             message = f"the Python package {error.name!r} is not installed"
-            render(KtbridgeError(message, "pip install 'ktbridge[all]'"), as_json)
+            render(KtbridgeError(message, install_hint()), as_json)
             sys.exit(1)
         except KeyboardInterrupt as stop:
             told = f"interrupted: {stop}" if str(stop) else "interrupted"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktbridge.cli._serve_names import half_note
 from ktbridge.errors import ProblemsError, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, time
         if as_json:
             emit_json({"ok": plan.ok, **plan.as_dict()})
         else:
-            print_problems(plan.problems)
+            # Infos are the same for every launch; `ktbridge doctor` and --json have them.
+            print_problems(found for found in plan.problems if found.severity != "info")
             _print_plan(plan)
         if not plan.ok:
             sys.exit(1)
@@ -114,6 +116,8 @@ def _print_plan(plan: Plan) -> None:
         console.print(line, markup=False, soft_wrap=True)
     console.print("# requests may name", markup=False)
     _print_models(plan)
+    for line in plan.more_arms.lines() if plan.more_arms else ():
+        console.print(f"# {line}", markup=False, soft_wrap=True)
 
 
 def _print_models(plan: Plan) -> None:
@@ -122,6 +126,8 @@ def _print_models(plan: Plan) -> None:
     width = max(map(len, plan.models), default=0)
     for name, answers in plan.models.items():
         console.print(f"#   {name:<{width}}  {answers}", markup=False, soft_wrap=True)
+    if note := half_note(plan.models):
+        console.print(f"# {note}", markup=False, soft_wrap=True)
 
 
 def _print_tail(failure: EngineFailed) -> None:

@@ -27,12 +27,19 @@ HELP = """\
 
 @click.command(cls=Command)
 @click.option(
-    "--base-url", metavar="URL", help="A server to ask, such as http://127.0.0.1:8000/v1."
+    "--server",
+    "--base-url",
+    "server",
+    metavar="URL",
+    help="A running server to ask, such as http://127.0.0.1:8000.",
 )
 @click.option(
-    "--model", metavar="M", help="The served name; without --base-url, a model directory."
+    "--model",
+    metavar="NAME",
+    help="With --server: the served name. Without: the same as --base-model.",
 )
-@click.option("--adapter", metavar="DIR", help="Without --base-url: an adapter, of any layout.")
+@click.option("--base-model", metavar="DIR", help="Start an engine with this base model.")
+@click.option("--adapter", metavar="DIR", help="With --base-model: its adapter, of any layout.")
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="Default: the server's.")
 @click.option(
@@ -41,13 +48,14 @@ HELP = """\
     help="Of an answer.  [default: 1024, or what the context leaves]",
 )
 @click.option("--seed", type=int, help="Repeatable answers.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of the engine.")
+@click.option("--threads", type=click.IntRange(1), help="With --base-model: CPU threads.")
 @click.option(
     "--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment."
 )
 def command(
-    base_url: str | None,
+    server: str | None,
     model: str | None,
+    base_model: str | None,
     adapter: str | None,
     system: str | None,
     temperature: float | None,
@@ -56,50 +64,58 @@ def command(
     threads: int | None,
     api_key: str | None,
 ) -> None:
-    """Chat with a served model, or with a model directory and its adapter.
+    """Chat with a served model, or with a base model's directory and its adapter.
 
-    Without --base-url the embedded engine is started for the chat and ends with it. /help shows what
+    With --base-model the embedded engine is started for the chat and ends with it. /help shows what
     can be typed; on a pipe every line is a question (or a command), and answers go to stdout. The exit
     code is 1 if a line from a pipe failed.
 
     \b
-    ktbridge chat --model MODEL --adapter OUTPUT/adapter
-    ktbridge chat --base-url http://127.0.0.1:8000/v1 --model tiny:neko
+    ktbridge chat --base-model MODEL --adapter OUTPUT/adapter
+    ktbridge chat --server http://127.0.0.1:8000 --model tiny:neko
     """
     from ktbridge.errors import UsageError
     from ktbridge.serve.chat import Conversation, Server, arms_of
 
-    if base_url is None and model is None:
+    if server is None:
+        if base_model is not None and model is not None:
+            raise UsageError(
+                "--model is a name on a running server, and --base-model starts an engine.",
+                "give --base-model alone, or --server URL --model NAME",
+            )
+        base_model = base_model or model
+        if base_model is None:
+            raise UsageError(
+                "there is nothing to chat with.",
+                "give --server URL, or --base-model DIR [--adapter DIR]",
+            )
+    elif not (base_model is adapter is threads is None):
         raise UsageError(
-            "there is nothing to chat with.", "give --base-url URL, or --model DIR [--adapter DIR]"
-        )
-    if base_url is not None and (adapter is not None or threads is not None):
-        raise UsageError(
-            "--adapter and --threads are for an engine that chat starts; a server has its own.",
-            "leave them out, or leave --base-url out",
+            "--base-model, --adapter and --threads are for an engine that chat starts; a server has its own.",
+            "leave them out, or leave --server out",
         )
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)
     with terminable(), ExitStack() as stack:
-        if base_url is None:
+        if base_model is not None:
             from ktbridge.serve.local.child import ADAPTER, engine
 
-            assert model is not None
-            child = stack.enter_context(engine(model, adapter, threads))
-            server, listed = Server(child.url, child.key), child.models
+            child = stack.enter_context(engine(base_model, adapter, threads))
+            asked, listed = Server(child.url, child.key), child.models
             served = listed[-1].rpartition(":")[0]
             wanted = listed[0] if adapter is None else f"{served}:{ADAPTER}"
         else:
+            assert server is not None
             child = None
-            server = Server(base_url, api_key)
-            listed = server.models()
+            asked = Server(server, api_key)
+            listed = asked.models()
             wanted = model or (listed[0] if listed else "")
-        one = base_url is None and adapter is None
+        one = base_model is not None and adapter is None
         arms = {"model": wanted} if one else arms_of(wanted, listed)
         arm = next(name for name, served in arms.items() if served == wanted)
         talk = Conversation(
-            server, arms, arm, system, temperature=temperature, max_tokens=max_tokens, seed=seed
+            asked, arms, arm, system, temperature=temperature, max_tokens=max_tokens, seed=seed
         )
         failed = _converse(talk, child)
     sys.exit(1 if failed and not sys.stdin.isatty() else 0)

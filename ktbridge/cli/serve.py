@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from ktbridge.cli._app import Command
+from ktbridge.cli._machine import NAMES, described, machine_options
 from ktbridge.cli._serve_limits import describe_limits, limit_options, make_limits, refuse_limits
 from ktbridge.errors import UsageError
 
@@ -26,6 +27,7 @@ _SGLANG_ONLY = (
     "log",
     "timeout",
     "engine_flags",
+    *NAMES,
 )
 
 
@@ -46,7 +48,7 @@ def _sglang_is_here() -> bool:
     """Whether SGLang-KT is installed beside us and there is a GPU to run it on."""
     import importlib.metadata
 
-    from ktbridge.serve.sglang.resources import read_gpus
+    from ktbridge.machine import read_gpus
 
     try:
         importlib.metadata.version("sglang-kt")
@@ -56,7 +58,14 @@ def _sglang_is_here() -> bool:
 
 
 @click.command(cls=Command)
-@click.option("--model", required=True, help="Base model directory.")
+@click.option(
+    "--base-model",
+    "--model",
+    "base_model",
+    required=True,
+    metavar="DIR",
+    help="The base model's directory.",
+)
 @click.option(
     "--adapter",
     "adapters",
@@ -90,8 +99,8 @@ def _sglang_is_here() -> bool:
     help="sglang: SGLang-KT on a GPU machine. local: this machine's CPU, no other engine needed. "
     "auto: sglang where it is installed and there is a GPU.",
 )
-@click.option("--engine-version", metavar="X", help="Plan for sglang-kt X; with --dry-run.")
-@click.option("--engine-python", metavar="PATH", help="Interpreter of the engine's environment.")
+@click.option("--engine-version", metavar="VERSION", help="With --dry-run: of sglang-kt.")
+@click.option("--engine-python", metavar="FILE", help="Interpreter of the engine's environment.")
 @click.option(
     "--layout",
     type=click.Choice(["auto", "split", "merged"]),
@@ -99,8 +108,8 @@ def _sglang_is_here() -> bool:
     show_default=True,
     help="How SGLang-KT gets the adapter; auto: as its version wants it.",
 )
-@click.option("--served-model-name", metavar="S", help="Default: the model directory's name.")
-@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--served-model-name", metavar="NAME", help="Default: the directory's name.")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="To bind to.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -114,7 +123,11 @@ def _sglang_is_here() -> bool:
     metavar="KEY",
     help="Required of clients; better set as KTBRIDGE_API_KEY, which `ps` doesn't show.",
 )
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: all there are.")
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="CPU threads for the experts; default: the physical cores, less one with SGLang-KT.",
+)
 @limit_options
 @click.option("--trust-remote-code", is_flag=True, help="Let the model run its own Python code.")
 @click.option("--tp-size", type=click.IntRange(1), default=1, help="GPUs, over all nodes.")
@@ -137,13 +150,14 @@ def _sglang_is_here() -> bool:
     metavar="CODE",
     help="Take a launch problem (KTB951 on) for a warning; may be repeated.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be served, and stop.")
+@click.option("--dry-run", is_flag=True, help="Show what would be served, and stop.")
+@machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE FLAGS]")
 @click.pass_context
 def command(
     context: click.Context,
-    model: str,
+    base_model: str,
     adapters: dict[str, str],
     expert_adapter: str | None,
     nonexpert_adapters: dict[str, str],
@@ -175,13 +189,16 @@ def command(
 
     Requests choose the arm by the model name: S is base + expert LoRA, S:NAME the whole adapter
     NAME. With the local engine, S:base is the base model itself, and a name that isn't offered is
-    a 404. With SGLang-KT, --dry-run says which names there are; flags after -- are the engine's.
+    a 404. With SGLang-KT, --dry-run shows which names there are; flags after -- are the engine's.
+    --cores, --memory, --gpus and --gpu-memory make that plan for another machine.
 
     \b
-    ktbridge serve --model MODEL --adapter neko=OUTPUT/adapter --served-model-name tiny
-    ktbridge serve --model MODEL --expert-adapter EXPERT --nonexpert-adapter neko=NONEXPERT
-    ktbridge serve --model MODEL --adapter neko=OUTPUT/adapter --engine sglang --dry-run
+    ktbridge serve --base-model MODEL --adapter neko=OUTPUT/adapter --served-model-name tiny
+    ktbridge serve --base-model MODEL --expert-adapter EXPERT --nonexpert-adapter neko=NONEXPERT
+    ktbridge serve --base-model MODEL --adapter neko=OUTPUT/adapter --engine sglang --dry-run \\
+        --cores 32 --memory 256GB --gpus 1 --gpu-memory 24GB
     """
+    machine = described(limits)
     given = [
         parameter.opts[0] if isinstance(parameter, click.Option) else "engine flags after --"
         for parameter in context.command.params
@@ -196,8 +213,14 @@ def command(
         from ktbridge.cli._serve_sglang import run
         from ktbridge.serve.sglang.request import Request
 
+        if machine.given and not dry_run:
+            step = "add --dry-run, or leave them out"
+            raise UsageError(
+                "--cores, --memory, --gpus and --gpu-memory plan for another machine, and start nothing",
+                step,
+            )
         request = Request(
-            model=model,
+            model=base_model,
             adapters=adapters,
             expert_adapter=expert_adapter,
             nonexpert_adapters=nonexpert_adapters,
@@ -218,6 +241,7 @@ def command(
             replicas=replicas,
             flags=engine_flags,
             allowed=frozenset(allowed),
+            described=machine,
         )
         run(request, dry_run=dry_run, as_json=as_json, log=log, timeout=timeout)
         return
@@ -225,11 +249,13 @@ def command(
         step = "leave them out, or serve with --engine sglang"
         raise UsageError(f"{', '.join(given)}: not for the local engine", step)
 
+    from ktbridge.cli._serve_names import half_note
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr
-    from ktbridge.serve.local.plan import plan_local
+    from ktbridge.serve.local.plan import check_installed, plan_local
 
+    check_installed()
     plan = plan_local(
-        model,
+        base_model,
         served_name=served_model_name,
         host=host,
         port=port,
@@ -248,8 +274,13 @@ def command(
         width = max(len(arm.name) for arm in plan.arms)
         for arm in plan.arms:
             console.print(f"  {arm.name:<{width}}  {arm.description}", markup=False)
+        if note := half_note({arm.name: arm.description for arm in plan.arms}):
+            console.print(f"  {note}", markup=False, soft_wrap=True)
 
     if dry_run:
+        from ktbridge.serve.local.launch import bind
+
+        bind(host, port).close()  # what can't be bound couldn't be served
         if as_json:
             emit_json(plan.as_dict())
             return

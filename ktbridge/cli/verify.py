@@ -22,11 +22,20 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 
 
 @click.command(cls=Command)
-@click.option("--base-url", required=True, help="The server, as http://HOST:PORT/v1.")
-@click.option("--model", required=True, help="The served model to judge, such as S:NAME.")
+@click.option(
+    "--server",
+    "--base-url",
+    "server",
+    required=True,
+    metavar="URL",
+    help="The running server, as http://HOST:PORT.",
+)
+@click.option(
+    "--model", required=True, metavar="NAME", help="The served name to judge, such as S:NAME."
+)
 @click.option("--adapter", required=True, metavar="DIR", help="The adapter, as training wrote it.")
-@click.option("--base-model", required=True, help="Base model directory.")
-@click.option("--expert-model", metavar="S", help="Served model with the expert LoRA alone.")
+@click.option("--base-model", required=True, metavar="DIR", help="The base model's directory.")
+@click.option("--expert-model", metavar="NAME", help="The served name with the expert LoRA alone.")
 @click.option(
     "--api-key",
     envvar="KTBRIDGE_API_KEY",
@@ -42,7 +51,7 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
-    base_url: str,
+    server: str,
     model: str,
     adapter: str,
     base_model: str,
@@ -63,7 +72,7 @@ def command(
 
     with progress_bar("asking the server", "layers") as bar:
         result = verify(
-            base_url,
+            server,
             model,
             adapter,
             base_model,

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from ktbridge.errors import UsageError
+from ktbridge.hosts import api_url
 
 # Arms are always shown and contrasted in this order; others follow as they were given.
 ORDER = ("base", "expert", "full")
@@ -49,16 +49,12 @@ def parse_arm(text: str) -> Arm:
         raise UsageError(f"the arm {text!r} is not of the form NAME=MODEL@URL.", example)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UsageError(f"the arm name {name!r} may hold letters, digits, '.', '_', '-'.", example)
-    parts = urlsplit(url)
     try:
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or parts.query or parts.fragment:
-        raise UsageError(f"the arm {name!r} has no usable URL: {url!r}.", example)
-    path = parts.path.rstrip("/")
-    path = path if path.endswith("/v1") else path + "/v1"
-    return Arm(name, model, urlunsplit((parts.scheme, parts.netloc, path, "", "")))
+        return Arm(name, model, api_url(url))
+    except ValueError as error:
+        raise UsageError(
+            f"the arm {name!r} has no usable URL: {url!r}: {error}.", example
+        ) from None
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:

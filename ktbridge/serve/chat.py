@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import is_loopback
+from ktbridge.hosts import api_url, is_loopback
 
 Message = dict[str, str]
 Piece = str | KtbridgeError | None
@@ -58,11 +58,19 @@ def arms_of(model: str, listed: Sequence[str]) -> dict[str, str]:
 
 
 class Server:
-    """One server's API. ``url`` ends in /v1, as OpenAI clients have it."""
+    """One server's API. ``url`` is its root, ending in /v1."""
 
     def __init__(self, url: str, key: str | None = None, timeout: float = 600) -> None:
-        """``timeout``: seconds without a byte after which a request has failed."""
-        self.url = url.rstrip("/")
+        """``url`` with or without /v1; ``timeout``: seconds without a byte after which a request has failed.
+
+        Raises KtbridgeError for a URL that is none.
+        """
+        try:
+            self.url = api_url(url)
+        except ValueError as error:
+            raise KtbridgeError(
+                f"{url!r} is not a server's URL: {error}.", "give --server http://HOST:PORT"
+            ) from None
         self._key = key
         self._timeout = timeout
         # A proxy can't reach this machine's own addresses.
@@ -131,7 +139,7 @@ class Server:
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise KtbridgeError(
-                f"{self.url} cannot be asked: {reason}.", "check --base-url, and that it serves"
+                f"{self.url} cannot be asked: {reason}.", "check --server, and that it serves"
             ) from error
 
     def _json(self, data: bytes) -> dict[str, Any]:
@@ -146,7 +154,7 @@ class Server:
     def _strange(self) -> KtbridgeError:
         return KtbridgeError(
             f"{self.url} does not answer as an OpenAI-compatible server does.",
-            "give the URL that ends in /v1",
+            "give the URL of the server's API: what stands before /v1/models",
         )
 
 

@@ -7,12 +7,12 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ktbridge.install import reinstall_hint
+from ktbridge.machine import Machine, read_machine
 from ktbridge.serve.doctor_engine import check_engine
 from ktbridge.serve.doctor_gpu import check_gpu
 from ktbridge.serve.doctor_packages import Check, check_packages
-from ktbridge.serve.machine import Machine, read_machine
-
-GIB = 2**30
+from ktbridge.units import size_text
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _kernels(machine: Machine) -> Check:
             "kernels",
             "problem",
             f"ktbridge._kernels does not import: {error}",
-            "install ktbridge again: pip install --force-reinstall ktbridge",
+            f"install ktbridge again: {reinstall_hint()}",
         )
     available = ", ".join(kernels.isa_available())
     if "amx_bf16" in machine.isa and "amx" not in available:
@@ -112,11 +112,11 @@ def _cores(machine: Machine) -> Check:
 def _memory(machine: Machine) -> Check:
     if machine.memory is None:
         return Check("RAM", "missing", "unknown", "/proc/meminfo cannot be read")
-    text = f"{machine.memory / GIB:.1f} GiB"
+    text = f"{size_text(machine.memory)}"
     if machine.memory_available is not None:
-        text += f", {machine.memory_available / GIB:.1f} GiB available"
+        text += f", {size_text(machine.memory_available)} available"
     if machine.memory_limit is not None and machine.memory_limit < machine.memory:
-        text += f"; cgroup allows {machine.memory_limit / GIB:.1f} GiB"
+        text += f"; cgroup allows {size_text(machine.memory_limit)}"
     return Check("RAM", "ok", text)
 
 
@@ -125,7 +125,7 @@ def _numa(machine: Machine) -> Check:
         return Check("NUMA", "ok", "one node (the kernel lists none)")
     nodes = [
         f"node {node.node}: CPUs {node.cpus or 'none'}"
-        + (f", {node.memory / GIB:.1f} GiB" if node.memory is not None else "")
+        + (f", {size_text(node.memory)}" if node.memory is not None else "")
         for node in machine.numa
     ]
     text = "; ".join(nodes)
@@ -146,7 +146,7 @@ def _huge_pages(machine: Machine) -> Check:
     setting = machine.transparent_huge_pages
     text = f"transparent: {setting or 'unknown'}"
     if machine.huge_pages:
-        text += f"; {machine.huge_pages / GIB:.1f} GiB set aside"
+        text += f"; {size_text(machine.huge_pages)} set aside"
         if machine.memory and machine.huge_pages > machine.memory / 10 and setting != "never":
             step = "ktbridge uses none of those; sysctl vm.nr_hugepages=0 frees them"
             return Check("huge pages", "ok", text, step)

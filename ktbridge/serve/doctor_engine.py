@@ -6,8 +6,8 @@ import sys
 
 from ktbridge.adapter.engines import REPLAY_HOLE, SERVER_HOLES
 from ktbridge.errors import KtbridgeError
-from ktbridge.serve.doctor_packages import ENGINE_PACKAGES, Check, check_engine_packages
-from ktbridge.serve.machine import Machine
+from ktbridge.machine import Machine
+from ktbridge.serve.doctor_packages import ENGINE_STEP, Check, check_engine_packages
 
 # No sglang-kt is without them. What opens them is told or refused by `ktbridge serve`.
 HOLES = (
@@ -30,7 +30,7 @@ def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Ch
     checks = check_engine_packages(python or sys.executable, versions, imports)
     if installed.engine is None and installed.upstream is not None:
         said = f"sglang {installed.upstream} is installed, which is SGLang without KTransformers"
-        checks[0] = Check(DISTRIBUTION, "missing", said, ENGINE_PACKAGES[DISTRIBUTION][2])
+        checks[0] = Check(DISTRIBUTION, "missing", said, ENGINE_STEP)
     if installed.engine is None:
         return checks
     return [
@@ -42,7 +42,7 @@ def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Ch
 
 def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]:
     """What the installed engine accepts, and whether its kernels and this CPU go with it."""
-    from ktbridge.adapter.engines import ENGINE, contract_for
+    from ktbridge.adapter.engines import ENGINE, contract_for, install_engine
 
     try:
         contract, known = contract_for(f"{ENGINE}=={version}")
@@ -54,7 +54,7 @@ def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]
     text = f"{contract.name}: adapters {', '.join(layouts)}; methods {', '.join(contract.methods)}"
     if not contract.expert:
         text = f"{contract.name}: no expert LoRA"
-        return [Check("engine contract", "problem", text, f"install {ENGINE} 0.6.3 or newer")]
+        return [Check("engine contract", "problem", text, install_engine())]
     if not known:
         step = "compare with `ktbridge verify` before relying on it"
         return [Check("engine contract", "ok", f"{text} (not looked at)", step)]

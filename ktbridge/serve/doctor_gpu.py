@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ktbridge.serve.doctor_packages import PACKAGES, Check, Imports, version_of
-from ktbridge.serve.sglang.resources import read_gpus
+from ktbridge.install import install_hint
+from ktbridge.machine import read_gpus
+from ktbridge.serve.doctor_packages import Check, Imports, version_of
+from ktbridge.units import size_text
 
-GIB = 2**30
 NOT_NEEDED = "not needed by --engine local and by training on a CPU"
 
 
@@ -13,7 +14,7 @@ def check_gpu(imported: Imports) -> Check:
     """``imported`` is what trying the packages said; torch isn't imported in this process."""
     listed = [(gpu.name, gpu.memory) for gpu in read_gpus()]
     if version_of("torch") is None:
-        return Check("GPU", "missing", "torch is not installed", PACKAGES["torch"][2])
+        return Check("GPU", "missing", "torch is not installed", install_hint("all"))
     if "torch" in imported.errors:
         said = f"torch does not load: {imported.errors['torch']}"
         return Check("GPU", "problem", said, "reinstall torch")
@@ -36,4 +37,4 @@ def check_gpu(imported: Imports) -> Check:
 
 
 def _named(gpus: list[tuple[str, int]]) -> str:
-    return "; ".join(f"{name} {memory / GIB:.0f} GiB" for name, memory in gpus)
+    return "; ".join(f"{name} {size_text(memory)}" for name, memory in gpus)

@@ -15,29 +15,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ktbridge.adapter.engines import install_engine
+from ktbridge.install import install_hint
+
 State = Literal["ok", "missing", "problem"]
 IMPORT_SECONDS = 300
 
-# distribution -> module, what is lost without it, and what brings it
+# distribution -> module, what is lost without it, and the extra of ours that brings it
 PACKAGES = {
-    "torch": ("torch", "train, serve and verify", "pip install 'ktbridge[all]'"),
-    "transformers": ("transformers", "train, serve and verify", "pip install 'ktbridge[all]'"),
-    "accelerate": ("accelerate", "train and serve --engine local", "pip install 'ktbridge[all]'"),
-    "peft": ("peft", "train and serve", "pip install 'ktbridge[all]'"),
-    "trl": ("trl", "train", "pip install 'ktbridge[train]'"),
-    "datasets": ("datasets", "train", "pip install 'ktbridge[train]'"),
-    "fastapi": ("fastapi", "serve --engine local", "pip install 'ktbridge[serve]'"),
-    "uvicorn": ("uvicorn", "serve --engine local", "pip install 'ktbridge[serve]'"),
-    "prometheus-client": (
-        "prometheus_client", "serve --engine local", "pip install 'ktbridge[serve]'"
-    ),
-    "openai": ("openai", "eval", "pip install 'ktbridge[eval]'"),
-}  # fmt: skip
-ENGINE_PACKAGES = {
-    "sglang-kt": ("sglang", "serve --engine sglang", "pip install 'ktransformers[sglang]' on a GPU"
-                  " machine, in an environment of its own, and name its interpreter: --engine-python"),
-    "kt-kernel": ("kt_kernel", "serve --engine sglang", "it comes with 'ktransformers[sglang]'"),
-}  # fmt: skip
+    "torch": ("torch", "train, serve and verify", "all"),
+    "transformers": ("transformers", "train, serve and verify", "all"),
+    "accelerate": ("accelerate", "train and serve --engine local", "all"),
+    "peft": ("peft", "train and serve", "all"),
+    "trl": ("trl", "train", "train"),
+    "datasets": ("datasets", "train", "train"),
+    "fastapi": ("fastapi", "serve --engine local", "serve"),
+    "uvicorn": ("uvicorn", "serve --engine local", "serve"),
+    "prometheus-client": ("prometheus_client", "serve --engine local", "serve"),
+    "openai": ("openai", "eval", "eval"),
+}
+ENGINE_PACKAGES = {"sglang-kt": "sglang", "kt-kernel": "kt_kernel"}
+ENGINE_STEP = (
+    f"{install_engine()}, on a GPU machine in an environment of its own, and name its interpreter with "
+    "--engine-python"
+)
 
 _IMPORT = """
 import importlib, json, sys
@@ -131,8 +132,10 @@ def check_packages(imports: bool = True) -> tuple[list[Check], Imports]:
     found = try_imports(sys.executable, there if imports else ())
     least = _least_versions()
     checks = [
-        _check(name, version, PACKAGES[name], found.errors, least.get(name))
-        for name, version in versions.items()
+        _check(name, version, module, found.errors, purpose, install_hint(extra), least.get(name))
+        for (name, version), (module, purpose, extra) in zip(
+            versions.items(), PACKAGES.values(), strict=True
+        )
     ]
     return checks, found
 
@@ -141,10 +144,10 @@ def check_engine_packages(
     python: str, versions: dict[str, str | None], imports: bool = True
 ) -> list[Check]:
     """The engine's, in its interpreter ``python``. ``versions``: distribution -> version or None."""
-    there = [ENGINE_PACKAGES[name][0] for name, version in versions.items() if version is not None]
+    there = [ENGINE_PACKAGES[name] for name, version in versions.items() if version is not None]
     errors = try_imports(python, there if imports else ()).errors
     return [
-        _check(name, version, ENGINE_PACKAGES[name], errors, None)
+        _check(name, version, ENGINE_PACKAGES[name], errors, "serve --engine sglang", ENGINE_STEP)
         for name, version in versions.items()
     ]
 
@@ -159,11 +162,12 @@ def version_of(name: str) -> str | None:
 def _check(
     name: str,
     version: str | None,
-    about: tuple[str, str, str],
+    module: str,
     errors: dict[str, str],
-    least: str | None,
+    purpose: str,
+    remedy: str,
+    least: str | None = None,
 ) -> Check:
-    module, purpose, remedy = about
     if version is None:
         return Check(name, "missing", f"not installed; needed for {purpose}", remedy)
     if module in errors:

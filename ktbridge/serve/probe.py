@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import is_loopback_url
+from ktbridge.hosts import api_url, is_loopback_url
 from ktbridge.serve.verify import mean_distance
 
 # Ordinary sentences beside random tokens: an adapter may show in one and hardly in the other.
@@ -65,12 +65,12 @@ class ServerProbe:
     """Asks one OpenAI-compatible server. Every failure is a KtbridgeError: never an answer."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 120) -> None:
-        root = base_url.rstrip("/")
-        if not root.startswith(("http://", "https://")):
+        try:
+            root = self._root = api_url(base_url)
+        except ValueError as error:
             raise KtbridgeError(
-                f"{base_url!r} is not an address.", "give --base-url as http://HOST:PORT/v1"
-            )
-        self._root = root if root.endswith("/v1") else f"{root}/v1"
+                f"{base_url!r} is not a server's URL: {error}.", "give --server http://HOST:PORT"
+            ) from None
         self._headers = {"Content-Type": "application/json"}
         key = (api_key or "").strip()
         if not key.isprintable():  # said here: the library's own message would show the key
@@ -193,13 +193,13 @@ class ServerProbe:
                 refused = ArmRefused if error.code in (400, 404) else KtbridgeError
                 raise refused(
                     f"{root}{path} answered {error.code}: {_message(error)}",
-                    "check --base-url, --model and the server's log",
+                    "check --server, --model and the server's log",
                 ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = " ".join(str(getattr(error, "reason", error)).split())[:200]
             raise KtbridgeError(
                 f"{root}{path} cannot be asked: {reason or type(error).__name__}.",
-                "check that the server runs and that --base-url is its address",
+                "check that the server runs and that --server is its URL",
             ) from error
 
     def _unusable(self, path: str, what: str) -> KtbridgeError:

@@ -43,7 +43,7 @@ def arms_to_ask(
 def _not_listed(model: str, known: set[str], option: str) -> KtbridgeError:
     return KtbridgeError(
         f"the server does not list {model!r}; it lists {', '.join(sorted(known)) or 'nothing'}.",
-        f"choose {option} from these" if known else "check --base-url and the server's log",
+        f"choose {option} from these" if known else "check --server and the server's log",
     )
 
 
@@ -59,7 +59,7 @@ def verify(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Verification:
-    """Measure the server at ``base_url`` (http://HOST:PORT/v1) against references computed here.
+    """Measure the server at ``base_url`` (http://HOST:PORT) against references computed here.
 
     ``model`` is the served name to judge, ``expert_model`` one that should have the expert LoRA alone;
     ``adapter_dir`` is what training wrote, ``base_model`` a checkpoint's directory. ``repeat`` asks the

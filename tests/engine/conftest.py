@@ -16,8 +16,8 @@ import pytest
 from tinymoe import tiny_model, tiny_tokenizer
 
 from ktbridge.adapter import Tensor, write_raw_adapter
+from ktbridge.machine import read_gpus
 from ktbridge.serve.sglang.installed import Installed, read_installed
-from ktbridge.serve.sglang.resources import read_gpus
 
 HIDDEN, INNER, EXPERTS, LAYERS, RANK = 256, 128, 8, 2, 8
 

@@ -31,14 +31,14 @@ from realengine import (
 )
 
 from ktbridge.adapter import Tensor, read_adapter, write_raw_adapter
+from ktbridge.machine import Gpu, Machine, NumaNode
 from ktbridge.model import read_model_config
-from ktbridge.serve.machine import Machine, NumaNode
 from ktbridge.serve.sglang.cache import convert
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.installed import read_installed
 from ktbridge.serve.sglang.plan import Plan, plan
 from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Gpu, Weights
+from ktbridge.serve.sglang.resources import Weights
 from ktbridge.serve.sglang.sources import read_sources
 
 PYTHON = "KTBRIDGE_ENGINE_PYTHON"

@@ -7,8 +7,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from ktbridge.machine import NumaNode, read_machine
 from ktbridge.serve.doctor import _huge_pages, _numa
-from ktbridge.serve.machine import NumaNode, read_machine
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -132,7 +132,7 @@ def test_gpus_without_asking_torch(run_cli, tmp_path):
     tool.chmod(0o755)
     done = run_cli("doctor", "--quick", "--json", PATH=f"{tmp_path}:{os.environ['PATH']}")
     checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
-    assert checks["GPU"]["found"] == "A GPU 80 GiB (nvidia-smi; torch was not asked)"
+    assert checks["GPU"]["found"] == "A GPU 85.9 GB (nvidia-smi; torch was not asked)"
 
 
 def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):

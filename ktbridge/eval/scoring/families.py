@@ -23,6 +23,7 @@ from typing import Any
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.scoring.overlap import rouge_l, rouge_n, sentence_bleu, unicode_tokens
 from ktbridge.eval.text import cjk_share, count_chars
+from ktbridge.install import install_hint
 
 ROUGES = ("rouge-1", "rouge-2", "rouge-l")
 
@@ -120,7 +121,7 @@ def _std(
         from sacrebleu.metrics import BLEU, CHRF
     except ImportError as error:
         raise KtbridgeError(
-            f"the metric family 'std' needs {error.name}.", "pip install 'ktbridge[eval]'"
+            f"the metric family 'std' needs {error.name}.", install_hint("eval")
         ) from None
     share = cjk_share(" ".join(one for group in references for one in group))
     bleu = BLEU(tokenize="zh" if share is not None and share >= 0.5 else "13a")
@@ -198,7 +199,7 @@ def _jieba() -> Any:
             import jieba
     except ImportError:
         raise KtbridgeError(
-            "the metric families 'lf' and 'seedlike' need jieba.", "pip install 'ktbridge[eval]'"
+            "the metric families 'lf' and 'seedlike' need jieba.", install_hint("eval")
         ) from None
     jieba.setLogLevel(logging.WARNING)
     # A tokenizer of our own: words that a program added to jieba's global one must not change scores.

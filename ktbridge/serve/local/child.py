@@ -47,7 +47,7 @@ def engine(model: str, adapter: str | None = None, threads: int | None = None) -
     """
     key = secrets.token_hex(16)
     command = [sys.executable, "-c", "from ktbridge.cli import main; main()", "serve"]
-    command += ["--model", model, "--port", "0", "--json"]
+    command += ["--base-model", model, "--port", "0", "--json"]
     command += ["--adapter", f"{ADAPTER}={adapter}"] if adapter is not None else []
     command += ["--threads", str(threads)] if threads is not None else []
     parent = os.getpid()

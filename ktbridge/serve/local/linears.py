@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktbridge.serve.machine import read_machine
+from ktbridge.machine import read_machine
 
 log = logging.getLogger(__name__)
 

@@ -94,7 +94,7 @@ def _problem(adapter: Adapter, key: str, found: str) -> Problem:
         severity="error",
         where=f"{adapter.path}: {key}",
         found=found,
-        next_step="check that --model is the base this adapter was trained on",
+        next_step="check that --base-model is the base this adapter was trained on",
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter import Adapter, read_adapter, validate_adapter
-from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.hosts import is_loopback
-from ktbridge.model import open_checkpoint, resolve_model
+from ktbridge.install import install_hint
+from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
+from ktbridge.serve.doctor_packages import PACKAGES
 from ktbridge.serve.local.arms import Arm, check_adapter_name, check_served_name, list_arms
 from ktbridge.serve.local.limits import Limits
 
@@ -133,9 +136,31 @@ def plan_local(
             nonexpert=[name for name, _ in nonexpert],
         ),
         api_key=api_key or None,
-        limits=limits or Limits(),
+        limits=_within(limits or Limits(), read_model_config(base)),
         problems=_check_adapters(base, [path for _, path in (*expert, *nonexpert)]),
     )
+
+
+def check_installed() -> None:
+    """Raises KtbridgeError where a package that the engine needs isn't installed; imports none."""
+    missing = [
+        name
+        for name, (module, _, extra) in PACKAGES.items()
+        if extra in ("all", "serve") and find_spec(module) is None
+    ]
+    if missing:
+        raise KtbridgeError(
+            f"the embedded engine needs {', '.join(missing)}, not installed here.",
+            install_hint("serve"),
+        )
+
+
+def _within(limits: Limits, config: ModelConfig) -> Limits:
+    """``limits`` with no more context than the model has."""
+    own = config.text.get("max_position_embeddings")
+    if type(own) is not int or own < 1 or own >= limits.context:
+        return limits
+    return replace(limits, context=own)
 
 
 def _open(directory: str, layout: str | None) -> Adapter:

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ktbridge.adapter.engines import install_engine
 from ktbridge.serve.sglang.logs import clean
 
 _ERROR = re.compile(
@@ -39,12 +40,12 @@ CAUSES: tuple[Cause, ...] = (
     _row(
         r"unrecognized arguments: .*--kt-expert-lora-path",
         "this version has no expert LoRA",
-        "install sglang-kt 0.6.3 or newer",
+        install_engine(),
     ),
     _row(
         r"unrecognized arguments: .*--kt-",
         "the engine that runs is SGLang without KTransformers",
-        "install sglang-kt, and name its interpreter with --engine-python",
+        f"{install_engine()}, and name its interpreter with --engine-python",
     ),
     _row(
         r"unrecognized arguments",
@@ -74,7 +75,7 @@ CAUSES: tuple[Cause, ...] = (
     _row(
         r"get_hidden_dim not implemented for",
         "this version can't size the LoRA of a module, a router for instance",
-        "install sglang-kt 0.7.2, or train without that module",
+        f"{install_engine()}, or train without that module",
     ),
     _row(
         r"SFT-compatible KT methods",
@@ -134,7 +135,7 @@ CAUSES: tuple[Cause, ...] = (
     _row(
         r"No module named '?(?:kt_kernel|kt_kernel_ext|sgl_kernel|flashinfer)",
         "the engine's environment is incomplete",
-        "pip install 'ktransformers[sglang]' in it",
+        f"{install_engine()} in it",
     ),
     _row(
         r"No module named",

@@ -6,18 +6,19 @@ import errno
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ktbridge.errors import Problem
+from ktbridge.machine import Described, Gpu, Machine, read_gpus, read_machine
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.serve.machine import Machine, read_machine
 from ktbridge.serve.sglang.cache import KERNEL_CACHE, cache_root
 from ktbridge.serve.sglang.installed import Installed, read_installed
 from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Gpu, Weights, read_gpus, stored_format, weigh
+from ktbridge.serve.sglang.resources import Weights, stored_format, weigh
 from ktbridge.serve.sglang.sources import Source, read_sources
+from ktbridge.units import size_text
 
 LOGGING = "SGLANG_LOGGING_CONFIG_PATH"
 
@@ -28,12 +29,13 @@ class Facts:
 
     ``port_fault`` says why it can't be had. ``stored`` is the format of the checkpoint's experts,
     None where config.json doesn't say. ``environment`` are variables that the engine would inherit
-    and that matter here.
+    and that matter here. ``machine`` and ``gpus`` are another machine's where one was ``described``;
+    ``gpus`` is None where nothing is known of them.
     """
 
     installed: Installed
     machine: Machine
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...] | None
     model: ModelConfig
     model_path: Path
     weights: Weights
@@ -44,6 +46,7 @@ class Facts:
     port_fault: str
     cache: Path
     environment: Mapping[str, str]
+    described: Described = field(default_factory=Described)
 
 
 def gather(request: Request) -> Facts:
@@ -51,10 +54,16 @@ def gather(request: Request) -> Facts:
     model_path = Path(resolve_model(request.model)).absolute()
     sources, problems = read_sources(request)
     port, fault = check_port(request.host, request.port)
+    elsewhere = request.described.elsewhere
+    if elsewhere:  # its interpreter, its port and its environment can't be looked at
+        version = read_installed().engine
+        installed, fault = Installed(request.python or "python3", version, version), ""
+    else:
+        installed = read_installed(request.python)
     return Facts(
-        installed=read_installed(request.python),
-        machine=read_machine(),
-        gpus=read_gpus(),
+        installed=installed,
+        machine=request.described.machine(read_machine()),
+        gpus=_gpus(request),
         model=read_model_config(model_path),
         model_path=model_path,
         weights=weigh(open_checkpoint(model_path)),
@@ -65,8 +74,49 @@ def gather(request: Request) -> Facts:
         port_fault=fault,
         cache=cache_root(),
         environment={
-            name: os.environ[name] for name in (LOGGING, KERNEL_CACHE) if name in os.environ
+            name: os.environ[name]
+            for name in (LOGGING, KERNEL_CACHE)
+            if name in os.environ and not elsewhere
         },
+        described=request.described,
+    )
+
+
+def _gpus(request: Request) -> tuple[Gpu, ...] | None:
+    """This machine's, or those that were described; as many as are needed where their number wasn't said."""
+    described = request.described
+    if described.gpus is None and described.gpu_memory is None:
+        return None if described.elsewhere else read_gpus()
+    count = request.gpus_needed if described.gpus is None else described.gpus
+    return tuple(Gpu(index, "GPU", described.gpu_memory or 0) for index in range(count))
+
+
+def machine_text(facts: Facts) -> str:
+    """Which machine a plan is for, and what is taken for granted of one that isn't this one."""
+    machine, described = facts.machine, facts.described
+    has = [f"{machine.usable_cores} cores"]
+    if described.elsewhere and described.cores is None:
+        has[0] += " (this machine's: --cores was not given)"
+    memory = machine.usable_memory
+    has.append(f"{size_text(memory)} memory" if memory else "memory not known")
+    if facts.gpus is None:
+        has.append("GPUs not known (--gpus, --gpu-memory)")
+    elif not facts.gpus:
+        has.append("no GPU")
+    else:
+        size = min(gpu.memory for gpu in facts.gpus)
+        each = f" of {size_text(size)}" if size else ""
+        has.append(f"{len(facts.gpus)} GPU{'s' * (len(facts.gpus) > 1)}{each}")
+    if not described.elsewhere:
+        others = (
+            ""
+            if described.given
+            else "; --cores, --memory, --gpus and --gpu-memory plan for another"
+        )
+        return f"planned for this machine: {', '.join(has)}{others}"
+    return (
+        f"planned for another machine: {', '.join(has)}; taken for granted there: a CPU with AMX, one memory "
+        "node (two: -- --kt-threadpool-count 2), the engine's packages, a free port"
     )
 
 

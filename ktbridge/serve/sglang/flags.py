@@ -16,8 +16,8 @@ from ktbridge.serve.sglang.problems import problem
 
 # Flags that ktbridge's own options stand for: what they say must be known to plan and to supervise.
 OWNED = {
-    "--model-path": "--model",
-    "--model": "--model",
+    "--model-path": "--base-model",
+    "--model": "--base-model",
     "--served-model-name": "--served-model-name",
     "--host": "--host",
     "--port": "--port",

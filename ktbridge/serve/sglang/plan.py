@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from ktbridge.errors import Problem, has_errors
 from ktbridge.hosts import is_loopback
 from ktbridge.serve.sglang.attention import check_attention
 from ktbridge.serve.sglang.cache import ENGINE_CACHE, KERNEL_CACHE, Conversion, slot
-from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.sglang.facts import Facts, machine_text
 from ktbridge.serve.sglang.flags import Setting, check_flags, parse_flags, value_of
 from ktbridge.serve.sglang.layouts import Choice, choose_layout, granting
+from ktbridge.serve.sglang.more_arms import MoreArms, more_arms
 from ktbridge.serve.sglang.preflight import (
     OF_THE_MACHINE,
     preflight,
@@ -57,6 +58,7 @@ class Plan:
     models: Mapping[str, str]
     reasons: tuple[str, ...]
     problems: tuple[Problem, ...]
+    more_arms: MoreArms | None = None
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -74,11 +76,14 @@ class Plan:
 
     def commands(self) -> list[str]:
         """Commands to copy: the conversions, the engine (each replica), the router."""
-        lines = []
+        made: dict[Path, list[str]] = {}  # one pass over a source writes all that is made of it
         for step in self.conversions:
             if len(step.sources) == 1:
-                source, target = shlex.quote(str(step.sources[0])), shlex.quote(str(step.target))
-                lines.append(f"ktbridge convert {source} --{step.layout}-output-dir {target}")
+                words = made.setdefault(step.sources[0], [])
+                words += [f"--{step.layout}-output-dir", str(step.target)]
+        lines = [
+            shlex.join(("ktbridge", "convert", str(path), *words)) for path, words in made.items()
+        ]
         for launch in self.launches:
             words = [f"{name}={shlex.quote(value)}" for name, value in launch.environment.items()]
             words.append(shlex.join(launch.argv))
@@ -105,6 +110,7 @@ class Plan:
             "conversions": [step.as_dict() for step in self.conversions],
             "ready": self.ready.as_dict(),
             "models": dict(self.models),
+            "more_arms": None if self.more_arms is None else asdict(self.more_arms),
             "reasons": list(self.reasons),
             "problems": [found.as_dict() for found in self.problems],
         }
@@ -115,9 +121,9 @@ def plan(request: Request, facts: Facts) -> Plan:
     problems: list[Problem] = list(facts.source_problems)
     version = request.engine_version or facts.installed.engine or CONTRACTS[-1].last
     contract, known = contract_for(f"{ENGINE}=={version}")
-    reasons = [f"{ENGINE} {version}: the contract of {contract.name}"]
+    reasons = [machine_text(facts), f"{ENGINE} {version}: the contract of {contract.name}"]
     if not known:
-        reasons[0] += " (this version was not looked at)"
+        reasons[1] += " (this version was not looked at)"
     elsewhere = version != facts.installed.engine
     parser = None if elsewhere else facts.installed.parser
 
@@ -170,7 +176,8 @@ def plan(request: Request, facts: Facts) -> Plan:
         reasons.append(
             f"node {request.node_rank} of {request.nodes}: the first one computes all experts"
         )
-    python = facts.installed.python if not elsewhere else "python3"
+    here = not elsewhere or facts.described.elsewhere
+    python = facts.installed.python if here else "python3"
     argv = (python, "-m", "sglang.launch_server", *words)
     problems += unknown_flags(argv, parser, python)
     environment = {}
@@ -179,18 +186,20 @@ def plan(request: Request, facts: Facts) -> Plan:
     if KERNEL_CACHE not in facts.environment:
         environment[KERNEL_CACHE] = str(facts.cache / "kernels" / f"{ENGINE}-{version}")
         reasons.append(
-            "kernels that the engine compiles are kept by its version: its own cache goes by path, so that"
-            " an upgraded engine would go on with the old ones"
+            f"{KERNEL_CACHE}: kernels that {ENGINE} {version} compiles get a directory of their own; in the"
+            " engine's default one an upgraded engine would find and use those of the version before"
         )
     launch = Launch(argv, environment, facts.port)
     if request.api_key:
         reasons.append(
             "the API key goes to the engine in a private file that is removed once it is up"
         )
-    if elsewhere and request.engine_version:  # for another machine, then
+    # A version that isn't here is planned for a machine that isn't described.
+    if elsewhere and request.engine_version and not facts.described.given:
         problems = [
             replace(p, severity="warning") if p.code in OF_THE_MACHINE else p for p in problems
         ]
+    models = _models(served_name(request, facts), choice, contract)
     return Plan(
         version=version,
         contract=contract,
@@ -207,9 +216,10 @@ def plan(request: Request, facts: Facts) -> Plan:
             adapters=tuple(str(source.name) for source in choice.nonexpert),
             answers=request.node_rank == 0,
         ),
-        models=_models(served_name(request, facts), choice, contract),
+        models=models,
         reasons=tuple(reasons),
         problems=allow(problems, request.allowed),
+        more_arms=more_arms(request, facts, choice, served_name(request, facts), models),
     )
 
 

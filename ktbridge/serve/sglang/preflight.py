@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, version_order
+from ktbridge.adapter.engines import (
+    ENGINE,
+    REPLAY_HOLE,
+    SERVER_HOLES,
+    install_engine,
+    version_order,
+)
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.hosts import is_loopback
 from ktbridge.serve.sglang.facts import LOGGING, Facts
 from ktbridge.serve.sglang.layouts import Choice
 from ktbridge.serve.sglang.problems import problem
 from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import GIB, memory_needed
+from ktbridge.serve.sglang.resources import memory_needed
+from ktbridge.units import size_text
 
 # What is about this machine: no fault of a plan that is made for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
@@ -23,9 +30,10 @@ def preflight(
     """Every finding about names, network, machine, model and engine packages."""
     yield from _names(request, facts)
     yield from _network(request, facts, version)
-    yield from _engine(facts, version)
     yield from _topology(request, facts)
-    yield from _cpu(facts, choice, method)
+    if not facts.described.elsewhere:
+        yield from _engine(facts, version)
+        yield from _cpu(facts, choice, method)
     if request.node_rank == 0:  # the first node computes all experts
         yield from _memory(facts, method)
     yield from _gpu(request, facts)
@@ -94,14 +102,17 @@ def _network(request: Request, facts: Facts, version: str) -> Iterator[Problem]:
 
 def _engine(facts: Facts, version: str) -> Iterator[Problem]:
     installed = facts.installed
+    step = f"{install_engine(version)} in an environment of its own, and name its interpreter with"
+    step += " --engine-python"
     if installed.engine is None and installed.upstream is not None:
         found = f"has sglang {installed.upstream} without KTransformers, which knows no --kt flag"
-        yield problem("KTB966", installed.python, found, ENGINE)
+        yield problem("KTB966", installed.python, found, ENGINE, step)
     elif installed.engine is None:
-        yield problem("KTB966", installed.python, f"has no {ENGINE} installed", ENGINE)
+        yield problem("KTB966", installed.python, f"has no {ENGINE} installed", ENGINE, step)
     elif installed.engine == version:
         if installed.kernel is None:
-            yield problem("KTB966", installed.python, "has no kt-kernel installed", "kt-kernel")
+            found = "has no kt-kernel installed"
+            yield problem("KTB966", installed.python, found, "kt-kernel", step)
         elif _release(installed.kernel) != _release(version):
             found = f"is {installed.kernel}, beside {ENGINE} {version}"
             step = f"pip install kt-kernel=={version}"
@@ -156,30 +167,33 @@ def _cpu(facts: Facts, choice: Choice, method: str) -> Iterator[Problem]:
 def _memory(facts: Facts, method: str) -> Iterator[Problem]:
     needed = memory_needed(facts.weights, method, facts.stored)
     usable, free = facts.machine.usable_memory, facts.machine.memory_available
-    found = f"routed experts take about {needed / GIB:.1f} GiB with {method}"
+    found = f"routed experts take about {size_text(needed)} with {method}"
     if usable is not None and needed > usable:
-        yield problem("KTB956", "RAM", found, f"at most {usable / GIB:.1f} GiB")
+        yield problem("KTB956", "RAM", found, f"at most {size_text(usable)}")
     elif free is not None and needed > free:
         step = "end other programs, or expect swapping"
-        expected = f"at most the {free / GIB:.1f} GiB that are free"
+        expected = f"at most the {size_text(free)} that are free"
         yield problem("KTB956", "RAM", found, expected, step, severity="warning")
 
 
 def _gpu(request: Request, facts: Facts) -> Iterator[Problem]:
-    wanted = max(1, request.tp_size // request.nodes) * request.replicas
+    wanted = request.gpus_needed
+    if facts.gpus is None:
+        return
+    given = request.described.gpus is not None
     if not facts.gpus:
-        yield problem("KTB957", "GPU", "nvidia-smi lists none", f"{wanted}")
+        yield problem("KTB957", "GPU", "none" if given else "nvidia-smi lists none", f"{wanted}")
         return
     if len(facts.gpus) < wanted:
-        found = f"{len(facts.gpus)} on this machine"
+        found = f"{len(facts.gpus)} {'as --gpus says' if given else 'on this machine'}"
         yield problem("KTB957", "GPU", found, f"{wanted}", "lower --tp-size or --replicas")
         return
     smallest = min(gpu.memory for gpu in facts.gpus[:wanted])
     share = facts.weights.rest / request.tp_size
-    if share > 0.9 * smallest:
-        found = f"everything but the routed experts takes {share / GIB:.1f} GiB on each"
+    if smallest and share > 0.9 * smallest:
+        found = f"everything but the routed experts takes {size_text(int(share))} on each"
         step = "spread it with a larger --tp-size"
-        yield problem("KTB957", "GPU", found, f"at most 0.9 of {smallest / GIB:.1f} GiB", step)
+        yield problem("KTB957", "GPU", found, f"at most 0.9 of {size_text(smallest)}", step)
 
 
 def unknown_flags(

@@ -25,8 +25,7 @@ _CODES: dict[str, tuple[Severity, str]] = {
     "KTB963": ("error", "choose another name"),  # a name that requests couldn't select
     "KTB964": ("error", "correct it"),  # nodes, ranks and GPUs that don't go together
     "KTB965": ("warning", "unset it"),  # an environment variable that hides what is waited for
-    "KTB966": ("error", "pip install 'sglang-kt' in an environment of its own, and name its"
-               " interpreter with --engine-python"),  # there is no engine
+    "KTB966": ("error", "name the interpreter that has it with --engine-python"),  # there is no engine
     "KTB967": ("error", "use sglang-kt 0.7.0 or newer, or -- --attention-backend"
                " torch_native"),  # prompts computed with keys that aren't rotated
 }  # fmt: skip

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ktbridge.machine import Described
+
 LayoutWish = Literal["auto", "split", "merged"]
 
 
@@ -18,7 +20,8 @@ class Request:
     not be installed; ``python`` is the interpreter whose environment holds the engine, None for
     ours. ``tp_size`` counts GPUs over all ``nodes``; ``dist_init_addr`` is HOST:PORT of the first
     node. ``flags`` are the engine's own, as they stood after ``--``. ``allowed`` are codes of
-    problems that the user takes upon themselves: errors among them become warnings.
+    problems that the user takes upon themselves: errors among them become warnings. ``described`` is
+    another machine to plan for.
     """
 
     model: str
@@ -42,3 +45,9 @@ class Request:
     replicas: int = 1
     flags: tuple[str, ...] = ()
     allowed: frozenset[str] = frozenset()
+    described: Described = field(default_factory=Described)
+
+    @property
+    def gpus_needed(self) -> int:
+        """GPUs on one machine, over its replicas."""
+        return max(1, self.tp_size // self.nodes) * self.replicas

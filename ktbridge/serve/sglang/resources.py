@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ktbridge.machine import Machine
 from ktbridge.model import Checkpoint, ModelConfig
-from ktbridge.serve.machine import Machine
 
 GIB = 2**30
 
@@ -20,16 +18,6 @@ _PACKED = {"AMXINT8": 0.53, "AMXINT4": 0.28}
 # Rows of the intermediate size that one thread pool's share must be a multiple of (kt-kernel 0.7.2).
 _SHARE = {"AMXFP8": 128, "FP8": 128, "RAWINT4": 32, "MXFP4": 32}
 _AT_MOST_TWO = ("RAWINT4", "MXFP4")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU: memory in bytes; compute capability as NVIDIA writes it ("9.0"), "" where unknown."""
-
-    index: int
-    name: str
-    memory: int
-    capability: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,21 +36,6 @@ class Threads:
     pools: int
     nodes: tuple[int, ...]
     reason: str
-
-
-def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that nvidia-smi lists; none without it. Leaves CUDA alone, so nothing is initialised."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    columns = "index,name,compute_cap,memory.total"
-    query = [tool, f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
-        rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
-        return tuple(Gpu(int(row[0]), row[1], int(float(row[-1]) * 2**20), row[-2]) for row in rows)
-    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-        return ()
 
 
 def weigh(checkpoint: Checkpoint) -> Weights:
@@ -98,15 +71,15 @@ def stored_format(config: Mapping[str, Any]) -> str | None:
 def plan_threads(
     machine: Machine, method: str, model: ModelConfig, wanted: int | None, share: int = 1
 ) -> Threads:
-    """Threads for the CPU experts: physical cores that this process may use, one left to the engine.
+    """Threads for the CPU experts: physical cores that this process may use, less one for the engine.
 
     One pool a memory node, where the method can cut the intermediate size into so many pieces.
     ``share``: replicas on this machine, each of which gets an equal part. ``wanted`` overrides the
     number of threads.
     """
-    cores = min(machine.physical_cores or machine.logical_cpus, max(1, int(machine.usable_cpus)))
+    cores = machine.usable_cores
     each = max(1, cores // share)
-    count = wanted if wanted is not None else max(1, each - 1 if each > 2 else each)
+    count = wanted if wanted is not None else max(1, each - 1)
     nodes = [node.node for node in machine.numa if node.usable] or [0]
     pools = min(len(nodes), count)
     if share > 1:
@@ -119,7 +92,8 @@ def plan_threads(
     if wanted is None:
         count = max(pools, count - count % pools)
     chosen = tuple(nodes[:pools])
-    reason = f"{count} threads in {pools} pool{'s' * (pools > 1)}: {cores} usable physical cores"
+    reason = f"{count} thread{'s' * (count > 1)} in {pools} pool{'s' * (pools > 1)}: "
+    reason += f"{cores} usable physical core{'s' * (cores > 1)}"
     reason += f" for {share} replicas" if share > 1 else ""
     if wanted is None and count < each:
         reason += ", one left to the engine's own threads"

@@ -43,7 +43,7 @@ def this_machine(
     cores: int | None = None,
 ) -> Target:
     """What this machine has, each fact replaced by the one given. torch is not imported."""
-    from ktbridge.serve.machine import read_machine
+    from ktbridge.machine import read_machine
 
     machine = read_machine()
     found = _gpu_memory() if gpu_memory is None else [gpu_memory]

@@ -14,7 +14,7 @@ import pytest
 from enginewheels import wheel_path
 
 from ktbridge.adapter.engines import CONTRACTS, contract_for, version_order
-from ktbridge.serve.machine import read_machine
+from ktbridge.machine import read_machine
 from ktbridge.serve.sglang.cache import ENGINE_CACHE
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.flags import GUARDED, OWNED

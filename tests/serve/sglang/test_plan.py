@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ktbridge.adapter.engines import CONTRACTS
+from ktbridge.machine import Gpu, Machine, NumaNode
 from ktbridge.model import read_model_config
-from ktbridge.serve.machine import Machine, NumaNode
 from ktbridge.serve.sglang.cache import Conversion, convert, is_intact, slot
 from ktbridge.serve.sglang.causes import CAUSES, diagnose
 from ktbridge.serve.sglang.facts import Facts
@@ -23,7 +23,7 @@ from ktbridge.serve.sglang.installed import Installed, parser_flags
 from ktbridge.serve.sglang.logs import readable
 from ktbridge.serve.sglang.plan import Plan, plan
 from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Gpu, Weights, plan_threads, stored_format
+from ktbridge.serve.sglang.resources import Weights, plan_threads, stored_format
 from ktbridge.serve.sglang.sources import read_sources
 
 GIB = 2**30

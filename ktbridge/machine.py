@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,11 @@ class Machine:
         return min(self.affinity, self.cpu_quota or self.affinity)
 
     @property
+    def usable_cores(self) -> int:
+        """Physical cores that this process can keep busy, one at least."""
+        return max(1, int(min(self.usable_cpus, self.physical_cores or self.logical_cpus)))
+
+    @property
     def usable_memory(self) -> int | None:
         """Bytes that this process may fill: the cgroup's limit where it is below the RAM."""
         sizes = [size for size in (self.memory, self.memory_limit) if size is not None]
@@ -74,6 +81,45 @@ class Machine:
     def as_dict(self) -> dict[str, Any]:
         derived = {"usable_cpus": self.usable_cpus, "usable_memory": self.usable_memory}
         return asdict(self) | derived
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: memory in bytes, 0 where unknown; compute capability as NVIDIA writes it ("9.0"), or ""."""
+
+    index: int
+    name: str
+    memory: int
+    capability: str = ""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Another machine as a user describes it; None for what wasn't said. ``gpu_memory`` is bytes of each GPU.
+
+    Cores or memory make it another machine; GPUs alone are other GPUs in this one.
+    """
+
+    cores: int | None = None
+    memory: int | None = None
+    gpus: int | None = None
+    gpu_memory: int | None = None
+
+    @property
+    def given(self) -> bool:
+        return self != Described()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is another machine, so that nothing of this one says anything about it."""
+        return self.cores is not None or self.memory is not None
+
+    def machine(self, here: Machine) -> Machine:
+        """What is known of it: ``here``, or a machine of these cores (not given: ``here``'s) and memory."""
+        if not self.elsewhere:
+            return here
+        cores = self.cores or here.usable_cores
+        return Machine(None, (), cores, cores, cores, None, self.memory, None, None, ())
 
 
 def read_machine(root: Path = ROOT) -> Machine:
@@ -97,6 +143,21 @@ def read_machine(root: Path = ROOT) -> Machine:
             r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
         ),
     )
+
+
+def read_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that nvidia-smi lists; none without it. Leaves CUDA alone, so nothing is initialised."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    columns = "index,name,compute_cap,memory.total"
+    query = [tool, f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+        rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
+        return tuple(Gpu(int(row[0]), row[1], int(float(row[-1]) * 2**20), row[-2]) for row in rows)
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+        return ()
 
 
 def _isa(cpuinfo: str) -> tuple[str, ...]:

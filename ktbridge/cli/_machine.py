@@ -1,0 +1,54 @@
+"""The options that describe another machine: the same in every command that plans for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ktbridge.errors import UsageError
+
+if TYPE_CHECKING:
+    from ktbridge.machine import Described
+
+NAMES = ("cores", "memory", "gpus", "gpu_memory")
+
+
+class Size(click.ParamType):
+    """Bytes, written with their unit: 24GB or 24GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from ktbridge.units import parse_size
+
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except UsageError as error:
+            self.fail(f"{error} {error.next_step}", param, ctx)
+
+
+def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --cores, --memory, --gpus and --gpu-memory, which ``described`` takes."""
+    for option in (
+        click.option("--gpu-memory", type=Size(), metavar="SIZE", help="Of each GPU, as 24GB."),
+        click.option("--gpus", type=click.IntRange(0, 1024), help="Plan for so many GPUs."),
+        click.option(
+            "--memory", type=Size(), metavar="SIZE", help="Plan for a machine with 64GB, say."
+        ),
+        click.option(
+            "--cores", type=click.IntRange(1, 4096), help="Plan for a machine with so many cores."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def described(options: dict[str, Any]) -> Described:
+    """Take the four options out of a command's keywords."""
+    from ktbridge.machine import Described
+
+    return Described(**{name: options.pop(name) for name in NAMES})

@@ -1,0 +1,20 @@
+"""What `ktbridge serve` says of the names that requests may use, whichever engine answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def half_note(models: Mapping[str, str]) -> str:
+    """A warning where the bare served name is half of an adapter; "" where it isn't.
+
+    ``models``: name -> what answers, as both engines describe it.
+    """
+    whole = [name for name, answers in models.items() if ":" in name and "+ non-expert" in answers]
+    half = [name for name in models if ":" not in name and "+ expert" in models[name]]
+    if not whole or not half:
+        return ""
+    return (
+        f"{half[0]} alone is half of the adapter: base + expert LoRA, without the non-expert LoRA. "
+        f"To get all of it, requests must name {' or '.join(whole)}."
+    )
