@@ -85,27 +85,39 @@ def command(
     if as_json:
         emit_json(result.as_dict())
     else:
-        _print(result)
+        _print_verdict(result)
     print_problems(result.problems)
+    if not as_json:
+        _print_evidence(result)
     sys.exit(0 if result.ok else 1)
 
 
-def _print(result: Verification) -> None:
+def _print_verdict(result: Verification) -> None:
     from rich.markup import escape
 
     from ktbridge.cli._ui import console
 
-    console.print(_arms(result))
-    console.print(_halves(result))
-    for half in result.halves:
-        console.print(f"{NAMES[half.half]}: {half.reason}", markup=False, soft_wrap=True)
-    if result.hypotheses:
-        console.print(_hypotheses(result))
     style = STYLES.get(result.verdict, WRONG)
     console.print(
         f"{escape(result.model)}: [{style}]{result.verdict}[/] - {escape(result.reason)}",
         soft_wrap=True,
     )
+    console.file.flush()  # problems follow, on stderr
+
+
+def _print_evidence(result: Verification) -> None:
+    """What the verdict rests on. Of a wrong base that is its distance alone: nothing else means anything."""
+    from ktbridge.cli._ui import console
+
+    console.print()
+    console.print(_arms(result))
+    if result.told_by == "base":
+        return
+    console.print(_halves(result))
+    for half in result.halves:
+        console.print(f"{NAMES[half.half]}: {half.reason}", markup=False, soft_wrap=True)
+    if result.hypotheses:
+        console.print(_hypotheses(result))
 
 
 def _arms(result: Verification) -> Table:
@@ -159,7 +171,8 @@ def _halves(result: Verification) -> Table:
 def _hypotheses(result: Verification) -> Table:
     from rich.markup import escape
 
-    table = _table("explanations", "computed, the nearest first")
+    title = "explanations that were computed" + ("" if result.looks_like else "; none fits")
+    table = _table(title, "the nearest first")
     table.add_column("nats away", justify="right")
     for hypothesis in result.hypotheses[:SHOWN]:
         table.add_row(escape(hypothesis.looks_like), f"{hypothesis.distance:.4f}")

@@ -256,11 +256,11 @@ class _Search:
 def _concluded(first: Verification, search: _Search) -> Verification:
     fits = search.fitting()
     nearest = sorted(search.tried, key=lambda arm: search.distance[arm])
-    hypotheses = tuple(
-        Hypothesis(search.described(arm), search.distance[arm])
-        for arm in nearest
-        if arm != search.right
-    )[:8]
+    described: dict[str, float] = {}
+    for arm in nearest:
+        if arm != search.right:  # scales that read alike are one explanation, at its nearest
+            described.setdefault(search.described(arm), search.distance[arm])
+    hypotheses = tuple(Hypothesis(text, away) for text, away in described.items())[:8]
     found = replace(first, hypotheses=hypotheses)
     if not fits:
         return _drifted(found, search)

@@ -19,6 +19,10 @@ from ktbridge.sft.tensors import to_torch
 
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
+STEP = "check that --base-model is the base this adapter was trained on"
+SHOWN = 2  # places that are named beside the first
+_Finding = tuple[str, str, str]
+"""Where, what, and the shapes there (or "")."""
 SWAPPED = {"gate": "up", "up": "gate", "down": "down"}
 
 
@@ -38,15 +42,14 @@ class AdapterLora:
         self._hooked: set[str] = set()
         self._unseen: set[str] = set()
         self._layers = set(adapter.expert_layers())
-        problems = [
-            _problem(adapter, part.entry.name, "a tensor that goes nowhere")
-            for part in adapter.leftovers
-        ]
-        problems += self._check_experts()
-        problems += self._hang_nonexperts()
-        if problems:
+        found = [(part.entry.name, "a tensor that goes nowhere", "") for part in adapter.leftovers]
+        found += self._check_experts()
+        found += self._hang_nonexperts()
+        if found:
             raise ProblemsError(
-                f"the LoRA in {adapter.path} does not match the base model.", problems
+                f"the LoRA in {adapter.path} does not fit the base model {stream.path}.",
+                _grouped(adapter, found),
+                "give the base that it was trained on as --base-model",
             )
         stream.add_to_expert = self._add_to_expert
 
@@ -80,13 +83,13 @@ class AdapterLora:
     def _tensor(self, key: str) -> torch.Tensor:
         return to_torch(self._adapter.nonexpert_tensor(key)).to(self._stream.dtype)
 
-    def _check_experts(self) -> Iterator[Problem]:
+    def _check_experts(self) -> Iterator[_Finding]:
         """Whether each expert pair fits; reads shapes only."""
         adapter = self._adapter
         for layer in sorted(self._layers):
             reader = self._stream.experts.get(layer)
             if reader is None:
-                yield _problem(adapter, f"layer {layer}", "the base has no experts there")
+                yield f"layer {layer}", "the base has no experts there", ""
                 continue
             for name in SWAPPED:
                 a, b = (adapter.expert_tensor(layer, f"{name}_lora_{half}").shape for half in "ab")
@@ -95,8 +98,8 @@ class AdapterLora:
                     out, inner = inner, out
                 rank = a[1] if len(a) == 3 else 0
                 if (a, b) != ((reader.count, rank, inner), (reader.count, out, rank)):
-                    found = f"A {list(a)} and B {list(b)} for weights {[reader.count, out, inner]}"
-                    yield _problem(adapter, f"layer {layer} {name}", found)
+                    shapes = f"A {list(a)} and B {list(b)} for weights {[reader.count, out, inner]}"
+                    yield f"layer {layer} {name}", "expert LoRA of another size", shapes
 
     def _add_to_expert(self, call: ExpertCall, y: torch.Tensor) -> torch.Tensor:
         if call.layer not in self._layers or not self._arms:
@@ -129,30 +132,30 @@ class AdapterLora:
                 self._pairs[key] = tensor.to(self._stream.dtype)
         self._pairs_of = layer
 
-    def _hang_nonexperts(self) -> Iterator[Problem]:
+    def _hang_nonexperts(self) -> Iterator[_Finding]:
         """Hang a hook on each module that has a pair; reads shapes only."""
         adapter, modules = self._adapter, dict(self._stream.model.named_modules())
         pairs: dict[str, dict[str, str]] = {}
         for key in adapter.nonexpert_keys():
             parsed = parse_key(key)
             if parsed.kind != "lora":
-                yield _problem(adapter, key, "not a LoRA tensor of a linear module")
+                yield key, "not a LoRA tensor of a linear module", ""
                 continue
             pairs.setdefault(parsed.module, {})[parsed.half] = key
         if pairs and (odd := [name for name in UNSUPPORTED if adapter.config.get(name)]):
-            yield _problem(adapter, "adapter_config.json", f"{odd[0]} is set")
+            yield "adapter_config.json", f"{odd[0]} is set", ""
         for path, pair in pairs.items():
             module = modules.get(path) or modules.get(self._in_decoder(path))
             weight = getattr(module, "weight", None)
             if set(pair) != {"A", "B"}:
-                yield _problem(adapter, path, "lora_A or lora_B is missing")
+                yield path, "lora_A or lora_B is missing", ""
             elif module is None or weight is None or weight.dim() != 2 or _looks_up(module):
-                yield _problem(adapter, path, "the base has no such linear module")
+                yield path, "the base has no such linear module", ""
             else:
                 a, b = (adapter.nonexpert_tensor(pair[half]).shape for half in "AB")
                 if len(a) != 2 or (b, a[1]) != ((weight.shape[0], a[0]), weight.shape[1]):
-                    found = f"A {list(a)} and B {list(b)} for a weight {list(weight.shape)}"
-                    yield _problem(adapter, path, found)
+                    shapes = f"A {list(a)} and B {list(b)} for a weight {list(weight.shape)}"
+                    yield path, "non-expert LoRA of another size", shapes
                 else:
                     self._hang(module, path, pair)
 
@@ -221,11 +224,16 @@ def _looks_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
 
-def _problem(adapter: Adapter, where: str, found: str) -> Problem:
-    return Problem(
-        code="KTV001",
-        severity="error",
-        where=f"{adapter.path}: {where}",
-        found=found,
-        next_step="check that --base-model is the base this adapter was trained on",
-    )
+def _grouped(adapter: Adapter, found: Sequence[_Finding]) -> Iterator[Problem]:
+    """One problem for all findings of a kind, placed at the first: a wrong base has hundreds."""
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for where, what, shapes in found:
+        kinds.setdefault(what, []).append((where, shapes))
+    for what, places in kinds.items():
+        (first, shapes), *others = places
+        text = f"{what}: {shapes}" if shapes else what
+        if others:
+            named = ", ".join(where for where, _ in others[:SHOWN])
+            rest = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
+            text += f"; {len(places):,} like it: also {named}{rest}"
+        yield Problem("KTV001", "error", f"{adapter.path}: {first}", text, "", STEP)

@@ -9,7 +9,7 @@ noise floor. What this can't name goes to ``ktbridge.serve.explain``, which trie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -175,22 +175,23 @@ def judge(
         spread=max(spread.values()) if spread else None,
         arms=arms,
         halves=halves,
-        problems=tuple(
-            _not_itself(arm) for arm in arms if arm.model != model and not arm.as_expected
-        ),
+        problems=tuple(_not_themselves(arms, model, told_by)),
     )
 
 
-def _not_itself(arm: ArmReading) -> Problem:
-    nearest = "the nearest one" if arm.nearest == arm.expected else f"nearer to {arm.nearest}"
-    return Problem(
-        code="KTV003",
-        severity="error",
-        where=arm.model,
-        found=f"{arm.distances[arm.expected]:.3g} nats from its reference, {arm.expected}: {nearest}",
-        expected="no more than noise",
-        next_step="check what the server serves under this name before comparing arms",
-    )
+def _not_themselves(arms: Sequence[ArmReading], model: str, told_by: str) -> Iterator[Problem]:
+    """KTV003 for each arm beside ``model`` that isn't what its name says; of a wrong base, for that alone."""
+    step = "check what the server serves under this name before comparing arms"
+    if told_by == "base":
+        step = "give as --base-model what the server serves"
+    for arm in arms:
+        if arm.model == model or arm.as_expected or (told_by == "base" and arm.expected != "base"):
+            continue
+        nearest = "the nearest one" if arm.nearest == arm.expected else f"nearer to {arm.nearest}"
+        found = (
+            f"{arm.distances[arm.expected]:.3g} nats from its reference, {arm.expected}: {nearest}"
+        )
+        yield Problem("KTV003", "error", arm.model, found, "no more than noise", step)
 
 
 def _whole(
@@ -207,8 +208,8 @@ def _whole(
     for arm in arms:
         if arm.expected == "base" and not _is_that_base(arm, references):
             reason = (
-                f"{arm.model} is {arm.distances['base']:.3g} nats from the base given here, more than "
-                "the adapter moves: another base model, or other weights?"
+                f"{arm.model} is {arm.distances['base']:.3g} nats from --base-model, more than the adapter "
+                "moves: the server has another base model, or other weights of it"
             )
             return "can't tell", reason, "base"
     if set(verdicts.values()) == {"applied"}:

@@ -47,6 +47,14 @@ def test_arms_history_and_system(chat, server, client):
     assert done.stdout == f"{first}\n{second}\n{third}\n"
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_a_server_is_found_with_or_without_v1(chat, server, client, end):
+    """And under the option's old name."""
+    for option in ("--server", "--base-url"):
+        done = chat(["hi"], option, server.root + end, "--model", "tiny")
+        assert (done.returncode, done.stdout) == (0, said(client, "tiny", ("user", "hi")) + "\n")
+
+
 def test_compare_asks_all_and_leaves_no_trace(chat, server, client):
     done = chat(
         ["/compare hi", "yes", "/compare"], "--base-url", server.url, "--model", "tiny:neko"
@@ -69,6 +77,9 @@ def test_what_goes_wrong_is_said_and_counted(chat, server):
     cases = {
         "there is nothing to chat with": (),
         "--adapter and --threads": ("--base-url", server.url, "--adapter", "x"),
+        "--base-model, --adapter": ("--server", server.url, "--base-model", "x"),
+        "--base-model starts an engine": ("--model", "tiny", "--base-model", "x"),
+        "is not a server's URL": ("--server", "127.0.0.1:8000", "--model", "tiny"),
         "does not list 'tiny:nya'; it offers 'tiny'": (*rest[:2], "--model", "tiny:nya"),
         "cannot be asked": ("--base-url", "http://127.0.0.1:9/v1", "--model", "tiny"),
     }
@@ -157,7 +168,7 @@ def test_an_engine_of_its_own(cli_command, cli_environment, base, adapter, serve
     """Started for the chat, which ends with it and says so."""
     process = subprocess.Popen(
         cli_command(
-            *("chat", "--model", str(base), "--adapter", str(adapter), "--threads", "1"),
+            *("chat", "--base-model", str(base), "--adapter", str(adapter), "--threads", "1"),
             *("--temperature", "0", "--max-tokens", "12"),
         ),
         stdin=subprocess.PIPE,

@@ -167,7 +167,9 @@ def test_limits_are_said_by_name(small):
 def test_limits_belong_to_the_local_engine(run_cli, base):
     """What was asked for is in the plan; SGLang-KT's own flags are named where it would serve."""
     args = ("serve", "--model", str(base), "--max-body-mib", "2", "--max-running", "3")
-    plan = json.loads(run_cli(*args, "--engine", "local", "--dry-run", "--json").stdout)
+    plan = json.loads(
+        run_cli(*args, "--engine", "local", "--port", "0", "--dry-run", "--json").stdout
+    )
     assert (plan["limits"]["body"], plan["limits"]["running"]) == (2 * 2**20, 3)
     assert plan["limits"]["waiting"] == 64
     refused = run_cli(*args, "--engine", "sglang", "--dry-run")

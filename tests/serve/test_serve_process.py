@@ -12,8 +12,12 @@ from contextlib import ExitStack
 
 import pytest
 import uvicorn
+from click.testing import CliRunner
 
+from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.install import install_hint
+from ktbridge.serve.local import plan as local_plan
 from ktbridge.serve.local.fingerprint import fingerprints
 from ktbridge.serve.local.launch import _Server
 from ktbridge.serve.local.plan import plan_local
@@ -156,8 +160,33 @@ def test_a_signal_leaves_the_queue_to_the_event_loop():
 
 def test_dry_run_says_the_plan_and_hides_the_key(run_cli, base, adapter):
     args = ("--model", str(base), "--adapter", f"neko={adapter}", "--served-model-name", "tiny")
-    result = run_cli("serve", *args, "--dry-run", "--json", KTBRIDGE_API_KEY="hush-hush")
+    result = run_cli(
+        "serve", *args, "--port", "0", "--dry-run", "--json", KTBRIDGE_API_KEY="hush-hush"
+    )
     plan = json.loads(result.stdout)
     assert list(plan["models"]) == ["tiny", "tiny:neko", "tiny:base"]
     assert plan["api_key"] is True
     assert "hush-hush" not in result.stdout + result.stderr
+
+
+def test_a_dry_run_promises_what_could_be_served(base, adapter, monkeypatch, server):
+    """The model's own context, names that warn of half an adapter; no promise that can't be kept."""
+
+    def serve(*options: str):
+        words = ("serve", "--engine", "local", "--base-model", str(base), "--adapter")
+        return CliRunner().invoke(main, [*words, f"neko={adapter}", "--dry-run", *options])
+
+    fine = serve("--port", "0", "--served-model-name", "tiny")
+    assert fine.exit_code == 0, fine.output
+    assert "512 tokens of context" in fine.stdout  # max_position_embeddings, not our own limit
+    assert "tiny alone is half of the adapter" in fine.stdout
+    assert "must name tiny:neko" in fine.stdout
+    taken = serve("--port", str(server.port))
+    assert (taken.exit_code, taken.stdout) == (1, "")
+    assert "already in use" in taken.stderr
+    there = local_plan.find_spec
+    monkeypatch.setattr(local_plan, "find_spec", lambda n: None if n == "fastapi" else there(n))
+    lacking = serve("--port", "0")
+    assert (lacking.exit_code, lacking.stdout) == (1, "")
+    assert "needs fastapi" in lacking.stderr
+    assert install_hint("serve") in lacking.stderr

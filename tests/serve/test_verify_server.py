@@ -12,7 +12,7 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.serve.proof import arms_to_ask, verify
 
 KEY = "a key of its own"
@@ -104,8 +104,9 @@ def test_zero_adapter_is_never_applied(ktbridge, servers, base, make_adapter):
     url = servers["zero"].url
     done = ktbridge("verify", "--base-url", url, *args, KTBRIDGE_API_KEY=KEY)
     assert done.returncode == 1
-    assert done.stdout.count("can't tell") == 3  # each half, and the whole
-    assert "tiny:neko: can't tell - the adapter changes nothing: its B is zero" in done.stdout
+    assert done.stdout.count("can't tell") == 3  # the whole, and each half
+    verdict = "tiny:neko: can't tell - the adapter changes nothing: its B is zero"
+    assert done.stdout.startswith(verdict)
 
 
 def test_a_server_of_zero_has_not_the_right_adapter(servers, base, adapter):
@@ -132,10 +133,21 @@ def test_server_without_the_expert_half(servers, base, adapter):
     assert (result.verdict, result.ok) == ("only attention", False)
 
 
-def test_wrong_base_proves_nothing(server, adapter, other_base):
+def test_wrong_base_proves_nothing(ktbridge, server, adapter, other_base):
+    """Of the right shape: said first, without the tables that only mean something with the right base."""
     result = verify(server.url, "tiny:neko", str(adapter), str(other_base))
     assert "applied" not in verdicts(result).values()
     assert (result.verdict, result.told_by, result.ok) == ("can't tell", "base", False)
+    assert [(p.code, p.where) for p in result.problems] == [("KTV003", "tiny:base")]
+    args = ("--model", "tiny:neko", "--adapter", str(adapter), "--base-model", str(other_base))
+    done = ktbridge("verify", "--server", server.root, *args)
+    assert done.returncode == 1
+    verdict, _, evidence = done.stdout.partition("\n")
+    assert verdict.startswith("tiny:neko: can't tell - tiny:base is ")
+    assert "another base model" in verdict
+    assert "mean |Δlogprob| to each reference" in evidence
+    assert "explanations" not in evidence
+    assert "each half" not in evidence
 
 
 def test_a_wrong_alpha_is_named(ktbridge, server, base, adapter, tmp_path):
@@ -177,8 +189,14 @@ def _other(match: re.Match[str]) -> str:
 
 
 def test_adapter_that_goes_nowhere_is_an_error(server, base, make_adapter):
-    with pytest.raises(KtbridgeError, match="does not match the base"):
+    """One problem for each kind of misfit, with a count, however many modules there are."""
+    with pytest.raises(ProblemsError, match="does not fit the base") as caught:
         verify(server.url, "tiny:neko", str(make_adapter("narrow", hidden=32)), str(base))
+    experts, others = caught.value.problems
+    assert {experts.code, others.code} == {"KTV001"}
+    assert experts.where.endswith("narrow: layer 0 gate")
+    assert "6 like it: also layer 0 up, layer 0 down and 3 more" in experts.found
+    assert "6 like it" in others.found
 
 
 def test_unavailable_is_never_a_pass(ktbridge, server, servers, base, adapter):

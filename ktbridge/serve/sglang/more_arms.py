@@ -26,7 +26,9 @@ class MoreArms:
     def lines(self) -> list[str]:
         """For people: which arms are missing, and what to do about it."""
         missing = " and ".join(f"{arm} arm" for arm in self.commands)
-        text = f"this server has no {missing}; for an evaluation of base, expert and full start also"
+        text = (
+            f"this server has no {missing}; for an evaluation of base, expert and full start also"
+        )
         commands = [line for group in self.commands.values() for line in group]
         return [text, *(f"  {line}" for line in (*commands, self.evaluate))]
 
