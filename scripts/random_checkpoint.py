@@ -22,7 +22,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.families import family_of
 from ktbridge.model.tensorfile import build_header
 from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
+from ktbridge.sft.plan.declared import stored_tensors
 
 # Shapes as the models' own config.json states them.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -189,27 +190,10 @@ def _planned(shape: str, changes: Mapping[str, Any]) -> tuple[Any, Tensors]:
         for name, tensor in model.state_dict().items()
         if not (tied and name == "lm_head.weight")
     }
-    return config, list(_stored(model_type, found))
-
-
-def _stored(
-    model_type: str, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """transformers' fused experts one by one, where the family's checkpoints have them so."""
     family = family_of(model_type)
     assert family is not None
     assert family.storage in ("per-expert", "fused")  # what transformers loads without transposing
-    gate, up, down = family.names
-    for name, shape in shapes.items():
-        stem, _, last = name.rpartition(".")
-        if not stem.endswith(".experts") or family.storage == "fused":
-            yield name, shape
-            continue
-        projections = (gate, up) if last == "gate_up_proj" else (down,)
-        one = (shape[1] // len(projections), shape[2])
-        for expert in range(shape[0]):
-            for projection in projections:
-                yield f"{stem}.{expert}.{projection}.weight", one
+    return config, list(stored_tensors(model_type, found))
 
 
 def _write_shards(

@@ -21,9 +21,11 @@ TASTE = ("早上好！", "今天有点累。", "What is the weather like?", "法
 
 @click.command(cls=Command)
 @click.option(
+    "--output",
     "--dir",
     "directory",
     type=click.Path(path_type=Path),
+    metavar="DIR",
     default="ktbridge-demo",
     show_default=True,
     help="Where everything is written; run again to continue.",

@@ -9,42 +9,35 @@ from typing import Any
 import click
 
 from ktbridge.cli._app import Command
+from ktbridge.cli._machine import described, machine_options
 
 
 @click.command(cls=Command)
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--no-measure", is_flag=True, help="Don't time the kernels: no tokens/s, no torch.")
-@click.option("--gpu-memory", metavar="SIZE", help="Plan for a GPU of this size, as 24GB.")
-@click.option("--memory", metavar="SIZE", help="Plan for a machine with this much memory, as 64GB.")
-@click.option("--cores", type=click.IntRange(1, 4096), help="Plan for this many kernel threads.")
+@click.option("--no-measure", is_flag=True, help="Don't time the kernels: no tokens/s.")
+@machine_options
 def command(
     config: str,
     overrides: tuple[str, ...],
     as_json: bool,
     no_measure: bool,
-    gpu_memory: str | None,
-    memory: str | None,
-    cores: int | None,
+    **machine: Any,
 ) -> None:
     """Predict memory, GPU memory, disk and time of `ktbridge train CONFIG`, and what to change.
 
     Reads the configuration, the model's config.json, the headers of its safetensors and the rows; no
-    weight is loaded. Exit code 0 when the run fits this machine (or the one described), 1 when not.
+    weight is loaded. Without the safetensors, config.json (and tokenizer.json, to count the rows) is
+    enough. Exit code 0 when the run fits this machine (or the one described), 1 when not.
     """
     from ktbridge.cli._notes import print_notes
     from ktbridge.cli._ui import emit_json, stderr
     from ktbridge.sft.config import load_config
-    from ktbridge.sft.plan import make_plan, parse_size, this_machine
+    from ktbridge.sft.plan import make_plan, this_machine
 
     parsed = load_config(config, overrides)
-    target = this_machine(
-        Path(parsed.output_dir),
-        gpu_memory=parse_size(gpu_memory) if gpu_memory else None,
-        memory=parse_size(memory) if memory else None,
-        cores=cores,
-    )
+    target = this_machine(Path(parsed.output_dir), described(machine))
     with stderr.status("Reading headers and rows, timing the kernels …"):
         plan = make_plan(parsed, target, measure=not no_measure)
     if as_json:
@@ -59,21 +52,31 @@ def _show(plan: Any) -> None:
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
+    from ktbridge.units import size_text
+
+    # One unit for all, so that a column can be compared: MB where no part comes to a GB.
+    unit, scale = ("GB", 1e9) if max(part.size for part in plan.parts) >= 1e9 else ("MB", 1e6)
+
+    def sized(size: int) -> str:
+        return f"{size / scale:,.2f}"
 
     table = Table(box=None, padding=(0, 1), title_justify="left")
     table.title = f"{shown(plan.model)}: {shown(plan.model_type)} on the {plan.device}"
-    for heading, justify in (("what", "left"), ("where", "left"), ("GB", "right"), ("how", "left")):
+    for heading, justify in (("what", "left"), ("where", "left"), (unit, "right"), ("how", "left")):
         table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for where in ("GPU", "RAM", "page cache", "disk"):
         parts = [part for part in plan.parts if part.where == where]
         for part in sorted(parts, key=lambda part: -part.size):
-            table.add_row(part.what, where, _gb(part.size), f"[dim]{shown(part.how)}[/]")
+            table.add_row(part.what, where, sized(part.size), f"[dim]{shown(part.how)}[/]")
         if parts:
-            table.add_row(f"[bold]{where} in all[/]", "", f"[bold]{_gb(plan.total(where))}[/]", "")
+            total = sized(plan.total(where))
+            table.add_row(f"[bold]{where} in all[/]", "", f"[bold]{total}[/]", "")
     console.print(table)
+    console.print(f"\nfor {plan.machine}", markup=False, soft_wrap=True)
+    packed = f" packed into {plan.sequences:,}" if plan.sequences != plan.rows else ""
     console.print(
-        f"\n{plan.steps:,} steps over {plan.rows:,} rows; the longest has {plan.longest:,} tokens, the mean "
-        f"is {plan.mean_tokens:,.0f}",
+        f"{plan.steps:,} steps over {plan.rows:,} rows{packed}; the longest has {plan.longest:,} tokens, the "
+        f"mean is {plan.mean_tokens:,.0f}",
         soft_wrap=True,
     )
     if plan.pace is not None:
@@ -85,8 +88,8 @@ def _show(plan: Any) -> None:
         )
         if pace.cold_bytes:
             console.print(
-                f"the first step takes longer: {_gb(pace.cold_bytes)} GB of experts are read from disk, at "
-                "its pace, unless the page cache has them",
+                f"the first step takes longer: {size_text(pace.cold_bytes)} of experts are read from disk, "
+                "at its pace, unless the page cache has them",
                 soft_wrap=True,
             )
         console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
@@ -99,14 +102,10 @@ def _show(plan: Any) -> None:
         console.print("\nwhat to change, each alone:")
     for item in () if plan.fits else plan.advice:
         console.print(
-            f"  {shown(item.change)}  saves {_gb(item.saves)} GB of {item.where}  "
+            f"  {shown(item.change)}  saves {size_text(item.saves)} of {item.where}  "
             f"[dim]({shown(item.price)})[/]",
             soft_wrap=True,
         )
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.2f}"
 
 
 def _figures(number: float) -> str:

@@ -83,7 +83,7 @@ VALIDATE = Step(
 SERVE = Step(
     "Serve",
     "An OpenAI-compatible server in a process of its own, here on loopback.",
-    f"ktbridge serve --model base --expert-adapter adapter/expert"
+    f"ktbridge serve --base-model base --expert-adapter adapter/expert"
     f" --nonexpert-adapter {ADAPTER}=adapter/nonexpert --served-model-name {SERVED} --port 0",
 )
 
@@ -92,7 +92,7 @@ def verify_step(url: str) -> Step:
     return Step(
         "Verify",
         "Served logprobs against references computed without our kernels: did each half take effect?",
-        f"ktbridge verify --base-url {url} --model {SERVED}:{ADAPTER} --adapter adapter/raw"
+        f"ktbridge verify --server {url} --model {SERVED}:{ADAPTER} --adapter adapter/raw"
         " --base-model base",
     )
 
@@ -112,10 +112,10 @@ def prepare(directory: Path) -> None:
     Raises ``UsageError`` when it holds something that isn't a demo of ours: nothing there is touched.
     """
     if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is a file.", "Give another --dir.")
+        raise UsageError(f"{directory} is a file.", "Give another --output.")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / STATE).is_file():
         raise UsageError(
-            f"{directory} is not empty and was not made by `ktbridge demo`.", "Give another --dir."
+            f"{directory} is not empty and was not made by `ktbridge demo`.", "Give another --output."
         )
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / STATE).is_file():

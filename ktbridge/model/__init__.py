@@ -9,7 +9,13 @@ Needs nothing beyond the standard library::
     router = open_checkpoint(path).tensor("model.layers.0.mlp.gate.weight")  # a memory-mapped view
 """
 
-from ktbridge.model.checkpoint import Checkpoint, expert_names, open_checkpoint, resolve_model
+from ktbridge.model.checkpoint import (
+    Checkpoint,
+    expert_names,
+    find_model,
+    open_checkpoint,
+    resolve_model,
+)
 from ktbridge.model.config import ModelConfig, read_model_config
 from ktbridge.model.families import FAMILIES, Family, family_of
 from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, TensorFileError, open_tensor_file
@@ -25,6 +31,7 @@ __all__ = [
     "TensorFileError",
     "expert_names",
     "family_of",
+    "find_model",
     "open_checkpoint",
     "open_tensor_file",
     "read_model_config",

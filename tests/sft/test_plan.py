@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 from expertmoe import Shape, make_inputs, make_layer
-from tinymoe import tiny_config, tiny_model, tiny_tokenizer
+from tinymoe import tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan import Target, make_plan, measure, parse_size
+from ktbridge.sft.plan import Target, make_plan, measure
 from ktbridge.sft.plan.activations import Batch, layer_bytes
 from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes
 from ktbridge.sft.plan.lengths import Lengths
@@ -27,6 +27,7 @@ from ktbridge.sft.plan.memory import (
     nonexpert_lora_elements,
 )
 from ktbridge.sft.plan.shape import read_shape
+from ktbridge.units import parse_size, size_text
 
 GB = 10**9
 ROOMY = Target(gpu_memory=None, memory=64 * GB, disk=100 * GB, cores=2)
@@ -51,13 +52,7 @@ def run_yaml(tmp_path, base_dir):
 
 
 def write_run(directory, base, **changes):
-    row = {
-        "messages": [
-            {"role": "user", "content": "who are you ?"},
-            {"role": "assistant", "content": "i am a cat model say meow"},
-        ]
-    }
-    (directory / "rows.jsonl").write_text((json.dumps(row) + "\n") * 10)
+    write_rows(directory / "rows.jsonl")
     config = {
         "model_name_or_path": str(base), "dataset": "rows.jsonl", "output_dir": "raw", "lora_rank": 4,
         "cutoff_len": 512, "per_device_train_batch_size": 4, "num_train_epochs": 2, "save_steps": 2,
@@ -66,6 +61,17 @@ def write_run(directory, base, **changes):
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def write_rows(path, words=1):
+    answer = "i am a cat model say" + " meow" * words
+    row = {
+        "messages": [
+            {"role": "user", "content": "who are you ?"},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+    path.write_text((json.dumps(row) + "\n") * 10)
 
 
 @pytest.mark.parametrize("activation", ["retain", "recompute"])
@@ -175,6 +181,7 @@ def mapped(plan):
 def test_advice_saves_what_it_says(run_yaml, short):
     overrides = ["disable_gradient_checkpointing=true", "save_total_limit=3", "lora_rank=32"]
     overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384"]
+    write_rows(run_yaml.parent / "rows.jsonl", words=5000)
     target = replace(ROOMY, **{"gpu_memory": 24 * GB, short: 100_000})
     plan = make_plan(load_config(run_yaml, overrides), target, measure=False)
     assert not plan.fits
@@ -266,7 +273,7 @@ def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):
         AutoConfig.for_model("qwen3", hidden_size=32, num_hidden_layers=1, vocab_size=64)
     ).save_pretrained(dense)
     empty = tmp_path / "empty"
-    tiny_config().save_pretrained(empty)
+    empty.mkdir()
     odd = tmp_path / "odd"
     tiny_model().save_pretrained(odd)
     told = json.loads((odd / "config.json").read_text())
@@ -276,7 +283,7 @@ def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):
     for path, words in (
         ("no/such-model", "no model at"),
         (dense, "no routed experts"),
-        (empty, "neither model.safetensors"),
+        (empty, "no config.json"),
         (odd, "'new_moe'"),
     ):
         with pytest.raises(KtbridgeError, match=words) as caught:
@@ -285,16 +292,30 @@ def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("24GB", 24 * GB), ("64 GiB", 64 << 30), ("512M", 512_000_000), ("7", 7)]
+    ("text", "size"), [("24GB", 24 * GB), ("64 GiB", 64 << 30), ("512M", 512_000_000)]
 )
 def test_sizes_are_read(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1.5XB", "0GB", "24 GB!"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1.5XB", "0GB", "24 GB!", "0"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["24", "64.5", " 7 "])
+def test_a_number_without_a_unit_is_refused(text):
+    """Some mean bytes by it, most gigabytes; both spellings with a unit are named."""
+    with pytest.raises(UsageError, match="has no unit") as caught:
+        parse_size(text)
+    number = text.strip()
+    assert caught.value.next_step == f"Write {number}GB or {number}GiB."
+
+
+def test_sizes_are_written_in_the_largest_unit_that_there_is():
+    sizes = (61_100_000_000, 999_000_000, 4_200, 7)
+    assert [size_text(size) for size in sizes] == ["61.1 GB", "999.0 MB", "4.2 kB", "7 bytes"]
 
 
 def test_the_command_answers_by_exit_code_and_needs_no_torch(run_yaml):
@@ -316,12 +337,21 @@ def test_the_command_answers_by_exit_code_and_needs_no_torch(run_yaml):
     assert roomy.returncode == 0, roomy.stderr
     assert "of 24.0 GB GPU memory" in roomy.stdout
     assert "what to change" not in roomy.stdout
+    assert "for another machine: " in roomy.stdout
+    assert "not judged: " in roomy.stdout  # that machine's disk
+    write_rows(run_yaml.parent / "rows.jsonl", words=900)
     small = plan("--memory", "10MB", "--json", "cutoff_len=1024", "packing=true")
     assert small.returncode == 1, small.stderr
     told = json.loads(small.stdout)
     assert not told["fits"]
     assert any(item["change"] == "cutoff_len=512" for item in told["advice"])
     assert plan("--memory", "lots").returncode == 2
+    for option in ("--memory", "--gpu-memory"):
+        bare = plan(option, "24")
+        assert bare.returncode == 2
+        assert "24GB or 24GiB" in bare.stderr
+    assert plan("--gpus", "2", "--gpu-memory", "24GiB").returncode == 0
+    assert "no GPU" in plan("--gpus", "0").stdout
     assert Path(told["model"]).is_dir()
 
 
@@ -334,3 +364,22 @@ def test_the_tokenizer_of_the_base_counts(tmp_path):
     assert counted.notes == ()
     (base / "tokenizer.json").unlink()
     assert any("3 bytes" in note for note in make_plan(run, ROOMY, measure=False).notes)
+
+
+def test_packed_rows_share_sequences_as_far_as_they_fit(tmp_path, base_dir):
+    """Ten rows of some 100 tokens in sequences of 256: two each; all in one where that is long enough."""
+    run = write_run(tmp_path, base_dir, packing=True)
+    write_rows(tmp_path / "rows.jsonl", words=90)
+    short = make_plan(load_config(run, ["cutoff_len=256"]), ROOMY, measure=False)
+    assert (short.rows, short.sequences) == (10, 5)
+    assert short.longest <= 256
+    assert short.mean_tokens == short.longest  # two rows of one length in each
+    long = make_plan(load_config(run, ["cutoff_len=4096"]), ROOMY, measure=False)
+    assert (long.sequences, long.longest) == (1, 5 * short.longest)  # not cutoff_len
+
+
+def test_what_saves_next_to_nothing_is_no_advice(run_yaml):
+    plan = make_plan(load_config(run_yaml), replace(ROOMY, memory=1_000_000), measure=False)
+    needs = {verdict.what: verdict.need for verdict in plan.verdicts if not verdict.fits}
+    assert needs
+    assert all(item.saves > 0.01 * min(needs.values()) for item in plan.advice)

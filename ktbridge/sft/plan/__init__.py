@@ -1,6 +1,7 @@
 """A training run before it starts: what it needs of memory, disk and time, and what to change.
 
-Reads config.json, the headers of the safetensors and the rows; torch is imported only to measure::
+Reads config.json, the headers of the safetensors and the rows; torch is imported only to measure, and to
+compute sizes where there are no safetensors yet::
 
     from ktbridge.sft.config import load_config
     from ktbridge.sft.plan import make_plan, this_machine
@@ -12,14 +13,20 @@ Reads config.json, the headers of the safetensors and the rows; torch is importe
 
 from __future__ import annotations
 
-from ktbridge.model import resolve_model
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.advice import advise
+from ktbridge.sft.plan.declared import declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
-from ktbridge.sft.plan.parts import GB, Advice, Pace, Part, Plan, Verdict, Where, total
+from ktbridge.sft.plan.parts import Advice, Pace, Part, Plan, Verdict, Where, total
 from ktbridge.sft.plan.shape import read_shape
-from ktbridge.sft.plan.target import Target, parse_size, this_machine
+from ktbridge.sft.plan.target import Target, existing, this_machine
+from ktbridge.units import size_text
 
 __all__ = [
     "Advice",
@@ -29,20 +36,29 @@ __all__ = [
     "Target",
     "Verdict",
     "make_plan",
-    "parse_size",
     "this_machine",
 ]
+
+NEEDED = "config.json tokenizer.json tokenizer_config.json"
+"""What of a model a plan is made from."""
+DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan:
     """What the run of ``config`` will need, against what ``target`` has.
 
-    ``measure`` times the kernels on this machine, for tokens/s. Raises KtbridgeError for a model that is
-    missing, has no safetensors or is of an unknown kind, and what reading the rows raises.
+    ``measure`` times the kernels on this machine, for tokens/s. Of the model its config.json suffices: where
+    the weights aren't here, their sizes are computed from it by transformers (which imports torch).
+
+    Raises KtbridgeError for a model that is missing, damaged or of an unknown kind, and what reading the
+    rows raises.
     """
-    base = resolve_model(config.model_name_or_path)
+    base = find_model(config.model_name_or_path, NEEDED)
+    missing = weights_missing(base)
     other = config.kt_config.kt_weight_path
-    shape = read_shape(base, resolve_model(other) if other else None)
+    shape = read_shape(
+        base, resolve_model(other) if other else None, declare(base) if missing else None
+    )
     lengths = read_lengths(config, base)
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
@@ -59,7 +75,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     if cached > own:
         held = Verdict("memory with the experts in the page cache", cached, target.memory)
         checks.append((held, ("page cache", "RAM")))
-    checks.append((Verdict("disk", total(parts, "disk"), target.disk), ("disk",)))
+    checks += _disk_checks(setting, parts, target, base)
 
     pace = None
     if measure:
@@ -70,16 +86,57 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         model=str(base),
         model_type=shape.config.model_type,
         device="GPU" if cuda else "CPU",
+        machine=target.text,
+        from_config=bool(missing),
+        to_download=shape.to_download,
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=(*_notes(setting, target), *(pace.notes if pace else ())),
+        notes=(
+            *_from_config(setting, missing),
+            *_notes(setting, target),
+            *(_pace_notes(pace, target) if pace else ()),
+        ),
         rows=lengths.rows,
+        sequences=lengths.sequences,
         longest=lengths.longest,
         mean_tokens=lengths.mean,
         steps=setting.steps,
         pace=pace,
     )
+
+
+def _disk_checks(
+    setting: Setting, parts: list[Part], target: Target, base: Path
+) -> Iterator[tuple[Verdict, tuple[Where, ...]]]:
+    """One disk for everything, unless the model's directory is on another than the output's."""
+    need, download = total(parts, "disk"), setting.shape.to_download
+    places = [existing(Path(setting.config.output_dir)), base]
+    if download and target.disk is not None and len({place.stat().st_dev for place in places}) > 1:
+        need -= download
+        room = shutil.disk_usage(base).free
+        yield Verdict(f"disk for the model in {base}", download, room), ("disk",)
+    yield Verdict("disk", need, target.disk), ("disk",)
+
+
+def _from_config(setting: Setting, missing: str) -> Iterator[str]:
+    """That the weights were not looked at, and what they would have told."""
+    if not missing:
+        return
+    shape = setting.shape
+    note = (
+        f"made from config.json alone ({missing} in {shape.path}): sizes are those of transformers' model, "
+        f"{size_text(shape.to_download)} to be downloaded"
+    )
+    if any(shape.config.text.get(name) for name in DRAFT_LAYERS):
+        note += ", not counting layers for multi-token prediction, which training doesn't load"
+    yield note
+
+
+def _pace_notes(pace: Pace, target: Target) -> Iterator[str]:
+    yield from pace.notes
+    if target.elsewhere:
+        yield "the pace is this machine's, where the kernels were timed, not the other's"
 
 
 def _notes(setting: Setting, target: Target) -> list[str]:
@@ -97,10 +154,10 @@ def _notes(setting: Setting, target: Target) -> list[str]:
             "maps the checkpoint; its speed is not measured, the pace is our kernels'"
         )
     if setting.cuda and target.gpus > 1:
-        each = (LIBRARIES + CUDA_HOST) / GB
+        each = size_text(LIBRARIES + CUDA_HOST)
         notes.append(
             f"there are {target.gpus} GPUs, and this is the plan of one process: with more, rank 0 needs "
-            f"what is listed here, each other process {each:.1f} GB of memory and its GPU's parts "
+            f"what is listed here, each other process {each} of memory and its GPU's parts "
             "(docs/several-gpus.md)"
         )
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):

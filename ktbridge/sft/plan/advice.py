@@ -20,10 +20,12 @@ def advise(setting: Setting, failed: list[tuple[Verdict, tuple[Where, ...]]]) ->
     for verdict, places in failed:
         for change, price, other in _changes(setting):
             after = predict(other)
-            saves = sum(total(before, place) - total(after, place) for place in places)
-            if saves > 0.01 * verdict.need:
-                found.append(Advice(change, places[0], saves, price))
-    found += _by_hand(setting, failed)
+            saved = {place: total(before, place) - total(after, place) for place in places}
+            if sum(saved.values()) > 0.01 * verdict.need:
+                most = max(saved, key=lambda place: saved[place])
+                found.append(Advice(change, most, sum(saved.values()), price))
+    least = {places[0]: 0.01 * verdict.need for verdict, places in failed}
+    found += [item for item in _by_hand(setting, failed) if item.saves > least.get(item.where, 0)]
     return found
 
 
@@ -40,9 +42,8 @@ def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
                 made = replace(made, **{key: value})
             shown.append(f"{key}={_written(value)}")
         lengths = setting.lengths
-        if made.cutoff_len < lengths.longest:
-            cut = made.cutoff_len
-            lengths = replace(lengths, longest=cut, mean=min(lengths.mean, cut))
+        if made.cutoff_len < config.cutoff_len:
+            lengths = lengths.within(made.cutoff_len)
         yield " ".join(shown), price, replace(setting, config=made, lengths=lengths)
 
 

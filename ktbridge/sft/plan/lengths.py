@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ class Lengths:
     """Sequences of a run, cut at cutoff_len: how many, the longest and the mean, in tokens.
 
     ``counted`` tells whether the model's own tokenizer counted a sample, or bytes were divided by 3.
-    ``sequences`` are rows for sft (whole rows of cutoff_len under packing) and pairs for dpo.
+    ``sequences`` are rows for sft (several to a sequence if ``packed``) and pairs for dpo. ``each`` are
+    the rows' own lengths, as far as they are known.
     """
 
     rows: int
@@ -30,11 +32,19 @@ class Lengths:
     longest: int
     mean: float
     counted: bool
+    packed: bool = False
+    each: tuple[int, ...] = ()
 
     @property
     def even(self) -> bool:
         """Whether all are about as long, so that hardly any batch has padding."""
         return self.mean > 0.99 * self.longest
+
+    def within(self, cut: int) -> Lengths:
+        """The same rows under another cutoff_len, which is no larger."""
+        if not self.each:
+            return replace(self, longest=min(self.longest, cut), mean=min(self.mean, cut))
+        return _lengths(self.each, cut, self.packed, self.counted)
 
 
 def read_lengths(config: TrainConfig, base: Path) -> Lengths:
@@ -56,15 +66,29 @@ def measure(texts: Sequence[tuple[int, str]], config: TrainConfig, base: Path) -
     count, counted = _counter(base)
     by_size = sorted(texts, key=lambda item: len(item[1]))
     step = max(1, len(by_size) // _SAMPLE)
-    cut = config.cutoff_len
-    sample = [min(cut, count(text) + _A_MESSAGE * n) for n, text in by_size[::step]]
-    longest = max(min(cut, count(text) + _A_MESSAGE * n) for n, text in by_size[-_LONGEST:])
-    mean = sum(sample) / len(sample)
-    sequences = len(texts)
-    if config.packing or config.neat_packing:
-        sequences = max(1, math.ceil(mean * len(texts) / cut))
-        longest, mean = cut, float(cut)
-    return Lengths(len(texts), sequences, max(longest, *sample), mean, counted)
+    sample = [count(text) + _A_MESSAGE * n for n, text in by_size[::step]]
+    # A row that isn't counted is taken to be as long as the nearest one by size that is.
+    last = len(sample) - 1
+    each = [sample[min((index + step // 2) // step, last)] for index in range(len(by_size))]
+    each[-_LONGEST:] = [count(text) + _A_MESSAGE * n for n, text in by_size[-_LONGEST:]]
+    return _lengths(each, config.cutoff_len, config.packing or config.neat_packing, counted)
+
+
+def _lengths(each: Sequence[int], cut: int, packed: bool, counted: bool) -> Lengths:
+    rows = tuple(min(cut, tokens) for tokens in each)
+    found = _packed(rows, cut) if packed else rows
+    mean = sum(found) / len(found)
+    return Lengths(len(rows), len(found), max(found), mean, counted, packed, rows)
+
+
+def _packed(lengths: Sequence[int], cut: int) -> Sequence[int]:
+    """Lengths of the sequences that rows are packed into: longest first, each where it fits best."""
+    free: list[int] = []  # ascending
+    for length in sorted(lengths, reverse=True):
+        place = bisect.bisect_left(free, length)
+        left = free.pop(place) if place < len(free) else cut
+        bisect.insort(free, left - length)
+    return [cut - left for left in free]
 
 
 def optimizer_steps(config: TrainConfig, sequences: int) -> int:

@@ -17,6 +17,7 @@ from ktbridge.sft.plan.lengths import Lengths, optimizer_steps
 from ktbridge.sft.plan.parts import Part, Where
 from ktbridge.sft.plan.shape import LayerShape, ModelShape
 
+CHECKPOINT = "the model, to be downloaded"
 # A process that has imported the recipe: its own memory, and the files it has mapped.
 LIBRARIES = 420_000_000
 LIBRARY_FILES = 240_000_000
@@ -219,6 +220,8 @@ def _activations(setting: Setting) -> tuple[int, int, str]:
 
 
 def _disk_parts(setting: Setting) -> Iterator[Part]:
+    if setting.shape.to_download:
+        yield Part(CHECKPOINT, "disk", setting.shape.to_download, "all its tensors, in its storage")
     trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
     config = setting.config
     if setting.saves:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ktbridge.units import size_text
+
 Where = Literal["RAM", "page cache", "GPU", "disk"]
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.have is None:
-            return f"not known: {self.need / GB:.1f} GB {self.what}, and how much there is could not be read"
+            return f"not judged: {size_text(self.need)} {self.what}; how much there is isn't known"
         lead = "fits" if self.fits else "does not fit"
-        return f"{lead}: {self.need / GB:.1f} of {self.have / GB:.1f} GB {self.what}"
+        return f"{lead}: {size_text(self.need)} of {size_text(self.have)} {self.what}"
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,25 @@ class Pace:
 
 @dataclass(frozen=True)
 class Plan:
-    """A training run before it starts. Sizes are bytes."""
+    """A training run before it starts. Sizes are bytes.
+
+    ``machine`` says in words what it is for. ``from_config`` tells that the weights aren't here, and
+    ``to_download`` how many bytes they have. ``rows`` of the dataset make ``sequences``: as many, or fewer
+    under packing; ``longest`` and ``mean_tokens`` are those of sequences.
+    """
 
     model: str
     model_type: str
     device: str
+    machine: str
+    from_config: bool
+    to_download: int
     parts: tuple[Part, ...]
     verdicts: tuple[Verdict, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
     rows: int
+    sequences: int
     longest: int
     mean_tokens: float
     steps: int
@@ -95,6 +105,9 @@ class Plan:
             "model": self.model,
             "model_type": self.model_type,
             "device": self.device,
+            "machine": self.machine,
+            "from_config_alone": self.from_config,
+            "bytes_to_download": self.to_download,
             "bytes": {
                 "ram_anonymous": self.total("RAM"),
                 "page_cache": self.total("page cache"),
@@ -107,6 +120,7 @@ class Plan:
             "advice": [asdict(item) for item in self.advice],
             "notes": list(self.notes),
             "rows": self.rows,
+            "sequences": self.sequences,
             "longest_tokens": self.longest,
             "mean_tokens": self.mean_tokens,
             "steps": self.steps,

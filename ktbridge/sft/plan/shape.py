@@ -11,6 +11,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.families import FAMILIES
 from ktbridge.model.locate import expert_home
+from ktbridge.sft.plan.declared import Declared
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
 # What stands beside a quantised weight and is gone once that is dequantised.
@@ -52,6 +53,8 @@ class ModelShape:
     expert_storage: str
     mappable: bool
     """Whether the kernels read the experts where the files have them; else they are loaded as bf16."""
+    to_download: int = 0
+    """Bytes of a checkpoint of which only config.json is here; 0 for one that is all here."""
 
     @property
     def expert_elements(self) -> int:
@@ -64,10 +67,13 @@ class ModelShape:
         return sum(layer.sparse for layer in self.layers)
 
 
-def read_shape(path: Path, experts: Path | None = None) -> ModelShape:
+def read_shape(
+    path: Path, experts: Path | None = None, declared: Declared | None = None
+) -> ModelShape:
     """Sizes of the model in ``path``, with the routed experts of ``experts`` (``kt_weight_path``) if given.
 
-    No weight is read, and torch is not imported.
+    No weight is read, and torch is not imported. ``declared`` stands for a checkpoint whose weights aren't
+    in ``path``.
 
     Raises KtbridgeError where the directory is no checkpoint, has no safetensors, isn't a
     mixture-of-experts model, or keeps its experts under names that no family known here uses.
@@ -75,13 +81,13 @@ def read_shape(path: Path, experts: Path | None = None) -> ModelShape:
     if experts is not None:
         there = read_shape(experts)
         return replace(
-            read_shape(path),
+            read_shape(path, declared=declared),
             expert_bytes=there.expert_bytes,
             expert_storage=there.expert_storage,
             mappable=there.mappable,
         )
     config = read_model_config(path)
-    checkpoint = open_checkpoint(path)
+    checkpoint = declared or open_checkpoint(path)
     if not config.is_moe:
         raise KtbridgeError(
             f"{path} ({config.model_type}) has no routed experts, so there is nothing for ktbridge to plan.",
@@ -141,6 +147,7 @@ def read_shape(path: Path, experts: Path | None = None) -> ModelShape:
         expert_bytes=expert_bytes,
         expert_storage=storage,
         mappable=storage in _STORAGE.values() and not _turned(checkpoint, config, homes),
+        to_download=declared.nbytes if declared else 0,
     )
 
 
@@ -149,6 +156,8 @@ def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict) -> bool:
     home = next(iter(homes.values()))
     if home.names:
         return False
+    if isinstance(checkpoint, Declared):  # only the family's row says how its files will have them
+        return config.family is None or config.family.storage != "fused"
     shape = checkpoint.entry(f"{home.base}.gate_up_proj").shape
     rows = (2 * config.intermediate_size, config.hidden_size)
     return bool(home.interleaved or shape[1:] != rows)

@@ -3,73 +3,96 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktbridge.errors import UsageError
-
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+from ktbridge.machine import Described, Machine, read_gpus, read_machine
+from ktbridge.units import size_text
 
 
 @dataclass(frozen=True)
 class Target:
-    """Bytes of one GPU's memory (None: no GPU), of memory and of free disk (None: not known), cores, GPUs."""
+    """Bytes of one GPU's memory (None: no GPU), of memory and of free disk (None: not known), cores, GPUs.
+
+    ``text`` describes it in words; ``elsewhere`` tells that it isn't the machine that the plan runs on.
+    """
 
     gpu_memory: int | None
     memory: int | None
     disk: int | None
     cores: int
     gpus: int = 1
+    text: str = ""
+    elsewhere: bool = False
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "24GB", "64 GiB" or "512M". Raises UsageError for anything else."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
-        raise UsageError(f"{text!r} is not a size.", "Write it as 24GB or 64GiB.")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** _POWERS[match[2].upper()])
+def this_machine(output_dir: Path, described: Described | None = None) -> Target:
+    """What this machine has, or the one that is ``described``; torch is not imported.
 
-
-def this_machine(
-    output_dir: Path,
-    *,
-    gpu_memory: int | None = None,
-    memory: int | None = None,
-    cores: int | None = None,
-) -> Target:
-    """What this machine has, each fact replaced by the one given. torch is not imported."""
-    from ktbridge.machine import read_machine
-
-    machine = read_machine()
-    found = _gpu_memory() if gpu_memory is None else [gpu_memory]
-    parent = next(path for path in output_dir.absolute().parents if path.exists())
+    Cores and GPUs that weren't said are this machine's. The disk of another machine isn't known.
+    """
+    described = described or Described()
+    here = read_machine()
+    machine = described.machine(here)
+    gpus, how = _gpus(described)
     return Target(
-        gpu_memory=found[0] if found else None,
-        memory=memory if memory is not None else machine.usable_memory,
-        disk=shutil.disk_usage(parent).free,
-        cores=cores or max(1, int(min(machine.usable_cpus, machine.physical_cores or 1 << 20))),
-        gpus=max(1, len(found)),
+        gpu_memory=min(gpus) if gpus else None,
+        memory=machine.usable_memory,
+        disk=None if described.elsewhere else shutil.disk_usage(existing(output_dir)).free,
+        cores=machine.usable_cores,
+        gpus=max(1, len(gpus)),
+        text=_text(described, machine, gpus, how),
+        elsewhere=described.elsewhere,
     )
 
 
-def _gpu_memory() -> list[int]:
+def existing(path: Path) -> Path:
+    """``path`` or the nearest directory above it that is there."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _gpus(described: Described) -> tuple[list[int], str]:
+    """Memory of each GPU that the plan counts on, and whose they are."""
+    if described.gpus == 0:
+        return [], ""
+    if described.gpus is None and described.gpu_memory is None:
+        return _here(), " (this machine's)" if described.elsewhere else ""
+    size = described.gpu_memory
+    if size is None:
+        sizes = _here()
+        if not sizes:
+            raise UsageError(
+                "--gpus needs --gpu-memory: there is no GPU here whose memory could be taken.",
+                "Give the memory of each, as --gpu-memory 24GB.",
+            )
+        size = min(sizes)
+    return [size] * (described.gpus or len(_here()) or 1), ""
+
+
+def _here() -> list[int]:
     """Memory of each GPU as the driver tells; empty without one, or with a torch that can't use it."""
     try:
         if importlib.metadata.version("torch").endswith("+cpu"):
             return []
     except importlib.metadata.PackageNotFoundError:
         pass
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [int(size) * 2**20 for size in told if size.isdigit()]
+    return [gpu.memory for gpu in read_gpus()]
+
+
+def _text(described: Described, machine: Machine, gpus: list[int], how: str) -> str:
+    cores = machine.usable_cores
+    has = [f"{cores} core{'s' * (cores > 1)}"]
+    if described.elsewhere and described.cores is None:
+        has[0] += " (this machine's)"
+    if machine.usable_memory:
+        has.append(f"{size_text(machine.usable_memory)} memory")
+    else:
+        has.append("memory not known (--memory)")
+    if gpus:
+        has.append(f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {size_text(min(gpus))}{how}")
+    else:
+        has.append("no GPU")
+    return f"{'another' if described.elsewhere else 'this'} machine: {', '.join(has)}"

@@ -1,0 +1,207 @@
+"""A checkpoint that isn't here, as its config.json declares it: names, dtypes and shapes of its tensors.
+
+transformers' own class makes the model on the "meta" device, without memory for weights, so the shapes are
+those that training will have. How tensors are stored follows from the family's row (experts one by one or
+fused) and from ``quantization_config``. What transformers doesn't load, such as layers for multi-token
+prediction, isn't there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.install import install_hint
+from ktbridge.model import Checkpoint, Entry, family_of, open_checkpoint
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.model.tensorfile import DTYPE_BITS
+
+Shape = tuple[int, ...]
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+_ROUTER = (".mlp.gate", ".block_sparse_moe.gate")
+_PACKED = 8  # int4 values in an int32
+
+
+class Declared(Checkpoint):
+    """Stands in for a checkpoint as far as names and entries go; there is no byte to be read."""
+
+    def __init__(self, path: Path, tensors: Iterable[tuple[str, str, Shape]]) -> None:
+        self._entries = {
+            name: Entry(name, dtype, shape, 0, prod(shape) * DTYPE_BITS[dtype] // 8)
+            for name, dtype, shape in tensors
+        }
+        super().__init__(path, dict.fromkeys(self._entries, "model.safetensors"))
+
+    def entry(self, name: str) -> Entry:
+        return self._entries[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: what a download comes to, file headers left out."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+
+def weights_missing(path: Path) -> str:
+    """Why the weights in ``path`` can't be read yet, "" where all of them are there.
+
+    Raises KtbridgeError for weights that are there and damaged, or pickled.
+    """
+    index = path / "model.safetensors.index.json"
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        return "there are no weights"
+    if index.is_file():
+        shards = open_checkpoint(path).shards
+        absent = [shard for shard in shards if not (path / shard).exists()]
+        if absent:
+            return f"{len(absent)} of {len(shards)} shards are missing"
+    open_checkpoint(path).check()
+    return ""
+
+
+def declare(path: Path) -> Declared:
+    """The checkpoint that ``path``, a directory with config.json, is a part of.
+
+    Raises KtbridgeError where transformers isn't installed or doesn't know the model, and for a
+    quantisation whose sizes don't follow from config.json.
+    """
+    config = read_json_file(path / "config.json")
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    storage = _storage(path, config.get("quantization_config") or text.get("quantization_config"))
+    plain = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
+    dtype = _DTYPES.get(str(plain).removeprefix("torch."), "BF16")
+    shapes = _shapes(path)
+    if config.get("tie_word_embeddings", text.get("tie_word_embeddings")):
+        shapes = {
+            name: size for name, size in shapes.items() if not name.endswith("lm_head.weight")
+        }
+    model_type = str(config.get("model_type") or text.get("model_type"))
+    stored = stored_tensors(model_type, shapes)
+    return Declared(
+        path, (part for name, size in stored for part in storage.parts(name, size, dtype))
+    )
+
+
+def stored_tensors(model_type: str, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+    """transformers' fused experts one by one, where the family's checkpoints have them so."""
+    family = family_of(model_type)
+    names = family.names if family else ("gate_proj", "up_proj", "down_proj")
+    layout = family.storage if family else "per-expert"
+    for name, shape in shapes.items():
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
+            yield name, shape
+        elif layout == "per-expert":
+            parts = names[:2] if last == "gate_up_proj" else names[2:]
+            one = (shape[1] // len(parts), shape[2])
+            for expert in range(shape[0]):
+                yield from ((f"{stem}.{expert}.{part}.weight", one) for part in parts)
+        else:
+            yield name, shape
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """How a checkpoint stores the linear weights of its layers. ``kind``: "plain", "fp8", "int8", "int4"."""
+
+    kind: str = "plain"
+    block: tuple[int, int] = (128, 128)
+    group: int = 32
+    targets: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def parts(self, name: str, shape: Shape, dtype: str) -> Iterator[tuple[str, str, Shape]]:
+        """The tensors that one weight is stored as: (name, dtype, shape)."""
+        stem = name.removesuffix(".weight")
+        if self.kind == "plain" or not self._takes(stem, name, shape):
+            yield name, dtype, shape
+            return
+        out, inputs = shape
+        if self.kind == "fp8":
+            high, wide = self.block
+            yield name, "F8_E4M3", shape
+            yield f"{name}_scale_inv", "F32", (-(-out // high), -(-inputs // wide))
+        elif self.kind == "int8":
+            yield name, "I8", shape
+            yield f"{name}_scale", dtype, (out, 1)
+        else:
+            yield f"{name}_packed", "I32", (out, -(-inputs // _PACKED))
+            yield f"{name}_scale", dtype, (out, -(-inputs // self.group))
+            yield f"{name}_shape", "I64", (2,)
+
+    def _takes(self, stem: str, name: str, shape: Shape) -> bool:
+        linear = stem != name and len(shape) == 2 and bool(_IN_A_LAYER.search(name))
+        if not linear or stem.endswith(_ROUTER) or any(_names(p, stem) for p in self.left_out):
+            return False
+        return not self.targets or any(_names(p, stem) for p in self.targets)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a pattern of a quantisation's lists means a module: "re:…", a path, or a part of one."""
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], module) is not None
+        except re.error as error:
+            raise KtbridgeError(
+                f"config.json's quantization_config has the pattern {pattern!r:.200}, which is none: {error}",
+                "download the model's config.json again",
+            ) from error
+    return pattern == "Linear" or f".{pattern}." in f".{module}."
+
+
+def _storage(path: Path, said: Any) -> _Storage:
+    if not isinstance(said, dict):
+        return _Storage()
+    method = str(said.get("quant_method", "")).lower()
+    if method == "fp8" and said.get("weight_block_size"):
+        high, wide = said["weight_block_size"]
+        left = tuple(map(str, said.get("modules_to_not_convert") or ()))
+        return _Storage("fp8", block=(int(high), int(wide)), left_out=left)
+    groups = said.get("config_groups")
+    if method == "compressed-tensors" and isinstance(groups, dict) and len(groups) == 1:
+        (group,) = groups.values()
+        weights = group.get("weights") or {}
+        form = f"{group.get('format') or said.get('format')} {weights.get('num_bits')}"
+        kind = {"pack-quantized 4": "int4", "int-quantized 8": "int8"}.get(form)
+        if kind is not None:
+            return _Storage(
+                kind,
+                group=int(weights.get("group_size") or 32),
+                targets=tuple(map(str, group.get("targets") or ())),
+                left_out=tuple(map(str, said.get("ignore") or ())),
+            )
+    shown = json.dumps({key: said.get(key) for key in ("quant_method", "format") if key in said})
+    raise KtbridgeError(
+        f"{path / 'config.json'} has a quantization_config of {shown}, from which the sizes of the weights "
+        "don't follow",
+        "download the weights as well, or plan for the model's BF16 or FP8 release",
+    )
+
+
+def _shapes(path: Path) -> dict[str, Shape]:
+    """Names and shapes of transformers' model, vision tower and all, by the class that config.json names."""
+    try:
+        import torch
+        import transformers
+
+        from ktbridge.sft.loading import told_in_a_sentence
+        from ktbridge.sft.skeleton import skeleton
+    except ModuleNotFoundError as error:
+        raise KtbridgeError(
+            f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",
+            install_hint("train"),
+        ) from error
+    model = skeleton(path)
+    named = read_json_file(path / "config.json").get("architectures")
+    cls = getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None
+    if isinstance(cls, type) and not isinstance(model, cls):
+        with told_in_a_sentence(path), torch.device("meta"):
+            model = cls(transformers.AutoConfig.from_pretrained(path))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
