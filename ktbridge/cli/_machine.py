@@ -31,13 +31,16 @@ class Size(click.ParamType):
             self.fail(f"{error} {error.next_step}", param, ctx)
 
 
+SIZE = Size()
+
+
 def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --cores, --memory, --gpus and --gpu-memory, which ``described`` takes."""
     for option in (
-        click.option("--gpu-memory", type=Size(), metavar="SIZE", help="Of each GPU, as 24GB."),
+        click.option("--gpu-memory", type=SIZE, metavar="SIZE", help="Of each GPU, as 24GB."),
         click.option("--gpus", type=click.IntRange(0, 1024), help="Plan for so many GPUs."),
         click.option(
-            "--memory", type=Size(), metavar="SIZE", help="Plan for a machine with 64GB, say."
+            "--memory", type=SIZE, metavar="SIZE", help="Plan for a machine with 64GB, say."
         ),
         click.option(
             "--cores", type=click.IntRange(1, 4096), help="Plan for a machine with so many cores."

@@ -14,7 +14,7 @@ MARKS = {"ok": "[green]✓[/]", "missing": "[yellow]–[/]", "problem": "[bold r
 @click.command(cls=Command)
 @click.option(
     "--engine-python",
-    metavar="PATH",
+    metavar="FILE",
     help="Interpreter of SGLang-KT's environment, if it has one of its own.",
 )
 @click.option("--quick", is_flag=True, help="Look packages up without importing them.")

@@ -115,7 +115,8 @@ def prepare(directory: Path) -> None:
         raise UsageError(f"{directory} is a file.", "Give another --output.")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / STATE).is_file():
         raise UsageError(
-            f"{directory} is not empty and was not made by `ktbridge demo`.", "Give another --output."
+            f"{directory} is not empty and was not made by `ktbridge demo`.",
+            "Give another --output.",
         )
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / STATE).is_file():

@@ -164,7 +164,8 @@ def test_a_plan_counts_steps_rows_and_places(run_yaml):
     assert mapped(plan) == experts
     trained = next(part for part in plan.parts if part.what == "the adapter").size // 2
     checkpoints = next(part for part in plan.parts if part.what == "checkpoints")
-    assert checkpoints.size == 2 * 12 * trained  # one kept while the next is written
+    # One kept while the next is written, each with its adapter in bf16.
+    assert checkpoints.size == 2 * (12 + 2) * trained
 
     on_gpu = make_plan(load_config(run_yaml), replace(ROOMY, gpu_memory=24 * GB), measure=False)
     assert on_gpu.total("GPU") > 0
@@ -225,13 +226,8 @@ def test_measuring_gives_a_pace(run_yaml, overrides, briefly):
     assert pace.tokens_per_second > 0
     assert 0 < pace.expert_share < 1
     assert pace.cold_bytes == mapped(plan)  # what a first step may have to read
-    saved = (
-        (plan.steps - 1)
-        // 2
-        * 12e-9
-        * sum(p.size for p in plan.parts if p.what == "the adapter")
-        / 2
-    )
+    trained = sum(part.size for part in plan.parts if part.what == "the adapter") // 2
+    saved = -(-plan.steps // 2) * (12 + 2) * trained / 1e9
     assert pace.seconds == pytest.approx(plan.steps * pace.step_seconds + saved)
     assert "2 layers" in pace.how
     assert "GFLOP/s forward" in pace.how

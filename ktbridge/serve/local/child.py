@@ -64,7 +64,7 @@ def engine(model: str, adapter: str | None = None, threads: int | None = None) -
     try:
         assert process.stdout is not None
         ready = _first_document(process.stdout)
-        if ready is None:
+        if ready is None or "base_url" not in ready:  # nothing, or the document of a failure
             raise KtbridgeError(
                 f"the engine ended with code {process.wait()} before it was ready.",
                 "what it said is above",

@@ -121,7 +121,7 @@ def plan(request: Request, facts: Facts) -> Plan:
     problems: list[Problem] = list(facts.source_problems)
     version = request.engine_version or facts.installed.engine or CONTRACTS[-1].last
     contract, known = contract_for(f"{ENGINE}=={version}")
-    reasons = [machine_text(facts), f"{ENGINE} {version}: the contract of {contract.name}"]
+    reasons = [machine_text(facts), f"{ENGINE} {version}: contract {contract.name}"]
     if not known:
         reasons[1] += " (this version was not looked at)"
     elsewhere = version != facts.installed.engine

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from ktbridge.model import family_of
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.disk import adapter_bytes, checkpoint_bytes, kept_checkpoints
 from ktbridge.sft.plan.activations import Batch, LayerBytes, layer_bytes, loss_bytes
 from ktbridge.sft.plan.kernels import Pass, host_bytes, saved_bytes
 from ktbridge.sft.plan.lengths import Lengths, optimizer_steps
 from ktbridge.sft.plan.parts import Part, Where
 from ktbridge.sft.plan.shape import LayerShape, ModelShape
+from ktbridge.units import size_text
 
 CHECKPOINT = "the model, to be downloaded"
 # A process that has imported the recipe: its own memory, and the files it has mapped.
@@ -72,8 +74,8 @@ class Setting:
 
     @property
     def saves(self) -> bool:
-        """Whether a checkpoint is written before the last step, after which the adapter follows instead."""
-        return 0 < self.config.save_steps < self.steps
+        """Whether checkpoints are written; the last step has one, too."""
+        return kept_checkpoints(self.config, self.steps) > 0
 
 
 def expert_lora_elements(setting: Setting) -> int:
@@ -225,12 +227,12 @@ def _disk_parts(setting: Setting) -> Iterator[Part]:
     trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
     config = setting.config
     if setting.saves:
-        one = trained * (4 if config.save_only_model else 12)
-        count = min(config.save_total_limit, (setting.steps - 1) // config.save_steps)
-        what = "float32" if config.save_only_model else "float32 and 2 Adam states"
-        how = f"{count} kept and one being written, {what}, {one / 1e9:.2f} GB each"
+        count, one = kept_checkpoints(config, setting.steps), checkpoint_bytes(config, trained)
+        more = "" if config.save_only_model else ", float32 weights and 2 Adam states"
+        how = f"{count} kept and one being written: adapter{more}, {size_text(one)} each"
         yield Part("checkpoints", "disk", (count + 1) * one, how)
-    yield Part("the adapter", "disk", 2 * trained, f"{trained / 1e6:.1f} M weights in bf16")
+    how = f"{trained / 1e6:.1f} M weights in bf16"
+    yield Part("the adapter", "disk", adapter_bytes(trained), how)
 
 
 def _kt_saved_bytes(setting: Setting) -> int:

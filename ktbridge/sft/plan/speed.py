@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.plan.measure import (
     ExpertTimes,
     ProductRates,
@@ -41,13 +42,14 @@ def measure_pace(setting: Setting, room: int | None) -> Pace:
     trained = on_cpu + nonexpert_lora_elements(setting)
     updates = times.update * (on_cpu if setting.cuda else trained)
     step = experts + accumulation * others + updates
-    saves = (setting.steps - 1) // setting.config.save_steps if setting.saves else 0
+    saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
+    written = saves * checkpoint_bytes(setting.config, trained)
     rows = min(accumulation * setting.config.per_device_train_batch_size, setting.lengths.sequences)
     sides = 2 if setting.config.stage == "dpo" else 1
     return Pace(
         tokens_per_second=rows * sides * setting.lengths.mean / step,
         step_seconds=step,
-        seconds=setting.steps * step + saves * 12 * trained / _DISK_RATE,
+        seconds=setting.steps * step + written / _DISK_RATE,
         expert_share=experts / step,
         cold_bytes=setting.shape.expert_bytes if setting.shape.mappable else 0,
         notes=_notes(setting, rates),
