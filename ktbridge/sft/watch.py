@@ -15,7 +15,6 @@ from ktbridge.sft import distributed
 from ktbridge.sft.expert_call import kernel_seconds
 from ktbridge.sft.interrupts import Interrupts
 
-
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
 """What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
 

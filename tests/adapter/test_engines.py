@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("version", "row", "known"),
     [
-        ("0.5.0", "0 to 0.6.2.post3", True),
-        ("0.6.2", "0 to 0.6.2.post3", True),
-        ("0.6.2.post3", "0 to 0.6.2.post3", True),
+        ("0.5.0", "up to 0.6.2.post3", True),
+        ("0.6.2", "up to 0.6.2.post3", True),
+        ("0.6.2.post3", "up to 0.6.2.post3", True),
         ("0.6.3", "0.6.3 to 0.7.0.post3", True),
         ("0.6.3rc1", "0.6.3 to 0.7.0.post3", True),
         ("0.6.10", "0.6.3 to 0.7.0.post3", True),
