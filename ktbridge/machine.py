@@ -95,7 +95,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Described:
-    """Another machine as a user describes it; None for what wasn't said. ``gpu_memory`` is bytes of each GPU.
+    """Another machine as a user describes it; None for what isn't given. ``gpu_memory`` is bytes of each GPU.
 
     Cores or memory make it another machine; GPUs alone are other GPUs in this one.
     """

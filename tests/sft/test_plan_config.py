@@ -207,6 +207,12 @@ def test_the_model_needs_room_on_the_disk_it_goes_to(run, whole, tmp_path):
     ("changes", "words"),
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, "x"]}}, "fp8"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+            "don't follow",
+        ),
         ({"model_type": "new_moe"}, "new_moe"),
         ({"quantization_config": STORED["int8-bf16"] | {"ignore": ["re:("]}}, "pattern"),
     ],

@@ -83,7 +83,7 @@ def gather(request: Request) -> Facts:
 
 
 def _gpus(request: Request) -> tuple[Gpu, ...] | None:
-    """This machine's, or those that were described; as many as are needed where their number wasn't said."""
+    """This machine's, or those that were described; as many as are needed where no number is given."""
     described = request.described
     if described.gpus is None and described.gpu_memory is None:
         return None if described.elsewhere else read_gpus()

@@ -120,7 +120,7 @@ def _disk_checks(
 
 
 def _from_config(setting: Setting, missing: str) -> Iterator[str]:
-    """That the weights were not looked at, and what they would have told."""
+    """That the weights were not looked at, and what the plan lacks for it."""
     if not missing:
         return
     shape = setting.shape

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -156,32 +157,43 @@ def _names(pattern: str, module: str) -> bool:
     return pattern == "Linear" or f".{pattern}." in f".{module}."
 
 
-def _storage(path: Path, said: Any) -> _Storage:
-    if not isinstance(said, dict):
+def _storage(path: Path, settings: Any) -> _Storage:
+    """What a ``quantization_config`` means; raises KtbridgeError where sizes don't follow from it."""
+    if not isinstance(settings, dict):
         return _Storage()
-    method = str(said.get("quant_method", "")).lower()
-    if method == "fp8" and said.get("weight_block_size"):
-        high, wide = said["weight_block_size"]
-        left = tuple(map(str, said.get("modules_to_not_convert") or ()))
-        return _Storage("fp8", block=(int(high), int(wide)), left_out=left)
-    groups = said.get("config_groups")
-    if method == "compressed-tensors" and isinstance(groups, dict) and len(groups) == 1:
-        (group,) = groups.values()
-        weights = group.get("weights") or {}
-        form = f"{group.get('format') or said.get('format')} {weights.get('num_bits')}"
-        kind = {"pack-quantized 4": "int4", "int-quantized 8": "int8"}.get(form)
-        if kind is not None:
-            return _Storage(
-                kind,
-                group=int(weights.get("group_size") or 32),
-                targets=tuple(map(str, group.get("targets") or ())),
-                left_out=tuple(map(str, said.get("ignore") or ())),
-            )
-    shown = json.dumps({key: said.get(key) for key in ("quant_method", "format") if key in said})
+    with suppress(AttributeError, KeyError, TypeError, ValueError):  # not as any tool writes it
+        if found := _known(settings):
+            return found
+    shown = {key: settings[key] for key in ("quant_method", "format") if key in settings}
     raise KtbridgeError(
-        f"{path / 'config.json'} has a quantization_config of {shown}, from which the sizes of the weights "
-        "don't follow",
+        f"{path / 'config.json'} has a quantization_config of {json.dumps(shown)[:200]}, from which the "
+        "weights' sizes don't follow",
         "download the weights as well, or plan for the model's BF16 or FP8 release",
+    )
+
+
+def _known(settings: dict[str, Any]) -> _Storage | None:
+    """Block FP8, and INT8 and INT4 of compressed-tensors; None for anything else."""
+    method = str(settings.get("quant_method", "")).lower()
+    if method == "fp8":
+        high, wide = map(int, settings["weight_block_size"])
+        left_out = tuple(map(str, settings.get("modules_to_not_convert") or ()))
+        return (
+            _Storage("fp8", block=(high, wide), left_out=left_out) if min(high, wide) > 0 else None
+        )
+    if method != "compressed-tensors":
+        return None
+    (group,) = settings.get("config_groups", {}).values()
+    form = f"{group.get('format') or settings.get('format')} {group['weights'].get('num_bits')}"
+    kind = {"pack-quantized 4": "int4", "int-quantized 8": "int8"}.get(form)
+    columns = int(group["weights"].get("group_size") or 32)
+    if kind is None or columns < 1:
+        return None
+    return _Storage(
+        kind,
+        group=columns,
+        targets=tuple(map(str, group.get("targets") or ())),
+        left_out=tuple(map(str, settings.get("ignore") or ())),
     )
 
 
@@ -200,8 +212,11 @@ def _shapes(path: Path) -> dict[str, Shape]:
         ) from error
     model = skeleton(path)
     named = read_json_file(path / "config.json").get("architectures")
-    cls = getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None
-    if isinstance(cls, type) and not isinstance(model, cls):
+    cls: Any = (
+        getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None
+    )
+    known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    if known and not isinstance(model, cls):
         with told_in_a_sentence(path), torch.device("meta"):
             model = cls(transformers.AutoConfig.from_pretrained(path))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

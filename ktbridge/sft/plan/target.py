@@ -31,7 +31,7 @@ class Target:
 def this_machine(output_dir: Path, described: Described | None = None) -> Target:
     """What this machine has, or the one that is ``described``; torch is not imported.
 
-    Cores and GPUs that weren't said are this machine's. The disk of another machine isn't known.
+    Cores and GPUs that aren't given are this machine's. The disk of another machine isn't known.
     """
     described = described or Described()
     here = read_machine()
