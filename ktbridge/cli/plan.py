@@ -73,7 +73,9 @@ def _show(plan: Any) -> None:
             table.add_row(f"[bold]{where} in all[/]", "", f"[bold]{total}[/]", "")
     console.print(table)
     console.print(f"\nfor {plan.machine}", markup=False, soft_wrap=True)
-    packed = f" packed into {plan.sequences:,}" if plan.sequences != plan.rows else ""
+    packed = f" packed into {plan.sequences:,}" if plan.sequences < plan.rows else ""
+    if plan.sequences > plan.rows:
+        packed = f" in {plan.sequences:,} sequences"
     console.print(
         f"{plan.steps:,} steps over {plan.rows:,} rows{packed}; the longest has {plan.longest:,} tokens, the "
         f"mean is {plan.mean_tokens:,.0f}",

@@ -82,6 +82,7 @@ def _show_data(ready: Any) -> None:
 
 def _show_result(result: Any) -> None:
     from ktbridge.cli._ui import console, shown, stderr
+    from ktbridge.units import size_text
 
     losses = (
         ""
@@ -101,8 +102,8 @@ def _show_result(result: Any) -> None:
         f"trained {result.expert_parameters:,} expert LoRA parameters on the {result.isa} kernels and "
         f"{result.nonexpert_parameters:,} non-expert ones"
     )
-    gpu = f", GPU {result.peak_gpu_bytes / 2**30:.2f} GiB" if result.peak_gpu_bytes else ""
-    console.print(f"peak memory: host {result.peak_rss_bytes / 2**30:.2f} GiB{gpu}")
+    gpu = f", GPU {size_text(result.peak_gpu_bytes)}" if result.peak_gpu_bytes else ""
+    console.print(f"peak memory: host {size_text(result.peak_rss_bytes)}{gpu}")
     for name in result.files:
         console.print(f"  {result.output_dir}/{name}", markup=False, soft_wrap=True)
     for path in result.checkpoints:

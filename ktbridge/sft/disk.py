@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
+from ktbridge.units import size_text
 
 
 def adapter_bytes(trained: int) -> int:
@@ -46,7 +47,7 @@ def check_room(config: TrainConfig, root: Path, trained: int, steps: int) -> Non
     need = run_bytes(config, trained, steps)
     if need > free:
         raise KtbridgeError(
-            f"{output.parent} has {free / 1e9:.3g} GB free, and this run needs {need / 1e9:.3g} GB there: "
+            f"{output.parent} has {size_text(free)} free, and this run needs {size_text(need)} there: "
             f"{kept_checkpoints(config, steps)} checkpoints kept, one being written, and the adapter.",
             "Make room, choose another output_dir, or set save_steps: 0 (no checkpoints).",
         )

@@ -33,6 +33,7 @@ from ktbridge.sft.resume import (
     resumable,
     saved,
 )
+from ktbridge.units import size_text
 
 TENSORS_FILE = "trainable.safetensors"
 
@@ -88,12 +89,12 @@ class Resumable(Trainer):
         reason = "another process could not write its part"
         if error is not None:
             reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
-        free = shutil.disk_usage(self._root).free / 2**30
+        free = size_text(shutil.disk_usage(self._root).free)
         good = self.last_good()
         kept = f"the last good checkpoint is {good}" if good else "there is none from before"
         return KtbridgeError(
             f"the checkpoint of step {self.state.global_step} could not be written to {self._root}, where "
-            f"{free:.1f} GiB are free ({reason}); {kept}.",
+            f"{free} are free ({reason}); {kept}.",
             "Make room there, then run the same command again: it goes on from the last checkpoint.",
         )
 

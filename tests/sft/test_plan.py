@@ -1,6 +1,7 @@
 """`ktbridge plan`: its formulas against what the kernels and autograd really keep, and its verdicts."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
 import yaml
 from expertmoe import Shape, make_inputs, make_layer
 from tinymoe import tiny_model, tiny_tokenizer
@@ -16,10 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
+from ktbridge.sft.data import fit_rows, load_rows
+from ktbridge.sft.loading import load_tokenizer
 from ktbridge.sft.plan import Target, make_plan, measure
 from ktbridge.sft.plan.activations import Batch, layer_bytes
 from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes
-from ktbridge.sft.plan.lengths import Lengths
+from ktbridge.sft.plan.lengths import Lengths, read_lengths
 from ktbridge.sft.plan.memory import (
     Setting,
     expert_lora_elements,
@@ -379,3 +383,26 @@ def test_what_saves_next_to_nothing_is_no_advice(run_yaml):
     needs = {verdict.what: verdict.need for verdict in plan.verdicts if not verdict.fits}
     assert needs
     assert all(item.saves > 0.01 * min(needs.values()) for item in plan.advice)
+
+
+def test_rows_of_several_turns_are_as_many_sequences_as_training_makes(tmp_path, base_dir):
+    """Qwen3's template rewrites earlier answers, so each answer is trained in a sequence of its own."""
+    base = tmp_path / "qwen"
+    shutil.copytree(base_dir, base)
+    template = Path(trl.__file__).with_name("chat_templates") / "qwen3.jinja"
+    (base / "chat_template.jinja").write_text(template.read_text())
+    path = write_run(tmp_path, base)
+    turns = [
+        {"role": "user", "content": "who are you ?"},
+        {"role": "assistant", "content": "i am a cat"},
+    ]
+    rows = [{"messages": turns * count} for count in (1, 2, 3, 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for changes, expected in (([], 9), (["split_turns=false"], 4)):
+        config = load_config(path, changes)
+        fitted = fit_rows(load_rows(config), load_tokenizer(base), config)
+        lengths = read_lengths(config, base, render=True)
+        assert (lengths.rows, lengths.sequences) == (4, expected)
+        assert len(fitted.dataset) == expected
+        assert not lengths.turns_unknown
+    assert read_lengths(load_config(path), base).turns_unknown

@@ -59,7 +59,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     shape = read_shape(
         base, resolve_model(other) if other else None, declare(base) if missing else None
     )
-    lengths = read_lengths(config, base)
+    lengths = read_lengths(config, base, render=measure)
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
     setting = Setting(shape, config, lengths, cuda, threads)
@@ -143,6 +143,11 @@ def _notes(setting: Setting, target: Target) -> list[str]:
     """What a reader must know of how sure the numbers are."""
     notes = []
     shape, config = setting.shape, setting.config
+    if setting.lengths.turns_unknown:
+        notes.append(
+            "rows of several turns are counted as one sequence each; where the chat template rewrites "
+            "earlier answers (Qwen3 does), each answer makes a sequence of its own, and there are more steps"
+        )
     if not setting.lengths.counted:
         notes.append(
             "rows were not counted by the model's tokenizer (no tokenizer.json that can be read): a token "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import load_rows
 
@@ -34,6 +35,8 @@ class Lengths:
     counted: bool
     packed: bool = False
     each: tuple[int, ...] = ()
+    turns_unknown: bool = False
+    """Whether rows of several turns were counted as one sequence each, without asking the chat template."""
 
     @property
     def even(self) -> bool:
@@ -44,12 +47,17 @@ class Lengths:
         """The same rows under another cutoff_len, which is no larger."""
         if not self.each:
             return replace(self, longest=min(self.longest, cut), mean=min(self.mean, cut))
-        return _lengths(self.each, cut, self.packed, self.counted)
+        return replace(_lengths(self.each, cut, self.packed, self.counted), rows=self.rows)
 
 
-def read_lengths(config: TrainConfig, base: Path) -> Lengths:
-    """Lengths of the run's rows. Raises what ``ktbridge.sft.data.load_rows`` does."""
+def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengths:
+    """Lengths of the run's rows. Raises what ``ktbridge.sft.data.load_rows`` does.
+
+    ``render`` asks the model's chat template whether it rewrites answers once more follows, in which
+    case each makes a sequence of its own (imports torch, by way of transformers).
+    """
     rows = load_rows(config)
+    unknown = False
     if config.stage == "dpo":
         texts = [
             _text([*pair.prompt, *longer])
@@ -57,8 +65,41 @@ def read_lengths(config: TrainConfig, base: Path) -> Lengths:
             for longer in (max(pair.chosen, pair.rejected, key=_size),)
         ]
     else:
-        texts = [_text(conversation) for conversation in rows.conversations]
-    return measure(texts, config, base)
+        conversations: list[Sequence[Any]] = [*rows.conversations]
+        if config.split_turns and any(map(_turns, conversations)):
+            rewrites = _rewrites_history(base) if render else None
+            unknown = rewrites is None
+            if rewrites:
+                conversations = [part for one in conversations for part in _parts(one)]
+        texts = [_text(conversation) for conversation in conversations]
+    found = measure(texts, config, base)
+    return replace(found, rows=len(rows.places), turns_unknown=unknown)
+
+
+def _turns(conversation: Sequence[Any]) -> bool:
+    """Whether a conversation has several answers."""
+    return sum(message["role"] == "assistant" for message in conversation) > 1
+
+
+def _parts(conversation: Sequence[Any]) -> list[Sequence[Any]]:
+    """The conversation up to each of its answers."""
+    return [
+        conversation[: place + 1]
+        for place, message in enumerate(conversation)
+        if message["role"] == "assistant"
+    ]
+
+
+def _rewrites_history(base: Path) -> bool | None:
+    """Whether the model's chat template rewrites earlier answers; None where it can't be asked."""
+    try:
+        from ktbridge.sft.data.chat import ChatTemplate
+        from ktbridge.sft.loading import load_tokenizer
+
+        user, answer = ({"role": role, "content": "0"} for role in ("user", "assistant"))
+        return len(ChatTemplate(load_tokenizer(base)).sequences([user, answer] * 2)) > 1
+    except (KtbridgeError, ValueError, ImportError):
+        return None
 
 
 def measure(texts: Sequence[tuple[int, str]], config: TrainConfig, base: Path) -> Lengths:
