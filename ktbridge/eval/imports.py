@@ -21,7 +21,7 @@ from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import BadReplyError, read_completion
 from ktbridge.eval.imports_lm_eval import read_lm_eval
 from ktbridge.eval.scored.build import assemble
-from ktbridge.eval.scorers import SCORERS
+from ktbridge.eval.scored.rows import mark_task
 from ktbridge.publish import write_text
 
 IMPORTED = "imported.json"
@@ -228,10 +228,7 @@ def _answer(item: Mapping[str, Any], kept: Mapping[str, Any] | None) -> dict[str
     answer: dict[str, Any] = {"outcome": read.outcome}
     answer |= {key: one for key in ("text", "thinking") if (one := getattr(read, key))}
     if read.outcome == "ok":
-        gold = [item["reference"] or ""]
-        value, reason, _ = SCORERS["references"].score(read.text, OVERLAP, gold)
-        answer["task"] = round(value, 6)
-        answer["checks"] = [{"scorer": "references", "mark": value, "reason": reason}]
+        mark_task(answer, read.text, [OVERLAP], [item["reference"] or ""])
     return answer
 
 

@@ -9,7 +9,8 @@ CJK = r"\u3400-\u4dbf\u4e00-\u9fff"
 _CJK_CHAR = re.compile(f"[{CJK}]")
 _LATIN_WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
 # A Latin full stop ends a sentence only before a space or the end: "3.5" and "e.g.x" do not split.
-_SENTENCE_END = re.compile(r"[。！？!?…\n]+|\.+(?=\s|$)")
+# A run of stops is tried from its first one only, else a long one would take quadratic time.
+_SENTENCE_END = re.compile(r"[。！？!?…\n]+|(?<!\.)\.+(?=\s|$)")
 _WORDISH = re.compile(r"[^\W_]")
 
 
