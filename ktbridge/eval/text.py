@@ -41,6 +41,31 @@ def cjk_share(text: str) -> float | None:
     return ideographs / (ideographs + words) if ideographs + words else None
 
 
+def language_of(text: str) -> str:
+    """ "zh" where at least half of a text is ideographs, else "en"."""
+    share = cjk_share(text)
+    return "zh" if share is not None and share >= 0.5 else "en"
+
+
+def shorten(text: str, most: int) -> str:
+    """At most ``most`` characters of ``text`` and "…", cut between words where there are any near."""
+    if len(text) <= most:
+        return text
+    head = text[:most]
+    cut = head.rfind(" ", most - 40)
+    return (head[:cut] if cut > 0 else head).rstrip() + " …"
+
+
+def shown_lines(text: str, enough: int, width: int = 44) -> int:
+    """How many lines ``text`` takes in a column of ``width`` Latin letters (an ideograph is two wide);
+    counted until there are more than ``enough``."""
+    lines = 0
+    for line in text[: (enough + 1) * width + 1].split("\n"):
+        wide = len(line) + sum(char > "\u2e7f" for char in line)
+        lines += max(1, -(-wide // width))
+    return lines
+
+
 def contains(haystack: str, needle: str) -> bool:
     """Whether ``needle`` occurs in ``haystack``, both normalised.
 

@@ -143,7 +143,7 @@ def _missing(
         problems.append(
             Problem(
                 "KTB885",
-                "warning" if waiting < total else "error",
+                "error",
                 where,
                 f"{waiting} of {total} judgements were not asked for"
                 + (f" ({card['outdated']})" if "outdated" in card else ""),

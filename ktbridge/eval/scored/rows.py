@@ -9,9 +9,9 @@ from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
+from ktbridge.eval.runplan import NOT_RUN
 from ktbridge.eval.scorers import ScorerError, score_task
 
-NOT_RUN = "not-run"
 SCORE_ERROR = "score-error"  # the answer is there, and a scorer of ours failed on it
 _SHOWN = ("text", "thinking", "detail", "turns")
 
@@ -95,7 +95,7 @@ def _answer(
     for axis in ("task", "persona"):
         if ok and axis in ok[0]:
             answer[axis] = round(sum(one[axis] for one in ok) / len(ok), 6)
-    kept = ("outcome", "text", "turns", "task", "persona")
+    kept = ("outcome", "text", "turns", "task", "persona", "detail")
     answer["repeats"] = [{key: one[key] for key in kept if key in one} for one in every]
     return answer
 
@@ -120,6 +120,8 @@ def _score(item: Item, bench: Bench, record: Mapping[str, Any] | None) -> dict[s
         return {"outcome": NOT_RUN}
     answer: dict[str, Any] = {"outcome": record["outcome"]}
     answer.update({key: record[key] for key in _SHOWN if record.get(key)})
+    if record["outcome"] == "http-error":
+        answer["status"] = record.get("status", 0)
     if record["outcome"] == "ok":
         mark_task(answer, record["text"], item.checks, item.gold)
         if answer["outcome"] == "ok" and has_persona(bench):

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval.text import shorten
 
 # Characters. Patterns may take quadratic time; no answer that means anything is this long.
 LONGEST_SEARCHED = 20_000
+_LONGEST_REASON = 300  # a reason may quote the answer
 
 
 class Mark(NamedTuple):
@@ -126,7 +128,8 @@ def score_task(
     rows = []
     for check in checks:
         value, reason, parsed = _score(SCORERS[check["scorer"]], text, check, gold)
-        row: dict[str, Any] = {"scorer": check["scorer"], "mark": value, "reason": reason}
+        row: dict[str, Any] = {"scorer": check["scorer"], "mark": value}
+        row["reason"] = shorten(reason, _LONGEST_REASON)
         if parsed is not None:
             row["parsed"] = parsed
         rows.append(row)
