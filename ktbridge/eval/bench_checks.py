@@ -224,13 +224,13 @@ def check_items(
                 Problem("KTB813", "error", where, fault, "finite numbers and whole characters")
             )
             continue
+        name = row.get("id") if isinstance(row, dict) else None
         row = with_item_defaults(row, slices, number)
         found = list(_item_faults(row, slices, lists))
         if isinstance(row, dict) and isinstance(row.get("id"), str):
             if row["id"] in first_line:
                 found.append((f"the id {row['id']!r} of line {first_line[row['id']]}", "a new id"))
             first_line.setdefault(row["id"], number)
-        name = row.get("id") if isinstance(row, dict) else None
         problems.extend(
             Problem("KTB813", "error", f"{where} ({name})" if name else where, fault, expected)
             for fault, expected in found

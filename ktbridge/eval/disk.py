@@ -12,7 +12,7 @@ from pathlib import Path
 from ktbridge import publish
 from ktbridge.errors import KtbridgeError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN = "run the same command again; what is stored there is kept and not asked for again"
 
 
@@ -26,7 +26,7 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in _FULL:
             next_step = f"free some space there{_free(path)} and {_AGAIN}"
         else:
-            next_step = f"see that the directory can be written to, and {_AGAIN}"
+            next_step = f"see what the directory and its limits allow, and {_AGAIN}"
         raise KtbridgeError(f"{str(path)!r} cannot be written: {reason}.", next_step) from error
 
 

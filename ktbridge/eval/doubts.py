@@ -8,6 +8,7 @@ from typing import Any
 
 from ktbridge.errors import Problem
 from ktbridge.eval.failures import AGAIN, remedies
+from ktbridge.eval.runplan import NOT_RUN
 from ktbridge.eval.scored.rows import SCORE_ERROR
 from ktbridge.eval.verdict import NULLS, OVERALL, signed, slice_title
 
@@ -20,7 +21,7 @@ _FEW_ANSWERS = 5
 _FEW_PAIRS = 8  # answers that are identical by chance, where they are short
 _SAME_FILES = "import files in which every arm answers the same rows"
 _REMEDIES = {
-    "not-run": AGAIN,
+    NOT_RUN: AGAIN,
     "truncated": "read the cut answers, and give --max-tokens N where they lead anywhere",
     "think-only": "switch thinking off with --extra-body, or give --max-tokens N",
     "empty": "try the model by hand: its chat template or its weights may be at fault",
@@ -119,12 +120,14 @@ def _unusable(results: Mapping[str, Any]) -> list[Problem]:
         ok, failed = counts.get("ok", 0), counts.get("http-error", 0)
         if ok >= _ENOUGH_OK * asked and not failed:
             continue
+        if set(counts) <= {"ok", NOT_RUN} and _incomplete(results):
+            continue  # KTB827 says so
         errors = [
             (answer.get("status", 0), answer.get("detail", ""))
             for row in results["items"]
             if (answer := row["answers"][name])["outcome"] == "http-error"
         ]
-        steps = _REMEDIES | ({"not-run": _SAME_FILES} if imported else {})
+        steps = _REMEDIES | ({NOT_RUN: _SAME_FILES} if imported else {})
         steps["http-error"] = "correct these rows" if imported else remedies(errors)
         rest = ", ".join(
             f"{count} {outcome}" + (f" ({errors[0][1]})" if outcome == "http-error" else "")

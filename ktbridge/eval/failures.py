@@ -25,8 +25,8 @@ _REMEDIES = {
 }
 # As SGLang, vLLM, llama.cpp, OpenAI and our own server put it.
 _TOO_MANY = re.compile(
-    r"(?i)context|max_(?:completion_|new_)?tokens|too (?:long|many tokens)|"
-    r"(?:maximum|exceed\w*)[^.]{0,60}\b(?:length|tokens)|token limit"
+    r"(?i)context|max_(?:completion_|new_)?tokens|too (?:long|many tokens)|token (?:count|limit)|"
+    r"(?:maximum|exceed\w*)[^.]{0,60}\b(?:length|tokens)"
 )
 
 

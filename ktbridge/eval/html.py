@@ -19,7 +19,7 @@ from markupsafe import Markup
 from ktbridge.eval.charts import changes, dots, radar
 from ktbridge.eval.facts import TITLES, facts, made_of
 from ktbridge.eval.glossary import terms_for
-from ktbridge.eval.text import shown_lines
+from ktbridge.eval.text import show_direction, shown_lines
 from ktbridge.eval.verdict import (
     AXIS_WORDS,
     OVERALL,
@@ -90,6 +90,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["interval"] = interval
     environment.filters["flat"] = _flat
     environment.filters["cut"] = cut
+    environment.filters["unfold"] = _unfold
     environment.filters["is_long"] = lambda text: shown_lines(text, _FOLDED) > _FOLDED
     environment.filters["anchor"] = lambda text: "-".join(re.findall(r"\w+", text)) or "sign"
     environment.filters["detectable"] = detectable
@@ -116,11 +117,19 @@ def _flat(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """``text``, or of one that no reader would finish its beginning and its end."""
+    """``text`` as the page shows it: of one that no reader would finish its beginning and its end, and
+    without effect on the direction in which it is read."""
+    if len(text) > _HEAD + _TAIL:
+        left_out = f"[… {len(text) - _HEAD - _TAIL:,} characters are in results.json …]"
+        text = f"{text[:_HEAD]}\n{left_out}\n{text[-_TAIL:]}"
+    return show_direction(text)
+
+
+def _unfold(text: str) -> str:
+    """What opening a folded text shows."""
     if len(text) <= _HEAD + _TAIL:
-        return text
-    left_out = f"[… {len(text) - _HEAD - _TAIL} characters are in results.json …]"
-    return f"{text[:_HEAD]}\n{left_out}\n{text[-_TAIL:]}"
+        return f"show all {len(text):,} characters"
+    return f"show the first {_HEAD:,} and the last {_TAIL:,} of {len(text):,} characters"
 
 
 def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:

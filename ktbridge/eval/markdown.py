@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ktbridge.eval.facts import TITLES, facts, made_of
+from ktbridge.eval.text import show_direction
 from ktbridge.eval.verdict import (
     OVERALL,
     detectable,
@@ -17,8 +18,6 @@ from ktbridge.eval.verdict import (
     verdict_words,
 )
 
-# Marks that turn the reading direction: shown by number, so that a server's words can't reorder ours.
-_TURNING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~!@&$])")
 _SIGNS = {"improved": "🟢", "dropped": "🔴", "within margin": "⚪", "inconclusive": "❔"}
 
@@ -65,7 +64,7 @@ def render_index_markdown(index: Mapping[str, Any], failures: Sequence[str]) -> 
 
 def _text(value: Any) -> str:
     """On one line, and meaning nothing to Markdown or HTML."""
-    text = _TURNING.sub(lambda one: f"U+{ord(one[0]):04X}", " ".join(str(value).split()))
+    text = show_direction(" ".join(str(value).split()))
     return _SPECIAL.sub(r"\\\1", text).replace("\\<", "&lt;")
 
 

@@ -56,6 +56,16 @@ def shorten(text: str, most: int) -> str:
     return (head[:cut] if cut > 0 else head).rstrip() + " …"
 
 
+# Marks that turn the reading direction of what follows; those that a right-to-left text needs beside
+# its letters (200e, 200f, 061c) are not among them.
+_TURNING = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+def show_direction(text: str) -> str:
+    """``text`` with such marks by their number, so that it reads in the order in which it is stored."""
+    return _TURNING.sub(lambda one: f"[U+{ord(one[0]):04X}]", text)
+
+
 def shown_lines(text: str, enough: int, width: int = 44) -> int:
     """How many lines ``text`` takes in a column of ``width`` Latin letters (an ideograph is two wide);
     counted until there are more than ``enough``."""

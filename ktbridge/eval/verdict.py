@@ -164,14 +164,12 @@ def _losses(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> l
 def _distinct(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Without a slice that is the only one of its axis: the axis as a whole says the same."""
     primary = _primary(results)
-    sizes = {axis: sum(axis in ("judge", own) for own in primary.values()) for axis in AXIS_WORDS}
-    return [
-        one
-        for one in shown
-        if one["slice"] == OVERALL
-        or sizes[one["axis"]] > 1
-        or primary[one["slice"]] != one["axis"] != "judge"
-    ]
+
+    def is_alone(axis: str, name: str) -> bool:
+        own = [one for one, its in primary.items() if axis in ("judge", its)]
+        return own == [name]
+
+    return [one for one in shown if not is_alone(one["axis"], one["slice"])]
 
 
 def _clauses(
@@ -267,6 +265,8 @@ def _sentence(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) ->
         if (one["axis"], word) == ("persona", "inconclusive") and one["mean"] <= 0:
             word = "within margin"  # "did not rise"
         text = _WORDS[one["axis"], word].format(interval(one))
+        if word == "inconclusive" and one["detectable"] is None:
+            text = f"{AXIS_WORDS[one['axis']]} cannot be told from so few items, {interval(one)}"
         if lost and one["verdict"] == "within margin":
             text += ", less than the margin"
         parts.append(text + (_correction(one, _family(results, one)) if lost else ""))
@@ -314,6 +314,7 @@ def _steps(results: Mapping[str, Any], names: list[str]) -> list[str]:
 def _slices(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
     """Slices that moved on the axis that they are there for, and what could not have been seen."""
     primary = _primary(results)
+    shown = sorted(shown, key=lambda one: _rank(results, one))
     own = [one for one in shown if primary.get(one["slice"]) == one["axis"]]
     dropped = [one for one in shown if one["slice"] != OVERALL and is_loss(results, one)]
     improved = [one for one in own if one["verdict"] == "improved"]
