@@ -180,6 +180,7 @@ def _table(results: Mapping[str, Any], axis: str) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
+    from ktbridge.cli._ui import shown
     from ktbridge.eval.facts import TITLES, made_of
     from ktbridge.eval.verdict import (
         OVERALL,
@@ -214,7 +215,7 @@ def _table(results: Mapping[str, Any], axis: str) -> Any:
             cells += [escape(interval(contrast)), words, detectable(contrast)]
         count = str(rows[name][names[0]]["n"])
         style = "" if name in own else "dim"
-        table.add_row(escape(slice_title(results, name)), count, *cells, style=style)
+        table.add_row(shown(slice_title(results, name)), count, *cells, style=style)
     return table
 
 

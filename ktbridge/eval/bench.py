@@ -168,9 +168,10 @@ def parse_bench(files: Mapping[str, bytes]) -> Bench:
     persona = parse_persona(_yaml(files, "persona.yaml", problems), "persona.yaml", problems)
     items = check_items(files["items.jsonl"], slices, head, persona, problems)
     if problems or persona is None:
+        problems = grouped(problems)
         raise ProblemsError(
             f"the bench has {len(problems)} problem(s); nothing was asked.",
-            grouped(problems),
+            problems,
             "correct the bench's files and run again; eval/README.md has an example",
         )
     head = {**BENCH_DEFAULTS, **head}

@@ -27,16 +27,9 @@ BENCH_DEFAULTS: Mapping[str, Any] = {
     "sampling": {"temperature": 0},
     "margin": 0.1,
 }
-_BENCH_OPTIONAL = (
-    "about",
-    "source",
-    "data",
-    "notes",
-    "checklists",
-    "partner",
-    "private",
-    "override",
-)
+_BENCH_OPTIONAL = ("about", "source", "notes", "checklists", "partner", "private")
+# What a run's snapshot has beside them: where items came from, what the command line set.
+_SNAPSHOT_KEYS = ("data", "override")
 _ITEM_KEYS = (
     *("id", "slice", "sub", "lang", "cluster", "messages", "gold", "checks", "judge"),
     *("max_tokens", "origin", "license"),
@@ -100,7 +93,7 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
         if key not in head:
             complain(key, "missing", "a value")
     known = (*_BENCH_KEYS, *BENCH_DEFAULTS, *_BENCH_OPTIONAL)
-    for key in sorted(set(head) - set(known), key=str):
+    for key in sorted(set(head) - {*known, *_SNAPSHOT_KEYS}, key=str):
         complain(str(key), "unknown key", "one of " + ", ".join(known))
     if "name" in head and not (isinstance(head["name"], (str, int)) and str(head["name"]).strip()):
         complain("name", repr(head["name"])[:60], "a name")

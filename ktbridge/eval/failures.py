@@ -1,4 +1,4 @@
-"""What a request that failed says, and what can help against it."""
+"""Requests that failed: what the server answered, and what can help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ktbridge.eval.text import shorten
 
-_SHOWN = 300  # characters of what a server said
+_SHOWN = 300  # characters of a server's answer
 AGAIN = "run the same command again, which asks only for what is missing"
 KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
 FEWER_TOKENS = "give fewer answer tokens with --max-tokens N, or serve with a larger context"
@@ -33,12 +33,12 @@ _TOO_MANY = re.compile(
 def describe_reply(status: int, body: bytes) -> str:
     """ "HTTP 400: the prompt has ...": the message of an error's body, else the body's text."""
     text = body.decode("utf-8", "replace")
-    said = _message(text)
-    return f"HTTP {status}" + (f": {shorten(said, _SHOWN)}" if said else "")
+    message = _message(text)
+    return f"HTTP {status}" + (f": {shorten(message, _SHOWN)}" if message else "")
 
 
 def _message(text: str) -> str:
-    """What a JSON error says ({"error": {"message": ...}}, {"message": ...}, {"detail": ...})."""
+    """The message of a JSON error ({"error": {"message": ...}}, {"message": ...}, {"detail": ...})."""
     try:
         value: Any = json.loads(text)
         for _ in range(3):
@@ -48,8 +48,8 @@ def _message(text: str) -> str:
         if isinstance(value, str):
             text = value
         elif isinstance(value, list):  # FastAPI's list of faults
-            told = [str(one.get("msg", "")) for one in value if isinstance(one, dict)]
-            text = "; ".join(filter(None, told)) or text
+            faults = [str(one.get("msg", "")) for one in value if isinstance(one, dict)]
+            text = "; ".join(filter(None, faults)) or text
     except (ValueError, RecursionError):
         pass
     return " ".join(text.split())

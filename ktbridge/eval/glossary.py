@@ -1,4 +1,4 @@
-"""The terms of a report in plain words: what its tooltips say, and the list at its end."""
+"""The terms of a report in plain words, for its tooltips and for the list at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TERMS = {
     "p (Holm)": "how often chance alone gives a difference like this, corrected by Holm for the number "
     "of comparisons of the axis",
     "improved, dropped": "the interval excludes 0, and p after correction is below 0.05",
-    "↓": "beside another verdict: the whole interval lies below 0, so it is told as a loss, although p "
+    "↓": "beside another verdict: the whole interval lies below 0, so it counts as a loss, although p "
     "after correction is not below 0.05 or the loss is smaller than the margin",
     "within margin": "a loss of the bench's margin or more is excluded (of the persona, a change of that "
     "size either way)",

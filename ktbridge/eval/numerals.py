@@ -21,7 +21,7 @@ _SCALES |= {"hundred": 1e2, "thousand": 1e3, "million": 1e6}
 _DIVISIONS = {"十": 10, "百": 100, "千": 1000}
 _MYRIADS = {"亿": 10**8, "万": 10**4}
 _TOO_LARGE = 10**24  # no quantity; a model that repeats 万亿 gets there
-_LONGEST_DIGITS = 24  # of a numeral said digit by digit
+_LONGEST_DIGITS = 24  # of a numeral read digit by digit
 _NUMERALS = {c: i for i, c in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
 _NUMERAL = "[" + "".join((*_NUMERALS, *_DIVISIONS, *_MYRIADS)) + "]"
 _CHINESE = re.compile(f"{_NUMERAL}+(?:点{_NUMERAL}+)?(?:分之{_NUMERAL}+)?")
@@ -152,8 +152,8 @@ def find_answer_number(text: str) -> float | None:
     for found in (_digits(text), _chinese(text), _english(text)):
         if found:
             ends = {match.end() for match in _SAYS_SO.finditer(text)}
-            said = [value for value, start in found if start in ends]
-            return said[-1] if said else found[-1][0]
+            announced = [value for value, start in found if start in ends]
+            return announced[-1] if announced else found[-1][0]
     return None
 
 

@@ -1,7 +1,7 @@
 """The words for the numbers. Every sentence here is made from results, none is fixed in advance.
 
-A loss is told in the first sentence whatever its size and whatever else went well: every contrast of
-the last arm with the first whose interval lies below 0 counts as one.
+The first sentence names every loss, whatever its size and whatever else went well: each contrast of
+the last arm with the first whose interval lies below 0.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
 
     ``line`` names each finding in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
     [0.48, 0.75]; knowledge: inconclusive"), every loss first, and ``clauses`` are its parts;
-    ``headline`` says the axes and every loss in a whole sentence; ``persona``, ``task`` and ``judge``
+    ``headline`` is a sentence on the axes and every loss; ``persona``, ``task`` and ``judge``
     hold the words of the overall contrasts, None where there is none.
     """
     names = [card["name"] for card in results["arms"]]
@@ -114,8 +114,8 @@ def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
             for axis, table in results["tables"].items()
             if OVERALL in table
         )
-        said = f"{means}{over}" if means else "no valid answers"
-        text = f"One arm ({', '.join(names) or 'none'}): {said}. Nothing to compare it with."
+        found = f"{means}{over}" if means else "no valid answers"
+        text = f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
         return {"line": text, "clauses": [], "headline": text, "details": [], **nothing}
     first, last = names[0], names[-1]
     shown = [one for one in results["contrasts"] if (one["of"], one["minus"]) == (last, first)]
@@ -139,7 +139,7 @@ def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _over(results: Mapping[str, Any]) -> str:
-    """Of how many items the numbers tell, where that is not all that was planned."""
+    """How many items the numbers are about, where that is not all that was planned."""
     plan = results.get("plan")
     total = max(results["asked"], plan["items"] if plan else 0)
     return f" over {results['valid']} of {total} items" if results["valid"] < total else ""
@@ -162,7 +162,7 @@ def _losses(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> l
 
 
 def _distinct(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Without a slice that is the only one of its axis: the axis as a whole says the same."""
+    """Without a slice that is the only one of its axis: the whole axis has the same numbers."""
     primary = _primary(results)
 
     def is_alone(axis: str, name: str) -> bool:
@@ -175,7 +175,7 @@ def _distinct(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) ->
 def _clauses(
     results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Losses first; then the axes as wholes and each task slice: text, verdict, whether a loss."""
+    """Losses first; then each axis and each task slice: text, verdict, whether a loss."""
     losses = _losses(results, shown)
     primary = _primary(results)
     rest = [
@@ -205,8 +205,8 @@ def finding(
 ) -> str:
     """What follows a contrast's title: " ↑ 0.62 [0.48, 0.75]", ": inconclusive".
 
-    A loss (``lost``) always is an arrow and a number; "beyond margin" is said of one whose whole
-    interval lies beyond it, and p of one that does not hold after correction for ``family`` contrasts.
+    A loss (``lost``) always is an arrow and a number; "beyond margin" marks one whose interval
+    lies beyond it, and p stands beside one that does not hold after correction for ``family`` contrasts.
     """
     mean, low, high = contrast["mean"], contrast["low"], contrast["high"]
     if lost or contrast["verdict"] == "dropped":
@@ -222,7 +222,7 @@ def finding(
 
 
 def _correction(contrast: Mapping[str, Any], family: int) -> str:
-    """What a loss that is "dropped" by its interval alone has to say of the test."""
+    """The p of a loss that the interval shows and the corrected test does not."""
     if contrast["verdict"] == "dropped":
         return ""
     return f" (p = {contrast['p_holm']:.2f} corrected for {family} comparisons)"
@@ -254,7 +254,7 @@ _WORDS = {
 
 
 def _sentence(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Every axis as a whole and every loss elsewhere, in words; losses first."""
+    """Every axis and every loss in a slice, in words; losses first."""
     losses = _losses(results, shown)
     overall = [one for one in shown if one["slice"] == OVERALL]
     overall.sort(key=lambda one: (one not in losses, _rank(results, one)))
@@ -266,7 +266,7 @@ def _sentence(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) ->
             word = "within margin"  # "did not rise"
         text = _WORDS[one["axis"], word].format(interval(one))
         if word == "inconclusive" and one["detectable"] is None:
-            text = f"{AXIS_WORDS[one['axis']]} cannot be told from so few items, {interval(one)}"
+            text = f"{AXIS_WORDS[one['axis']]} cannot be judged from so few items, {interval(one)}"
         if lost and one["verdict"] == "within margin":
             text += ", less than the margin"
         parts.append(text + (_correction(one, _family(results, one)) if lost else ""))
@@ -320,8 +320,8 @@ def _slices(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> l
     improved = [one for one in own if one["verdict"] == "improved"]
     texts = []
     for word, group in (("dropped", dropped), ("improved", improved)):
-        told = [f"{title_of(results, one)} {interval(one)}" for one in group]
-        texts += [f"Slices {word}: {', '.join(told)}."] if told else []
+        moved = [f"{title_of(results, one)} {interval(one)}" for one in group]
+        texts += [f"Slices {word}: {', '.join(moved)}."] if moved else []
     # Where the interval shows that there was no drop, or none of the margin's size, none was missed.
     open_ = [
         one
@@ -352,9 +352,9 @@ def _others(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> l
     steps: dict[str, list[str]] = {}
     for one in results["contrasts"]:
         if one not in shown and is_loss(results, one):
-            told = f"{title_of(results, one)} {interval(one)}"
-            steps.setdefault(f"{one['of']} − {one['minus']}", []).append(told)
-    return [f"Losses of {step}: {', '.join(told)}." for step, told in steps.items()]
+            loss = f"{title_of(results, one)} {interval(one)}"
+            steps.setdefault(f"{one['of']} − {one['minus']}", []).append(loss)
+    return [f"Losses of {step}: {', '.join(losses)}." for step, losses in steps.items()]
 
 
 def _judged(results: Mapping[str, Any]) -> list[str]:

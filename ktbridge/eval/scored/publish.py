@@ -70,8 +70,8 @@ def _write_index(directory: Path) -> dict[str, Any]:
             benches.append({"name": folder.name, "error": "", "results": write_report(folder)})
         except KtbridgeError as error:
             asked = (folder / RUN).is_file() or (folder / IMPORTED).is_file()
-            said = str(error) if asked else "the run stopped before it; nothing of it was asked"
-            benches.append({"name": folder.name, "error": said, "results": None})
+            why = str(error) if asked else "the run stopped before it; nothing of it was asked"
+            benches.append({"name": folder.name, "error": why, "results": None})
     if not any(one["results"] for one in benches):
         raise KtbridgeError(
             f"none of the benches in {str(directory)!r} has answers yet.",
