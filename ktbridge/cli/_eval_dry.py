@@ -62,6 +62,7 @@ def _plan(
         "version": bench.version,
         "directory": str(folder),
         "sampling": dict(bench.sampling),
+        "max_tokens": bench.max_tokens,
         "arms": [
             {
                 "name": one.arm,

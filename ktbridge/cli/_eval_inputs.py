@@ -44,6 +44,7 @@ def read_inputs(
     out: Path,
     slices: str | None,
     extra_body: str | None,
+    max_tokens: int | None,
     partner: str | None,
     judge: str | None,
     judge_may_be_remote: bool,
@@ -62,7 +63,7 @@ def read_inputs(
     from ktbridge.eval.gates import parse_gate, refuse_unknown
     from ktbridge.eval.judging.read import JUDGE
     from ktbridge.eval.rundir import run_directories
-    from ktbridge.eval.sampling import parse_extra_body, with_sampling
+    from ktbridge.eval.sampling import parse_extra_body, with_max_tokens, with_sampling
 
     if bool(arms) == bool(server):
         raise UsageError(
@@ -75,7 +76,10 @@ def read_inputs(
     parsed = parse_arms(arms)
     gates = tuple(parse_gate(text) for text in fail_on)
     fields = parse_extra_body(extra_body) if extra_body else {}
-    loaded = tuple(with_sampling(one, fields) for one in _benches(benches, compat, items))
+    loaded = tuple(
+        with_max_tokens(with_sampling(one, fields), max_tokens)
+        for one in _benches(benches, compat, items)
+    )
     folders = run_directories(out, [one.name for one in loaded])
     judged_before = any((folder / JUDGE).is_file() for folder in folders)
     refuse_unknown(gates, loaded, judged=bool(judge) or judged_before)

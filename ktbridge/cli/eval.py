@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "benches",
     multiple=True,
     metavar="NAME",
-    help="A bench of ours (nekobench) or a folder of yours; repeat it for several.",
+    help="nekobench or another of ours, generic for a file of yours, or a folder; repeat it for several.",
 )
 @click.option("--compat", metavar="NAME", help="A public set as it is: nekobench, with --items.")
 @click.option(
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--train-data",
+    metavar="FILE",
     type=click.Path(path_type=Path),
     help="Warn of items that this file of training rows holds.",
 )
@@ -48,8 +49,11 @@ if TYPE_CHECKING:
 )
 @click.option("--server", metavar="URL", help="Instead of --arm: all arms that this server offers.")
 @click.option(
+    "--output",
     "--out",
+    "out",
     required=True,
+    metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
     help="The run's directory; what is stored there is not asked again.",
 )
@@ -65,6 +69,12 @@ if TYPE_CHECKING:
     default=1,
     show_default=True,
     help="Ask every item so often; shows how much of a difference is noise.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="At most this many tokens an answer, instead of what the bench and its items say.",
 )
 @click.option(
     "--extra-body",
@@ -107,7 +117,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds to wait for one answer.",
 )
-@click.option("--resume", is_flag=True, help="Refuse an --out that holds no run to go on with.")
+@click.option("--resume", is_flag=True, help="Refuse an --output that holds no run to go on with.")
 @click.option("--dry-run", is_flag=True, help="Say what would be asked, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on stdout.")
 def command(
@@ -128,14 +138,15 @@ def command(
 
     Servers are checked first: an invented adapter name must be refused, and the arms must not all
     answer alike. Answers are stored as they come, so a run that stopped, for whatever reason, goes
-    on when the same command is given again. Arms may be asked in separate runs into one --out, and
+    on when the same command is given again. Arms may be asked in separate runs into one --output, and
     each of several benches gets a folder in it. A key for the servers is read from KTBRIDGE_API_KEY,
     the judge's from KTBRIDGE_JUDGE_API_KEY.
 
     \b
     Examples:
-      ktbridge eval --bench nekobench --server http://127.0.0.1:8000 --out runs/neko
-      ktbridge eval --bench nekobench --out runs/neko \\
+      ktbridge eval --bench nekobench --server http://127.0.0.1:8000 --output runs/neko
+      ktbridge eval --bench generic --items mine.jsonl --server URL --output runs/mine
+      ktbridge eval --bench nekobench --output runs/neko \\
         --arm base=tiny:base@http://127.0.0.1:8000 \\
         --arm expert=tiny@http://127.0.0.1:8000 \\
         --arm full=tiny:neko@http://127.0.0.1:8000 \\
@@ -144,7 +155,7 @@ def command(
     from ktbridge.cli._eval_dry import show_plan
     from ktbridge.cli._eval_inputs import read_inputs
     from ktbridge.cli._ui import emit_json, stderr
-    from ktbridge.cli.report import fail_on_gates, print_results
+    from ktbridge.cli.report import fail_on_errors, fail_on_gates, print_results
     from ktbridge.errors import UsageError, has_errors
     from ktbridge.eval import write_report
     from ktbridge.eval.rundir import RUN, write_benches
@@ -154,22 +165,25 @@ def command(
     inputs = read_inputs(out=out, judge_pairs=judge_pairs, **given)
     if resume and not any((folder / RUN).is_file() for folder in inputs.folders):
         raise UsageError(
-            f"--resume: there is no run in {str(out)!r}.", "see whether --out is the one you mean"
+            f"--resume: there is no run in {str(out)!r}.",
+            "see whether --output is the one you mean",
         )
     if dry_run:
         show_plan(inputs, limit=limit, repeat=repeat, judge_pairs=judge_pairs, as_json=as_json)
         return
+    failed = False
     try:
         _check_judge(inputs, timeout)
         write_benches(out, inputs.folders)
         for bench, folder in zip(inputs.benches, inputs.folders, strict=True):
             if train_data is not None:
                 _compare_training(bench, train_data, folder)
-            _collect(inputs, bench, folder, limit, repeat, concurrency, timeout)
+            failed |= _collect(inputs, bench, folder, limit, repeat, concurrency, timeout)
         judged, unjudged = _judge_all(inputs, limit, no_judge, judge_pairs, concurrency, timeout)
     except KeyboardInterrupt:
         stderr.print(
-            f"interrupted; every answer received is in {out}. The same command goes on from there.",
+            f"interrupted; every answer received is in {out}. The same command goes on from there; "
+            "a report until then is about a part of the bench.",
             soft_wrap=True,
             markup=False,
         )
@@ -182,7 +196,8 @@ def command(
     if unjudged is not None:
         raise unjudged
     fail_on_gates(inputs.gates, results)
-    if has_errors(judged):  # the report says which, and stands without the judge
+    fail_on_errors(results)
+    if failed or has_errors(judged):  # the report says which, and stands without
         sys.exit(1)
 
 
@@ -199,12 +214,12 @@ def _check_judge(inputs: Inputs, timeout: float) -> None:
 def _compare_training(bench: Bench, train_data: Path, folder: Path) -> None:
     from ktbridge.cli._ui import print_problems
     from ktbridge.eval.contamination import find_contamination
+    from ktbridge.eval.disk import make_directory, write_text
     from ktbridge.eval.scored.build import CONTAMINATION
-    from ktbridge.publish import write_text
 
     found = find_contamination(bench, train_data)
     print_problems(found.problems())
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
     write_text(folder / CONTAMINATION, text + "\n")
 
@@ -217,10 +232,12 @@ def _collect(
     repeat: int,
     concurrency: int,
     timeout: float,
-) -> None:
+) -> bool:
+    """Ask one bench; whether an arm could not be asked."""
     from ktbridge.cli._eval_inputs import ARMS_KEY
     from ktbridge.cli._eval_progress import show_progress
     from ktbridge.cli._ui import stderr
+    from ktbridge.errors import has_errors
     from ktbridge.eval import collect
 
     with show_progress(bench.name if inputs.several else "asking") as on_progress:
@@ -242,8 +259,9 @@ def _collect(
     said = f"{label}asked {done.asked} questions; {done.stored} answers were stored before"
     if done.faults:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(done.faults.items()))
-        said += f"; failed attempts, most of them asked again: {kinds}"
+        said += f"; failed attempts: {kinds}"
     stderr.print(said, markup=False, soft_wrap=True)
+    return has_errors(done.problems)
 
 
 def _say_preflight(found: Preflight) -> None:

@@ -15,7 +15,7 @@ _STYLES = {"improved": "green", "dropped": "red", "within margin": "cyan", "inco
 
 
 @click.command(cls=Command)
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "--fail-on",
     multiple=True,
@@ -44,10 +44,11 @@ def command(
     markdown: bool,
     as_json: bool,
 ) -> None:
-    """Score what `ktbridge eval` stored in DIRECTORY and compare its arms.
+    """Score what `ktbridge eval` stored in DIR and compare its arms.
 
     Prints tables and writes results.json, report.html (a single file that needs no network) and
-    report.md there. Asks no server anything, so it can be repeated at will.
+    report.md there. Asks no server anything, so it can be repeated at will. The exit code is 1 where
+    the evaluation is incomplete or failed (docs/eval.md lists when), whatever the numbers say.
 
     A --fail-on condition is about the last arm minus the first, on the slice's own axis:
     SLICE<NUMBER, AXIS:SLICE<NUMBER, low(SLICE)<NUMBER for the interval's lower end. KRI stands for
@@ -79,6 +80,15 @@ def command(
     else:
         print_results(results, directory)
     fail_on_gates(gates, results)
+    fail_on_errors(results)
+
+
+def fail_on_errors(results: Mapping[str, Any]) -> None:
+    """Exit with 1 where the report itself says that the evaluation failed or is incomplete."""
+    from ktbridge.eval import failures
+
+    if failures(results):
+        sys.exit(1)
 
 
 def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
@@ -95,7 +105,7 @@ def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
 
 def print_results(results: Mapping[str, Any], directory: Path) -> None:
     """The verdict, one table an axis, outcomes, warnings, and where the files are; by bench."""
-    from ktbridge.cli._ui import console, stderr
+    from ktbridge.cli._ui import console, shown, stderr
     from ktbridge.eval.scored.publish import INDEX_SCHEMA
 
     if results["schema"] != INDEX_SCHEMA:
@@ -105,7 +115,7 @@ def print_results(results: Mapping[str, Any], directory: Path) -> None:
             console.print()
             console.rule(one["name"], align="left")
             if one["results"] is None:
-                console.print(f"not reported: {one['error']}", markup=False)
+                console.print(f"[bold red]error:[/] not reported: {shown(one['error'])}")
             else:
                 _print_run(one["results"])
     for name in ("results.json", "report.html", "report.md"):
@@ -113,18 +123,23 @@ def print_results(results: Mapping[str, Any], directory: Path) -> None:
 
 
 def _print_run(results: Mapping[str, Any]) -> None:
-    from rich.markup import escape
-
-    from ktbridge.cli._ui import console, print_problems
+    from ktbridge.cli._ui import console, print_problems, shown
     from ktbridge.errors import Problem
+    from ktbridge.eval.facts import facts
 
     bench, verdict = results["bench"], results["verdict"]
+    problems = [Problem(**one) for one in results["warnings"]]
     console.print()
-    console.print(f"[bold]{escape(verdict['line'])}[/]")
+    for name, value in facts(results):
+        console.print(f"[dim]{name.lower():<8}[/] {shown(value)}")
+    for one in problems:
+        if one.severity == "error":
+            console.print(f"[bold red]error {one.code}: {shown(one.where)}: {shown(one.found)}[/]")
+    console.print(f"[bold]{shown(verdict['line'])}[/]")
     if verdict["headline"] != verdict["line"]:
-        console.print(escape(verdict["headline"]))
+        console.print(shown(verdict["headline"]))
     for text in verdict["details"]:
-        console.print(escape(text))
+        console.print(shown(text))
     for axis in ("persona", "task", "judge"):
         if results["tables"].get(axis):
             console.print()
@@ -134,45 +149,56 @@ def _print_run(results: Mapping[str, Any]) -> None:
         told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         if parts := results["persona_parts"].get(name):
             told += (
-                f"; calls the user by the term in {_share(parts['address_rate'])} of answers, "
+                f"; a term of address in {_share(parts['address_rate'])} of answers, "
                 f"a tic in {_share(parts['tic_rate'])} of sentences"
             )
-        console.print(f"{escape(name)}: {told}")
+        console.print(f"{shown(name)}: {told}")
     if results["valid"] < results["asked"]:
-        said = f"{results['valid']} of {results['asked']} items have an ok answer from every arm"
+        said = (
+            f"{results['valid']} of {results['asked']} items asked have an ok answer from every arm"
+        )
         console.print(f"{said}; the others are left out.", markup=False)
     for text in _noise(results):
         console.print(text, markup=False)
     for pair in results["identical"]:
         if pair["share"] is not None:
             console.print(
-                f"{escape(' and '.join(pair['arms']))}: {pair['share']:.0%} of {pair['n']} "
+                f"{shown(' and '.join(pair['arms']))}: {pair['share']:.0%} of {pair['n']} "
                 "answers are byte-identical"
             )
     for text in bench["notes"]:
-        console.print(escape(text))
+        console.print(shown(text))
     console.print(
-        f"{bench['name']} {bench['version']}".strip()
-        + "; dim rows are not what the axis is for; detectable: "
-        "the smallest change that a slice would show in 8 of 10 runs.",
+        "Dim rows are not what the axis is for. detectable: the smallest change that a slice would show "
+        "in 8 of 10 runs. ↓ beside a verdict: the whole interval lies below 0.",
         markup=False,
     )
-    print_problems(Problem(**one) for one in results["warnings"])
+    print_problems(problems)
 
 
 def _table(results: Mapping[str, Any], axis: str) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from ktbridge.eval.charts import TITLES
-    from ktbridge.eval.verdict import OVERALL, detectable, find, interval
+    from ktbridge.cli._ui import shown
+    from ktbridge.eval.facts import TITLES, made_of
+    from ktbridge.eval.verdict import (
+        OVERALL,
+        detectable,
+        find,
+        interval,
+        is_loss,
+        slice_title,
+        verdict_words,
+    )
 
     names = [card["name"] for card in results["arms"]]
     primary = {one["name"]: one["primary"] for one in results["bench"]["slices"]}
     own = {OVERALL} | {name for name, one in primary.items() if axis in ("judge", one)}
     rows = results["tables"][axis]
-    table = Table(title=f"{TITLES[axis]} (0 to 1)", title_justify="left", title_style="bold")
-    table.add_column("slice", no_wrap=True)
+    title = f"[bold]{TITLES[axis]}[/] (0 to 1): {escape(made_of(results, axis))}"
+    table = Table(title=title, title_justify="left", title_style="")
+    table.add_column("slice", min_width=max(map(len, rows)))
     table.add_column("n", justify="right")
     for name in names:
         table.add_column(escape(name), justify="right")
@@ -184,11 +210,12 @@ def _table(results: Mapping[str, Any], axis: str) -> Any:
         cells = [f"{rows[name][arm]['mean']:.2f}" for arm in names]
         contrast = find(results, axis, name, names[-1], names[0])
         if contrast is not None:
-            verdict = contrast["verdict"]
-            cells += [escape(interval(contrast)), f"[{_STYLES[verdict]}]{verdict}[/]"]
-            cells.append(detectable(contrast))
+            style = _STYLES["dropped" if is_loss(results, contrast) else contrast["verdict"]]
+            words = f"[{style}]{verdict_words(results, contrast)}[/]"
+            cells += [escape(interval(contrast)), words, detectable(contrast)]
         count = str(rows[name][names[0]]["n"])
-        table.add_row(escape(name), count, *cells, style="" if name in own else "dim")
+        style = "" if name in own else "dim"
+        table.add_row(shown(slice_title(results, name)), count, *cells, style=style)
     return table
 
 

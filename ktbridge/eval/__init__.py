@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ktbridge.eval.arms import Arm, parse_arms
 from ktbridge.eval.bench import Bench, Item, load_bench
-from ktbridge.eval.results import score_run, write_report
+from ktbridge.eval.results import failures, score_run, write_report
 from ktbridge.eval.run import Collected, collect
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Collected",
     "Item",
     "collect",
+    "failures",
     "load_bench",
     "parse_arms",
     "score_run",

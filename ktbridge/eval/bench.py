@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import urllib.parse
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ import yaml
 
 import ktbridge
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.eval.bench_checks import Axis, Item, Partner, Slice, check_head, check_items
+from ktbridge.eval.bench_checks import (
+    BENCH_DEFAULTS,
+    Axis,
+    Item,
+    Partner,
+    Slice,
+    check_head,
+    check_items,
+    grouped,
+)
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
 from ktbridge.eval.sources import read_source
 from ktbridge.hosts import is_loopback_url
@@ -33,6 +43,7 @@ FILES = ("bench.yaml", "items.jsonl", "persona.yaml")
 class Bench:
     """A checked bench. ``sha256`` covers the bytes of its three files.
 
+    ``max_tokens`` is what the command line set for every item, None where the bench's own limits hold;
     ``data`` says where items came from that are not ours (file name, SHA-256, loader, rows, what was
     skipped and why); ``notes`` are what a report must say beside the numbers; ``private`` data may
     go to no judge but one on this machine.
@@ -52,6 +63,7 @@ class Bench:
     notes: tuple[str, ...] = ()
     partner: Partner | None = None
     private: bool = False
+    max_tokens: int | None = None
 
     def select(self, slices: tuple[str, ...] = (), limit: int | None = None) -> tuple[Item, ...]:
         """The items of ``slices`` (all by default), at most ``limit``, spread evenly over them.
@@ -66,15 +78,19 @@ class Bench:
                 "choose from " + ", ".join(known),
             )
         chosen = [item for item in self.items if not slices or item.slice in slices]
-        if limit is None:
-            return tuple(chosen)
-        turn: dict[str, int] = {}
-        rank = {}
-        for item in chosen:
-            turn[item.slice] = turn.get(item.slice, 0) + 1
-            rank[item.id] = (turn[item.slice], known.index(item.slice))
-        kept = {item.id for item in sorted(chosen, key=lambda item: rank[item.id])[:limit]}
+        kept = {item.id for item in self.in_turn(chosen)[:limit]}
         return tuple(item for item in chosen if item.id in kept)
+
+    def in_turn(self, items: Sequence[Item]) -> list[Item]:
+        """``items`` with the slices in turn: the first of each, the second of each, and so on. Asked in
+        this order, an interrupted run has as much of every slice as one with a ``limit``."""
+        order = {one.name: i for i, one in enumerate(self.slices)}
+        turn = Counter[str]()
+        ranked: list[tuple[int, int, int, Item]] = []
+        for item in items:
+            turn[item.slice] += 1
+            ranked.append((turn[item.slice], order[item.slice], len(ranked), item))
+        return [item for *_, item in sorted(ranked, key=lambda one: one[:3])]
 
     def refuse_remote_judge(self, url: str, *, allowed: bool = False) -> None:
         """Raise UsageError where private data would go to a judge that is not on this machine.
@@ -152,11 +168,13 @@ def parse_bench(files: Mapping[str, bytes]) -> Bench:
     persona = parse_persona(_yaml(files, "persona.yaml", problems), "persona.yaml", problems)
     items = check_items(files["items.jsonl"], slices, head, persona, problems)
     if problems or persona is None:
+        problems = grouped(problems)
         raise ProblemsError(
             f"the bench has {len(problems)} problem(s); nothing was asked.",
             problems,
-            "mend the bench's files and run again",
+            "correct the bench's files and run again; eval/README.md has an example",
         )
+    head = {**BENCH_DEFAULTS, **head}
     digest = hashlib.sha256()
     for name in FILES:
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
@@ -178,6 +196,7 @@ def parse_bench(files: Mapping[str, bytes]) -> Bench:
         if partner
         else None,
         private=head.get("private", False),
+        max_tokens=head.get("override", {}).get("max_tokens"),
     )
 
 
@@ -200,5 +219,5 @@ def read_snapshot(folder: Path) -> Bench:
     except FileNotFoundError as error:
         raise KtbridgeError(
             f"the run has no {Path(error.filename).name!r} in {str(folder)!r}.",
-            "run `ktbridge eval` with --out on this directory",
+            "run `ktbridge eval` with --output on this directory",
         ) from None

@@ -1,24 +1,41 @@
-"""What may be wrong with bench.yaml and items.jsonl: all of it is found before the first request."""
+"""What may be wrong with bench.yaml and items.jsonl: all of it is found before the first request.
+
+What a bench leaves out is filled in here; only its name, its slices and each item's messages and gold
+have to be there.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from ktbridge.errors import Problem
 from ktbridge.eval.persona import Persona
 from ktbridge.eval.scorers import SCORERS, check_faults
+from ktbridge.eval.text import language_of
 
 Axis = Literal["task", "persona"]
 AXES = get_args(Axis)
 
-_BENCH_KEYS = {"name", "version", "language", "slices", "max_tokens", "sampling", "margin"}
-_BENCH_OPTIONAL = {"about", "source", "data", "notes", "checklists", "partner", "private"}
-_ITEM_KEYS = {"id", "slice", "sub", "lang", "messages", "checks", "origin", "license"}
-_ITEM_OPTIONAL = {"cluster", "gold", "judge", "max_tokens"}
-_OURS = {"model", "messages", "max_tokens", "stream", "n"}
+_BENCH_KEYS = ("name", "slices")
+BENCH_DEFAULTS: Mapping[str, Any] = {
+    "version": "1",
+    "language": "any",
+    "max_tokens": 512,
+    "sampling": {"temperature": 0},
+    "margin": 0.1,
+}
+_BENCH_OPTIONAL = ("about", "source", "notes", "checklists", "partner", "private")
+# What a run's snapshot has beside them: where items came from, what the command line set.
+_SNAPSHOT_KEYS = ("data", "override")
+_ITEM_KEYS = (
+    *("id", "slice", "sub", "lang", "cluster", "messages", "gold", "checks", "judge"),
+    *("max_tokens", "origin", "license"),
+)
+OURS = ("model", "messages", "max_tokens", "stream", "n")
+_MANY = 8  # lines of one problem that are listed
 
 
 @dataclass(frozen=True)
@@ -72,10 +89,14 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
     if not isinstance(head, Mapping):
         complain("(file)", type(head).__name__, "a mapping")
         return {}
-    for key in sorted(_BENCH_KEYS - set(head)):
-        complain(key, "missing", "a value")
-    for key in sorted(set(head) - _BENCH_KEYS - _BENCH_OPTIONAL, key=str):
-        complain(str(key), "unknown key", "one of " + ", ".join(sorted(_BENCH_KEYS)))
+    for key in _BENCH_KEYS:
+        if key not in head:
+            complain(key, "missing", "a value")
+    known = (*_BENCH_KEYS, *BENCH_DEFAULTS, *_BENCH_OPTIONAL)
+    for key in sorted(set(head) - {*known, *_SNAPSHOT_KEYS}, key=str):
+        complain(str(key), "unknown key", "one of " + ", ".join(known))
+    if "name" in head and not (isinstance(head["name"], (str, int)) and str(head["name"]).strip()):
+        complain("name", repr(head["name"])[:60], "a name")
     if "max_tokens" in head and not _positive(head["max_tokens"]):
         complain("max_tokens", repr(head["max_tokens"]), "a whole number above 0")
     margin = head.get("margin", 0.1)
@@ -84,8 +105,9 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
     sampling = head.get("sampling", {})
     if not isinstance(sampling, Mapping):
         complain("sampling", repr(sampling), "a mapping of request fields")
-    elif _OURS & set(sampling):
-        complain("sampling", ", ".join(sorted(_OURS & set(sampling))), "fields that we don't set")
+    elif set(OURS) & set(sampling):
+        found = ", ".join(sorted(set(OURS) & set(sampling)))
+        complain("sampling", found, "fields that ktbridge does not set itself")
     elif not is_json(sampling):
         complain("sampling", repr(sampling)[:80], "values that JSON can hold")
     notes = head.get("notes", [])
@@ -96,21 +118,27 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
     lists = head.get("checklists", {})
     if not isinstance(lists, Mapping) or not all(_questions(one) for one in lists.values()):
         complain("checklists", repr(lists)[:60], "{NAME: [yes/no question, ...]}")
+    override = head.get("override", {})
+    if not isinstance(override, Mapping) or not set(override) <= {"max_tokens"}:
+        complain("override", repr(override)[:60], "{max_tokens: n}")
+    elif not all(map(_positive, override.values())):
+        complain("override.max_tokens", repr(override["max_tokens"]), "a whole number above 0")
     slices = {}
-    table = head.get("slices", {})
-    if not isinstance(table, Mapping) or not table:
-        complain("slices", repr(table)[:60], "{NAME: {primary, meaning}}")
+    table = slice_table(head)
+    if not table:
+        if "slices" in head:
+            complain(
+                "slices", repr(head["slices"])[:60], "[NAME, ...] or {NAME: what it asks, ...}"
+            )
         return {}
     for name, row in table.items():
-        primary = row.get("primary") if isinstance(row, Mapping) else None
-        if not isinstance(row, Mapping) or primary not in AXES or not row.get("meaning"):
+        primary, label = row.get("primary", "task"), row.get("label", "")
+        if primary not in AXES or not isinstance(row.get("meaning", ""), str):
             complain(f"slices.{name}", repr(row)[:80], "{primary: task|persona, meaning: text}")
-            continue
-        label = row.get("label", "")
-        if not isinstance(label, str):
+        elif not isinstance(label, str):
             complain(f"slices.{name}.label", repr(label)[:60], "a word or two")
-            continue
-        slices[str(name)] = Slice(str(name), cast(Axis, primary), str(row["meaning"]), label)
+        else:
+            slices[name] = Slice(name, cast(Axis, primary), row.get("meaning", ""), label)
     partner = head.get("partner")
     if partner is not None and not (
         isinstance(partner, Mapping)
@@ -122,6 +150,41 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
     ):
         complain("partner", repr(partner)[:80], "{system: text, turns: n, slices: [NAME, ...]}")
     return slices
+
+
+def slice_table(head: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """bench.yaml's slices as {NAME: {primary, meaning, ...}}; they may be a list of names, or names
+    with what they ask. {} for anything else; a row that is none of these is {"primary": None}."""
+    table = head.get("slices")
+    if isinstance(table, list) and all(isinstance(name, str) and name for name in table):
+        table = dict.fromkeys(table)
+    if not isinstance(table, Mapping):
+        return {}
+    rows: dict[str, Mapping[str, Any]] = {}
+    for name, row in table.items():
+        row = {} if row is None else {"meaning": row} if isinstance(row, str) else row
+        rows[str(name)] = row if isinstance(row, Mapping) else {"primary": None, "meaning": row}
+    return rows
+
+
+def grouped(problems: list[Problem]) -> list[Problem]:
+    """``problems`` with those of several places that say the same made into one."""
+    groups: dict[tuple[str, ...], list[Problem]] = {}
+    for one in problems:
+        file = one.where.partition(":")[0]
+        key = (one.code, one.severity, file, one.found, one.expected, one.next_step)
+        groups.setdefault(key, []).append(one)
+    return [_merged(file, same) for (_, _, file, *_), same in groups.items()]
+
+
+def _merged(file: str, same: list[Problem]) -> Problem:
+    if len(same) == 1:
+        return same[0]
+    # "items.jsonl:3 (id)" and "bench.yaml: key" without the file and the id
+    places = [one.where.partition(":")[2].strip().partition(" (")[0] for one in same]
+    rest = f" and {len(places) - _MANY} more" if len(places) > _MANY else ""
+    head = f"{file}: " + ("lines " if all(map(str.isdigit, places)) else "")
+    return replace(same[0], where=head + ", ".join(places[:_MANY]) + rest)
 
 
 def check_items(
@@ -154,12 +217,13 @@ def check_items(
                 Problem("KTB813", "error", where, fault, "finite numbers and whole characters")
             )
             continue
+        name = row.get("id") if isinstance(row, dict) else None
+        row = with_item_defaults(row, slices, number)
         found = list(_item_faults(row, slices, lists))
         if isinstance(row, dict) and isinstance(row.get("id"), str):
             if row["id"] in first_line:
                 found.append((f"the id {row['id']!r} of line {first_line[row['id']]}", "a new id"))
             first_line.setdefault(row["id"], number)
-        name = row.get("id") if isinstance(row, dict) else None
         problems.extend(
             Problem("KTB813", "error", f"{where} ({name})" if name else where, fault, expected)
             for fault, expected in found
@@ -169,6 +233,26 @@ def check_items(
     if not first_line:
         problems.append(Problem("KTB812", "error", "items.jsonl", "no items", "one item a line"))
     return items
+
+
+def with_item_defaults(row: Any, slices: Mapping[str, Slice], number: int) -> Any:
+    """An item with what it leaves out: a name by its line, the only slice, the language of its question,
+    and the check that goes with its gold."""
+    if not isinstance(row, dict):
+        return row
+    filled = {"id": f"line-{number}", "sub": "", "origin": "unknown", "license": "unknown", **row}
+    if len(slices) == 1:
+        filled.setdefault("slice", next(iter(slices)))
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    text = last.get("content") if isinstance(last, dict) else None
+    filled.setdefault("lang", language_of(text if isinstance(text, str) else ""))
+    if "checks" not in row and "gold" in row:
+        gold = row["gold"]
+        filled["gold"] = [gold] if isinstance(gold, str) else gold
+        number_like = isinstance(gold, (int, float)) and not isinstance(gold, bool)
+        filled["checks"] = [{"scorer": "numeric" if number_like else "aliases"}]
+    return filled
 
 
 def _item(
@@ -195,9 +279,15 @@ def _item(
         tuple(row["messages"]),
         row.get("gold"),
         checks,
-        row.get("max_tokens", head.get("max_tokens")),
+        _max_tokens(row, head),
         tuple(questions),
     )
+
+
+def _max_tokens(row: Mapping[str, Any], head: Mapping[str, Any]) -> int:
+    own = row.get("max_tokens", head.get("max_tokens", BENCH_DEFAULTS["max_tokens"]))
+    override = head.get("override")
+    return cast(int, override.get("max_tokens", own) if isinstance(override, Mapping) else own)
 
 
 def _item_faults(
@@ -206,10 +296,18 @@ def _item_faults(
     """What is wrong with one item, as (found, expected) pairs."""
     if not isinstance(row, dict):
         return [(type(row).__name__, "a JSON object")]
-    faults = [(f"no {key!r}", "every field") for key in sorted(_ITEM_KEYS - set(row))]
+    faults = []
+    if "messages" not in row:
+        faults.append(("no 'messages'", "[{role, content}, ...] that ends with the user's turn"))
+    if "slice" not in row:
+        faults.append(("no 'slice'", "one of " + ", ".join(slices)))
+    if "checks" not in row:
+        faults.append(
+            ("neither 'gold' nor 'checks'", "what a right answer holds, or how to check it")
+        )
     faults += [
-        (f"the unknown field {key!r}", "one of " + ", ".join(sorted(_ITEM_KEYS | _ITEM_OPTIONAL)))
-        for key in sorted(set(row) - _ITEM_KEYS - _ITEM_OPTIONAL)
+        (f"the unknown field {key!r}", "one of " + ", ".join(_ITEM_KEYS))
+        for key in sorted(set(row) - set(_ITEM_KEYS))
     ]
     for key in ("id", "slice", "sub", "lang", "cluster", "origin", "license"):
         if key in row and not (isinstance(row[key], str) and (row[key] or key == "sub")):

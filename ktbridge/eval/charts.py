@@ -6,11 +6,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ktbridge.eval.verdict import OVERALL, find, interval
+from ktbridge.eval.facts import TITLES
+from ktbridge.eval.verdict import (
+    AXIS_WORDS,
+    OVERALL,
+    find,
+    interval,
+    is_loss,
+    slice_title,
+    title_of,
+    verdict_words,
+)
 
-TITLES = {"persona": "Persona", "task": "Task quality", "judge": "Judged quality"}
-_WIDTH = 460
-_LEFT, _RIGHT, _TOP = 84, 14, 8
+_WIDTH = 500
+_LEFT, _RIGHT, _TOP = 168, 14, 8  # _LEFT: room for "KRI-K (knowledge)"
+_NAME = 24  # characters of a name that fit there
 _LINE, _GAP = 13, 14
 _CHANGE_ROW = 34
 _RADIUS = 138.0
@@ -26,6 +36,10 @@ def _own(results: Mapping[str, Any], axis: str) -> set[str]:
     return {one["name"] for one in slices if axis in ("judge", one["primary"])}
 
 
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME else name[: _NAME - 1] + "…"
+
+
 def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
     """Mean and interval of every arm: rows of slices, one line an arm, x from 0 to 1.
 
@@ -37,6 +51,7 @@ def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
     rows = []
     top = float(_TOP)
     for name in sorted(table, key=lambda name: name not in own):
+        title = slice_title(results, name)
         lines = []
         for i, arm in enumerate(names):
             cell = table[name][arm]
@@ -47,14 +62,14 @@ def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
                     "x": _x(cell["mean"]),
                     "low": _x(cell["low"]),
                     "high": _x(cell["high"]),
-                    "title": f"{name}, {arm}: {cell['mean']:.2f} "
+                    "title": f"{title}, {arm}: {cell['mean']:.2f} "
                     f"[{cell['low']:.2f}, {cell['high']:.2f}], n = {cell['n']}",
                 }
             )
         height = _GAP + _LINE * max(2, len(names))
         rows.append(
             {
-                "name": name,
+                "name": _short(title),
                 "minor": name not in own,
                 "overall": name == OVERALL,
                 "y": top + height / 2,
@@ -78,39 +93,48 @@ def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
 
 
 def changes(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The last arm minus the first, one line a slice on its own axis, with zero and the margin.
-
-    None where there is nothing to compare.
+    """The last arm minus the first, one line a slice on its own axis, with zero and the margin; and
+    every other loss. None where there is nothing to compare.
     """
     names = [card["name"] for card in results["arms"]]
     if len(names) < 2:
         return None
-    wanted = [(axis, OVERALL, TITLES[axis]) for axis in ("persona", "task", "judge")]
-    wanted += [(one["primary"], one["name"], one["label"]) for one in results["bench"]["slices"]]
+    wanted = [(axis, OVERALL) for axis in AXIS_WORDS]
+    wanted += [(one["primary"], one["name"]) for one in results["bench"]["slices"]]
     found = [
-        (label, contrast)
-        for axis, name, label in wanted
+        contrast
+        for axis, name in wanted
         if (contrast := find(results, axis, name, names[-1], names[0])) is not None
     ]
     if not found:
         return None
-    ends = [abs(one[end]) for _, one in found for end in ("low", "high")]
+    found += [
+        one
+        for one in results["contrasts"]
+        if (one["of"], one["minus"]) == (names[-1], names[0])
+        and one not in found
+        and is_loss(results, one)
+    ]
+    ends = [abs(one[end]) for one in found for end in ("low", "high")]
     reach = math.ceil(10 * max(*ends, 2 * results["bench"]["margin"])) / 10
-    left = 128
+    left = _LEFT
     rows = [
         {
-            "label": label if len(label) <= 17 else label[:16] + "…",
+            "label": _short(title),
             "overall": one["slice"] == OVERALL,
+            "loss": is_loss(results, one),
             "verdict": one["verdict"],
+            "words": verdict_words(results, one),
             "top": _TOP + _CHANGE_ROW * i,
             "y": _TOP + _CHANGE_ROW * (i + 0.5),
             "x": _x(one["mean"], -reach, reach, left),
             "low": _x(one["low"], -reach, reach, left),
             "high": _x(one["high"], -reach, reach, left),
             "n": one["n"],
-            "title": f"{label}: {interval(one)}, {one['verdict']}, n = {one['n']}",
+            "title": f"{title}: {interval(one)}, {verdict_words(results, one)}, n = {one['n']}",
         }
-        for i, (label, one) in enumerate(found)
+        for i, one in enumerate(found)
+        for title in [title_of(results, one)]
     ]
     bottom = _TOP + _CHANGE_ROW * len(rows)
     margin = results["bench"]["margin"]
@@ -139,13 +163,13 @@ def radar(results: Mapping[str, Any]) -> dict[str, Any] | None:
     """Every slice on its own axis, a polygon an arm; None for fewer than three slices."""
     names = [card["name"] for card in results["arms"]]
     spokes = [
-        (one["label"], results["tables"][one["primary"]][one["name"]])
+        (one["name"], one["label"], results["tables"][one["primary"]][one["name"]])
         for one in results["bench"]["slices"]
         if one["name"] in results["tables"].get(one["primary"], {})
     ]
     if len(spokes) < 3:
         return None
-    centre_x, centre_y = _WIDTH / 2, _RADIUS + 30
+    centre_x, centre_y = _WIDTH / 2, _RADIUS + 42
 
     def point(index: int, value: float) -> tuple[float, float]:
         angle = 2 * math.pi * index / len(spokes) - math.pi / 2
@@ -160,22 +184,26 @@ def radar(results: Mapping[str, Any]) -> dict[str, Any] | None:
         return " ".join(f"{x},{y}" for x, y in points)
 
     labels = []
-    for i, (label, _) in enumerate(spokes):
+    for i, (name, label, _) in enumerate(spokes):
         x, y = point(i, 1.11)
         side = "middle" if abs(x - centre_x) < 12 else "start" if x > centre_x else "end"
         end_x, end_y = point(i, 1.0)
-        labels.append({"text": label, "x": x, "y": y + 4, "side": side, "to": (end_x, end_y)})
+        # The name and, below it, what it is about: away from the centre, so that neither lies on it.
+        above = 8 if y > centre_y + 12 else -10 if y < centre_y - 12 else -2
+        under = "" if label == name else f"({label})"
+        spot = {"x": x, "y": round(y + above + (0 if under else 4), 1)}
+        labels.append({"text": name, "under": under, **spot, "side": side, "to": (end_x, end_y)})
     return {
         "width": _WIDTH,
-        "height": round(2 * _RADIUS + 60),
+        "height": round(2 * _RADIUS + 84),
         "centre": (centre_x, centre_y),
         "rings": [ring([share] * len(spokes)) for share in (0.25, 0.5, 0.75, 1.0)],
         "labels": labels,
         "arms": [
             {
                 "name": name,
-                "points": ring([cells[name]["mean"] for _, cells in spokes]),
-                "marks": [point(i, cells[name]["mean"]) for i, (_, cells) in enumerate(spokes)],
+                "points": ring([cells[name]["mean"] for *_, cells in spokes]),
+                "marks": [point(i, cells[name]["mean"]) for i, (*_, cells) in enumerate(spokes)],
             }
             for name in names
         ],

@@ -19,19 +19,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval.failures import KEY, RETRIED, TIMED_OUT, describe_reply
 from ktbridge.eval.transport import open_transport
 from ktbridge.eval.wire import Reply
 
 Outcome = Literal["ok", "empty", "truncated", "think-only", "http-error"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 
-_RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
 _LONGEST_WAIT = 300.0  # seconds of Retry-After that we accept before giving up
 _TIMEOUTS = 2
 # What to do where a server gives no list of models.
 _NEXT_STEPS = {
-    401: "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants",
+    401: KEY,
     403: "see whether the key may list models",
     404: "give the server's base URL, the part before /v1",
 }
@@ -107,7 +107,7 @@ class Client:
             reply = await self._transport.models(min(self._timeout, _LIST_TIMEOUT))
             if not 200 <= reply.status < 300:
                 raise KtbridgeError(
-                    f"{self.url}/models answered {_status(reply.status, reply.body)}.",
+                    f"{self.url}/models answered {describe_reply(reply.status, reply.body)}.",
                     _NEXT_STEPS.get(reply.status, "see the server's log"),
                 )
             entries = _read_reply(reply)["data"]
@@ -117,7 +117,7 @@ class Client:
         except OSError as error:
             raise KtbridgeError(
                 f"{self.url} does not answer ({_cause(error)}).",
-                "start the server, or mend its URL",
+                "start the server, or correct its URL",
             ) from None
         except (BadReplyError, KeyError, TypeError) as error:
             raise KtbridgeError(
@@ -139,10 +139,10 @@ class Client:
                 if 200 <= reply.status < 300:
                     answer = read_completion(_read_reply(reply))
                     return replace(answer, seconds=round(time.monotonic() - start, 3))
-                detail = _status(reply.status, reply.body)
+                detail = describe_reply(reply.status, reply.body)
                 self.faults[f"HTTP {reply.status}"] += 1
                 answer = Answer("http-error", detail=detail, status=reply.status)
-                if reply.status not in _RETRIED_STATUS:
+                if reply.status not in RETRIED:
                     return answer
                 asked = _retry_after(reply.headers)
                 if asked is not None:
@@ -155,7 +155,7 @@ class Client:
             except TimeoutError:
                 # What took this long once will do so again: a second chance, not six.
                 self.faults["timed out"] += 1
-                answer = Answer("http-error", detail="timed out")
+                answer = Answer("http-error", detail=TIMED_OUT)
                 if (timeouts := timeouts + 1) == _TIMEOUTS:
                     return answer
             except OSError as error:
@@ -232,15 +232,10 @@ def _refuse_surrogates(value: Any) -> None:
         raise BadReplyError("a lone surrogate, half of a character, in its text") from None
 
 
-def _status(status: int, body: bytes) -> str:
-    text = " ".join(body.decode("utf-8", "replace").split())
-    return f"HTTP {status}" + (f": {text[:160]}" if text else "")
-
-
 def _cause(error: OSError) -> str:
     """What a failed connection was about, without Python's numbers."""
     if isinstance(error, TimeoutError):
-        return "timed out"
+        return TIMED_OUT
     if error.errno and error.errno > 0:
         return os.strerror(error.errno).lower()
     return error.strerror or str(error) or type(error).__name__

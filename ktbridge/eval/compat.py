@@ -17,8 +17,8 @@ from pathlib import Path
 from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.bench import Bench, Item, benches_root, parse_bench
 from ktbridge.eval.fence import fence
-from ktbridge.eval.sources import file_card, language_of, read_records
-from ktbridge.eval.text import normalise
+from ktbridge.eval.sources import file_card, read_records
+from ktbridge.eval.text import language_of, normalise
 
 COMPAT = ("nekobench",)
 NOTE = (

@@ -8,17 +8,32 @@ the page's own style and script are in ``page/`` and end up inside the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from ktbridge.eval.charts import TITLES, changes, dots, radar
-from ktbridge.eval.verdict import OVERALL, detectable, interval, signed
+from ktbridge.eval.charts import changes, dots, radar
+from ktbridge.eval.facts import TITLES, facts, made_of
+from ktbridge.eval.glossary import terms_for
+from ktbridge.eval.text import show_direction, shown_lines
+from ktbridge.eval.verdict import (
+    AXIS_WORDS,
+    OVERALL,
+    detectable,
+    interval,
+    is_loss,
+    signed,
+    slice_title,
+    verdict_words,
+)
 from ktbridge.eval.worddiff import diff_words
 
+_FOLDED = 8  # lines of a text that are shown before it is opened
+_HEAD, _TAIL = 16_000, 4_000  # characters of a longer text that the page holds
 _MARKS = ("circle", "square", "diamond", "triangle")
 _PAGE = Path(__file__).parent / "page"
 
@@ -35,6 +50,14 @@ def render_html(results: Mapping[str, Any]) -> str:
             names=names,
             axes=axes,
             titles=TITLES,
+            axis_words=AXIS_WORDS,
+            facts=facts(results),
+            meanings={one["name"]: one["meaning"] for one in results["bench"]["slices"]},
+            terms=terms_for([*results["axes"], *["judge"] * bool(results["judge"])]),
+            made_of={axis: made_of(results, axis) for axis in axes},
+            slice_title=lambda name: slice_title(results, name),
+            words=lambda one: verdict_words(results, one),
+            tone=lambda one: "dropped" if is_loss(results, one) else one["verdict"],
             marks={name: _MARKS[i % len(_MARKS)] for i, name in enumerate(names)},
             number={name: i % len(_MARKS) for i, name in enumerate(names)},
             charts=[dots(results, axis) for axis in axes],
@@ -50,9 +73,9 @@ def render_html(results: Mapping[str, Any]) -> str:
     )
 
 
-def render_index(index: Mapping[str, Any]) -> str:
-    """The page over several benches: every verdict, with a link to its report."""
-    return _environment().get_template("index.html.j2").render(index=index)
+def render_index(index: Mapping[str, Any], failures: Sequence[str]) -> str:
+    """The page over several benches: every verdict, with a link to its report; ``failures`` first."""
+    return _environment().get_template("index.html.j2").render(index=index, failures=failures)
 
 
 def _environment() -> jinja2.Environment:
@@ -66,6 +89,10 @@ def _environment() -> jinja2.Environment:
     environment.filters["signed"] = signed
     environment.filters["interval"] = interval
     environment.filters["flat"] = _flat
+    environment.filters["cut"] = cut
+    environment.filters["unfold"] = _unfold
+    environment.filters["is_long"] = lambda text: shown_lines(text, _FOLDED) > _FOLDED
+    environment.filters["anchor"] = lambda text: "-".join(re.findall(r"\w+", text)) or "sign"
     environment.filters["detectable"] = detectable
     environment.filters["pretty"] = lambda value: json.dumps(
         value, indent=1, ensure_ascii=False, sort_keys=True
@@ -87,6 +114,22 @@ def _flat(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     return "–" if value is None else str(value)
+
+
+def cut(text: str) -> str:
+    """``text`` as the page shows it: of one that no reader would finish its beginning and its end, and
+    without effect on the direction in which it is read."""
+    if len(text) > _HEAD + _TAIL:
+        left_out = f"[… {len(text) - _HEAD - _TAIL:,} characters are in results.json …]"
+        text = f"{text[:_HEAD]}\n{left_out}\n{text[-_TAIL:]}"
+    return show_direction(text)
+
+
+def _unfold(text: str) -> str:
+    """What opening a folded text shows."""
+    if len(text) <= _HEAD + _TAIL:
+        return f"show all {len(text):,} characters"
+    return f"show the first {_HEAD:,} and the last {_TAIL:,} of {len(text):,} characters"
 
 
 def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -112,13 +155,14 @@ def _cards(results: Mapping[str, Any], names: list[str], axes: list[str]) -> lis
         if table is None:
             continue
         slices = [
-            one["name"]
+            slice_title(results, one["name"])
             for one in results["bench"]["slices"]
             if axis in ("judge", one["primary"]) and one["name"] in results["tables"][axis]
         ]
         cards.append(
             {
                 "title": TITLES[axis],
+                "made_of": made_of(results, axis),
                 "means": [(name, table[name]["mean"]) for name in names],
                 "contrasts": [
                     one
@@ -141,9 +185,14 @@ def _item(row: Mapping[str, Any], names: list[str], axes: list[str]) -> dict[str
     outcomes = {answer["outcome"] for answer in row["answers"].values()}
     marked = None
     if len(names) > 1 and "text" in first and "text" in last:
-        marked = diff_words(first["text"], last["text"])
+        marked = diff_words(cut(first["text"]), cut(last["text"]))
+    several = len(row["messages"]) > 1
+    prompt = "\n\n".join(
+        (f"{one['role']}: " if several else "") + one["content"] for one in row["messages"]
+    )
     return {
         **row,
+        "prompt": prompt,
         "change": change,
         "outcomes": " ".join(sorted(outcomes)),
         "faulty": outcomes != {"ok"},

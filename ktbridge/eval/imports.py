@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import BadReplyError, read_completion
+from ktbridge.eval.disk import make_directory, write_text
 from ktbridge.eval.imports_lm_eval import read_lm_eval
 from ktbridge.eval.scored.build import assemble
-from ktbridge.eval.scorers import SCORERS
-from ktbridge.publish import write_text
+from ktbridge.eval.scored.rows import mark_task
 
 IMPORTED = "imported.json"
 SCHEMA = "ktbridge.import/1"
@@ -97,9 +97,9 @@ def import_answers(sources: Sequence[Source], directory: Path) -> None:
         raise ProblemsError(
             f"the import has {len(problems)} problem(s); nothing was written.",
             problems,
-            "mend these rows, or leave them out of the files",
+            "correct these rows, or leave them out of the files",
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     document = {"schema": SCHEMA, "arms": list(arms.values()), "items": list(items.values())}
     write_text(directory / IMPORTED, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
@@ -198,6 +198,18 @@ def score_imports(directory: Path) -> dict[str, Any]:
     return assemble(_card(kept, rows), cards, rows, references=references)
 
 
+def _first_checks(rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[str]:
+    """The check by which each answer of a slice is marked."""
+    for row in rows:
+        for answer in row["answers"].values():
+            if row["slice"] == name and "checks" in answer:
+                yield answer["checks"][0]["scorer"]
+
+
+def _check_name(scorer: str) -> str:
+    return f"{scorer} ({OVERLAP['metric']})" if scorer == OVERLAP["scorer"] else scorer
+
+
 def _row(item: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     return {
         "id": item["id"],
@@ -228,10 +240,7 @@ def _answer(item: Mapping[str, Any], kept: Mapping[str, Any] | None) -> dict[str
     answer: dict[str, Any] = {"outcome": read.outcome}
     answer |= {key: one for key in ("text", "thinking") if (one := getattr(read, key))}
     if read.outcome == "ok":
-        gold = [item["reference"] or ""]
-        value, reason, _ = SCORERS["references"].score(read.text, OVERLAP, gold)
-        answer["task"] = round(value, 6)
-        answer["checks"] = [{"scorer": "references", "mark": value, "reason": reason}]
+        mark_task(answer, read.text, [OVERLAP], [item["reference"] or ""])
     return answer
 
 
@@ -267,8 +276,15 @@ def _card(kept: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[st
         "items": len(rows),
         "margin": MARGIN,
         "sampling": {},
+        "max_tokens": None,
         "slices": [
-            {"name": name, "label": name, "primary": "task", "meaning": "imported"}
+            {
+                "name": name,
+                "label": name,
+                "primary": "task",
+                "meaning": "imported",
+                "checks": list(dict.fromkeys(map(_check_name, _first_checks(rows, name)))),
+            }
             for name in names
         ],
     }

@@ -1,7 +1,8 @@
-"""A file of JSON records that survives anything: append-only, one record a line, one write each.
+"""A file of JSON records that survives anything: append-only, one record a line.
 
-A kill leaves at most one torn last line, which the next writer cuts off and a reader skips. Failures
-are recorded, so that a report can name them, but are never served: the next run asks again.
+A kill leaves at most one torn last line, which the next writer cuts off and a reader skips; a full
+disk leaves none. Failures are recorded, so that a report can name them, but are never served: the next
+run asks again.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval.disk import make_directory, writing
 
 Record = dict[str, Any]
 _Self = TypeVar("_Self", bound="Ledger")
@@ -26,14 +29,13 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class Kind:
     """What a file holds. Records have ``key`` and ``outcome``; ``failed`` is the outcome that is asked
     again. ``texts`` gives all that a report may show of a record, or raises KeyError, TypeError or
-    ValueError for one that is none. ``lock`` is the file that its writer locks; ``record`` ("an
-    answer"), ``work`` ("writing to") and ``asked`` ("its question is asked again") are words."""
+    ValueError for one that is none. ``lock`` is the file that its writer locks; ``work`` ("writing
+    to") and ``asked`` ("its question is asked again") are words of messages."""
 
     name: str
     lock: str
     failed: str
     texts: Callable[[Record], list[str]]
-    record: str
     work: str
     asked: str
 
@@ -58,7 +60,7 @@ def read_records(directory: Path, kind: Kind) -> dict[str, Record]:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise KtbridgeError(
                 f"{str(path)!r} is damaged at line {number}.",
-                f"delete that line ({kind.asked}) or use another --out",
+                f"delete that line ({kind.asked}) or use another --output",
             ) from None
         if key not in records or records[key]["outcome"] == kind.failed:
             records[key] = record
@@ -75,7 +77,7 @@ class Ledger:
         self._file = self._lock = -1
 
     def __enter__(self: _Self) -> _Self:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         try:
             self._lock = self._open(self._kind.lock, os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +89,7 @@ class Ledger:
             self._close()
             raise KtbridgeError(
                 f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
-                "wait for it, or use another --out",
+                "wait for it, or use another --output",
             ) from None
         except BaseException:
             self._close()
@@ -100,11 +102,19 @@ class Ledger:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.fsync(self._file)
-        self._close()
+        try:
+            with writing(self._path):
+                os.fsync(self._file)
+        finally:
+            self._close()
+
+    @property
+    def _path(self) -> Path:
+        return self.directory / self._kind.name
 
     def _open(self, name: str, flags: int) -> int:
-        return os.open(self.directory / name, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with writing(self.directory / name):
+            return os.open(self.directory / name, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def _close(self) -> None:
         for descriptor in (self._file, self._lock):
@@ -116,11 +126,16 @@ class Ledger:
         return key in self.records and self.records[key]["outcome"] != self._kind.failed
 
     def add(self, record: Record) -> None:
-        """Append one record in one write; it is safe from a kill when this returns."""
-        line = _encode(record).encode() + b"\n"
-        if os.write(self._file, line) != len(line):
-            raise KtbridgeError(
-                f"only a part of {self._kind.record} could be written to {str(self.directory)!r}.",
-                "free some disk space and run the same command again",
-            )
+        """Append one record; it is safe from a kill when this returns. Raises KtbridgeError where the
+        disk takes no more, with nothing of the record left in the file."""
+        rest = _encode(record).encode() + b"\n"
+        end = os.fstat(self._file).st_size
+        with writing(self._path):
+            try:
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._file, end)
+                raise
         self.records[record["key"]] = record

@@ -6,8 +6,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ktbridge.eval.charts import TITLES
-from ktbridge.eval.verdict import OVERALL, detectable, find, interval
+from ktbridge.eval.facts import TITLES, facts, made_of
+from ktbridge.eval.text import show_direction
+from ktbridge.eval.verdict import (
+    OVERALL,
+    detectable,
+    find,
+    interval,
+    is_loss,
+    slice_title,
+    verdict_words,
+)
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~!@&$])")
 _SIGNS = {"improved": "🟢", "dropped": "🔴", "within margin": "⚪", "inconclusive": "❔"}
@@ -18,15 +27,19 @@ def render_markdown(results: Mapping[str, Any]) -> str:
     bench = results["bench"]
     names = [card["name"] for card in results["arms"]]
     lines = [f"## {_text(bench['name'])} {_text(bench['version'])}".rstrip(), ""]
+    lines += [" · ".join(f"{name}: {_text(value)}" for name, value in facts(results)), ""]
+    errors = [one for one in results["warnings"] if one["severity"] == "error"]
+    lines += [*_problems(errors), ""] if errors else []
     lines += [f"**{_text(results['verdict']['line'])}**", ""]
     if results["verdict"]["headline"] != results["verdict"]["line"]:
         lines += [_text(results["verdict"]["headline"]), ""]
     lines += [f"- {_text(one)}" for one in results["verdict"]["details"]]
     lines += [f"- {_text(one)}" for one in bench["notes"]]
-    lines += ["", *_warnings(results["warnings"])]
+    lines += ["", *_problems(one for one in results["warnings"] if one["severity"] != "error")]
     for axis in ("persona", "task", "judge"):
         if results["tables"].get(axis):
-            lines += ["", f"### {TITLES[axis]} (0 to 1)", "", *_axis(results, axis, names)]
+            title = f"### {TITLES[axis]} (0 to 1): {_text(made_of(results, axis))}"
+            lines += ["", title, "", *_axis(results, axis, names)]
     if results["pairs"]:
         lines += ["", "### Judged side by side", "", *_pairs(results["pairs"])]
     lines += ["", "<details><summary>Outcomes and run card</summary>", "", *_card(results), ""]
@@ -34,9 +47,10 @@ def render_markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def render_index_markdown(index: Mapping[str, Any]) -> str:
-    """The verdict of every bench."""
-    lines = []
+def render_index_markdown(index: Mapping[str, Any], failures: Sequence[str]) -> str:
+    """The verdict of every bench; ``failures`` first."""
+    lines = [f"> 🛑 **error**: {_text(text)}\n>" for text in failures]
+    lines += [""] if lines else []
     for one in index["benches"]:
         lines += [f"## {_text(one['name'])}", ""]
         if one["verdict"] is None:
@@ -44,13 +58,14 @@ def render_index_markdown(index: Mapping[str, Any]) -> str:
         else:
             lines += [f"**{_text(one['verdict']['line'])}**", ""]
             lines += [_text(one["verdict"]["headline"]), ""]
-            lines += [*_warnings(one["warnings"]), ""]
+            lines += [*_problems(one["warnings"]), ""]
     return "\n".join(lines)
 
 
 def _text(value: Any) -> str:
     """On one line, and meaning nothing to Markdown or HTML."""
-    return _SPECIAL.sub(r"\\\1", " ".join(str(value).split())).replace("\\<", "&lt;")
+    text = show_direction(" ".join(str(value).split()))
+    return _SPECIAL.sub(r"\\\1", text).replace("\\<", "&lt;")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
@@ -61,11 +76,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     ]
 
 
-def _warnings(warnings: Sequence[Mapping[str, str]]) -> list[str]:
+def _problems(problems: Iterable[Mapping[str, str]]) -> list[str]:
     lines = []
-    for one in warnings:
+    for one in problems:
         step = f" Next: {_text(one['next_step'])}." if one["next_step"] else ""
-        lines.append(f"> **{one['code']} {_text(one['where'])}**: {_text(one['found'])}.{step}")
+        sign = "🛑 error " if one["severity"] == "error" else ""
+        where = _text(one["where"])
+        lines.append(f"> **{sign}{one['code']} {where}**: {_text(one['found'])}.{step}")
         lines.append(">")
     return lines[:-1]
 
@@ -77,12 +94,18 @@ def _axis(results: Mapping[str, Any], axis: str, names: Sequence[str]) -> list[s
     if len(names) > 1:
         head += [f"{names[-1]} − {names[0]} [95 %]", "verdict", "detectable"]
     rows = []
-    for name in (one for one in table if one == OVERALL or one in own):
-        row = [name, table[name][names[0]]["n"]]
+    lost = {
+        name
+        for name in table
+        if (one := find(results, axis, name, names[-1], names[0])) and is_loss(results, one)
+    }
+    for name in (one for one in table if one == OVERALL or one in own | lost):
+        row = [slice_title(results, name), table[name][names[0]]["n"]]
         row += [f"{table[name][arm]['mean']:.2f}" for arm in names]
         contrast = find(results, axis, name, names[-1], names[0])
         if contrast is not None:
-            row += [interval(contrast), f"{_SIGNS[contrast['verdict']]} {contrast['verdict']}"]
+            sign = _SIGNS["dropped" if is_loss(results, contrast) else contrast["verdict"]]
+            row += [interval(contrast), f"{sign} {verdict_words(results, contrast)}"]
             row.append(detectable(contrast))
         rows.append(row)
     return _table(head, rows)
@@ -119,11 +142,11 @@ def _card(results: Mapping[str, Any]) -> list[str]:
             ]
         )
     head = ["arm", "outcomes", "completion tokens", "model", "fingerprint"]
-    sampling = ", ".join(f"{key} {value}" for key, value in bench["sampling"].items())
+    fields = {**bench["sampling"], **({"max_tokens": n} if (n := bench["max_tokens"]) else {})}
+    sampling = ", ".join(f"{key} {value}" for key, value in fields.items())
     return [
         *_table(head, rows),
         "",
-        f"{results['asked']} of {bench['items']} items asked, {results['valid']} answered by every "
-        f"arm. Bench sha256 {bench['sha256'][:12]}; sampling: {_text(sampling) or 'unknown'}; "
+        f"Bench sha256 {bench['sha256'][:12]}; sampling: {_text(sampling) or 'unknown'}; "
         f"ktbridge {results['ktbridge']}.",
     ]

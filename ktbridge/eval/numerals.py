@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
+from collections.abc import Callable
 
 _DIGITS = re.compile(
     r"(?:(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)"
@@ -18,6 +20,8 @@ _SCALES = {"百": 1e2, "千": 1e3, "万": 1e4, "千万": 1e7, "亿": 1e8, "万�
 _SCALES |= {"hundred": 1e2, "thousand": 1e3, "million": 1e6}
 _DIVISIONS = {"十": 10, "百": 100, "千": 1000}
 _MYRIADS = {"亿": 10**8, "万": 10**4}
+_TOO_LARGE = 10**24  # no quantity; a model that repeats 万亿 gets there
+_LONGEST_DIGITS = 24  # of a numeral read digit by digit
 _NUMERALS = {c: i for i, c in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
 _NUMERAL = "[" + "".join((*_NUMERALS, *_DIVISIONS, *_MYRIADS)) + "]"
 _CHINESE = re.compile(f"{_NUMERAL}+(?:点{_NUMERAL}+)?(?:分之{_NUMERAL}+)?")
@@ -41,9 +45,10 @@ _ENGLISH = re.compile(
 )
 # What stands directly before the number that is meant: "= 8", "the answer is 8", "一共有8个".
 # Weaker words (有, is, are) are left out: they introduce the question's numbers just as often.
+_WORD_END = rf"(?![^\W\d负{_NUMERAL[1:-1]}])"  # a number may follow without a space
 _SAYS_SO = re.compile(
-    r"(?:=|等于|答案|结果|一共|总共|剩|\b(?:equals?|answer|makes?|leaves?|total)\b)"
-    r"(?:\s|[:：*是为有了下]|\b(?:is|to|of)\b)*$",
+    rf"(?:=|等于|答案|结果|一共|总共|剩|\b(?:equals?|answer|makes?|leaves?|total){_WORD_END})"
+    rf"(?:\s|[:：*是为有了下]|\b(?:is|to|of){_WORD_END})*",
     re.IGNORECASE,
 )
 
@@ -51,24 +56,44 @@ _SAYS_SO = re.compile(
 _SIGN = re.compile(
     r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I
 )
+_SIGNS = ("minus", "negative", "负", "零下")
+_SIGN_WINDOW = 64  # characters before a number in which its sign and an operand before that stand
 _DASHES = str.maketrans({"−": "-", "﹣": "-", "－": "-"})
 
 
 def chinese_number(text: str) -> int | None:
-    """The value of a Chinese numeral (十二 is 12, 三百零五 is 305, 三万五 is 35000), or None."""
-    for name, size in _MYRIADS.items():
-        if name in text:
-            head, _, tail = text.rpartition(name)
-            high = chinese_number(head) if head else None
-            if not high:
-                return None
-            if len(tail) == 1 and _NUMERALS.get(tail):
-                return high * size + _NUMERALS[tail] * size // 10
-            low = chinese_number(tail) if tail else 0
-            return None if low is None or low >= size else high * size + low
+    """The value of a Chinese numeral (十二 is 12, 三百零五 is 305, 三万五 is 35000), or None.
+
+    Linear in the length of ``text``; None from ``_TOO_LARGE`` on, as in a model's endless 万亿万亿.
+    """
+    return _grouped(text, "亿", lambda part: _grouped(part, "万", _below_myriad))
+
+
+def _grouped(text: str, name: str, read: Callable[[str], int | None]) -> int | None:
+    """``text`` read as groups that ``name`` (万, 亿) separates, each group by ``read``."""
+    first, *rest = text.split(name)
+    size = _MYRIADS[name]
+    value = read(first) if first or not rest else None
+    for part in rest:
+        if not value or value >= _TOO_LARGE:
+            return None
+        if len(part) == 1 and _NUMERALS.get(part):  # 三万五 is 35000
+            value = value * size + _NUMERALS[part] * size // 10
+            continue
+        low = read(part) if part else 0
+        if low is None or low >= size:
+            return None
+        value = value * size + low
+    return value
+
+
+def _below_myriad(text: str) -> int | None:
+    """A numeral without 万 and 亿."""
     if not set(text) & set(_DIVISIONS):
         # Digit by digit, as years are (二〇二四); without a zero 三四 may mean "three or four".
         if len(text) > 1 and not set(text) & {"零", "〇"}:
+            return None
+        if len(text) > _LONGEST_DIGITS:
             return None
         return int("".join(str(_NUMERALS[char]) for char in text))
     total, digit, last = 0, None, 10**4
@@ -126,15 +151,19 @@ def find_answer_number(text: str) -> float | None:
     text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
     for found in (_digits(text), _chinese(text), _english(text)):
         if found:
-            said = [value for value, start in found if _SAYS_SO.search(text[:start])]
-            return said[-1] if said else found[-1][0]
+            ends = {match.end() for match in _SAYS_SO.finditer(text)}
+            announced = [value for value, start in found if start in ends]
+            return announced[-1] if announced else found[-1][0]
     return None
 
 
 def _signed(text: str, value: float, start: int) -> tuple[float, int]:
     """The value with a sign in words before it (minus three, 负三, 零下3度) and where that begins."""
-    sign = _SIGN.search(text, 0, start)
-    if sign is None or value < 0:
+    near = max(0, start - _SIGN_WINDOW)
+    if value < 0 or not text[near:start].rstrip().lower().endswith(_SIGNS):
+        return value, start
+    sign = _SIGN.search(text, near, start)
+    if sign is None:
         return value, start
     if sign["zh"]:
         return -value, sign.start("zh")
@@ -161,9 +190,11 @@ def _digits(text: str) -> list[tuple[float, int]]:
             continue
         if match["below"]:
             above, _, below = digits.partition("/")
-            value = int(above) / int(below)
+            value = float(above) / float(below)
         else:
             value = float(digits.replace(",", "")) * size
+        if not math.isfinite(value):  # hundreds of digits: no answer to anything
+            continue
         if match.start() == scaled_end and value >= 0:  # 3万5千
             whole, start = found[-1]
             found[-1] = (whole - value if whole < 0 else whole + value, start)

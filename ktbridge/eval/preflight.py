@@ -20,6 +20,7 @@ from ktbridge.eval.arms import Arm, arm_card
 from ktbridge.eval.asking import build_request as build_request
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Answer, Client
+from ktbridge.eval.failures import remedies, remedy
 
 PROBES = 8
 PROBE_TOKENS = 32
@@ -45,8 +46,10 @@ async def check_arms(
 ) -> Preflight:
     """Run every check and return what was found; ProblemsError when any of it is an error.
 
-    ``known_probes``: the probe hashes of earlier runs into the same directory, by fingerprint. Of a
-    ``partner`` in dialogues only its being listed is asked.
+    An arm that answers every probe with nothing is an error of that arm alone, as long as there is
+    another: its card gets ``refused``, and the others can be asked. ``known_probes``: the probe hashes of
+    earlier runs into the same directory, by fingerprint. Of a ``partner`` in dialogues only its being
+    listed is asked.
     """
     problems: list[Problem] = []
     cards = await _read_cards(arms, clients, bench, partner, problems)
@@ -62,6 +65,14 @@ async def check_arms(
     result = Preflight(cards, problems=problems)
     # Whatever part of the bench is asked, the probes are the same, so that runs can be compared.
     answers = await _probe(arms, clients, bench, bench.select(limit=PROBES), problems)
+    blank = _blank_arms(answers)
+    _stop_on_errors(problems)
+    problems += blank.values()
+    if len(blank) == len(arms):
+        _stop_on_errors(problems)
+    for name, problem in blank.items():
+        cards[name]["refused"] = problem.found
+    arms = [arm for arm in arms if arm.name not in blank]
     _compare_arms(arms, answers, result)
     for arm in arms:
         fingerprint = cards[arm.name]["fingerprint"]
@@ -75,7 +86,7 @@ async def check_arms(
         }
         _compare_times(arm, known_probes.get(fingerprint, {}), hashes, problems)
         result.probes[fingerprint] = hashes
-    _stop_on_errors(problems)
+    _stop_on_errors([one for one in problems if one not in blank.values()])
     return result
 
 
@@ -98,7 +109,14 @@ async def _read_cards(
             listed = {entry["id"]: entry for entry in await client.models()}
         except KtbridgeError as error:
             problems.append(
-                Problem("KTB801", "error", url, str(error), "a list of models", error.next_step)
+                Problem(
+                    "KTB801",
+                    "error",
+                    url,
+                    str(error).removeprefix(url).strip().rstrip("."),
+                    "a list of models",
+                    error.next_step,
+                )
             )
             continue
         for arm in arms:
@@ -155,7 +173,7 @@ async def _check_invented(arm: Arm, client: Client) -> Problem | None:
             f"arm {arm.name}",
             f"asked for an invented adapter, the server gave: {answer.detail}",
             "HTTP 400 or 404, which shows that it checks names",
-            "see the server's log; KTBRIDGE_API_KEY holds the key, where one is needed",
+            remedy(answer.status, answer.detail),
         )
     client.faults[f"HTTP {answer.status}"] -= 1  # the refusal that was wanted
     return None
@@ -177,30 +195,35 @@ async def _probe(
             answers[arm.name][item.id] = await clients[arm.url].chat(request)
     for arm in arms:
         given = list(answers[arm.name].values())
-        errors = [one.detail for one in given if one.outcome == "http-error"]
+        errors = [one for one in given if one.outcome == "http-error"]
         if errors:
             problems.append(
                 Problem(
                     "KTB805",
                     "error" if len(errors) == len(given) else "warning",
                     f"arm {arm.name}",
-                    f"{len(errors)} of {len(given)} probes failed: {errors[0]}",
+                    f"{len(errors)} of {len(given)} probes failed: {errors[0].detail}",
                     "an answer to each",
-                    "see the server's log, then run the same command again",
-                )
-            )
-        elif all(one.outcome == "empty" for one in given):
-            problems.append(
-                Problem(
-                    "KTB805",
-                    "error",
-                    f"arm {arm.name}",
-                    f"all of {len(given)} probes were answered with nothing",
-                    "some text",
-                    "try the model by hand: its chat template or its weights may be at fault",
+                    remedies((one.status, one.detail) for one in errors),
                 )
             )
     return answers
+
+
+def _blank_arms(answers: Mapping[str, Mapping[str, Answer]]) -> dict[str, Problem]:
+    """A problem for each arm that had nothing to say to any probe."""
+    return {
+        name: Problem(
+            "KTB805",
+            "error",
+            f"arm {name}",
+            f"all of {len(given)} probes were answered with nothing",
+            "some text",
+            "try the model by hand: its chat template or its weights may be at fault",
+        )
+        for name, given in answers.items()
+        if given and all(one.outcome == "empty" for one in given.values())
+    }
 
 
 def _compare_arms(
@@ -263,6 +286,6 @@ def _compare_times(
                 f"arm {arm.name}",
                 f"{changed} of {len(both)} probe answers differ from those of the stored run",
                 "the same model and chat template as before behind the same name and URL",
-                "use another --out for a changed model; stored answers are the old one's",
+                "use another --output for a changed model; stored answers are the old one's",
             )
         )

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ktbridge.eval.scored.build import SCHEMA, score_run
-from ktbridge.eval.scored.publish import write_report
+from ktbridge.eval.scored.publish import failures, write_report
 
-__all__ = ["SCHEMA", "score_run", "write_report"]
+__all__ = ["SCHEMA", "failures", "score_run", "write_report"]

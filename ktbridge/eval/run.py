@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key, build_request, is_dialogue
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Client
 from ktbridge.eval.dialogue import Dialogue, check_partner, hold_dialogue, partner_card
+from ktbridge.eval.failures import is_refusal, remedy
 from ktbridge.eval.preflight import Preflight, check_arms
 from ktbridge.eval.rundir import BENCH as BENCH
 from ktbridge.eval.rundir import BENCHES as BENCHES
@@ -24,6 +25,7 @@ from ktbridge.eval.rundir import RUN as RUN
 from ktbridge.eval.rundir import read_benches as read_benches
 from ktbridge.eval.rundir import read_run as read_run
 from ktbridge.eval.rundir import write_run
+from ktbridge.eval.runplan import make_plan
 from ktbridge.eval.store import Store
 
 _SILENT = 6  # requests in a row that got no reply at all: the server is gone
@@ -86,11 +88,12 @@ def collect(
 ) -> Collected:
     """Preflight, then ask what is not yet stored in ``directory``; ``concurrency`` at a time.
 
-    Items are asked of all arms in turn, so that an interrupted run is still paired, and all of them
-    once before any is asked again (``repeat`` times in all). ``partner`` plays the user in a bench's
+    What is to be asked goes into run.json first. Items are asked of all arms in turn and slice by
+    slice in turn, so that an interrupted run is still paired and has a bit of everything, and all of
+    them once before any is asked again (``repeat`` times in all). ``partner`` plays the user in a bench's
     dialogues. Arms may come in separate invocations; ``directory`` collects them. Raises UsageError
-    for an unknown slice or a missing partner, ProblemsError when preflight fails, KtbridgeError when
-    another run writes to ``directory`` or a server stops answering.
+    for an unknown slice or a missing partner, ProblemsError when preflight fails or a server refuses
+    what it is asked, KtbridgeError when another run writes to ``directory`` or a server stops answering.
     An interrupt (KeyboardInterrupt) passes through after everything received has been stored.
     """
     items = bench.select(slices, limit)
@@ -98,8 +101,9 @@ def collect(
     if not any(is_dialogue(item, bench) for item in items):
         partner = None
     options = {"timeout": timeout, "backoff": backoff, "api_key": api_key}
+    chosen = slices or tuple(one.name for one in bench.slices)
     with Store(directory) as store:
-        run = _Run(bench, arms, items, store, repeat, partner, concurrency, on_progress)
+        run = _Run(bench, arms, chosen, items, store, repeat, partner, concurrency, on_progress)
         collected = asyncio.run(_until_interrupt(run.collect(options, on_preflight)))
     if collected is None:
         raise KeyboardInterrupt
@@ -132,9 +136,15 @@ def list_asks(
     return [
         Ask(answer_key(cards[arm.name], arm, item, bench, nth), arm, item, nth)
         for nth in range(repeat)
-        for item in items
+        for item in bench.in_turn(items)
         for arm in arms
     ]
+
+
+def _size(ask: Ask) -> int:
+    """What grows with the tokens of a request: a third of its bytes, and the answer's limit."""
+    content = sum(len(message["content"].encode()) for message in ask.item.messages)
+    return content // 3 + ask.item.max_tokens
 
 
 class _Run:
@@ -144,6 +154,7 @@ class _Run:
         self,
         bench: Bench,
         arms: Sequence[Arm],
+        chosen: Sequence[str],
         items: Sequence[Item],
         store: Store,
         repeat: int,
@@ -153,6 +164,7 @@ class _Run:
     ) -> None:
         self._bench = bench
         self._arms = arms
+        self._chosen = chosen
         self._items = items
         self._store = store
         self._repeat = repeat
@@ -180,6 +192,10 @@ class _Run:
             self._name_partner(run["arms"], preflight)
             if on_preflight:
                 on_preflight(preflight)
+            names = [arm.name for arm in self._arms]
+            plan = make_plan(
+                run["plan"] or {}, self._bench, names, self._chosen, self._items, self._repeat
+            )
             write_run(
                 self._store.directory,
                 run,
@@ -187,14 +203,17 @@ class _Run:
                 preflight.cards,
                 preflight.probes,
                 self._repeat,
+                plan,
             )
-            asks = list_asks(self._bench, self._arms, self._items, preflight.cards, self._repeat)
+            arms = [arm for arm in self._arms if "refused" not in preflight.cards[arm.name]]
+            asks = list_asks(self._bench, arms, self._items, preflight.cards, self._repeat)
             todo = [ask for ask in asks if not self._store.has(ask.key)]
             stored = len(asks) - len(todo)
             self._progress.done = self._progress.stored = stored
             self._progress.total = len(asks)
             self._tell(self._progress)
-            await self._ask_all(todo)
+            refused = await self._ask_largest(todo, preflight, on_preflight)
+            await self._ask_all([ask for ask in todo if ask.key not in refused])
         outcomes = Counter(self._store.records[ask.key]["outcome"] for ask in asks)
         return Collected(
             len(todo),
@@ -229,6 +248,61 @@ class _Run:
                     "ask this arm again with the same --partner",
                 )
             )
+
+    async def _ask_largest(
+        self,
+        todo: Sequence[Ask],
+        preflight: Preflight,
+        on_preflight: Callable[[Preflight], None] | None,
+    ) -> set[str]:
+        """Ask each arm its largest request first, and where that is refused its smallest: a limit of
+        tokens that a server does not take is known before the other questions. Keys of what was asked.
+
+        Raises ProblemsError where the smallest is refused as well.
+        """
+        asked: dict[str, Ask] = {}
+
+        async def refused(pick: Any, arms: Sequence[Arm]) -> dict[str, Ask]:
+            wanted = []
+            for arm in arms:
+                mine = [ask for ask in todo if ask.arm == arm and not self._is_dialogue(ask)]
+                wanted += [pick(mine, key=_size)] if mine else []
+            await self._ask_all([ask for ask in wanted if ask.key not in asked])
+            asked.update({ask.key: ask for ask in wanted})
+            records = {ask.arm.name: (ask, self._store.records[ask.key]) for ask in wanted}
+            return {
+                name: ask
+                for name, (ask, record) in records.items()
+                if record["outcome"] == "http-error" and is_refusal(record["status"])
+            }
+
+        largest = await refused(max, self._arms)
+        smallest = await refused(min, [arm for arm in self._arms if arm.name in largest])
+        found = [self._refusal(ask, smallest.get(name)) for name, ask in largest.items()]
+        preflight.problems += found
+        if has_errors(found):
+            raise ProblemsError(
+                "a server refuses what the bench asks; the rest was not asked.", found
+            )
+        if found and on_preflight:
+            on_preflight(Preflight({}, problems=found))
+        return set(asked)
+
+    def _refusal(self, largest: Ask, smallest: Ask | None) -> Problem:
+        record = self._store.records[(smallest or largest).key]
+        which = "even its smallest request" if smallest else "its largest request"
+        limit = build_request(largest.arm, (smallest or largest).item, self._bench)["max_tokens"]
+        return Problem(
+            "KTB805",
+            "error" if smallest else "warning",
+            f"arm {largest.arm.name}",
+            f"{which} ({limit} answer tokens) is refused: {record['detail']}",
+            "an answer to every request",
+            remedy(record["status"], record["detail"]),
+        )
+
+    def _is_dialogue(self, ask: Ask) -> bool:
+        return is_dialogue(ask.item, self._bench)
 
     async def _ask_all(self, todo: Sequence[Ask]) -> None:
         queue = iter(todo)

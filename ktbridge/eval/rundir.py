@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,50 +14,59 @@ import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.arms import arm_rank
 from ktbridge.eval.bench import FILES, Bench
-from ktbridge.publish import write_text
+from ktbridge.eval.disk import make_directory, write_text
+from ktbridge.eval.runplan import Plan, is_plan
 
 RUN = "run.json"
 BENCH = "bench"
 BENCHES = "benches.json"
 _SCHEMA = "ktbridge.benches/1"
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _CARD = {"name": str, "model": str, "url": str, "server": dict, "sampling": dict}
 _CARD["fingerprint"] = str
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """What run.json holds: ``arms`` (name -> card), ``probes`` (fingerprint -> hashes), ``repeat``.
+    """What run.json holds: ``arms`` (name -> card), ``probes`` (fingerprint -> hashes), ``repeat``,
+    ``plan`` and ``date``; the last two None where it was written before 0.6.
 
-    A card has ``partner`` {"model", "url"} where the arm's dialogues were held with one. Raises
-    KtbridgeError for a damaged file.
+    A card has ``partner`` {"model", "url"} where the arm's dialogues were held with one, and
+    ``refused`` where preflight found that the arm can't be asked. Raises KtbridgeError for a damaged
+    file.
     """
     path = directory / RUN
     try:
         run = json.loads(path.read_text("utf-8"))
         arms, probes = dict(run["arms"]), dict(run["probes"])
-        repeat = run.get("repeat", 1)
+        repeat, plan, date = run.get("repeat", 1), run.get("plan"), run.get("date")
         json.dumps(run, ensure_ascii=False, allow_nan=False).encode()
     except FileNotFoundError:
-        return {"arms": {}, "probes": {}, "repeat": 1}
+        return {"arms": {}, "probes": {}, "repeat": 1, "plan": None, "date": None}
     except (ValueError, KeyError, TypeError, RecursionError):
         raise KtbridgeError(
-            f"{str(path)!r} is not a run's description.", "use another --out directory"
+            f"{str(path)!r} is not a run's description.", "use another --output directory"
         ) from None
     sound = all(
         isinstance(card, dict)
         and all(isinstance(card.get(key), kind) for key, kind in _CARD.items())
         and card["name"] == name
         and _is_partner(card.get("partner"))
+        and isinstance(card.get("refused", ""), str)
         for name, card in arms.items()
     ) and all(
         isinstance(hashes, dict) and all(isinstance(one, str) for one in hashes.values())
         for hashes in probes.values()
+    )
+    sound = sound and (plan is None or is_plan(plan))
+    sound = sound and (
+        date is None or (isinstance(date, str) and _DATE.fullmatch(date) is not None)
     )
     if not sound or type(repeat) is not int or repeat < 1:
         raise KtbridgeError(
             f"{str(path)!r} is damaged.",
             "delete it and run the same `ktbridge eval` command again; the answers are kept",
         )
-    return {"arms": arms, "probes": probes, "repeat": repeat}
+    return {"arms": arms, "probes": probes, "repeat": repeat, "plan": plan, "date": date}
 
 
 def _is_partner(value: Any) -> bool:
@@ -72,14 +84,15 @@ def write_run(
     cards: Mapping[str, Mapping[str, Any]],
     probes: Mapping[str, Mapping[str, str]],
     repeat: int,
+    plan: Plan,
 ) -> None:
-    """Record arms and bench, so that a report needs this directory and nothing else.
+    """Record arms, plan and bench, so that a report needs this directory and nothing else.
 
     ``run`` is what was there. Probe hashes stay those of an arm's first run: drift is measured from
-    there.
+    there. The date is that of the directory's first run.
     """
     folder = directory / BENCH
-    folder.mkdir(exist_ok=True)
+    make_directory(folder)
     for name in FILES:
         if not (folder / name).is_file() or (folder / name).read_bytes() != bench.files[name]:
             write_text(folder / name, bench.files[name].decode("utf-8"))
@@ -90,11 +103,21 @@ def write_run(
     document = {
         "schema": "ktbridge.run/1",
         "ktbridge": ktbridge.__version__,
+        "date": run["date"] or _today(),
         "repeat": max(repeat, run["repeat"]),
+        **({"max_tokens": bench.max_tokens} if bench.max_tokens else {}),
+        "plan": {name: plan[name] for name in sorted(plan, key=arm_rank)},
         "arms": {name: arms[name] for name in sorted(arms, key=arm_rank)},
         "probes": every,
     }
     write_text(directory / RUN, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _today() -> str:
+    """UTC; SOURCE_DATE_EPOCH (reproducible-builds.org) takes the clock's place."""
+    return time.strftime(
+        "%Y-%m-%d", time.gmtime(float(os.environ.get("SOURCE_DATE_EPOCH") or time.time()))
+    )
 
 
 def read_benches(directory: Path) -> tuple[Path, ...]:
@@ -112,7 +135,7 @@ def read_benches(directory: Path) -> tuple[Path, ...]:
         return (directory,)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise KtbridgeError(
-            f"{str(path)!r} is not a list of benches.", "use another --out directory"
+            f"{str(path)!r} is not a list of benches.", "use another --output directory"
         ) from None
     return tuple(directory / name for name in names)
 
@@ -128,14 +151,14 @@ def run_directories(directory: Path, names: Sequence[str]) -> tuple[Path, ...]:
         return (directory,)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"two benches are named {twice[0]!r}.", "give each its own --out")
+        raise UsageError(f"two benches are named {twice[0]!r}.", "give each its own --output")
     odd = [name for name in names if not _is_name(name)]
     if odd:
         raise UsageError(f"{odd[0]!r} cannot name a folder.", "change `name` in its bench.yaml")
     if (directory / RUN).is_file():
         raise UsageError(
             f"{str(directory)!r} holds the run of one bench; several need a directory of their own.",
-            "use another --out",
+            "use another --output",
         )
     return tuple(directory / name for name in names)
 
@@ -144,7 +167,7 @@ def write_benches(directory: Path, folders: Sequence[Path]) -> None:
     """List the benches run in ``directory``, after those that are listed already."""
     if tuple(folders) == (directory,):
         return
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     listed = [folder.name for folder in read_benches(directory) if folder != directory]
     names = list(dict.fromkeys([*listed, *(folder.name for folder in folders)]))
     if names != listed:

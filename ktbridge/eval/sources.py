@@ -17,7 +17,7 @@ from typing import Any
 
 from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.loaders import LOADERS, Record, Row
-from ktbridge.eval.text import cjk_share
+from ktbridge.eval.text import language_of
 
 
 def read_source(source: Any, folder: Path, items: Path | None) -> tuple[list[Row], dict[str, Any]]:
@@ -117,11 +117,6 @@ def read_records(data: bytes, name: str) -> list[Record]:
             "give a .jsonl, .json or .csv file of rows",
         )
     return records
-
-
-def language_of(text: str) -> str:
-    share = cjk_share(text)
-    return "zh" if share is not None and share >= 0.5 else "en"
 
 
 def _last_text(messages: Any) -> str:

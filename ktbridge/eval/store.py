@@ -33,7 +33,6 @@ _ANSWERS = Kind(
     lock=".lock",
     failed=FAILED,
     texts=_texts,
-    record="an answer",
     work="writing to",
     asked="its question is asked again",
 )

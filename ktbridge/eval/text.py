@@ -9,7 +9,8 @@ CJK = r"\u3400-\u4dbf\u4e00-\u9fff"
 _CJK_CHAR = re.compile(f"[{CJK}]")
 _LATIN_WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
 # A Latin full stop ends a sentence only before a space or the end: "3.5" and "e.g.x" do not split.
-_SENTENCE_END = re.compile(r"[。！？!?…\n]+|\.+(?=\s|$)")
+# A run of stops is tried from its first one only, else a long one would take quadratic time.
+_SENTENCE_END = re.compile(r"[。！？!?…\n]+|(?<!\.)\.+(?=\s|$)")
 _WORDISH = re.compile(r"[^\W_]")
 
 
@@ -38,6 +39,41 @@ def cjk_share(text: str) -> float | None:
     ideographs = len(_CJK_CHAR.findall(text))
     words = len(_LATIN_WORD.findall(text))
     return ideographs / (ideographs + words) if ideographs + words else None
+
+
+def language_of(text: str) -> str:
+    """ "zh" where at least half of a text is ideographs, else "en"."""
+    share = cjk_share(text)
+    return "zh" if share is not None and share >= 0.5 else "en"
+
+
+def shorten(text: str, most: int) -> str:
+    """At most ``most`` characters of ``text`` and "…", cut between words where there are any near."""
+    if len(text) <= most:
+        return text
+    head = text[:most]
+    cut = head.rfind(" ", most - 40)
+    return (head[:cut] if cut > 0 else head).rstrip() + " …"
+
+
+# Marks that turn the reading direction of what follows; those that a right-to-left text needs beside
+# its letters (200e, 200f, 061c) are not among them.
+_TURNING = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+def show_direction(text: str) -> str:
+    """``text`` with such marks by their number, so that it reads in the order in which it is stored."""
+    return _TURNING.sub(lambda one: f"[U+{ord(one[0]):04X}]", text)
+
+
+def shown_lines(text: str, enough: int, width: int = 44) -> int:
+    """How many lines ``text`` takes in a column of ``width`` Latin letters (an ideograph is two wide);
+    counted until there are more than ``enough``."""
+    lines = 0
+    for line in text[: (enough + 1) * width + 1].split("\n"):
+        wide = len(line) + sum(char > "\u2e7f" for char in line)
+        lines += max(1, -(-wide // width))
+    return lines
 
 
 def contains(haystack: str, needle: str) -> bool:

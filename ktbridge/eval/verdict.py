@@ -1,32 +1,23 @@
-"""The words for the numbers. Every sentence here is made from results, none is fixed in advance."""
+"""The words for the numbers. Every sentence here is made from results, none is fixed in advance.
+
+The first sentence names every loss, whatever its size and whatever else went well: each contrast of
+the last arm with the first whose interval lies below 0.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ktbridge.errors import Problem
 from ktbridge.eval.stats import unseen_share
 
 ALPHA = 0.05
 OVERALL = "overall"
 NULLS = ("within margin", "inconclusive")  # what the smallest detectable effect stands beside
-_AXIS_WORDS = {"persona": "style", "judge": "judged quality"}
-_ENOUGH_OK = 0.95
-_NEARLY_ALL = 0.9
-_READABLE = 0.9
-_FEW_ANSWERS = 5
-_AGAIN = "run the same command again, which asks only for what is missing"
-_SAME_FILES = "import files in which every arm answers the same rows"
-_REMEDIES = {
-    "http-error": _AGAIN,
-    "not-run": _AGAIN,
-    "truncated": "read the cut answers, and raise max_tokens in the bench where they lead anywhere",
-    "think-only": "switch thinking off with --extra-body, or raise max_tokens in the bench",
-    "empty": "try the model by hand: its chat template or its weights may be at fault",
-}
+AXIS_WORDS = {"persona": "persona", "task": "task quality", "judge": "judged quality"}
+# A drop counts as one that would have been seen where it is at most this (of a scale of 1).
+SEEN = 0.25
 
 
 def judge_contrast(contrast: Mapping[str, Any], margin: float) -> str:
@@ -75,96 +66,236 @@ def find(results: Mapping[str, Any], axis: str, name: str, of: str, minus: str) 
     return None
 
 
+def slice_title(results: Mapping[str, Any], name: str) -> str:
+    """A slice by its name and what it is about, the same way everywhere: "KRI-K (knowledge)"."""
+    labels = {one["name"]: one["label"] for one in results["bench"]["slices"]}
+    label = labels.get(name, name)
+    return name if label == name else f"{name} ({label})"
+
+
+def title_of(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> str:
+    """What a contrast is about: "task quality", "KRI-K (knowledge)", "task quality of PES (…)"."""
+    axis, name = contrast["axis"], contrast["slice"]
+    if name == OVERALL:
+        return AXIS_WORDS[axis]
+    own = axis == _primary(results).get(name)
+    title = slice_title(results, name)
+    return title if own else f"{AXIS_WORDS[axis]} of {title}"
+
+
+def is_loss(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> bool:
+    """Whether the whole interval lies on the worse side of 0, on an axis where less is worse: a persona
+    is missed only where it is meant to show."""
+    wanted = contrast["axis"] != "persona" or contrast["slice"] == OVERALL
+    wanted = wanted or _primary(results).get(contrast["slice"]) == "persona"
+    return bool(wanted and contrast["high"] < 0)
+
+
+def verdict_words(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> str:
+    """The verdict as tables show it; "↓" where the interval says a loss and the verdict does not."""
+    lost = contrast["verdict"] in NULLS and is_loss(results, contrast)
+    return f"{contrast['verdict']} ↓" if lost else str(contrast["verdict"])
+
+
 def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
     """The line, the headline and the sentences under it, for the last arm against the first.
 
-    ``line`` names each finding in a few words ("style ↑ 0.62 [0.48, 0.75]; knowledge −
-    inconclusive") and ``clauses`` are its parts; ``headline`` is a whole sentence of persona and
-    task; ``persona``, ``task`` and ``judge`` hold the words of the overall contrasts, None where
-    there is none.
+    ``line`` names each finding in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
+    [0.48, 0.75]; knowledge: inconclusive"), every loss first, and ``clauses`` are its parts;
+    ``headline`` is a sentence on the axes and every loss; ``persona``, ``task`` and ``judge``
+    hold the words of the overall contrasts, None where there is none.
     """
     names = [card["name"] for card in results["arms"]]
     nothing = dict.fromkeys(("persona", "task", "judge"))
+    over = _over(results)
     if len(names) < 2:
         means = "; ".join(
-            f"{axis} {table[OVERALL][names[0]]['mean']:.2f}"
+            f"{AXIS_WORDS[axis]} {table[OVERALL][names[0]]['mean']:.2f}"
             for axis, table in results["tables"].items()
             if OVERALL in table
         )
-        text = f"One arm ({names[0]}): {means or 'no valid answers'}. Nothing to compare it with."
+        found = f"{means}{over}" if means else "no valid answers"
+        text = f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
         return {"line": text, "clauses": [], "headline": text, "details": [], **nothing}
     first, last = names[0], names[-1]
-    overall = {axis: find(results, axis, OVERALL, last, first) for axis in nothing}
-    clauses = [_persona_clause(overall["persona"]), _task_clause(overall["task"])]
-    clauses = [text for text in clauses if text]
-    if not clauses:
+    shown = [one for one in results["contrasts"] if (one["of"], one["minus"]) == (last, first)]
+    if not any(one["slice"] == OVERALL for one in shown):
         text = "No item has an ok answer from every arm; nothing can be compared."
         return {"line": text, "clauses": [], "headline": text, "details": [], **nothing}
-    details = [*_steps(results, names), *_slices(results, first, last), *_judged(results)]
-    found = _clauses(results, first, last)
-    line = f"{first} → {last}: " + "; ".join(one["text"] for one in found)
+    clauses = _clauses(results, shown)
     return {
-        "line": line,
-        "clauses": found,
-        "headline": f"From {first} to {last}: " + "; ".join(clauses) + ".",
-        "details": details,
-        **{axis: contrast and contrast["verdict"] for axis, contrast in overall.items()},
+        "line": f"{first} → {last}{over}: " + "; ".join(one["text"] for one in clauses),
+        "clauses": clauses,
+        "headline": f"From {first} to {last}{over}: " + "; ".join(_sentence(results, shown)) + ".",
+        "details": _details(results, names, shown),
+        **{
+            axis: next(
+                (one["verdict"] for one in shown if (one["axis"], one["slice"]) == (axis, OVERALL)),
+                None,
+            )
+            for axis in nothing
+        },
     }
 
 
-def _clauses(results: Mapping[str, Any], first: str, last: str) -> list[dict[str, str]]:
-    """The persona as a whole, each task slice by its label, and the judge: text and verdict."""
-    found = [(_AXIS_WORDS["persona"], find(results, "persona", OVERALL, last, first))]
-    for one in results["bench"]["slices"]:
-        if one["primary"] == "task":
-            found.append((one["label"], find(results, "task", one["name"], last, first)))
-    found.append((_AXIS_WORDS["judge"], find(results, "judge", OVERALL, last, first)))
+def _over(results: Mapping[str, Any]) -> str:
+    """How many items the numbers are about, where that is not all that was planned."""
+    plan = results.get("plan")
+    total = max(results["asked"], plan["items"] if plan else 0)
+    return f" over {results['valid']} of {total} items" if results["valid"] < total else ""
+
+
+def _primary(results: Mapping[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["primary"] for one in results["bench"]["slices"]}
+
+
+def _rank(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> tuple[int, int]:
+    """Whole axes before slices, in the order of axes and of the bench."""
+    slices = list(_primary(results))
+    place = -1 if contrast["slice"] == OVERALL else slices.index(contrast["slice"])
+    return place, ("persona", "task", "judge").index(contrast["axis"])
+
+
+def _losses(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> list[Any]:
+    found = [one for one in shown if is_loss(results, one)]
+    return sorted(_distinct(results, found), key=lambda one: _rank(results, one))
+
+
+def _distinct(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Without a slice that is the only one of its axis: the whole axis has the same numbers."""
+    primary = _primary(results)
+
+    def is_alone(axis: str, name: str) -> bool:
+        own = [one for one, its in primary.items() if axis in ("judge", its)]
+        return own == [name]
+
+    return [one for one in shown if not is_alone(one["axis"], one["slice"])]
+
+
+def _clauses(
+    results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Losses first; then each axis and each task slice: text, verdict, whether a loss."""
+    losses = _losses(results, shown)
+    primary = _primary(results)
+    rest = [
+        one
+        for one in _distinct(results, shown)
+        if one not in losses
+        and (one["slice"] == OVERALL or one["axis"] == "task" == primary[one["slice"]])
+    ]
+    rest.sort(key=lambda one: (one["verdict"] != "improved", _rank(results, one)))
     margin = results["bench"]["margin"]
+    clauses = [
+        {
+            "text": f"{title_of(results, one)}{finding(one, margin, lost=lost, family=family)}",
+            "verdict": one["verdict"],
+            "loss": lost,
+        }
+        for lost, group in ((True, losses), (False, rest))
+        for one in group
+        for family in [_family(results, one)]
+    ]
+    pairs = _lost_pairs(results, shown[0]["of"], shown[0]["minus"])
+    return [{"text": text, "verdict": "dropped", "loss": True} for text in pairs] + clauses
+
+
+def finding(
+    contrast: Mapping[str, Any], margin: float, *, lost: bool = False, family: int = 1
+) -> str:
+    """What follows a contrast's title: " ↑ 0.62 [0.48, 0.75]", ": inconclusive".
+
+    A loss (``lost``) always is an arrow and a number; "beyond margin" marks one whose interval
+    lies beyond it, and p stands beside one that does not hold after correction for ``family`` contrasts.
+    """
+    mean, low, high = contrast["mean"], contrast["low"], contrast["high"]
+    if lost or contrast["verdict"] == "dropped":
+        text = f" ↓ {-mean:.2f} [{-high:.2f}, {-low:.2f}]"
+        if high < -margin:
+            text += " beyond margin"
+        return text + _correction(contrast, family)
+    if contrast["verdict"] == "improved":
+        return f" ↑ {mean:.2f} [{low:.2f}, {high:.2f}]"
+    if contrast["verdict"] == "inconclusive" and contrast["detectable"] is None:
+        return f": too few items to tell (n = {contrast['n']})"
+    return f": {contrast['verdict']}"
+
+
+def _correction(contrast: Mapping[str, Any], family: int) -> str:
+    """The p of a loss that the interval shows and the corrected test does not."""
+    if contrast["verdict"] == "dropped":
+        return ""
+    return f" (p = {contrast['p_holm']:.2f} corrected for {family} comparisons)"
+
+
+def _family(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> int:
+    """How many contrasts Holm's correction was over: those of the axis, or those of its slices."""
+    overall = contrast["slice"] == OVERALL
+    return sum(
+        one["axis"] == contrast["axis"] and (one["slice"] == OVERALL) == overall
+        for one in results["contrasts"]
+    )
+
+
+_WORDS = {
+    ("persona", "improved"): "persona rose by {}",
+    ("persona", "dropped"): "persona fell by {}",
+    ("persona", "within margin"): "persona did not rise, {}",
+    ("persona", "inconclusive"): "persona did not rise beyond doubt, {}",
+    ("task", "improved"): "task quality improved by {}",
+    ("task", "dropped"): "task quality dropped by {}",
+    ("task", "within margin"): "task quality held within the margin, {}",
+    ("task", "inconclusive"): "task quality is inconclusive, {}",
+    ("judge", "improved"): "judged quality improved by {}",
+    ("judge", "dropped"): "judged quality dropped by {}",
+    ("judge", "within margin"): "judged quality held within the margin, {}",
+    ("judge", "inconclusive"): "judged quality is inconclusive, {}",
+}
+
+
+def _sentence(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every axis and every loss in a slice, in words; losses first."""
+    losses = _losses(results, shown)
+    overall = [one for one in shown if one["slice"] == OVERALL]
+    overall.sort(key=lambda one: (one not in losses, _rank(results, one)))
+    parts = []
+    for one in overall:
+        lost = one in losses
+        word = "dropped" if lost else one["verdict"]
+        if (one["axis"], word) == ("persona", "inconclusive") and one["mean"] <= 0:
+            word = "within margin"  # "did not rise"
+        text = _WORDS[one["axis"], word].format(interval(one))
+        if word == "inconclusive" and one["detectable"] is None:
+            text = f"{AXIS_WORDS[one['axis']]} cannot be judged from so few items, {interval(one)}"
+        if lost and one["verdict"] == "within margin":
+            text += ", less than the margin"
+        parts.append(text + (_correction(one, _family(results, one)) if lost else ""))
+    slices = [
+        f"{title_of(results, one)} {interval(one)}" for one in losses if one["slice"] != OVERALL
+    ]
+    if slices:
+        parts.insert(sum(one in losses for one in overall), "losses in " + ", ".join(slices))
+    return [*_lost_pairs(results, shown[0]["of"], shown[0]["minus"]), *parts]
+
+
+def _lost_pairs(results: Mapping[str, Any], of: str, minus: str) -> list[str]:
+    """Judged side by side, the balance of ``of`` against ``minus`` lies below 0."""
     return [
-        {"text": f"{word} {finding(one, margin)}", "verdict": one["verdict"]}
-        for word, one in found
-        if one is not None
+        f"lost to {minus} side by side, balance {interval(one)}"
+        for one in results["pairs"]
+        if (one["of"], one["minus"]) == (of, minus) and one["high"] < 0
     ]
 
 
-def finding(contrast: Mapping[str, Any], margin: float) -> str:
-    """A contrast in an arrow and a number: "↑ 0.62 [0.48, 0.75]", "− inconclusive".
-
-    "beyond margin" is said of a loss whose whole interval lies beyond it.
-    """
-    mean, low, high = contrast["mean"], contrast["low"], contrast["high"]
-    if contrast["verdict"] == "improved":
-        return f"↑ {mean:.2f} [{low:.2f}, {high:.2f}]"
-    if contrast["verdict"] == "dropped":
-        beyond = " beyond margin" if high < -margin else ""
-        return f"↓ {-mean:.2f} [{-high:.2f}, {-low:.2f}]{beyond}"
-    return f"− {contrast['verdict']}"
-
-
-def _persona_clause(contrast: Any) -> str:
-    if contrast is None:
-        return ""
-    words = {
-        "improved": "persona rose by",
-        "dropped": "persona fell by",
-        "within margin": "persona did not rise,",
-        "inconclusive": "persona did not rise beyond doubt,",
-    }
-    if contrast["verdict"] == "inconclusive" and contrast["mean"] <= 0:
-        return f"persona did not rise, {interval(contrast)}"
-    return f"{words[contrast['verdict']]} {interval(contrast)}"
-
-
-def _task_clause(contrast: Any) -> str:
-    if contrast is None:
-        return ""
-    words = {
-        "improved": "task quality improved by",
-        "dropped": "task quality dropped by",
-        "within margin": "task quality held within the margin,",
-        "inconclusive": "task quality is inconclusive,",
-    }
-    return f"{words[contrast['verdict']]} {interval(contrast)}"
+def _details(
+    results: Mapping[str, Any], names: list[str], shown: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    return [
+        *_steps(results, names),
+        *_slices(results, shown),
+        *_others(results, shown),
+        *_judged(results),
+    ]
 
 
 def _steps(results: Mapping[str, Any], names: list[str]) -> list[str]:
@@ -173,23 +304,57 @@ def _steps(results: Mapping[str, Any], names: list[str]) -> list[str]:
         return []
     steps = []
     for minus, of in itertools.pairwise(names):
-        contrast = find(results, "persona", "overall", of, minus)
+        contrast = find(results, "persona", OVERALL, of, minus)
         if contrast is not None:
-            steps.append(f"{of} − {minus} {interval(contrast)} ({contrast['verdict']})")
+            words = verdict_words(results, contrast)
+            steps.append(f"{of} − {minus} {interval(contrast)} ({words})")
     return ["Persona by step: " + "; ".join(steps) + "."] if steps else []
 
 
-def _slices(results: Mapping[str, Any], first: str, last: str) -> list[str]:
-    """Slices that moved on the axis that they are there for."""
-    moved: dict[str, list[str]] = {"improved": [], "dropped": []}
-    for one in results["bench"]["slices"]:
-        contrast = find(results, one["primary"], one["name"], last, first)
-        if contrast is not None and contrast["verdict"] in moved:
-            moved[contrast["verdict"]].append(f"{one['name']} {interval(contrast)}")
-    texts = [f"Slices {word}: {', '.join(found)}." for word, found in moved.items() if found]
-    if not moved["dropped"]:
-        texts.append("No slice is shown to have dropped on its own axis.")
+def _slices(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Slices that moved on the axis that they are there for, and what could not have been seen."""
+    primary = _primary(results)
+    shown = sorted(shown, key=lambda one: _rank(results, one))
+    own = [one for one in shown if primary.get(one["slice"]) == one["axis"]]
+    dropped = [one for one in shown if one["slice"] != OVERALL and is_loss(results, one)]
+    improved = [one for one in own if one["verdict"] == "improved"]
+    texts = []
+    for word, group in (("dropped", dropped), ("improved", improved)):
+        moved = [f"{title_of(results, one)} {interval(one)}" for one in group]
+        texts += [f"Slices {word}: {', '.join(moved)}."] if moved else []
+    # Where the interval shows that there was no drop, or none of the margin's size, none was missed.
+    open_ = [
+        one
+        for one in own
+        if one["low"] <= 0 and one["verdict"] != "within margin" and one not in dropped
+    ]
+    seen = [one for one in open_ if one["detectable"] is not None and one["detectable"] <= SEEN]
+    if seen and not dropped:
+        least = max(one["detectable"] for one in seen)
+        among = ", ".join(title_of(results, one) for one in seen)
+        texts.append(
+            f"No slice is shown to have dropped among {among}, where a drop of {least:.2f} would have "
+            "been seen in 8 of 10 runs."
+        )
+    unseen = [
+        f"{title_of(results, one)} "
+        + ("of any size" if one["detectable"] is None else f"up to {one['detectable']:.2f}")
+        for one in open_
+        if one not in seen
+    ]
+    if unseen:
+        texts.append(f"A drop could have gone unseen in {', '.join(unseen)}.")
     return texts
+
+
+def _others(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Losses between other arms than the last and the first."""
+    steps: dict[str, list[str]] = {}
+    for one in results["contrasts"]:
+        if one not in shown and is_loss(results, one):
+            loss = f"{title_of(results, one)} {interval(one)}"
+            steps.setdefault(f"{one['of']} − {one['minus']}", []).append(loss)
+    return [f"Losses of {step}: {', '.join(losses)}." for step, losses in steps.items()]
 
 
 def _judged(results: Mapping[str, Any]) -> list[str]:
@@ -199,128 +364,3 @@ def _judged(results: Mapping[str, Any]) -> list[str]:
         f"tied, {one['loss']} lost."
         for one in results["pairs"]
     ]
-
-
-def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What a reader must know before believing the numbers."""
-    problems = [
-        Problem(
-            "KTB823",
-            "warning",
-            f"arm {name}",
-            "no answer of it is stored; it is left out of the comparison",
-            "answers from every arm of the run",
-            "run the same eval again with this arm, or delete it from run.json",
-        )
-        for name in results["left_out"]
-    ]
-    # Answers that another tool collected can't be asked for here.
-    imported = all("files" in card["server"] for card in results["arms"])
-    remedies = _REMEDIES | ({"not-run": _SAME_FILES} if imported else {})
-    asked = results["asked"]
-    ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
-    for name, counts in results["outcomes"].items():
-        if ok[name] < _ENOUGH_OK * asked:
-            rest = ", ".join(
-                f"{n} {outcome}{_detail(results, name, outcome)}"
-                for outcome, n in counts.items()
-                if outcome != "ok"
-            )
-            problems.append(
-                Problem(
-                    "KTB820",
-                    "error" if ok[name] == 0 else "warning",
-                    f"arm {name}",
-                    f"{asked - ok[name]} of {asked} answers cannot be scored: {rest}",
-                    "ok answers; items missing in one arm are left out for all",
-                    "; ".join(dict.fromkeys(remedies[one] for one in counts if one != "ok")),
-                )
-            )
-    if ok and max(ok.values()) - min(ok.values()) > (1 - _ENOUGH_OK) * asked:
-        spread = ", ".join(f"{name} {count}" for name, count in ok.items())
-        problems.append(
-            Problem(
-                "KTB821",
-                "warning",
-                "missing answers",
-                f"arms differ in how many of {asked} answers are ok: {spread}",
-                "about the same number; what is left may not be a fair sample",
-                "mend what KTB820 says of the arm with fewer, else read the comparison with care",
-            )
-        )
-    for pair in results["identical"]:
-        if pair["share"] is not None and pair["share"] >= _NEARLY_ALL:
-            problems.append(
-                Problem(
-                    "KTB822",
-                    "error" if pair["share"] == 1 else "warning",
-                    "arms " + " and ".join(pair["arms"]),
-                    f"{pair['share']:.0%} of {pair['n']} answers are byte-identical",
-                    "answers that differ, if an adapter was applied",
-                    "run `ktbridge verify`",
-                )
-            )
-    problems += [*_unread(results), *_noisy(results)]
-    return [problem.as_dict() for problem in problems]
-
-
-def _detail(results: Mapping[str, Any], arm: str, outcome: str) -> str:
-    """The first of what failed requests say of themselves."""
-    told = (row["answers"][arm] for row in results["items"])
-    details = (one.get("detail") for one in told if one["outcome"] == outcome == "http-error")
-    first = next(filter(None, details), "")
-    return f" ({first})" if first else ""
-
-
-def _unread(results: Mapping[str, Any]) -> list[Problem]:
-    """Arms whose answers could not be read: their marks are about form, not about knowledge."""
-    problems = []
-    for name, cells in results["parse_rates"].items():
-        low = {
-            arm: cell
-            for arm, cell in cells.items()
-            if cell["asked"] >= _FEW_ANSWERS and cell["share"] < _READABLE
-        }
-        if low:
-            told = ", ".join(f"{arm} {one['read']} of {one['asked']}" for arm, one in low.items())
-            problems.append(
-                Problem(
-                    "KTB824",
-                    "warning",
-                    f"slice {name}",
-                    f"few answers hold the letter, number or JSON to mark: {told}",
-                    f"at least {_READABLE:.0%}; an answer without one is marked 0",
-                    "look at these answers: a low score here is a failure of format first",
-                )
-            )
-    return problems
-
-
-def _noisy(results: Mapping[str, Any]) -> list[Problem]:
-    """Headlines that are no larger than what noise makes of them.
-
-    An arm's floor is that of a difference of two runs of it, so its own variance is half of the
-    floor's square, and the mean of N repeats has an Nth of that.
-    """
-    if results["repeat"] is None:
-        return []
-    found = []
-    for one in results["contrasts"]:
-        if one["slice"] != OVERALL or one["verdict"] in NULLS:
-            continue
-        arms = results["repeat"]["noise"]
-        floors = [arms[one[side]].get(one["axis"], {}).get("floor") for side in ("of", "minus")]
-        squares = sum(floor**2 for floor in floors if floor is not None)
-        floor = math.sqrt(squares / (2 * results["repeat"]["n"]))
-        if abs(one["mean"]) <= floor:
-            found.append(
-                Problem(
-                    "KTB826",
-                    "warning",
-                    f"{one['axis']}: {one['of']} − {one['minus']}",
-                    f"{signed(one['mean'])} is no more than the noise of these repeats ({floor:.2f})",
-                    "a difference that two runs of one arm do not show",
-                    "ask more repeats, or a server that answers the same every time",
-                )
-            )
-    return found

@@ -273,16 +273,54 @@ def test_two_arms_of_one_name_are_refused():
         parse_arms(["a=m@http://h", "a=n@http://h"])
 
 
-def test_the_ten_lines_of_the_readme_are_a_bench(tmp_path):
+def test_what_the_readme_shows_is_a_bench(tmp_path):
     text = README.read_text("utf-8")
     block = re.search(r"^    mkdir mine.*?(?=^\S)", text, re.S | re.M).group(0)
     lines = [line[4:] for line in block.rstrip().split("\n")]
-    assert len(lines) <= 10
     assert lines[-1].startswith("ktbridge eval --bench mine ")
     subprocess.run(["bash", "-ec", "\n".join(lines[:-1])], cwd=tmp_path, check=True)
     bench = load_bench(tmp_path / "mine")
     assert [item.gold for item in bench.items] == [["Lima"], 42]
+    assert [item.checks[0]["scorer"] for item in bench.items] == ["aliases", "numeric"]
     assert bench.persona.name == "none"
+    defaults = (
+        bench.version,
+        bench.language,
+        bench.margin,
+        bench.sampling,
+        bench.items[0].max_tokens,
+    )
+    assert defaults == ("1", "any", 0.1, {"temperature": 0}, 512)
+    assert [(item.id, item.slice, item.lang) for item in bench.items] == [
+        ("line-1", "FACTS", "en"),
+        ("line-2", "FACTS", "en"),
+    ]
+    # The easy way: lines for --bench generic.
+    rows = re.findall(r'^    (\{"(?:prompt|messages)".*\})$', text, re.M)[:3]
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows), "utf-8")
+    easy = load_bench("generic", tmp_path / "mine.jsonl")
+    assert [item.gold for item in easy.items] == [["Lima"], ["Bonjour!", "Salut !"], 42]
+    assert [item.checks[0]["scorer"] for item in easy.items] == ["references"] * 2 + ["numeric"]
+
+
+def test_the_same_fault_on_many_lines_is_one_problem(tmp_path):
+    (tmp_path / "bench.yaml").write_text("name: mine\nslices: [A, B]\ncolour: red\nsize: 1\n")
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "gold": "x"} for n in range(14)]
+    rows += [{"slice": "A", "messages": rows[0]["messages"]}]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ProblemsError) as caught:
+        load_bench(tmp_path)
+    told = [(one.code, one.where, one.found) for one in caught.value.problems]
+    assert told == [
+        ("KTB811", "bench.yaml: colour, size", "unknown key"),
+        ("KTB813", "items.jsonl: lines 1, 2, 3, 4, 5, 6, 7, 8 and 6 more", "no 'slice'"),
+        ("KTB813", "items.jsonl:15", "neither 'gold' nor 'checks'"),
+    ]
+    (tmp_path / "bench.yaml").write_text("sampling: {max_tokens: 5}\n")
+    with pytest.raises(ProblemsError) as caught:
+        load_bench(tmp_path)
+    told = [str(one) for one in caught.value.problems]
+    assert any("bench.yaml: name, slices: missing" in text for text in told), told
 
 
 def test_the_readme_names_every_scorer_family_and_bench_and_its_power_is_true():

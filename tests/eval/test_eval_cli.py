@@ -150,9 +150,15 @@ def test_ctrl_c_loses_nothing(server, tmp_path):
     assert "interrupted; every answer received is in" in talk
     assert "Traceback" not in talk
     stored = lines_in(tmp_path / "answers.jsonl")
+    part = ktb("report", tmp_path)
+    assert part.returncode == 1, "a part of a bench is no result"
+    assert "planned items were not asked" in part.stdout
+    assert part.stdout.index("KTB827") < part.stdout.index("base → full")
     server.behave = lambda request, nth: None
     done = ktb(*eval_words(server, tmp_path))
     assert f"asked {252 - stored} questions; {stored} answers were stored before" in done.stderr
+    assert done.returncode == 0
+    assert "KTB827" not in done.stdout + done.stderr
 
 
 def test_a_part_of_the_bench(server, tmp_path):

@@ -432,7 +432,10 @@ def test_a_kill_changes_nothing(world, run, tmp_path, rows):
         time.sleep(0.005)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert not (run / "judge.json").is_file()
+    part = score_run(run)
+    waiting = {one["code"]: one["severity"] for one in part["warnings"]}
+    assert waiting["KTB885"] == "error", "what the judge was not asked is told"
+    assert "judge" in part["axes"], "and what it was asked is not lost"
     with journal.open("ab") as file:
         file.write(b'{"key": "torn')
     done = judge_it(world, run, pairs=True)

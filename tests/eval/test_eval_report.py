@@ -13,18 +13,20 @@ import jsonschema
 import pytest
 
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.eval import collect, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key
 from ktbridge.eval.contamination import find_contamination
+from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
 from ktbridge.eval.judging import Judgements, JudgeScore
 from ktbridge.eval.persona import NO_PERSONA
 from ktbridge.eval.power import power, smallest_seen
 from ktbridge.eval.rundir import read_run, write_benches, write_run
+from ktbridge.eval.runplan import make_plan
 from ktbridge.eval.scored.build import assemble, bench_card, mark_judged
 from ktbridge.eval.stats import unseen_share
-from ktbridge.eval.verdict import finding, judge_contrast, signed, warnings_of
+from ktbridge.eval.verdict import finding, judge_contrast, signed
 from ktbridge.eval.worddiff import diff_words
 
 SMALL = Path(__file__).with_name("small")
@@ -71,7 +73,9 @@ def stored(out, answers, bench=BENCH, repeat=1, items=None):
         for name in answers
     }
     out.mkdir(parents=True, exist_ok=True)
-    write_run(out, read_run(out), bench, cards, {}, repeat)
+    slices = [one.name for one in bench.slices]
+    plan = make_plan({}, bench, list(answers), slices, items or bench.items, repeat)
+    write_run(out, read_run(out), bench, cards, {}, repeat, plan)
     lines = []
     for item in bench.items if items is None else items:
         for name, answer in answers.items():
@@ -111,7 +115,10 @@ def test_the_page_needs_no_network(server, tmp_path):
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
     names = {name for name, _ in page.attributes}
     assert not {"src", "xlink:href", "action", "srcset", "data", "ping"} & names
-    assert {value for name, value in page.attributes if name == "href"} == {"#side-by-side"}
+    links = {value for name, value in page.attributes if name == "href"}
+    places = {f"#{value}" for name, value in page.attributes if name == "id"}
+    assert "#side-by-side" in links
+    assert links <= places, "every link leads to a place in the page"
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", html)
     assert "default-src 'none'" in html
     # The servers' addresses are shown as text in the run card, and nothing else looks like a URL.
@@ -194,7 +201,7 @@ def test_a_persona_that_fell_and_tasks_that_dropped_are_said_so(tmp_path):
     assert "task quality dropped by −0." in verdict["headline"]
     assert any(text.startswith("Slices dropped: ") for text in verdict["details"])
     assert re.match(
-        r"base → full: style ↓ 1\.00 \[0\.\d\d, 1\.00\] beyond margin; ", verdict["line"]
+        r"base → full: persona ↓ 1\.00 \[0\.\d\d, 1\.00\] beyond margin; ", verdict["line"]
     )
     assert "; KRI-K ↓ 1.00 [" in verdict["line"]
     # All yes/no items of the slice were lost, and McNemar's test says so too.
@@ -241,7 +248,7 @@ def test_without_a_persona_there_is_no_such_axis(tmp_path):
     assert set(results["tables"]) == {"task"}
     assert results["persona_parts"] == {}
     assert "persona" not in results["verdict"]["headline"]
-    assert "style" not in results["verdict"]["line"]
+    assert "persona" not in results["verdict"]["line"]
     page = (tmp_path / "report.html").read_text("utf-8")
     assert not re.search(r">Persona<|data-persona|persona 0\.00|out of character", page)
     assert "Persona" not in (tmp_path / "report.md").read_text("utf-8")
@@ -414,7 +421,8 @@ def test_several_benches_have_an_index(tmp_path):
     told = json.loads((tmp_path / "results.json").read_text("utf-8"))
     validate(told)
     assert [one["name"] for one in told["benches"]] == ["one", "two", "none"]
-    assert "no evaluation" in told["benches"][2]["error"]
+    assert "nothing of it was asked" in told["benches"][2]["error"]
+    assert [text for text in failures(index) if text.startswith("none: ")]
     page = Page((tmp_path / "report.html").read_text("utf-8"))
     links = [value for name, value in page.attributes if name == "href"]
     assert links[:2] == ["one/report.html", "two/report.html"]
@@ -511,16 +519,21 @@ def test_words_for_a_contrast(axis, low, high, p, clusters, word):
 @pytest.mark.parametrize(
     ("verdict", "mean", "low", "high", "text"),
     [
-        ("improved", 0.62, 0.48, 0.75, "↑ 0.62 [0.48, 0.75]"),
-        ("dropped", -0.21, -0.31, -0.12, "↓ 0.21 [0.12, 0.31] beyond margin"),
-        ("dropped", -0.21, -0.37, -0.05, "↓ 0.21 [0.05, 0.37]"),
-        ("inconclusive", 0.1, -0.2, 0.4, "− inconclusive"),
-        ("within margin", 0.0, -0.05, 0.05, "− within margin"),
+        ("improved", 0.62, 0.48, 0.75, " ↑ 0.62 [0.48, 0.75]"),
+        ("dropped", -0.21, -0.31, -0.12, " ↓ 0.21 [0.12, 0.31] beyond margin"),
+        ("dropped", -0.21, -0.37, -0.05, " ↓ 0.21 [0.05, 0.37]"),
+        ("inconclusive", 0.1, -0.2, 0.4, ": inconclusive"),
+        ("within margin", 0.0, -0.05, 0.05, ": within margin"),
     ],
 )
 def test_a_finding_in_few_words(verdict, mean, low, high, text):
     contrast = {"verdict": verdict, "mean": mean, "low": low, "high": high}
-    assert finding(contrast, 0.1) == text
+    assert finding(contrast | {"detectable": 0.2}, 0.1) == text
+
+
+def test_a_null_that_could_show_nothing_says_so():
+    contrast = {"verdict": "inconclusive", "mean": 0.0, "low": -1.0, "high": 1.0, "n": 3}
+    assert "too few items" in finding(contrast | {"detectable": None}, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_llama_factory_predictions(tmp_path):
     assert results["outcomes"]["full"] == {"ok": 19, "empty": 1}
     assert results["tables"]["task"]["predictions"]["full"]["mean"] == 1
     assert results["verdict"]["task"] == "improved"
-    assert "predictions ↑ " in results["verdict"]["line"]
+    assert "task quality ↑ " in results["verdict"]["line"]
     # The first and the last prompt are the same: one cluster.
     assert results["tables"]["task"]["overall"]["full"]["clusters"] == 19
     texts = results["texts"]["slices"]["predictions"]
@@ -188,7 +188,7 @@ def test_the_command_imports_prints_markdown_and_fails_on_a_condition(tmp_path):
     done = CliRunner().invoke(command, [*words, "--markdown", "--fail-on", "predictions<-0.2"])
     assert done.exit_code == 1
     assert done.stdout == (tmp_path / "out" / "report.md").read_text("utf-8")
-    assert "predictions ↓ " in done.stdout
+    assert "task quality ↓ " in done.stdout
     assert "KTB840" in done.stderr
     kept = CliRunner().invoke(command, [out, "--json", "--fail-on", "predictions>0"])
     assert kept.exit_code == 0

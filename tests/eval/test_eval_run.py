@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.eval import collect, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
 from ktbridge.eval.bench import FILES, parse_bench
 from ktbridge.eval.store import Store, read_answers
 
@@ -194,11 +194,12 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_goes_on(server, tmp_pa
 
 def test_a_refused_request_is_not_retried(server, tmp_path):
     def behave(request, nth):
-        return (400, {}, {"error": {"message": "too long"}}) if is_item(request) else None
+        late = sum(map(is_item, server.requests)) > 1
+        return (400, {}, {"error": {"message": "no"}}) if late and is_item(request) else None
 
     server.behave = behave
     done = run(server, tmp_path, arms=server.arms[:1], limit=8)
-    assert done.outcomes == {"http-error": 8}
+    assert done.outcomes == {"ok": 1, "http-error": 7}
     assert sum(is_item(request) for request in server.requests) == 8
 
 
@@ -308,13 +309,30 @@ def test_no_server(server, tmp_path):
     assert "does not answer" in caught.value.problems[0].found
 
 
-def test_an_arm_that_says_nothing_is_refused(server, tmp_path):
+def test_an_arm_that_says_nothing_is_left_out_and_the_others_are_asked(server, tmp_path):
+    silent = {"tiny"}
+
     def behave(request, nth):
-        return (200, {}, server.completion("")) if request["model"] == "tiny" else None
+        return (200, {}, server.completion("")) if request["model"] in silent else None
 
     server.behave = behave
+    done = run(server, tmp_path)
+    assert [(one.code, one.severity, one.where) for one in done.problems] == [
+        ("KTB805", "error", "arm expert")
+    ]
+    assert (done.asked, done.outcomes) == (32, {"ok": 32})
+    results = write_report(tmp_path)
+    assert results["left_out"] == ["expert"]
+    assert "answered with nothing" in results["refused"]["expert"]
+    assert [one["code"] for one in results["warnings"] if one["severity"] == "error"] == ["KTB823"]
+    assert (results["plan"]["missing_items"], results["valid"]) == (0, 16)
+    # It is asked like any other once it has something to say.
+    silent.clear()
+    assert run(server, tmp_path).asked == 16
+    assert failures(write_report(tmp_path)) == []
+    silent |= {"tiny", "tiny:base", "tiny:neko"}
     with pytest.raises(ProblemsError) as caught:
-        run(server, tmp_path)
+        run(server, tmp_path / "all")
     assert codes(caught) == {"KTB805"}
 
 

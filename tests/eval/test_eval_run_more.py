@@ -177,9 +177,8 @@ def test_extra_fields_are_sent_recorded_and_part_of_the_key(server, tmp_path):
     results = score_run(tmp_path)
     assert results["bench"]["sampling"]["chat_template_kwargs"] == {"enable_thinking": False}
     assert results["valid"] == 16
-    with pytest.raises(ProblemsError) as caught:
+    with pytest.raises(UsageError, match="--extra-body sets messages"):
         with_sampling(BENCH, {"messages": []})
-    assert [one.code for one in caught.value.problems] == ["KTB811"]
     for text in ("{", "[]", "null"):
         with pytest.raises(UsageError, match="--extra-body"):
             parse_extra_body(text)

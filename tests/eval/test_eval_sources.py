@@ -163,7 +163,7 @@ def test_generic_takes_the_usual_shapes(tmp_path):
     ]
     assert [item.gold for item in bench.items] == [["你好呀"], ["3"], ["this", "that"], 2]
     assert [item.lang for item in bench.items] == ["zh", "en", "en", "en"]
-    assert bench.data["skipped"] == {"without references or checks": 1}
+    assert bench.data["skipped"] == {"without references, gold or checks": 1}
 
 
 @pytest.mark.parametrize(

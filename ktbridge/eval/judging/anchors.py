@@ -25,7 +25,7 @@ import yaml
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.bench_checks import is_json
+from ktbridge.eval.bench_checks import is_json, slice_table
 
 _KEYS = {"user", "good", "bad", "fails", "judge", "system", "gold"}
 
@@ -53,7 +53,7 @@ def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
     lists = head.get("checklists") or {}
     anchors: list[Anchor] = []
     problems: list[Problem] = []
-    for name, row in head["slices"].items():
+    for name, row in slice_table(head).items():
         rows = row.get("anchors", [])
         where = f"bench.yaml: slices.{name}.anchors"
         if not isinstance(rows, list):

@@ -28,7 +28,6 @@ _JUDGEMENTS = Kind(
     lock=_NAME,
     failed=FAILED,
     texts=_texts,
-    record="a judgement",
     work="judging",
     asked="its judgement is asked for again",
 )

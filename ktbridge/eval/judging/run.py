@@ -7,19 +7,20 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.bench import Item
 from ktbridge.eval.client import Client
+from ktbridge.eval.disk import write_text
 from ktbridge.eval.judging.ask import Asker, Judgement
 from ktbridge.eval.judging.journal import FAILED, Journal
 from ktbridge.eval.judging.judge import Judge, check_judge
 from ktbridge.eval.judging.plan import Ask, make_plan
 from ktbridge.eval.judging.prompts import VERSION, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
-from ktbridge.publish import write_text
 
 _SILENT = 6  # judgements in a row that got no reply at all: the server is gone
 _VOLATILE = {"created", "permission"}  # fields of a /v1/models entry that change by themselves
@@ -79,12 +80,15 @@ def judge_run(
         todo = [ask for ask in asks if not journal.has(ask.key)]
         server = before["server"] if before else {}
         if todo:
-            server = asyncio.run(
-                _ask_all(judge, todo, journal, concurrency, options, len(asks), on_progress)
+            # Named before it is asked, so that a report of an interrupted run knows what is missing.
+            named = partial(_name_judge, directory, judge, pairs)
+            asyncio.run(
+                _ask_all(judge, todo, journal, concurrency, options, len(asks), named, on_progress)
             )
-        elif on_progress:
-            on_progress(len(asks), len(asks))
-        _name_judge(directory, judge, pairs, server)
+        else:
+            _name_judge(directory, judge, pairs, server)
+            if on_progress:
+                on_progress(len(asks), len(asks))
     found = read_judgements(directory, bench, rows)
     problems = tuple(Problem(**cast(Any, one)) for one in found.problems) if found else ()
     return Judged(len(todo), len(asks) - len(todo), problems)
@@ -97,13 +101,14 @@ async def _ask_all(
     concurrency: int,
     options: dict[str, Any],
     total: int,
+    on_server: Callable[[dict[str, Any]], None],
     on_progress: OnProgress | None,
-) -> dict[str, Any]:
-    """Ask and store; returns the judge's own entry of /v1/models ({} where it lists none)."""
+) -> None:
+    """Ask and store; ``on_server`` gets the judge's entry of /v1/models ({} where it lists none)."""
     done, silent = total - len(todo), 0
     async with Client(judge.url, **options) as client:
         asker = Asker(client, judge)
-        server = await _entry(client, judge)
+        on_server(await _entry(client, judge))
         if on_progress:
             on_progress(done, total)
 
@@ -133,7 +138,6 @@ async def _ask_all(
             for task in workers:
                 task.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-    return server
 
 
 async def _entry(client: Client, judge: Judge) -> dict[str, Any]:
@@ -235,7 +239,7 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
             "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed"
         )
         if judgement.status == 0:  # nobody there: it was said already why there is no list
-            problems, next_step = [], "start its server, or mend the URL in --judge"
+            problems, next_step = [], "start its server, or correct the URL in --judge"
         expected = "JSON with evidence and verdicts"
         found = f"no answer from {judge.url}: {judgement.detail}"
         problems.append(Problem("KTB872", "error", where, found, expected, next_step))

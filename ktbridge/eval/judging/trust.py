@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, has_errors
 from ktbridge.eval.judging.bias import Comparison
 from ktbridge.eval.judging.plan import Ask, Plan
 
 PASS = 0.7  # of the known verdicts on good answers, and of those on bad ones, that must be right
 _SLICE_PASS = 0.5  # below this a judge does no better than a coin in a slice
 _MANY_PARSE_FAILS = 0.05
+_FEW_ERRORS = 0.05
 _MANY_FLIPS = 0.2
 _ALWAYS = 0.98
 _ENOUGH_VERDICTS = 20
@@ -79,12 +80,11 @@ def trust(
     ``digits`` whether each digit called its answer good.
     """
     where = f"judge {card['model']}"
-    problems = [
-        *_missing(where, card, records),
-        *_always(where, card, digits),
-        *_anchors(where, card, plan),
-    ]
-    refused = any(problem.severity == "error" for problem in problems)
+    missing = _missing(where, card, records)
+    doubts = [*_always(where, card, digits), *_anchors(where, card, plan)]
+    # What is missing is an error, and no reason to leave out what there is.
+    refused = has_errors(doubts) or (has_errors(missing) and not card["outcomes"].get("ok"))
+    problems = [*missing, *doubts]
     pairs = _known_pairs(where, card, plan)
     problems += pairs
     problems += _biases(where, card)
@@ -99,7 +99,7 @@ def trust(
                 "run once more with a judge of another family and compare",
             )
         )
-    pairs_refused = any(problem.severity == "error" for problem in pairs)
+    pairs_refused = has_errors(pairs)
     return Trust(refused, pairs_refused, tuple(problems))
 
 
@@ -131,7 +131,7 @@ def _missing(
         problems.append(
             Problem(
                 "KTB880",
-                "warning" if outcomes.get("ok") else "error",
+                "warning" if outcomes.get("ok") and errors <= _FEW_ERRORS * total else "error",
                 where,
                 f"{errors} of {total} judgements failed: {detail('judge-error')}",
                 "a reply to each",
@@ -143,7 +143,7 @@ def _missing(
         problems.append(
             Problem(
                 "KTB885",
-                "warning" if waiting < total else "error",
+                "error",
                 where,
                 f"{waiting} of {total} judgements were not asked for"
                 + (f" ({card['outdated']})" if "outdated" in card else ""),

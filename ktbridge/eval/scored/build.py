@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import ktbridge
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
-from ktbridge.eval.bench import Bench, read_snapshot
+from ktbridge.eval.bench import Bench, Item, read_snapshot
 from ktbridge.eval.contamination import Contamination
+from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.judging.read import Judgements, read_judgements
 from ktbridge.eval.rundir import BENCH, read_run
+from ktbridge.eval.runplan import NOT_RUN, Plan, compare_plan, planned_answers
 from ktbridge.eval.scored.compare import axes_of, compare, count_pairs, repeat_noise
 from ktbridge.eval.scored.extras import (
     count_outcomes,
@@ -24,10 +26,10 @@ from ktbridge.eval.scored.extras import (
     parse_rates,
     persona_parts,
 )
-from ktbridge.eval.scored.rows import NOT_RUN, Records, each_record, has_persona, item_rows
+from ktbridge.eval.scored.rows import Records, each_record, has_persona, item_rows
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
 from ktbridge.eval.store import read_answers
-from ktbridge.eval.verdict import summarise, warnings_of
+from ktbridge.eval.verdict import summarise
 
 SCHEMA = "ktbridge.eval/1"
 CONTAMINATION = "contamination.json"
@@ -44,6 +46,8 @@ class _Stored:
     records: Records
     repeats: int
     rows: list[dict[str, Any]]
+    plan: Plan | None
+    date: str | None
 
 
 def read_rows(directory: Path) -> tuple[Bench, list[dict[str, Any]]]:
@@ -76,6 +80,9 @@ def score_run(directory: Path) -> dict[str, Any]:
         judged=judged,
         contamination=_read_contamination(directory),
         repeats=run.repeats,
+        planned=None if run.plan is None else planned_answers(run.plan, run.bench),
+        slice_of={item.id: item.slice for item in run.bench.items},
+        date=run.date,
     )
     results["costs"] |= {
         arm.name: count_tokens(each_record(run.bench, arm, run.cards, run.records, run.repeats))
@@ -91,7 +98,7 @@ def _read(directory: Path) -> _Stored:
     if not cards:
         raise KtbridgeError(
             f"there is no evaluation in {str(directory)!r}.",
-            "run `ktbridge eval --bench nekobench --arm NAME=MODEL@URL --out DIR` first",
+            "run `ktbridge eval --bench nekobench --arm NAME=MODEL@URL --output DIR` first",
         )
     bench = read_snapshot(directory / BENCH)
     arms = [
@@ -105,7 +112,7 @@ def _read(directory: Path) -> _Stored:
             f"{str(directory)!r} holds no answers to {bench.name} {bench.version} yet.",
             "run the same `ktbridge eval` command again; it goes on where it stopped",
         )
-    return _Stored(bench, arms, cards, records, run["repeat"], rows)
+    return _Stored(bench, arms, cards, records, run["repeat"], rows, run["plan"], run["date"])
 
 
 def assemble(
@@ -117,9 +124,13 @@ def assemble(
     judged: Judgements | None = None,
     contamination: Contamination | None = None,
     repeats: int = 1,
+    planned: Mapping[str, Mapping[str, int]] | None = None,
+    slice_of: Mapping[str, str] | None = None,
+    date: str | None = None,
 ) -> dict[str, Any]:
     """Everything that follows from the rows. ``card`` is the bench's, ``cards`` the arms' by name;
-    ``judged`` has already left its marks in the rows (``mark_judged``)."""
+    ``judged`` has already left its marks in the rows (``mark_judged``). ``planned``: what
+    ``planned_answers`` gives, None where nobody knows; ``slice_of`` is the slice of each item by id."""
     # An arm that was never asked (a mistyped one) must not empty the comparison of the others.
     ranked = sorted(cards, key=arm_rank)
     left_out = [
@@ -137,6 +148,9 @@ def assemble(
         "bench": card,
         "arms": [cards[name] for name in names],
         "left_out": left_out,
+        "refused": {n: cards[n]["refused"] for n in left_out if "refused" in cards[n]},
+        "date": date,
+        "plan": None if planned is None else compare_plan(planned, names, slice_of or {}, rows),
         "asked": len(rows),
         "valid": len(valid),
         "axes": axes,
@@ -200,16 +214,28 @@ def bench_card(bench: Bench) -> dict[str, Any]:
         "items": len(bench.items),
         "margin": bench.margin,
         "sampling": dict(bench.sampling),
+        "max_tokens": bench.max_tokens,
         "slices": [
             {
                 "name": one.name,
                 "label": one.label or one.name,
                 "primary": one.primary,
                 "meaning": one.meaning,
+                "checks": _checks(item for item in bench.items if item.slice == one.name),
             }
             for one in bench.slices
         ],
     }
+
+
+def _checks(items: Iterable[Item]) -> list[str]:
+    """The scorers of these items, each once, with the metric of those that have one."""
+    named = (
+        check["scorer"] + (f" ({check['metric']})" if "metric" in check else "")
+        for item in items
+        for check in item.checks
+    )
+    return list(dict.fromkeys(named))
 
 
 def mark_judged(rows: list[dict[str, Any]], judged: Judgements) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.client import OUTCOMES
-from ktbridge.eval.scored.rows import NOT_RUN
+from ktbridge.eval.runplan import NOT_RUN
+from ktbridge.eval.scored.rows import SCORE_ERROR
 from ktbridge.eval.scorers import FAMILIES, measure_texts, parse_rate
 
 Rows = Sequence[Mapping[str, Any]]
@@ -18,7 +19,8 @@ Rows = Sequence[Mapping[str, Any]]
 def count_outcomes(outcomes: Iterable[str]) -> dict[str, int]:
     """How often each occurred, ok first."""
     counts = Counter(outcomes)
-    return {outcome: counts[outcome] for outcome in (*OUTCOMES, NOT_RUN) if counts[outcome]}
+    known = (*OUTCOMES, SCORE_ERROR, NOT_RUN)
+    return {outcome: counts[outcome] for outcome in known if counts[outcome]}
 
 
 def persona_parts(valid: Rows, arm: str) -> dict[str, float | None]:
@@ -88,15 +90,18 @@ def measure_slices(
         wanted = [list(references[row["id"]]) for row in valid]
         slices[name] = {}
         for family in FAMILIES:
-            for arm in names:
-                texts = [row["answers"][arm]["text"] for row in valid]
-                cut = sum(row["answers"][arm]["outcome"] == "truncated" for row in group)
-                try:
-                    found = measure_texts(family, texts, wanted, truncated=cut)
-                except KtbridgeError as error:
-                    missing[family] = f"{error} {error.next_step}".strip()
-                    break
-                slices[name].setdefault(family, {})[arm] = found.as_dict()
+            cells = {}
+            try:
+                for arm in names:
+                    texts = [row["answers"][arm]["text"] for row in valid]
+                    cut = sum(row["answers"][arm]["outcome"] == "truncated" for row in group)
+                    cells[arm] = measure_texts(family, texts, wanted, truncated=cut).as_dict()
+            except KtbridgeError as error:
+                missing[family] = f"{error} {error.next_step}".strip()
+            except Exception as error:  # some answer was too much for a package
+                missing[family] = f"{type(error).__name__} in slice {name}: {error}"[:200]
+            else:
+                slices[name][family] = cells
     return {"slices": slices, "missing": missing}
 
 

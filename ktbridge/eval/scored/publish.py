@@ -9,10 +9,10 @@ from typing import Any
 
 import ktbridge
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval.disk import write_text
 from ktbridge.eval.imports import IMPORTED, score_imports
-from ktbridge.eval.rundir import BENCHES, read_benches
+from ktbridge.eval.rundir import BENCHES, RUN, read_benches
 from ktbridge.eval.scored.build import score_run
-from ktbridge.publish import write_text
 
 INDEX_SCHEMA = "ktbridge.index/1"
 
@@ -42,6 +42,23 @@ def runs_in(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one["results"] for one in results["benches"] if one["results"] is not None]
 
 
+def failures(results: Mapping[str, Any]) -> list[str]:
+    """Why results are not what was asked for, a sentence each: the command that made them then has
+    failed, whatever the numbers say. Benches that could not be reported, and problems of severity
+    "error"."""
+    if results["schema"] == INDEX_SCHEMA:
+        every: list[str] = []
+        for one in results["benches"]:
+            inner = [one["error"]] if one["results"] is None else failures(one["results"])
+            every += [f"{one['name']}: {text}" for text in inner]
+        return every
+    return [
+        f"{one['where']}: {one['found']}"
+        for one in results["warnings"]
+        if one["severity"] == "error"
+    ]
+
+
 def _write_index(directory: Path) -> dict[str, Any]:
     from ktbridge.eval.html import render_index
     from ktbridge.eval.markdown import render_index_markdown
@@ -52,7 +69,9 @@ def _write_index(directory: Path) -> dict[str, Any]:
         try:
             benches.append({"name": folder.name, "error": "", "results": write_report(folder)})
         except KtbridgeError as error:
-            benches.append({"name": folder.name, "error": str(error), "results": None})
+            asked = (folder / RUN).is_file() or (folder / IMPORTED).is_file()
+            why = str(error) if asked else "the run stopped before it; nothing of it was asked"
+            benches.append({"name": folder.name, "error": why, "results": None})
     if not any(one["results"] for one in benches):
         raise KtbridgeError(
             f"none of the benches in {str(directory)!r} has answers yet.",
@@ -60,14 +79,15 @@ def _write_index(directory: Path) -> dict[str, Any]:
         )
     index = {"schema": INDEX_SCHEMA, "ktbridge": ktbridge.__version__, "benches": benches}
     told = {**index, "benches": [_entry(one) for one in benches]}
-    _write(directory, told, render_index(told), render_index_markdown(told))
+    failed = failures(index)
+    _write(directory, told, render_index(told, failed), render_index_markdown(told, failed))
     return index
 
 
 def _entry(bench: Mapping[str, Any]) -> dict[str, Any]:
     """A bench in the index's file: its verdict; the whole is in its own folder."""
     results = bench["results"] or {}
-    kept = ("verdict", "asked", "valid", "warnings", "costs")
+    kept = ("verdict", "asked", "valid", "plan", "warnings", "costs")
     return {
         "name": bench["name"],
         "error": bench["error"],

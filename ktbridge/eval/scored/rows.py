@@ -9,9 +9,10 @@ from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
-from ktbridge.eval.scorers import score_task
+from ktbridge.eval.runplan import NOT_RUN
+from ktbridge.eval.scorers import ScorerError, score_task
 
-NOT_RUN = "not-run"
+SCORE_ERROR = "score-error"  # the answer is there, and a scorer of ours failed on it
 _SHOWN = ("text", "thinking", "detail", "turns")
 
 Records = Mapping[str, Mapping[str, Any]]  # key -> what answers.jsonl holds under it
@@ -94,9 +95,23 @@ def _answer(
     for axis in ("task", "persona"):
         if ok and axis in ok[0]:
             answer[axis] = round(sum(one[axis] for one in ok) / len(ok), 6)
-    kept = ("outcome", "text", "turns", "task", "persona")
+    kept = ("outcome", "text", "turns", "task", "persona", "detail")
     answer["repeats"] = [{key: one[key] for key in kept if key in one} for one in every]
     return answer
+
+
+def mark_task(
+    answer: dict[str, Any], text: str, checks: Sequence[Mapping[str, Any]], gold: Any
+) -> None:
+    """Put the mark of ``text`` and the rows of its checks into ``answer``; where a scorer fails, it
+    becomes an answer that can't be scored, with the scorer and the fault in ``detail``."""
+    try:
+        task, rows = score_task(text, checks, gold)
+    except ScorerError as error:
+        answer |= {"outcome": SCORE_ERROR, "detail": str(error)}
+        return
+    answer["task"] = round(task, 6)
+    answer["checks"] = rows
 
 
 def _score(item: Item, bench: Bench, record: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -105,11 +120,11 @@ def _score(item: Item, bench: Bench, record: Mapping[str, Any] | None) -> dict[s
         return {"outcome": NOT_RUN}
     answer: dict[str, Any] = {"outcome": record["outcome"]}
     answer.update({key: record[key] for key in _SHOWN if record.get(key)})
+    if record["outcome"] == "http-error":
+        answer["status"] = record.get("status", 0)
     if record["outcome"] == "ok":
-        task, checks = score_task(record["text"], item.checks, item.gold)
-        answer["task"] = round(task, 6)
-        answer["checks"] = checks
-        if has_persona(bench):
+        mark_task(answer, record["text"], item.checks, item.gold)
+        if answer["outcome"] == "ok" and has_persona(bench):
             persona = score_persona(record["text"], bench.persona)
             answer["persona"] = round(persona.score, 6)
             answer["persona_parts"] = persona.as_dict()

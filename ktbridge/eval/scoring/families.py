@@ -26,6 +26,9 @@ from ktbridge.eval.text import cjk_share, count_chars
 from ktbridge.install import install_hint
 
 ROUGES = ("rouge-1", "rouge-2", "rouge-l")
+# Characters of an answer that are measured: the packages take time and memory that grow with the
+# product of both lengths, and an endless answer matches nothing after so many either.
+LONGEST_MEASURED = 10_000
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def measure_texts(
 ) -> TextMetrics:
     """Measure an arm's answers against each item's references (one or several).
 
-    With several references BLEU takes them all and ROUGE the best one. Raises UsageError for an
+    With several references BLEU takes them all and ROUGE the best one. Of an answer at most
+    ``LONGEST_MEASURED`` characters are measured; the signature says of how many. Raises UsageError for an
     unknown family, ValueError for no answers, unequal lengths or an item without references, and
     KtbridgeError where a package that the family needs is missing.
     """
@@ -70,7 +74,10 @@ def measure_texts(
         raise UsageError(f"there is no metric family {family!r}.", f"choose {', '.join(FAMILIES)}")
     if not answers or len(answers) != len(references) or not all(references):
         raise ValueError("answers and their references are needed, as many of one as of the other")
-    scores, signature = FAMILIES[family](answers, references)
+    cut = sum(len(answer) > LONGEST_MEASURED for answer in answers)
+    scores, signature = FAMILIES[family]([one[:LONGEST_MEASURED] for one in answers], references)
+    if cut:
+        signature += f"|first {LONGEST_MEASURED} characters of {cut} longer answer(s)"
     said = [count_chars(answer) for answer in answers]
     wanted = [
         min((count_chars(one) for one in group), key=lambda size: (abs(size - mine), size))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ktbridge.eval.scoring.registry import (
+    LONGEST_SEARCHED,
     Mark,
     anything,
     is_count,
@@ -35,7 +37,7 @@ UNITS: dict[str, Callable[[str], int]] = {
 _LENGTH = {"unit": is_one_of(*UNITS), "n": is_count}
 
 
-@scorer("regex", required={"pattern": is_pattern})
+@scorer("regex", required={"pattern": is_pattern}, longest=LONGEST_SEARCHED)
 def regex(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
     """``pattern`` (a Python regular expression) is found in the answer."""
     return mark(re.search(check["pattern"], text) is not None, f"pattern {check['pattern']!r}")
@@ -92,9 +94,12 @@ def min_len(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 def _json_value(text: str) -> Any:
     """The JSON value that is the whole answer; one Markdown code fence is forgiven. ValueError."""
-    fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", text, re.DOTALL)
+    bare = text.strip()
+    if bare.startswith("```") and bare.endswith("```"):
+        name, newline, inside = bare[3:-3].partition("\n")
+        bare = inside if newline and name.rstrip() in ("", "json") else bare
     try:
-        return json.loads(fenced.group(1) if fenced else text)
+        return json.loads(bare)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {type(error).__name__}") from None
 
@@ -149,10 +154,10 @@ def json_schema(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
         value = _json_value(text)
     except ValueError as error:
         return mark(False, str(error), False)
-    errors = sorted(Draft202012Validator(check["schema"]).iter_errors(value), key=str)
+    errors = list(itertools.islice(Draft202012Validator(check["schema"]).iter_errors(value), 20))
     if not errors:
         return mark(True, "fits the schema", True)
-    first = errors[0]
+    first = min(errors, key=lambda error: error.json_path)
     return mark(False, f"{first.json_path}: {first.message[:120]}", True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ktbridge.eval.numerals import find_answer_number
 from ktbridge.eval.scoring.registry import (
+    LONGEST_SEARCHED,
     Mark,
     is_flag,
     is_number,
@@ -51,16 +52,27 @@ _ARTICLE = (
     r"A\s+(?!(?:or|and|nor|but|not|is|was|are|seems|looks|would|could|can|may|must|because|since|"
     r"as|for|if|with|by|in|at|to|on)\b)[a-z]"
 )
+# Long runs of spaces or signs mean no more than short ones, and would cost quadratic time.
+_SPACES = re.compile(r"\s{3,}")
+_SIGNS = re.compile(r"([*(（\[【)）\]】.“\"]{2})[*(（\[【)）\]】.“\"]+([*(（\[【)）\]】.“\"]{2})")
 _ANNOUNCED = r"(?i:\banswers?|答案|选)(?:\s*(?i:is|are)|\s*[是为选])?\s*[:：]?\s*"
 _BETWEEN = r"\s*(?:,|，|、|/|&|(?i:and)\b|和|及|与)?\s*"
 
 
-@scorer("choice", required={"options": is_text}, optional={"multiple": is_flag}, gold=is_text)
+@scorer(
+    "choice",
+    required={"options": is_text},
+    optional={"multiple": is_flag},
+    gold=is_text,
+    longest=LONGEST_SEARCHED,
+)
 def choice(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
     """The option letter that the answer settles on equals gold; an unreadable answer is 0.
 
     With ``multiple`` the gold is a string of letters ("AC"), and all of them, no other, must be named.
     """
+    text = _SPACES.sub(lambda run: "\n\n" if "\n" in run.group() else "  ", text)
+    text = _SIGNS.sub(r"\1\2", text)
     if check.get("multiple"):
         return _choices(text, str(check["options"]), str(gold))
     letters = re.escape(str(check["options"]))

@@ -84,7 +84,9 @@ def rouge_l(hypothesis: Tokens, reference: Tokens) -> float:
 
 def longest_common(one: Tokens, other: Tokens) -> int:
     """Length of the longest common subsequence, bit-parallel: a row of the table is one integer
-    (Hyyro 2004, "Bit-parallel LCS-length computation revisited")."""
+    (Hyyro 2004, "Bit-parallel LCS-length computation revisited"), as wide as the shorter text."""
+    if len(one) > len(other):
+        one, other = other, one
     places: dict[Hashable, int] = {}
     for i, token in enumerate(one):
         places[token] = places.get(token, 0) | 1 << i

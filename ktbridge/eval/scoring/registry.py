@@ -17,6 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ktbridge.errors import KtbridgeError
+from ktbridge.eval.text import shorten
+
+# Characters. Patterns may take quadratic time; no answer that means anything is this long.
+LONGEST_SEARCHED = 20_000
+_LONGEST_REASON = 300  # a reason may quote the answer
+
 
 class Mark(NamedTuple):
     """A mark in 0..1 and its reason. ``parsed`` says whether what was asked for (a number, a letter,
@@ -34,7 +41,8 @@ Score = Callable[[str, Mapping[str, Any], Any], Mark]
 @dataclass(frozen=True)
 class Scorer:
     """A scoring function, predicates on its parameters, and one on the item's gold (None where it
-    looks at no gold). ``some_of``: at least one of these parameters must be given."""
+    looks at no gold). ``some_of``: at least one of these parameters must be given. ``longest``: an
+    answer of more characters is marked 0 without being searched (None: any length is scored)."""
 
     name: str
     score: Score
@@ -43,6 +51,11 @@ class Scorer:
     some_of: tuple[str, ...] = ()
     gold: Predicate | None = None
     needs_persona: bool = False
+    longest: int | None = None
+
+
+class ScorerError(Exception):
+    """A scorer raised something on an answer; ``str`` names the scorer and what it raised."""
 
 
 SCORERS: dict[str, Scorer] = {}
@@ -56,6 +69,7 @@ def scorer(
     some_of: Sequence[str] = (),
     gold: Predicate | None = None,
     needs_persona: bool = False,
+    longest: int | None = None,
 ) -> Callable[[Score], Score]:
     """Register the decorated function under ``name``; a name is given once."""
 
@@ -70,6 +84,7 @@ def scorer(
             tuple(some_of),
             gold,
             needs_persona,
+            longest,
         )
         return score
 
@@ -109,15 +124,29 @@ def score_task(
     text: str, checks: Sequence[Mapping[str, Any]], gold: Any
 ) -> tuple[float, list[dict[str, Any]]]:
     """The mean mark of an item's checks (at least one), and a row ``{scorer, mark, reason}`` a check;
-    ``parsed`` too, where something had to be read."""
+    ``parsed`` too, where something had to be read. Raises ScorerError where a scorer fails."""
     rows = []
     for check in checks:
-        value, reason, parsed = SCORERS[check["scorer"]].score(text, check, gold)
-        row: dict[str, Any] = {"scorer": check["scorer"], "mark": value, "reason": reason}
+        value, reason, parsed = _score(SCORERS[check["scorer"]], text, check, gold)
+        row: dict[str, Any] = {"scorer": check["scorer"], "mark": value}
+        row["reason"] = shorten(reason, _LONGEST_REASON)
         if parsed is not None:
             row["parsed"] = parsed
         rows.append(row)
     return sum(row["mark"] for row in rows) / len(rows), rows
+
+
+def _score(known: Scorer, text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+    if known.longest is not None and len(text) > known.longest:
+        reason = f"not searched: {len(text)} characters, more than {known.longest}"
+        return mark(False, reason, False if known.name == "choice" else None)
+    try:
+        return known.score(text, check, gold)
+    except (KtbridgeError, ImportError):  # a missing package is no fault of the answer
+        raise
+    except Exception as error:
+        what = " ".join(str(error).split())[:120]
+        raise ScorerError(f"{known.name}: {type(error).__name__}: {what}") from error
 
 
 @dataclass

@@ -1,0 +1,254 @@
+"""What a reader must know before believing the numbers. What is an error here fails the command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ktbridge.errors import Problem
+from ktbridge.eval.failures import AGAIN, remedies
+from ktbridge.eval.runplan import NOT_RUN
+from ktbridge.eval.scored.rows import SCORE_ERROR
+from ktbridge.eval.verdict import NULLS, OVERALL, signed, slice_title
+
+# Of an arm's items: with fewer ok answers there is a warning, with fewer than half an error; with more
+# failed requests than the rest an error.
+_ENOUGH_OK = 0.95
+_NEARLY_ALL = 0.9
+_READABLE = 0.9
+_FEW_ANSWERS = 5
+_FEW_PAIRS = 8  # answers that are identical by chance, where they are short
+_SAME_FILES = "import files in which every arm answers the same rows"
+_REMEDIES = {
+    NOT_RUN: AGAIN,
+    "truncated": "read the cut answers, and give --max-tokens N where they lead anywhere",
+    "think-only": "switch thinking off with --extra-body, or give --max-tokens N",
+    "empty": "try the model by hand: its chat template or its weights may be at fault",
+    SCORE_ERROR: "see KTB828",
+}
+
+
+def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The problems of a run, as dictionaries; what makes the numbers no result at all comes first."""
+    problems = [
+        *_incomplete(results),
+        *_left_out(results),
+        *_scorers(results),
+        *_unusable(results),
+        *_failed_repeats(results),
+        *_uneven(results),
+        *_identical(results),
+        *_unread(results),
+        *_noisy(results),
+    ]
+    return [problem.as_dict() for problem in problems]
+
+
+def _incomplete(results: Mapping[str, Any]) -> list[Problem]:
+    """What was planned and never asked."""
+    plan = results["plan"]
+    if plan is None or not plan["missing_answers"]:
+        return []
+    if plan["missing_items"]:
+        short = [arm for arm, one in plan["arms"].items() if one["missing"]]
+        whose = "" if len(short) == len(plan["arms"]) else f" of {', '.join(short)}"
+        where = ", ".join(
+            f"{slice_title(results, name)} {one['missing']}"
+            for name, one in plan["slices"].items()
+            if one["missing"]
+        )
+        found = f"{plan['missing_items']} of {plan['items']} planned items were not asked{whose}: {where}"
+    else:
+        found = (
+            f"every planned item was asked, but {plan['missing_answers']} of {plan['answers']} "
+            "planned answers (repeats) were not"
+        )
+    return [
+        Problem(
+            "KTB827",
+            "error",
+            "the run is incomplete",
+            found,
+            "all of them; what follows is about a part of the bench only",
+            f"{AGAIN}; or ask for fewer items with --limit or --slices",
+        )
+    ]
+
+
+def _left_out(results: Mapping[str, Any]) -> list[Problem]:
+    return [
+        Problem(
+            "KTB823",
+            "error",
+            f"arm {name}",
+            f"left out of the comparison: {results['refused'].get(name, 'no answer of it is stored')}",
+            "answers from every arm of the run",
+            "run the same eval again with this arm, or delete it from run.json",
+        )
+        for name in results["left_out"]
+    ]
+
+
+def _scorers(results: Mapping[str, Any]) -> list[Problem]:
+    """Answers on which a scorer of ours failed: no fault of the arm."""
+    faults: dict[str, list[tuple[str, str]]] = {}
+    for row in results["items"]:
+        for arm, answer in row["answers"].items():
+            for one in answer.get("repeats", [answer]):
+                if one["outcome"] == SCORE_ERROR:
+                    faults.setdefault(arm, []).append((row["id"], one.get("detail", "")))
+    return [
+        Problem(
+            "KTB828",
+            "error",
+            f"arm {arm}",
+            f"{len(found)} answer(s) could not be scored, {found[0][0]} first: {found[0][1]}",
+            "a mark for every answer; these are left out for all arms",
+            "report this with the answer; `ktbridge report` scores again once it is corrected",
+        )
+        for arm, found in faults.items()
+    ]
+
+
+def _unusable(results: Mapping[str, Any]) -> list[Problem]:
+    # Answers that another tool collected can't be asked for here.
+    imported = all("files" in card["server"] for card in results["arms"])
+    asked, valid = results["asked"], results["valid"]
+    problems = []
+    for name, counts in results["outcomes"].items():
+        ok, failed = counts.get("ok", 0), counts.get("http-error", 0)
+        if ok >= _ENOUGH_OK * asked and not failed:
+            continue
+        if set(counts) <= {"ok", NOT_RUN} and _incomplete(results):
+            continue  # KTB827 says so
+        errors = [
+            (answer.get("status", 0), answer.get("detail", ""))
+            for row in results["items"]
+            if (answer := row["answers"][name])["outcome"] == "http-error"
+        ]
+        steps = _REMEDIES | ({NOT_RUN: _SAME_FILES} if imported else {})
+        steps["http-error"] = "correct these rows" if imported else remedies(errors)
+        rest = ", ".join(
+            f"{count} {outcome}" + (f" ({errors[0][1]})" if outcome == "http-error" else "")
+            for outcome, count in counts.items()
+            if outcome != "ok"
+        )
+        few = 2 * ok < asked or 2 * valid < asked
+        problems.append(
+            Problem(
+                "KTB820",
+                "error" if few or failed > (1 - _ENOUGH_OK) * asked else "warning",
+                f"arm {name}",
+                f"{asked - ok} of {asked} answers cannot be scored: {rest}",
+                "ok answers; items missing in one arm are left out for all",
+                "; ".join(dict.fromkeys(steps[one] for one in counts if one != "ok")),
+            )
+        )
+    return problems
+
+
+def _failed_repeats(results: Mapping[str, Any]) -> list[Problem]:
+    """Repeats that no answer came to: an item's mark is the mean of fewer than were asked."""
+    problems = []
+    for name, counts in (results["repeat"] or {"outcomes": {}})["outcomes"].items():
+        failed, total = counts.get("http-error", 0), sum(counts.values())
+        if failed > results["outcomes"][name].get("http-error", 0):
+            problems.append(
+                Problem(
+                    "KTB820",
+                    "error" if failed > (1 - _ENOUGH_OK) * total else "warning",
+                    f"arm {name}, repeats",
+                    f"{failed} of {total} answers failed: http-error",
+                    "an answer to every repeat",
+                    AGAIN,
+                )
+            )
+    return problems
+
+
+def _uneven(results: Mapping[str, Any]) -> list[Problem]:
+    asked = results["asked"]
+    ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
+    if not ok or max(ok.values()) - min(ok.values()) <= (1 - _ENOUGH_OK) * asked:
+        return []
+    spread = ", ".join(f"{name} {count}" for name, count in ok.items())
+    return [
+        Problem(
+            "KTB821",
+            "warning",
+            "missing answers",
+            f"arms differ in how many of {asked} answers are ok: {spread}",
+            "about the same number; what is left may not be a fair sample",
+            "do what KTB820 says of the arm with fewer, else read the comparison with care",
+        )
+    ]
+
+
+def _identical(results: Mapping[str, Any]) -> list[Problem]:
+    return [
+        Problem(
+            "KTB822",
+            "error" if pair["share"] == 1 and pair["n"] >= _FEW_PAIRS else "warning",
+            "arms " + " and ".join(pair["arms"]),
+            f"{pair['share']:.0%} of {pair['n']} answers are byte-identical",
+            "answers that differ, if an adapter was applied",
+            "run `ktbridge verify`",
+        )
+        for pair in results["identical"]
+        if pair["share"] is not None and pair["share"] >= _NEARLY_ALL
+    ]
+
+
+def _unread(results: Mapping[str, Any]) -> list[Problem]:
+    """Arms whose answers could not be read: their marks are about form, not about knowledge."""
+    problems = []
+    for name, cells in results["parse_rates"].items():
+        low = {
+            arm: cell
+            for arm, cell in cells.items()
+            if cell["asked"] >= _FEW_ANSWERS and cell["share"] < _READABLE
+        }
+        if low:
+            told = ", ".join(f"{arm} {one['read']} of {one['asked']}" for arm, one in low.items())
+            problems.append(
+                Problem(
+                    "KTB824",
+                    "warning",
+                    f"slice {slice_title(results, name)}",
+                    f"few answers hold the letter, number or JSON to mark: {told}",
+                    f"at least {_READABLE:.0%}; an answer without one is marked 0",
+                    "look at these answers: a low score here is a failure of format first",
+                )
+            )
+    return problems
+
+
+def _noisy(results: Mapping[str, Any]) -> list[Problem]:
+    """Headlines that are no larger than what noise makes of them.
+
+    An arm's floor is that of a difference of two runs of it, so its own variance is half of the
+    floor's square, and the mean of N repeats has an Nth of that.
+    """
+    if results["repeat"] is None:
+        return []
+    found = []
+    for one in results["contrasts"]:
+        if one["slice"] != OVERALL or one["verdict"] in NULLS:
+            continue
+        arms = results["repeat"]["noise"]
+        floors = [arms[one[side]].get(one["axis"], {}).get("floor") for side in ("of", "minus")]
+        squares = sum(floor**2 for floor in floors if floor is not None)
+        floor = math.sqrt(squares / (2 * results["repeat"]["n"]))
+        if abs(one["mean"]) <= floor:
+            found.append(
+                Problem(
+                    "KTB826",
+                    "warning",
+                    f"{one['axis']}: {one['of']} − {one['minus']}",
+                    f"{signed(one['mean'])} is no more than the noise of these repeats ({floor:.2f})",
+                    "a difference that two runs of one arm do not show",
+                    "ask more repeats, or a server that answers the same every time",
+                )
+            )
+    return found

@@ -1,0 +1,146 @@
+"""Answers of a model that doesn't stop: scored, reported and shown in bounded time, none ends a run.
+
+Nothing here looks at a clock: with a scorer of quadratic time these tests would take hours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from ktbridge.eval import load_bench, score_run, write_report
+from ktbridge.eval.numerals import chinese_number, find_answer_number
+from ktbridge.eval.persona import score_persona
+from ktbridge.eval.scorers import FAMILIES, SCORERS, measure_texts, score_task
+from ktbridge.eval.scoring import registry
+
+from .test_eval_report import BENCH, knows, stored, validate
+
+NEKO = load_bench("nekobench")
+LONG = 400_000
+TEXTS = {
+    "one letter": "a" * LONG,
+    "one ideograph": "的" * LONG,
+    "large numbers": "万亿" * (LONG // 2),
+    "zeros": "零" * LONG,
+    "digits": "1" * LONG,
+    "numbers": "1 " * (LONG // 8),
+    "fractions": "三分之" * (LONG // 8),
+    "dots": "." * LONG + "x",
+    "brackets": "(*" * (LONG // 2),
+    "spaces": "answer" + " \n" * (LONG // 2) + "x",
+    "fence": "```json\n" + "\n" * LONG + "x```",
+    "list": "[" + ",".join(['"x"'] * (LONG // 4)) + "]",
+    "nesting": "[" * LONG,
+}
+CHECKS = [
+    ({"scorer": "exact"}, "a"),
+    ({"scorer": "aliases"}, ["Lima", "利马"]),
+    ({"scorer": "numeric"}, 42),
+    ({"scorer": "choice", "options": "ABCD"}, "A"),
+    ({"scorer": "choice", "options": "ABCD", "multiple": True}, "AC"),
+    ({"scorer": "contains", "any": ["x"], "none": ["y"]}, None),
+    ({"scorer": "counts", "of": ["cat", "橙"], "n": 2}, None),
+    ({"scorer": "regex", "pattern": r"(?s)^[^\n]*1[^\n]*\n\s*2[^\n]*\n\s*3"}, None),
+    ({"scorer": "max_len", "unit": "sentences", "n": 5}, None),
+    ({"scorer": "min_len", "unit": "words", "n": 5}, None),
+    ({"scorer": "json", "equals": {"a": 1}}, None),
+    ({"scorer": "json_schema", "schema": {"items": {"type": "integer"}}}, None),
+    ({"scorer": "language", "lang": "zh"}, None),
+    ({"scorer": "refusal", "expect": True}, None),
+    ({"scorer": "no_persona", "persona": NEKO.persona}, None),
+    ({"scorer": "no_loop"}, None),
+    ({"scorer": "references", "metric": "rouge-l"}, ["a reference of some words"]),
+    ({"scorer": "references", "metric": "bleu-4"}, ["a reference of some words"]),
+]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_scorer_ends(name):
+    assert {check["scorer"] for check, _ in CHECKS} == set(SCORERS)
+    for check, gold in CHECKS:
+        value, rows = score_task(TEXTS[name], [check], gold)
+        assert 0 <= value <= 1
+        assert len(rows[0]["reason"]) < 400
+    score_persona(TEXTS[name], NEKO.persona)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_metrics_measure_the_beginning_of_an_endless_answer(family):
+    reference = ["今天的天气很好，我们去公园。"]
+    found = measure_texts(family, ["今天的天气很好。" + "的" * LONG, reference[0]], [reference] * 2)
+    assert "first 10000 characters of 1 longer" in found.signature
+    assert found.length_ratio > 1000
+    short = measure_texts(family, reference, [reference])
+    assert "longer" not in short.signature
+
+
+def test_numbers_without_end_are_no_number():
+    assert find_answer_number("万亿" * 1000) is None
+    assert find_answer_number("零" * 100_000) is None
+    assert find_answer_number("9" * 100_000) is None
+    assert find_answer_number("万亿" * 1000 + "。答案是12") == 12
+    assert [chinese_number(text) for text in ("一万亿", "三亿五千万", "一万万")] == [
+        10**12,
+        350_000_000,
+        10**8,
+    ]
+
+
+def test_a_looping_answer_ends_neither_run_nor_report(tmp_path):
+    items = [item for item in BENCH.items if item.slice == "KRI-R"]
+    results = write_report(
+        stored(tmp_path, {"base": knows, "full": lambda item, nth: "万亿" * 1000}, items=items)
+    )
+    assert results["outcomes"]["full"] == {"ok": len(items)}
+    assert results["tables"]["task"]["KRI-R"]["full"]["mean"] == 0
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_scorer_that_fails_on_an_answer_is_named_and_the_rest_is_scored(tmp_path, monkeypatch):
+    def fails(text, check, gold):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    items = [item for item in BENCH.items if item.slice in ("KRI-R", "KRI-K")]
+    known = registry.SCORERS["numeric"]
+    broken = registry.Scorer(**{**vars(known), "score": fails})
+    monkeypatch.setitem(registry.SCORERS, "numeric", broken)
+    results = write_report(stored(tmp_path, {"base": knows, "full": knows}, items=items, repeat=2))
+    validate(results)
+    numeric = [one for one in items if one.checks[0]["scorer"] == "numeric"]
+    assert 0 < len(numeric) < len(items)
+    assert results["outcomes"]["full"]["score-error"] == len(numeric)
+    assert results["tables"]["task"]["KRI-K"]["full"]["mean"] == 1
+    found = [one for one in results["warnings"] if one["code"] == "KTB828"]
+    assert [(one["severity"], one["where"]) for one in found] == [
+        ("error", "arm base"),
+        ("error", "arm full"),
+    ]
+    assert "numeric: RecursionError" in found[0]["found"]
+    monkeypatch.setitem(registry.SCORERS, "numeric", known)
+    assert "score-error" not in score_run(tmp_path)["outcomes"]["full"]
+
+
+def test_long_answers_are_folded_cut_and_cannot_turn_the_text_around(tmp_path):
+    texts = ["啊" * 2_000_000, "line\n" * 9, "short", "safe \u202egnp.exe"]
+    items = BENCH.items[: len(texts)]
+    place = {item.id: i for i, item in enumerate(items)}
+    out = stored(
+        tmp_path, {"base": knows, "full": lambda item, nth: texts[place[item.id]]}, items=items
+    )
+    write_report(out)
+    page = (out / "report.html").read_text("utf-8")
+    assert len(page) < 400_000
+    assert "show the first 16,000 and the last 4,000 of 2,000,000 characters" in page
+    articles = re.findall(r"<article.*?</article>", page, re.S)
+    assert [one.count('<input type="checkbox" class="more"') for one in articles] == [1, 1, 0, 0]
+    assert all(
+        f'<label for="{place}"' in page for place in re.findall(r'class="more" id="(.*?)"', page)
+    )
+    assert "safe [U+202E]gnp.exe" in articles[3]
+    assert "\u202e" not in page
+    # All of it is in results.json.
+    rows = json.loads((out / "results.json").read_text("utf-8"))["items"]
+    assert [row["answers"]["full"]["text"] for row in rows] == texts
