@@ -98,7 +98,7 @@ async def _read_cards(
             listed = {entry["id"]: entry for entry in await client.models()}
         except KtbridgeError as error:
             problems.append(
-                Problem("KTB801", "error", url, str(error), "a list of models", error.next_step)
+                Problem("KTB801", "error", url, error.sentence, "a list of models", error.next_step)
             )
             continue
         for arm in arms:

@@ -94,7 +94,7 @@ def measure_slices(
                 try:
                     found = measure_texts(family, texts, wanted, truncated=cut)
                 except KtbridgeError as error:
-                    missing[family] = f"{error} {error.next_step}".strip()
+                    missing[family] = f"{error.sentence} {error.next_step}".strip()
                     break
                 slices[name].setdefault(family, {})[arm] = found.as_dict()
     return {"slices": slices, "missing": missing}

@@ -52,7 +52,7 @@ def _write_index(directory: Path) -> dict[str, Any]:
         try:
             benches.append({"name": folder.name, "error": "", "results": write_report(folder)})
         except KtbridgeError as error:
-            benches.append({"name": folder.name, "error": str(error), "results": None})
+            benches.append({"name": folder.name, "error": error.sentence, "results": None})
     if not any(one["results"] for one in benches):
         raise KtbridgeError(
             f"none of the benches in {str(directory)!r} has answers yet.",
