@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import Problem
-from ktbridge.model.tensorfile import bf16_as_float32
+from ktbridge.model.tensor import bf16_as_float32
 
 if TYPE_CHECKING:  # numpy is imported where values are looked at: most conversions look at none
     import numpy as np

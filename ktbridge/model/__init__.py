@@ -12,7 +12,8 @@ Needs nothing beyond the standard library::
 from ktbridge.model.checkpoint import Checkpoint, expert_names, open_checkpoint, resolve_model
 from ktbridge.model.config import ModelConfig, read_model_config
 from ktbridge.model.families import FAMILIES, Family, family_of
-from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, TensorFileError, open_tensor_file
+from ktbridge.model.tensor import Tensor
+from ktbridge.model.tensorfile import Entry, TensorFile, TensorFileError, open_tensor_file
 
 __all__ = [
     "FAMILIES",

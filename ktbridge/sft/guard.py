@@ -51,7 +51,8 @@ def has_peft(module: nn.Module) -> bool:
 
 
 def _before_forward(base: Any, _: Any) -> None:
-    _belong(base)  # it may be a copy, or PEFT may have come
+    if not base.ktbridge_layers[0].belongs_to(base):  # it is a copy, or PEFT has come since
+        _belong(base)
     if base.training and torch.is_grad_enabled():
         _refuse_untrained(base)
 
@@ -107,8 +108,9 @@ def _before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
 
     The LoRA may be another optimizer's, so it is looked at for some steps whether anything changes it.
     """
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for base in list(_watched):
+    watched = list(_watched)
+    mine = {id(each) for group in optimizer.param_groups for each in group["params"] if watched}
+    for base in watched:
         waiting = [
             parameter
             for layer in base.ktbridge_layers

@@ -8,7 +8,8 @@ transformers' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,69 +71,27 @@ def wrap_experts(
     module that can't be served, and ``UsageError`` when the model is wrapped already, or isn't transformers'.
     """
     base = _base(model)
-    if not isinstance(base, PreTrainedModel):
-        raise UsageError(
-            f"{type(base).__name__} is no transformers model.",
-            "Wrap the experts before torch.compile, DDP or FSDP wrap the model, or unwrap it: "
-            "accelerator.unwrap_model(model).",
-        )
-    found = list(experts_modules(model))
-    if not found:
-        raise KtbridgeError(
-            f"{type(base).__name__} has no fused-experts module that transformers dispatches.",
-            "Check that the model is a mixture-of-experts model and that transformers is 5.x.",
-        )
-    problems = [problem for name, module in found for problem in _unserved(name, module)]
-    if problems:
-        taken = all(problem.code == "KTL004" for problem in problems)
-        raise ProblemsError(
-            "PEFT has put LoRA of its own on this model's routed experts."
-            if taken
-            else "the kernels don't serve this model's experts.",
-            problems,
-        )
-    if any(hasattr(module, "kt") for _, module in found):
-        raise UsageError(
-            "this model's experts are wrapped already.",
-            "Call wrap_experts once, on a model as loaded.",
-        )
-    layers: list[ExpertsLayer] = []
-    for _, module in found:
-        gate, up, down = given_experts(module) or own_experts(module)
-        if backend == "kt-kernel":
-            # Imported here: kt-kernel is looked for only where it is asked for.
-            from ktbridge.sft.backends.kt_kernel import KtKernelExperts
+    found = _wrappable(base)
+    common: dict[str, Any] = {
+        "lora_rank": lora_rank,
+        "lora_alpha": lora_alpha,
+        "lora_targets": lora_targets,
+        "threads": threads,
+        "activation": activation,
+    }
+    make: Callable[..., ExpertsLayer]
+    if backend == "kt-kernel":
+        # Imported here: kt-kernel is looked for only where it is asked for.
+        from ktbridge.sft.backends.kt_kernel import KtKernelExperts
 
-            layers.append(
-                KtKernelExperts(
-                    gate,
-                    up,
-                    down,
-                    top_k=_top_k(model),
-                    max_tokens=max_tokens,
-                    lora_rank=lora_rank,
-                    lora_alpha=lora_alpha,
-                    lora_targets=lora_targets,
-                    threads=threads,
-                    threadpool_count=threadpool_count,
-                    activation=activation,
-                )
-            )
-            continue
-        layers.append(
-            MoELoRAExperts.from_tensors(
-                gate,
-                up,
-                down,
-                lora_rank,
-                lora_alpha,
-                isa,
-                threads,
-                lora_targets=lora_targets,
-                activation=activation,
-                accumulate_grad=accumulate_grad,
-            )
+        more: dict[str, Any] = {"max_tokens": max_tokens, "threadpool_count": threadpool_count}
+        make = partial(KtKernelExperts, top_k=_top_k(base), **common, **more)
+    else:
+        make = partial(
+            MoELoRAExperts.from_tensors, isa=isa, accumulate_grad=accumulate_grad, **common
         )
+    layers = [make(*(given_experts(module) or own_experts(module))) for _, module in found]
+    # Nothing has been changed so far, and nothing fails from here on.
     if freeze_rest and not has_peft(base):
         base.requires_grad_(False)
     for (_, module), layer in zip(found, layers, strict=True):
@@ -141,6 +100,35 @@ def wrap_experts(
     base.set_experts_implementation(IMPLEMENTATION)
     watch(base)
     return model
+
+
+def _wrappable(base: Any) -> list[tuple[str, Any]]:
+    """Name and module of each experts module. Raises as ``wrap_experts`` for any that can't be wrapped."""
+    if not isinstance(base, PreTrainedModel):
+        raise UsageError(
+            f"{type(base).__name__} is no transformers model.",
+            "Wrap the experts before torch.compile, DDP or FSDP wrap the model, or unwrap it: "
+            "accelerator.unwrap_model(model).",
+        )
+    found = list(experts_modules(base))
+    if not found:
+        raise KtbridgeError(
+            f"{type(base).__name__} has no fused-experts module that transformers dispatches.",
+            "Check that the model is a mixture-of-experts model and that transformers is 5.x.",
+        )
+    problems = [problem for name, module in found for problem in _unserved(name, module)]
+    if problems and all(problem.code == "KTL004" for problem in problems):
+        raise ProblemsError(
+            "PEFT has put LoRA of its own on this model's routed experts.", problems
+        )
+    if problems:
+        raise ProblemsError("the kernels don't serve this model's experts.", problems)
+    if any(hasattr(module, "kt") for _, module in found):
+        raise UsageError(
+            "this model's experts are wrapped already.",
+            "Call wrap_experts once, on a model as it was loaded.",
+        )
+    return found
 
 
 def expert_layers(model: nn.Module) -> dict[int, ExpertsLayer]:

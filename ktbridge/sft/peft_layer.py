@@ -48,6 +48,11 @@ class PeftLayer(BaseTunerLayer):
         if len(adapters) == 1:
             (self._adapter,) = adapters
 
+    def belongs_to(self, base: nn.Module) -> bool:
+        """Whether ``belong_to(base)`` would change nothing."""
+        adapters = self.peft_adapters
+        return self._base() is base and (len(adapters) != 1 or adapters == [self._adapter])
+
     @property
     def peft_adapters(self) -> list[str]:
         """Names of all adapters that PEFT has put into the model."""
@@ -68,7 +73,9 @@ class PeftLayer(BaseTunerLayer):
     @property
     def on_in_peft(self) -> bool:
         """Whether PEFT has the adapter on: it is active, and not within ``disable_adapter()``."""
-        return not self.disable_adapters and self.peft_adapter in self.peft_active
+        if self.disable_adapters:
+            return False
+        return len(self.peft_adapters) < 2 or self.peft_adapter in self.peft_active
 
     def set_requires_grad(
         self, adapter_names: str | Sequence[str], requires_grad: bool = True
