@@ -259,7 +259,7 @@ def _unserved(name: str, module: Any) -> Iterator[Problem]:
             name,
             "PEFT's own LoRA on the fused experts",
             "experts that PEFT left alone",
-            'Call wrap_experts before get_peft_model, or name target_modules other than "all-linear", gate, '
+            'Call wrap_experts before get_peft_model, or name target_modules other than "all-linear", '
             "gate_proj, up_proj and down_proj.",
         )
         return
