@@ -6,13 +6,13 @@ Exception tree::
     ├── UsageError           the request itself makes no sense; exit code 2
     └── ProblemsError        a check collected problems, then failed once; exit code 1
 
-Every message is one sentence that says what and where; ``next_step`` says what to do about it.
+``sentence`` is one sentence that says what and where; ``next_step`` says what to do about it.
 Nothing below ``ktbridge.cli`` prints or exits: it raises one of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -45,13 +45,25 @@ class Problem:
 
 
 class KtbridgeError(Exception):
-    """The work failed. ``str(error)`` is one sentence; ``next_step`` is what to do next."""
+    """The work failed. ``sentence`` says what and where, ``next_step`` what to do next.
+
+    ``str(error)``, and so a traceback, shows both. Compose other messages from ``sentence``.
+    """
 
     exit_code = 1
 
     def __init__(self, message: str, next_step: str = "") -> None:
         super().__init__(message)
+        self.sentence = message
         self.next_step = next_step
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield self.sentence
+        if self.next_step:
+            yield f"  next: {self.next_step}"
 
 
 class UsageError(KtbridgeError):
@@ -61,11 +73,31 @@ class UsageError(KtbridgeError):
 
 
 class ProblemsError(KtbridgeError):
-    """A check found problems. All of them are in ``problems``; none was acted upon."""
+    """A check found problems. All of them are in ``problems``; none was acted upon.
+
+    ``str(error)`` shows the first ``SHOWN`` of them, each with its next step, and how many more there are.
+    """
+
+    SHOWN = 8
 
     def __init__(self, message: str, problems: Iterable[Problem], next_step: str = "") -> None:
         super().__init__(message, next_step)
         self.problems: tuple[Problem, ...] = tuple(problems)
+
+    def _lines(self) -> Iterator[str]:
+        yield self.sentence
+        step = ""
+        for problem in self.problems[: self.SHOWN]:
+            if step and problem.next_step != step:  # once for neighbours that share it
+                yield f"    next: {step}"
+            step = problem.next_step
+            yield f"  {problem.severity} {problem.code}  {problem}"
+        if step:
+            yield f"    next: {step}"
+        if len(self.problems) > self.SHOWN:
+            yield f"  and {len(self.problems) - self.SHOWN:,} more in `error.problems`"
+        if self.next_step:
+            yield f"  next: {self.next_step}"
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:

@@ -200,7 +200,7 @@ def main(
         try:
             run["contestants"].append(measure(case, logs / f"{number}-{who}.log"))
         except KtbridgeError as error:
-            run["failed"].append(str(error))
+            run["failed"].append(error.sentence)
         compare(run)
         if json_file:
             json_file.write_text(json.dumps(run, indent=1) + "\n")

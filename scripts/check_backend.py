@@ -290,7 +290,7 @@ def main(shapes: list[Shape], rank: int, steps: int, method: str, **options: Any
         results = [check() for check in checks]  # all of them, whatever the first ones say
     except KtbridgeError as error:
         raise KtbridgeError(
-            str(error), error.next_step
+            error.sentence, error.next_step
         ) from error  # the machine's fault: exit code 1
     good = all(results)
     console.print("the same within rounding" if good else "[red]they differ by more than rounding")

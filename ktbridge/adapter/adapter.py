@@ -195,10 +195,37 @@ class Adapter:
         """Own names of the adapted expert projections ("gate_proj"), sorted."""
         return tuple(sorted({f"{projection}_proj" for _, projection, _ in self.experts}))
 
+    def __repr__(self) -> str:
+        halves = []
+        if self.experts:
+            layers, experts = len(self.expert_layers()), self.num_experts()
+            halves.append(
+                f"experts: {_shown(self, 'rank', 'alpha')} on {', '.join(self.expert_modules())} of "
+                f"{experts} experts in {layers} layers"
+            )
+        if self.nonexpert:
+            numbers = _shown(self, "nonexpert_rank", "nonexpert_alpha")
+            halves.append(f"others: {numbers} on {', '.join(self.nonexpert_modules())}")
+        if self.leftovers:
+            halves.append(f"{len(self.leftovers)} unknown tensors")
+        told = "; ".join([*halves, f"base model {self.base_model!r}"])
+        return f"<Adapter {self.layout} {str(self.path)!r}: {told}>"
+
     def _lora(self, name: str, default: Any) -> Any:
         lora = (self.manifest or {}).get("lora")
         value = lora.get(name) if isinstance(lora, dict) else None
         return default if value is None else value
+
+
+def _shown(adapter: Adapter, rank: str, alpha: str) -> str:
+    """Rank and alpha as far as they can be read."""
+    found = []
+    for name in (rank, alpha):
+        try:
+            found.append(f"{name.rpartition('_')[2]} {getattr(adapter, name):g}")
+        except KtbridgeError:
+            found.append(f"no {name.rpartition('_')[2]}")
+    return ", ".join(found)
 
 
 def _number(value: Any, path: Path) -> float:

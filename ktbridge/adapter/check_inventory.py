@@ -60,6 +60,13 @@ def check_inventory(
     yield from _odd_sizes(adapter)
 
 
+_AS_PEFT_SAVES = "is expert LoRA as PEFT saves it of a wrapped model, which leaves out its alpha"
+_FROM_PEFT = (
+    "load it as it was trained, with wrap_experts and PeftModel.from_pretrained, and save it with "
+    "ktbridge.sft.save_raw_adapter (docs/library.md)"
+)
+
+
 def _leftovers(adapter: Adapter) -> Iterator[Problem]:
     by_rule: dict[tuple[str, str], list[Part]] = defaultdict(list)
     heads = {part.key.module for part in adapter.nonexpert.values() if _is_head(part)}
@@ -75,13 +82,17 @@ def _leftovers(adapter: Adapter) -> Iterator[Problem]:
         elif module in heads:  # PEFT saves the whole weight of a targeted head as well
             leaf = module.rpartition(".")[2]
             rule = ("KTB213", f"is a whole weight, saved because {leaf} was targeted")
+        elif ".experts.kt." in part.entry.name:
+            rule = ("KTB201", _AS_PEFT_SAVES)
         elif "lora" in part.entry.name:
             rule = ("KTB201", "is no LoRA key we know")
         else:
             rule = ("KTB112", "is a whole weight")
         by_rule[rule].append(part)
     for (code, found), group in by_rule.items():
-        yield from many(code, group, found)
+        yield from many(
+            code, group, found, next_step=_FROM_PEFT if found == _AS_PEFT_SAVES else None
+        )
 
 
 def _is_head(part: Part) -> bool:

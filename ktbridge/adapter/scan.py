@@ -93,7 +93,7 @@ def _scan(path: Path, problems: list[Problem], stand_in: dict[str, Any] | None) 
         try:
             adapter.files.append(open_tensor_file(path / name))
         except KtbridgeError as error:
-            text = str(error).removeprefix(f"{path / name} ")
+            text = error.sentence.removeprefix(f"{path / name} ")
             step = _readable(path / name)
             problems.append(problem("KTB005", str(path / name), text, next_step=step))
     if has_errors(problems):
@@ -143,7 +143,7 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     try:
         return read_json_object(file)
     except KtbridgeError as error:
-        text = str(error).removeprefix(f"{file} ")
+        text = error.sentence.removeprefix(f"{file} ")
         step = _readable(file)
         problems.append(problem("KTB002", str(file), text, "a JSON object", next_step=step))
         return None
@@ -156,7 +156,7 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, Any] | None
     try:
         manifest = read_json_object(file)
     except KtbridgeError as error:
-        text = str(error).removeprefix(f"{file} ")
+        text = error.sentence.removeprefix(f"{file} ")
         step = _readable(file)
         problems.append(problem("KTB010", str(file), text, "a JSON object", next_step=step))
         return None

@@ -89,7 +89,7 @@ def validate_adapter(
         try:
             base = read_model_config(base_model)
         except KtbridgeError as error:
-            found, where = str(error).removeprefix(f"{base_name} "), base_name or "--base-model"
+            found, where = error.sentence.removeprefix(f"{base_name} "), base_name or "--base-model"
             step = error.next_step or None
             report.problems.append(problem("KTB611", where, found, next_step=step))
     adapters: list[Adapter] = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import Problem
+from ktbridge.model.tensor import bf16_as_float32
 
 if TYPE_CHECKING:  # numpy is imported where values are looked at: most conversions look at none
     import numpy as np
@@ -19,7 +20,7 @@ def as_float32(data: memoryview | bytes | bytearray, dtype: str) -> NDArray[np.f
     import numpy as np
 
     if dtype == "BF16":
-        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return bf16_as_float32(data)
     return np.frombuffer(data, np.float16 if dtype == "F16" else np.float32).astype(np.float32)
 
 

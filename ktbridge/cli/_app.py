@@ -98,7 +98,7 @@ def render(error: KtbridgeError, as_json: bool = False) -> None:
         print_problems(problems)
     from ktbridge.cli._ui import printable
 
-    for head, text in (("error", str(error)), ("  next", error.next_step)):
+    for head, text in (("error", error.sentence), ("  next", error.next_step)):
         if text:
             lines = "\n".join(map(printable, text.rstrip(".").split("\n")))
             click.echo(f"{head}: {lines}", err=True)
@@ -106,7 +106,7 @@ def render(error: KtbridgeError, as_json: bool = False) -> None:
         from ktbridge.cli._ui import emit_json
 
         found = [problem.as_dict() for problem in problems]
-        said = {"error": str(error), "next_step": error.next_step}
+        said = {"error": error.sentence, "next_step": error.next_step}
         emit_json({"ok": False, **said, "problems": found})
 
 

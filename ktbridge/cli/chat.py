@@ -284,4 +284,4 @@ def _compare(talk: Conversation, question: str) -> None:
             if arm not in dict(failed):
                 click.echo(f"[{arm}] {answer}")
     for arm, error in failed[:1]:
-        raise KtbridgeError(f"{arm}: {error}", error.next_step)
+        raise KtbridgeError(f"{arm}: {error.sentence}", error.next_step)

@@ -113,7 +113,7 @@ async def _read_cards(
                     "KTB801",
                     "error",
                     url,
-                    str(error).removeprefix(url).strip().rstrip("."),
+                    error.sentence.removeprefix(url).strip().rstrip("."),
                     "a list of models",
                     error.next_step,
                 )

@@ -18,7 +18,8 @@ from ktbridge.model.checkpoint import (
 )
 from ktbridge.model.config import ModelConfig, read_model_config
 from ktbridge.model.families import FAMILIES, Family, family_of
-from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, TensorFileError, open_tensor_file
+from ktbridge.model.tensor import Tensor
+from ktbridge.model.tensorfile import Entry, TensorFile, TensorFileError, open_tensor_file
 
 __all__ = [
     "FAMILIES",

@@ -14,7 +14,8 @@ from pathlib import Path
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.config import ModelConfig, read_model_config
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, open_tensor_file
+from ktbridge.model.tensor import Tensor
+from ktbridge.model.tensorfile import Entry, TensorFile, open_tensor_file
 
 # A plain file name: no directory, no hidden file, nothing that a file system or a terminal minds.
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.+=@ -]{0,200}\.safetensors", re.ASCII)

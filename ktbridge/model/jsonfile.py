@@ -27,7 +27,7 @@ def read_json_file(path: Path, *, unique_keys: bool = False) -> dict[str, Any]:
         )
         json.dumps(value, ensure_ascii=False).encode()
     except KtbridgeError as error:
-        raise KtbridgeError(str(error), step) from error
+        raise KtbridgeError(error.sentence, step) from error
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise KtbridgeError(f"{path} can't be read as JSON: {reason}", step) from error

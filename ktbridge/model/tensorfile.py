@@ -16,12 +16,12 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.model.tensor import Tensor
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 2_000_000
@@ -70,23 +70,6 @@ class Entry(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor as bytes: row-major ``data`` of ``shape`` in safetensors' ``dtype`` ("BF16").
-
-    ``data`` may be a view into a memory map (read-only, valid as long as the tensor is held).
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview | bytes | bytearray
-
-    @property
-    def nbytes(self) -> int:
-        return memoryview(self.data).nbytes
 
 
 class TensorFile:

@@ -25,7 +25,7 @@ def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Ch
     try:
         installed = read_installed(python)
     except KtbridgeError as error:
-        return [Check(DISTRIBUTION, "problem", str(error), error.next_step)]
+        return [Check(DISTRIBUTION, "problem", error.sentence, error.next_step)]
     versions = {DISTRIBUTION: installed.engine, KERNEL: installed.kernel}
     checks = check_engine_packages(python or sys.executable, versions, imports)
     if installed.engine is None and installed.upstream is not None:
@@ -47,7 +47,7 @@ def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]
     try:
         contract, known = contract_for(f"{ENGINE}=={version}")
     except KtbridgeError as error:
-        return [Check("engine contract", "problem", str(error), error.next_step)]
+        return [Check("engine contract", "problem", error.sentence, error.next_step)]
     layouts = [
         name for name in ("split", "merged", "expert", "nonexpert") if getattr(contract, name)
     ]

@@ -12,6 +12,9 @@ A run goes through these modules:
   checkpoint. ``attach``: LoRA, where ``targets`` says; ``inject`` puts the experts onto the kernels.
 - ``supervised`` and ``dpo``: trl's trainers with ``watch`` (pace, NaN), ``resumable`` (checkpoints) and
   ``distributed`` (several processes). ``raw_adapter``: what is left in the end.
+- For a user's own script (docs/library.md): ``callback`` saves from any Trainer, ``load_adapter`` puts a raw
+  adapter on a model, ``guard`` sees to it that the expert LoRA is trained and saved, ``peft_layer`` makes
+  it one of PEFT's, ``trainable`` counts.
 - ``experts`` and ``expert_call``: one layer and one call of it; ``crossing`` to the host and back; ``queued``
   in a GPU stream's own time; ``checkpointing`` is gradient checkpointing, not the run's checkpoints.
 
@@ -27,32 +30,49 @@ from typing import TYPE_CHECKING, Any
 from ktbridge.sft.openmp import let_idle_threads_sleep
 
 if TYPE_CHECKING:
+    from ktbridge.sft.callback import RawAdapterCallback
     from ktbridge.sft.experts import MoELoRAExperts
+    from ktbridge.sft.guard import freeze_expert_lora
     from ktbridge.sft.inject import (
         expert_layers,
         load_expert_lora,
         set_expert_lora,
         wrap_experts,
     )
+    from ktbridge.sft.load_adapter import load_raw_adapter
+    from ktbridge.sft.loading import load_for_kernels
     from ktbridge.sft.raw_adapter import save_raw_adapter
+    from ktbridge.sft.trainable import Trainable, trainable_parameters
     from ktbridge.sft.weights import ExpertWeights
 
 _HOMES = {
     "ExpertWeights": "weights",
     "MoELoRAExperts": "experts",
+    "RawAdapterCallback": "callback",
+    "Trainable": "trainable",
     "expert_layers": "inject",
+    "freeze_expert_lora": "guard",
     "load_expert_lora": "inject",
+    "load_for_kernels": "loading",
+    "load_raw_adapter": "load_adapter",
     "save_raw_adapter": "raw_adapter",
     "set_expert_lora": "inject",
+    "trainable_parameters": "trainable",
     "wrap_experts": "inject",
 }
 __all__ = [
     "ExpertWeights",
     "MoELoRAExperts",
+    "RawAdapterCallback",
+    "Trainable",
     "expert_layers",
+    "freeze_expert_lora",
     "load_expert_lora",
+    "load_for_kernels",
+    "load_raw_adapter",
     "save_raw_adapter",
     "set_expert_lora",
+    "trainable_parameters",
     "wrap_experts",
 ]
 

@@ -27,6 +27,16 @@ _INCIDENTAL = {
     "transformers_version", "use_cache",
 }  # fmt: skip
 _ANOTHER_BASE = "Use the base model that the adapter was trained on."
+# Of adapter_config.json, what decides how tensors act; the rest is about training.
+ACTING = (
+    "lora_alpha",
+    "r",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
 
 
 @dataclass(frozen=True)
@@ -54,32 +64,54 @@ def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start
     """
     if config.adapter_name_or_path is None:
         return None
-    adapter = read_adapter(config.adapter_name_or_path)
-    if adapter.layout != "raw":
-        raise UsageError(
-            f"{adapter.path} is a serving directory ({adapter.layout}), not what training left.",
-            "Give the output_dir of a training run as adapter_name_or_path.",
-        )
+    adapter = read_raw(config.adapter_name_or_path)
     if not adapter.experts:
         raise KtbridgeError(
             f"{adapter.path} has no expert LoRA to go on from.",
             "Give an adapter that was trained with LoRA on the routed experts.",
         )
     base = resolve_model(config.model_name_or_path)
-    _check_base(adapter, base)
+    start, problems = fit(adapter, base, model, found)
+    if not problems:
+        problems += _settings(adapter, config)
+        problems += _chosen(start, config, model, found)
+    if problems:
+        raise ProblemsError(f"training can't go on from {adapter.path}.", problems)
+    return start
+
+
+def read_raw(path: str | Path) -> Adapter:
+    """The raw adapter in a directory; it may have no expert LoRA, and then looks like any adapter of PEFT's.
+
+    Raises UsageError for another layout, and as ``read_adapter``.
+    """
+    adapter = read_adapter(path)
+    half = adapter.layout == "nonexpert" and not (adapter.manifest or {}).get("layout")
+    if adapter.layout != "raw" and not half:
+        raise UsageError(
+            f"{adapter.path} is a serving directory ({adapter.layout}), not what training left.",
+            "Give the output_dir of a training run, or convert it: ktbridge convert DIR --to raw.",
+        )
+    return adapter
+
+
+def fit(
+    adapter: Adapter, base: Path | None, model: nn.Module, found: Adaptable
+) -> tuple[Start, list[Problem]]:
+    """Where the non-expert LoRA goes in a model, and what keeps the adapter from being put on it.
+
+    ``base`` is the model's directory, where it is known. Raises KtbridgeError for another base model.
+    """
+    if base is not None:
+        _check_base(adapter, base)
     # Where PEFT's half goes is told by its keys, whatever its configuration calls the places.
     problems = [
         problem
         for problem in validate_adapter([adapter.path], base_model=base).problems
         if problem.severity == "error"
     ]
-    keys = _by_module(adapter, found)
-    if not problems:
-        problems += _settings(adapter, config)
-        problems += _places(adapter, keys, config, model, found)
-    if problems:
-        raise ProblemsError(f"training can't go on from {adapter.path}.", problems)
-    return Start(adapter, keys)
+    start = Start(adapter, _by_module(adapter, found))
+    return start, problems or list(_misplaced(start, model, found))
 
 
 def copy_nonexpert(model: nn.Module, start: Start) -> None:
@@ -159,16 +191,10 @@ def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
             yield _problem("KTL006", adapter, name, f"{theirs:g}", f"{ours:g}, as configured", step)
 
 
-def _places(
-    adapter: Adapter,
-    keys: dict[str, dict[str, str]],
-    config: TrainConfig,
-    model: nn.Module,
-    found: Adaptable,
-) -> Iterator[Problem]:
-    """Modules that the model doesn't have, or has in another shape, or that weren't asked for."""
-    known = {*found.modules}
-    for name, halves in keys.items():
+def _misplaced(start: Start, model: nn.Module, found: Adaptable) -> Iterator[Problem]:
+    """Modules that the model doesn't have, or has in another shape."""
+    adapter, known = start.adapter, {*found.modules}
+    for name, halves in start.keys.items():
         where = next(iter(halves.values()))
         if name not in known:
             lacking = "a module of the decoder layers"
@@ -183,10 +209,17 @@ def _places(
                 yield _problem(
                     "KTL002", adapter, halves[half], found_shape, expected, _ANOTHER_BASE
                 )
+
+
+def _chosen(
+    start: Start, config: TrainConfig, model: nn.Module, found: Adaptable
+) -> Iterator[Problem]:
+    """Modules that have LoRA and weren't asked for, and that were and have none."""
+    adapter, keys = start.adapter, start.keys
     if config.lora_target != ("all",):
         asked = {*chosen_modules(model, found, config.lora_target)}
         for names, expected, said in (
-            ({*keys} & known - asked, "no LoRA, as configured", "LoRA"),
+            ({*keys} - asked, "no LoRA, as configured", "LoRA"),
             (asked - {*keys}, "LoRA, as configured", "no LoRA"),
         ):
             if names:

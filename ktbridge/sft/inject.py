@@ -8,11 +8,13 @@ transformers' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.adapter import Adapter
@@ -20,15 +22,17 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.sft.backends import ExpertsLayer
 from ktbridge.sft.expert_call import LORA_NAMES
 from ktbridge.sft.experts import MoELoRAExperts
+from ktbridge.sft.guard import has_peft, watch
 from ktbridge.sft.modules import (
     LAYER,
     experts_modules,
     given_experts,
     odd_traits,
     own_experts,
+    take_experts,
 )
 from ktbridge.sft.tensors import to_torch
-from ktbridge.sft.weights import PROJECTIONS, Stack
+from ktbridge.sft.weights import PROJECTIONS
 
 IMPLEMENTATION = "ktbridge"
 
@@ -43,75 +47,88 @@ def wrap_experts(
     lora_targets: Sequence[str] = PROJECTIONS,
     activation: str = "retain",
     accumulate_grad: bool = False,
+    freeze_rest: bool = True,
     backend: str = "ktbridge",
     max_tokens: int = 4096,
     threadpool_count: int = 1,
 ) -> nn.Module:
     """Run every experts module of a transformers model (or a PeftModel around one) on our kernels.
 
-    Works in place and returns the model. The experts' own weights are frozen and used where they are; LoRA
-    starts at B = 0, so the model's outputs are unchanged until something is trained or loaded.
-    ``lora_rank=0`` adds no LoRA. Weights must be bfloat16 on the CPU, or mapped from a checkpoint
-    (``ktbridge.sft.loading.load_mapped``) in any storage that the kernels read. The options are
-    ``MoELoRAExperts``'s. ``backend`` "kt-kernel" has KTransformers' wheel compute them, where it
-    is installed: ``isa`` and ``accumulate_grad`` are ours alone, ``max_tokens`` and ``threadpool_count`` its
-    (``ktbridge.sft.backends.kt_kernel``).
+    Works in place and returns the model. The experts' own weights are used where they are and are frozen;
+    they are no parameters of the model any more, so they stay where they are when it is moved, converted,
+    copied or saved. LoRA starts at B = 0, so the model's outputs are unchanged until something is trained
+    or loaded. ``lora_rank=0`` adds no LoRA. Weights must be bfloat16 on the CPU, or mapped from a
+    checkpoint (``load_for_kernels``) in any storage that the kernels read.
+
+    ``get_peft_model`` may come before or after. Without PEFT, ``freeze_rest`` freezes what isn't expert
+    LoRA, as PEFT does; False leaves ``requires_grad`` of the rest as it is, also when PEFT comes later.
+
+    The other options are ``MoELoRAExperts``'s. ``backend`` "kt-kernel" has KTransformers' wheel compute them,
+    where it is installed: ``isa`` and ``accumulate_grad`` are ours alone, ``max_tokens`` and
+    ``threadpool_count`` its (``ktbridge.sft.backends.kt_kernel``).
 
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
-    module whose layout the kernels don't serve, and ``UsageError`` when the model is wrapped already.
+    module that can't be served, and ``UsageError`` when the model is wrapped already, or isn't transformers'.
     """
-    found = list(experts_modules(model))
-    if not found:
-        raise KtbridgeError(
-            f"{type(_base(model)).__name__} has no fused-experts module that transformers dispatches.",
-            "Check that the model is a mixture-of-experts model and that transformers is 5.x.",
-        )
-    problems = [problem for name, module in found for problem in _unserved(name, module)]
-    if problems:
-        raise ProblemsError("the kernels don't serve this model's experts.", problems)
-    if any(hasattr(module, "kt") for _, module in found):
-        raise UsageError("this model's experts are wrapped already.")
-    for _, module in found:
-        gate, up, down = given_experts(module) or _own_experts(module)
-        if backend == "kt-kernel":
-            # Imported here: kt-kernel is looked for only where it is asked for.
-            from ktbridge.sft.backends.kt_kernel import KtKernelExperts
+    base = _base(model)
+    found = _wrappable(base)
+    common: dict[str, Any] = {
+        "lora_rank": lora_rank,
+        "lora_alpha": lora_alpha,
+        "lora_targets": lora_targets,
+        "threads": threads,
+        "activation": activation,
+    }
+    make: Callable[..., ExpertsLayer]
+    if backend == "kt-kernel":
+        # Imported here: kt-kernel is looked for only where it is asked for.
+        from ktbridge.sft.backends.kt_kernel import KtKernelExperts
 
-            module.kt = KtKernelExperts(
-                gate,
-                up,
-                down,
-                top_k=_top_k(model),
-                max_tokens=max_tokens,
-                lora_rank=lora_rank,
-                lora_alpha=lora_alpha,
-                lora_targets=lora_targets,
-                threads=threads,
-                threadpool_count=threadpool_count,
-                activation=activation,
-            )
-            continue
-        module.kt = MoELoRAExperts.from_tensors(
-            gate,
-            up,
-            down,
-            lora_rank,
-            lora_alpha,
-            isa,
-            threads,
-            lora_targets=lora_targets,
-            activation=activation,
-            accumulate_grad=accumulate_grad,
+        more: dict[str, Any] = {"max_tokens": max_tokens, "threadpool_count": threadpool_count}
+        make = partial(KtKernelExperts, top_k=_top_k(base), **common, **more)
+    else:
+        make = partial(
+            MoELoRAExperts.from_tensors, isa=isa, accumulate_grad=accumulate_grad, **common
         )
-    _base(model).set_experts_implementation(IMPLEMENTATION)
+    layers = [make(*(given_experts(module) or own_experts(module))) for _, module in found]
+    # Nothing has been changed so far, and nothing fails from here on.
+    if freeze_rest and not has_peft(base):
+        base.requires_grad_(False)
+    for (_, module), layer in zip(found, layers, strict=True):
+        take_experts(module, layer.weights)
+        module.kt = layer.train(module.training)
+    base.set_experts_implementation(IMPLEMENTATION)
+    watch(base)
     return model
 
 
-def _own_experts(module: Any) -> tuple[Stack, Stack, Stack]:
-    """gate, up and down as views of the module's own parameters, frozen."""
-    module.gate_up_proj.requires_grad_(False)
-    module.down_proj.requires_grad_(False)
-    return own_experts(module)
+def _wrappable(base: Any) -> list[tuple[str, Any]]:
+    """Name and module of each experts module. Raises as ``wrap_experts`` for any that can't be wrapped."""
+    if not isinstance(base, PreTrainedModel):
+        raise UsageError(
+            f"{type(base).__name__} is no transformers model.",
+            "Wrap the experts before torch.compile, DDP or FSDP wrap the model, or unwrap it: "
+            "accelerator.unwrap_model(model).",
+        )
+    found = list(experts_modules(base))
+    if not found:
+        raise KtbridgeError(
+            f"{type(base).__name__} has no fused-experts module that transformers dispatches.",
+            "Check that the model is a mixture-of-experts model and that transformers is 5.x.",
+        )
+    problems = [problem for name, module in found for problem in _unserved(name, module)]
+    if problems and all(problem.code == "KTL004" for problem in problems):
+        raise ProblemsError(
+            "PEFT has put LoRA of its own on this model's routed experts.", problems
+        )
+    if problems:
+        raise ProblemsError("the kernels don't serve this model's experts.", problems)
+    if any(hasattr(module, "kt") for _, module in found):
+        raise UsageError(
+            "this model's experts are wrapped already.",
+            "Call wrap_experts once, on a model as it was loaded.",
+        )
+    return found
 
 
 def expert_layers(model: nn.Module) -> dict[int, ExpertsLayer]:
@@ -204,11 +221,6 @@ def _experts_forward(
             "an experts module asked for the ktbridge kernels but was never wrapped.",
             "Call ktbridge.sft.wrap_experts(model) instead of set_experts_implementation.",
         )
-    if given_experts(module) is None and module.gate_up_proj.data_ptr() != layer.weights_address:
-        raise KtbridgeError(
-            "the experts' weights were moved, converted or copied after wrap_experts.",
-            "Convert or copy the model first, then wrap it.",
-        )
     out = layer(
         hidden_states.to(torch.bfloat16), top_k_index.to(torch.int64), top_k_weights.float()
     )
@@ -235,11 +247,10 @@ def _base(model: Any) -> Any:
 def _unserved(name: str, module: Any) -> Iterator[Problem]:
     """Why the kernels can't compute this experts module, if they can't."""
 
-    def problem(found: str, expected: str) -> Problem:
-        where = f"{name} ({type(module).__name__})"
-        return Problem(
-            "KTL003", "error", where, found, expected, "See the README's supported models."
-        )
+    where = f"{name} ({type(module).__name__})"
+
+    def problem(found: str, expected: str, step: str = _UNSERVED) -> Problem:
+        return Problem("KTL003", "error", where, found, expected, step)
 
     if ".base_layer" in name:
         yield Problem(
@@ -248,8 +259,10 @@ def _unserved(name: str, module: Any) -> Iterator[Problem]:
             name,
             "PEFT's own LoRA on the fused experts",
             "experts that PEFT left alone",
-            "Leave gate, gate_proj, up_proj and down_proj out of PEFT's targets.",
+            'Call wrap_experts before get_peft_model, or name target_modules other than "all-linear", '
+            "gate_proj, up_proj and down_proj.",
         )
+        return
     if traits := odd_traits(module):
         yield problem(", ".join(traits), "gated, bias-free experts with [E, 2I, H] weights")
         return
@@ -262,7 +275,15 @@ def _unserved(name: str, module: Any) -> Iterator[Problem]:
         yield problem("a gating or norm of its own", "silu(gate) * up")
     if given_experts(module) is not None:
         return
-    if module.gate_up_proj.dtype != torch.bfloat16 or module.gate_up_proj.device.type != "cpu":
-        yield problem(
-            f"{module.gate_up_proj.dtype} on {module.gate_up_proj.device}", "torch.bfloat16 on cpu"
-        )
+    weight = module.gate_up_proj
+    if weight.dtype != torch.bfloat16:
+        step = "Load the model with dtype=torch.bfloat16, then wrap its experts."
+        yield problem(str(weight.dtype), "torch.bfloat16", step)
+    if weight.device.type != "cpu":
+        step = "Load the model without device_map, wrap its experts, then move it: they stay on the CPU."
+        yield problem(f"weights on {weight.device}", "weights on the CPU", step)
+
+
+_UNSERVED = (
+    "Use a model whose experts are gated SiLU MLPs without biases (README.md, 'Not supported yet')."
+)

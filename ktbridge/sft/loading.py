@@ -36,8 +36,8 @@ def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> 
 
 
 def load_for_kernels(
-    path: Path,
-    dtype: torch.dtype,
+    path: Path | str,
+    dtype: torch.dtype = torch.bfloat16,
     place: Place = on_cpu,
     experts: Path | None = None,
     attention: str | None = None,
@@ -48,6 +48,7 @@ def load_for_kernels(
     it goes, ``experts`` names another checkpoint of the same experts to map, ``attention`` transformers'
     attention implementation (default: its own choice). Raises as ``load_model``.
     """
+    path = Path(path)
     try:
         return load_mapped(path, dtype, place, experts, attention)
     except CantMap:

@@ -64,7 +64,9 @@ class MappedExperts:
                 return self._fused(home)
             gate, up, down = (self._stack(home, projection) for projection in PROJECTIONS)
         except UsageError as error:  # a dtype or shape that the kernels don't read as it lies
-            raise CantMap(f"{home.base} of {self.path}: {error}", error.next_step) from error
+            raise CantMap(
+                f"{home.base} of {self.path}: {error.sentence}", error.next_step
+            ) from error
         return gate, up, down
 
     def _fused(self, home: ExpertHome) -> Triple:

@@ -42,8 +42,17 @@ def keep_on_cpu(module: Any) -> None:
     if odd_traits(module):
         return
     gate, up, down = (ExpertWeights.bf16(part.to(torch.bfloat16)) for part in own_experts(module))
-    del module.gate_up_proj, module.down_proj
-    give_experts(module, (gate, up, down))
+    take_experts(module, (gate, up, down))
+
+
+def take_experts(module: Any, weights: Triple) -> None:
+    """Give a module its weights as ``weights`` in the place of the parameters that it loaded, if it did.
+
+    From then on nothing that moves, converts, copies or saves the model does so to them.
+    """
+    for name in ("gate_up_proj", "down_proj"):
+        module._parameters.pop(name, None)
+    give_experts(module, weights)
 
 
 def own_experts(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

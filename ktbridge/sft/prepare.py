@@ -133,7 +133,7 @@ class _Failures:
 def _problems(where: str, error: KtbridgeError) -> tuple[Problem, ...]:
     if isinstance(error, ProblemsError) and error.problems:
         return error.problems
-    return (Problem("KTC014", "error", where, str(error).rstrip("."), "", error.next_step),)
+    return (Problem("KTC014", "error", where, error.sentence.rstrip("."), "", error.next_step),)
 
 
 def count_steps(config: TrainConfig, rows: int, processes: int = 1) -> int:

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
 from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.adapter.keys import fused_key
-from ktbridge.sft.backends import lora_shapes
+from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.errors import KtbridgeError
+from ktbridge.publish import fsync_directory
+from ktbridge.sft.backends import ExpertsLayer, lora_shapes
+from ktbridge.sft.guard import trained_elsewhere
 from ktbridge.sft.inject import expert_layers
+from ktbridge.sft.targets import is_named
 from ktbridge.sft.tensors import from_torch
+
+_PEFT = "base_model.model."
 
 
 def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -41,7 +56,8 @@ def nonexpert_tensors(model: nn.Module, adapter_name: str = "default") -> dict[s
     tensors = {}
     for name, parameter in model.named_parameters():
         if f".lora_A.{adapter_name}." in name or f".lora_B.{adapter_name}." in name:
-            key = name.replace(f".{adapter_name}.", ".")
+            # Where transformers' own add_adapter put it, there is no PeftModel around the model.
+            key = _PEFT + name.replace(f".{adapter_name}.", ".").removeprefix(_PEFT)
             tensors[key] = from_torch(key, parameter.to(torch.bfloat16))
     return tensors
 
@@ -49,42 +65,152 @@ def nonexpert_tensors(model: nn.Module, adapter_name: str = "default") -> dict[s
 def save_raw_adapter(
     model: nn.Module,
     directory: str | Path,
-    base_model: str,
+    base_model: str | None = None,
     *,
     overwrite: bool = False,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the expert LoRA and the PEFT LoRA of a trained model as one raw adapter directory.
+    """Write the expert LoRA and the PEFT LoRA of a wrapped model as one raw adapter directory.
 
-    Published whole or not at all, ``extra_files`` with it (see ``ktbridge.adapter.write_raw_adapter``).
+    The model may have either half alone. ``base_model`` is the base's name or path, by default the one that
+    the model was loaded from. Published complete or not at all, ``extra_files`` with it (see
+    ``ktbridge.adapter.write_raw_adapter``). ``overwrite`` replaces an adapter that is there.
+
+    Warns of what was trained and is in neither half, and of an expert LoRA that is all zeros. Raises
+    ``KtbridgeError`` where nothing is wrapped, the base model has no name, or the directory is occupied.
     """
-    layers = expert_layers(model)
-    first = next(iter(layers.values()))
+    named = base_model or base_name(model)
+    if not named:
+        raise KtbridgeError(
+            "the model doesn't say which base model it was loaded from.",
+            "Give save_raw_adapter its name or path: base_model=...",
+        )
+    _write(model, directory, named, overwrite=overwrite, extra_files=extra_files)
+
+
+def save_beside(model: nn.Module, directory: str | Path) -> None:
+    """A raw adapter as ``save_pretrained`` saves: beside what a directory holds, over an older one.
+
+    The manifest is put in last, and an older one is taken away first. A base model without a name is taken.
+    """
+    target = Path(directory)
+    if not target.is_dir() or not any(target.iterdir()):
+        _write(model, target, base_name(model), overwrite=False)
+        return
+    made = target / f".adapter-{secrets.token_hex(4)}"
+    try:
+        _write(model, made, base_name(model), overwrite=False)
+        (target / MANIFEST_FILE).unlink(missing_ok=True)
+        for path in sorted(made.iterdir(), key=lambda path: path.name == MANIFEST_FILE):
+            os.replace(path, target / path.name)
+        fsync_directory(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _write(model: nn.Module, directory: str | Path, base_model: str, **options: Any) -> None:
+    first = _first_layer(model)
+    config = _peft_config(model, first.peft_adapter)
+    _warn(model)
     write_raw_adapter(
         directory,
         expert=expert_tensors(model),
-        nonexpert=nonexpert_tensors(model),
-        config=_peft_config(model),
+        nonexpert=nonexpert_tensors(model, first.peft_adapter),
+        config=config,
         base_model=base_model,
-        rank=first.lora_rank,
-        alpha=first.lora_alpha,
-        overwrite=overwrite,
-        extra_files=extra_files,
+        rank=first.lora_rank or config["r"],
+        alpha=first.lora_alpha if first.lora_rank else config["lora_alpha"],
+        **options,
     )
 
 
-def _peft_config(model: Any) -> dict[str, Any]:
+def base_name(model: Any) -> str:
+    """The name or path that a model, or the one inside of a PeftModel, was loaded from; "" if it has none."""
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        if config.base_model_name_or_path:
+            return str(config.base_model_name_or_path)
+    return str(getattr(model.config, "_name_or_path", "") or "")
+
+
+def _first_layer(model: nn.Module) -> ExpertsLayer:
+    layers = expert_layers(model)
+    if not layers:
+        raise KtbridgeError(
+            f"{type(model).__name__} has no wrapped experts, so there is no raw adapter to save.",
+            "Call ktbridge.sft.wrap_experts before training.",
+        )
+    return next(iter(layers.values()))
+
+
+def _warn(model: nn.Module) -> None:
+    """Warn of what a user would miss in the adapter."""
+    others = list(trained_elsewhere(model))
+    if others:
+        size = sum(parameter.numel() for _, parameter in others)
+        warnings.warn(
+            f"{size:,} trained parameters ({others[0][0]}{', …' if len(others) > 1 else ''}) belong to "
+            "neither half of a raw adapter and are not saved with it; model.state_dict() has them.",
+            stacklevel=4,
+        )
+    layers = [layer for layer in expert_layers(model).values() if layer.lora_names]
+    if layers and not any(
+        bool(getattr(layer, name).any())
+        for layer in layers
+        for name in layer.lora_names
+        if name.endswith("_b")
+    ):
+        warnings.warn(
+            "the expert LoRA that is saved changes nothing: every B in it is zero, as it was made.",
+            stacklevel=4,
+        )
+
+
+def _peft_config(model: Any, adapter_name: str) -> dict[str, Any]:
     """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list.
 
     It is in PEFT's own terms, and PEFT finds by it what was trained: modules whose names it takes for
     routed experts' are in target_parameters (see ``ktbridge.sft.targets``). Conversion lists all names.
+    What PEFT looked for and didn't find is left out: for "all-linear" or gate_proj it names the experts'
+    parameters, with a rank of their own, and finds none where they were wrapped before.
     """
-    config = model.peft_config["default"].to_dict()
+    configs = getattr(model, "peft_config", None) or {}
+    if not configs:
+        first = _first_layer(model)
+        lora = LoraConfig(
+            r=first.lora_rank,
+            lora_alpha=first.lora_alpha,  # type: ignore[arg-type]  # fractions are fine
+            target_modules=DUMMY_TARGET_MODULES,
+            task_type="CAUSAL_LM",
+        )
+        configs = {adapter_name: lora}
+    config = configs[adapter_name].to_dict()
     config["inference_mode"] = True
-    if config.get("target_parameters"):
+    adapted = list(_adapted(model))
+    config["target_parameters"] = [
+        target
+        for target in config.get("target_parameters") or ()
+        if any(is_named(target, name) for name in adapted)
+    ] or None
+    for field in ("rank_pattern", "alpha_pattern"):
+        config[field] = {
+            pattern: value
+            for pattern, value in (config.get(field) or {}).items()
+            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted)
+        }
+    if config["target_parameters"]:
         config["lora_dropout"] = 0.0  # PEFT loads no dropout beside parameters, and needs none
 
     def plain(value: object) -> object:
         return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
     return json.loads(json.dumps(config, default=plain))
+
+
+def _adapted(model: nn.Module) -> Iterator[str]:
+    """Names of the modules that have PEFT's LoRA, and of the parameters that it is on."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            name = name.replace(".base_layer", "")
+            yield name
+            # peft's ParamWrapper names its own; a linear module may be asked for by its parameter as well.
+            yield f"{name}.{getattr(module, 'parameter_name', 'weight')}"

@@ -17,12 +17,7 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
         raise KtbridgeError(
             f"{tensor.name} has dtype {tensor.dtype}; an adapter's tensors are {', '.join(DTYPES)}."
         )
-    if 0 in tensor.shape:
-        return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-    # A bytearray, because torch warns about buffers it could be made to write to.
-    return torch.frombuffer(bytearray(tensor.data), dtype=DTYPES[tensor.dtype]).reshape(
-        tensor.shape
-    )
+    return tensor.torch()
 
 
 def from_torch(name: str, value: torch.Tensor) -> Tensor:

@@ -58,6 +58,9 @@ class ExpertWeights:
         object.__setattr__(self, "weight", _kept(self.weight))
         object.__setattr__(self, "scale", _kept(self.scale))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertWeights:
+        return self  # frozen, and shared by the copies of a layer
+
     @classmethod
     def bf16(cls, weight: Stack) -> ExpertWeights:
         """``weight`` [E, out, in] (or E of [out, in]) bfloat16."""

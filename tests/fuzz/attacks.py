@@ -197,7 +197,7 @@ def check_tensor_file(path: Path, data: bytes) -> str:
         except KtbridgeError as error:
             check_sentence(error)
             complaint = theirs(data)
-            reason = str(error)
+            reason = error.sentence
             assert complaint or any(part in reason for part in STRICTER), reason
             return "neither" if complaint else "theirs"
         end = 0
@@ -216,13 +216,13 @@ def check_tensor_file(path: Path, data: bytes) -> str:
 
 def check_sentence(error: KtbridgeError) -> None:
     """One printable line of bounded length; every collected problem likewise."""
-    texts = [str(error), error.next_step]
+    texts = [error.sentence, error.next_step]
     if isinstance(error, ProblemsError):
         for item in error.problems:
             texts += [item.where, item.found, item.expected, item.next_step]
     for text in texts:
         check_text(text)
-    assert str(error).strip()
+    assert error.sentence.strip()
 
 
 def check_text(text: str) -> None:

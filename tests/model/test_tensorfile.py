@@ -123,7 +123,7 @@ def test_hostile_header_ends_in_a_sentence(
     with pytest.raises(TensorFileError, match=says) as caught:
         open_tensor_file(path)
     assert caught.value.next_step
-    assert "\n" not in str(caught.value)
+    assert "\n" not in caught.value.sentence
 
 
 def test_header_length_is_bounded_before_it_is_read(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def usable_method():
         try:
             load_kt_kernel(moe_class)
         except UsageError as problem:
-            why = str(problem)
+            why = problem.sentence
         else:
             return method, ""
     return "", why

@@ -96,7 +96,7 @@ def test_logits_and_loss_gradients_equal_the_merged_model_in_float32():
     expected = scale * experts.down_proj.grad @ layer.down_lora_a.detach().transpose(1, 2)
     assert distance(layer.down_lora_b.grad, expected) < 0.02
     assert experts.gate_up_proj.grad is not None
-    assert wrapped.model.layers[1].mlp.experts.gate_up_proj.grad is None
+    assert not [name for name, _ in wrapped.named_parameters() if name.endswith("_up_proj")]
 
 
 def test_the_lora_can_be_switched_off_and_on():
@@ -206,9 +206,14 @@ def test_models_the_kernels_dont_serve_are_refused_by_name():
     with pytest.raises(ProblemsError) as caught:
         wrap_experts(gpt_oss)
     assert "biases, transposed weights, interleaved gate and up" in caught.value.problems[0].found
+    for dtype in (torch.float32, torch.float16):
+        with pytest.raises(ProblemsError) as caught:
+            wrap_experts(tiny_model().to(dtype))
+        assert caught.value.problems[0].found == str(dtype)
+        assert "dtype=torch.bfloat16" in caught.value.problems[0].next_step
     with pytest.raises(ProblemsError) as caught:
-        wrap_experts(tiny_model().float())
-    assert "torch.float32" in caught.value.problems[0].found
+        wrap_experts(tiny_model().to("meta"))
+    assert "without device_map" in caught.value.problems[0].next_step
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
@@ -217,13 +222,31 @@ def test_experts_that_peft_claimed_are_not_trained_twice():
     with pytest.raises(ProblemsError) as caught:
         peft_model("q_proj", "gate_proj", "up_proj", "down_proj")
     assert {problem.code for problem in caught.value.problems} == {"KTL004"}
+    assert "wrap_experts before get_peft_model" in str(caught.value)
 
 
-def test_a_model_that_was_moved_or_wrapped_twice_is_noticed():
+def test_what_cannot_be_wrapped_is_left_as_it_was():
     model = wrap_experts(tiny_model())
     with pytest.raises(UsageError, match="wrapped already"):
         wrap_experts(model)
-    with pytest.raises(KtbridgeError, match="moved, converted or copied"):
-        logits(copy.deepcopy(model))
-    with pytest.raises(KtbridgeError, match="moved, converted or copied"):
-        logits(model.float())
+    for other in (torch.nn.Linear(2, 2), torch.nn.DataParallel(tiny_model())):
+        with pytest.raises(UsageError, match="no transformers model"):
+            wrap_experts(other)
+    plain = tiny_model()
+    with pytest.raises(UsageError, match="lora_rank"):
+        wrap_experts(plain, lora_rank=1000)
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+    wrap_experts(plain)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.float(), lambda model: model.half().bfloat16(), copy.deepcopy]
+)
+def test_a_wrapped_model_is_moved_converted_and_copied_without_its_experts(change):
+    model = randomised(wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8))
+    before, tensors = logits(model), [layer.weights for layer in expert_layers(model).values()]
+    changed = change(model)
+    for layer, weights in zip(expert_layers(changed).values(), tensors, strict=True):
+        assert layer.weights[0].address == weights[0].address  # the same memory
+        assert all(parameter.dtype == torch.float32 for parameter in layer.parameters())
+    assert distance(logits(changed), before) < 0.1  # a near tie of the router may turn over

@@ -146,7 +146,7 @@ def test_plain_bfloat16_lists_and_columns_of_wider_tensors_are_taken_as_they_are
     results = []
     for given in ([tensors[0] for tensors in stored], wide, [[*tensor] for tensor in wide]):
         layer = randomise(MoELoRAExperts.from_tensors(*given, 4, 8))
-        assert layer.weights_address == given[0][0].data_ptr()
+        assert layer.weights[0].address == given[0][0].data_ptr()
         results.append(outcome(layer, make_inputs(shape), torch.ones(9, 64).bfloat16()))
     assert same_bits(results)
 
@@ -204,7 +204,7 @@ def test_a_mapped_checkpoint_serves_without_a_copy(tmp_path):
     for tensor in itertools.chain(*weights):
         assert any(start <= tensor.data_ptr() < end for start, end in ranges)
     layer = randomise(MoELoRAExperts.from_tensors(*weights, 1, 2, threads=2))
-    addresses = layer.weights_address, weights[0][0].data_ptr()
+    addresses = layer.weights[0].address, weights[0][0].data_ptr()
     del weights  # the layer alone keeps the file mapped
     assert addresses[0] == addresses[1]
     assert mapped(path)

@@ -224,7 +224,7 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
                 "KTB870",
                 "warning",
                 where,
-                str(error),
+                error.sentence,
                 "a list that names the judge",
                 error.next_step,
             )

@@ -97,7 +97,7 @@ def measure_slices(
                     cut = sum(row["answers"][arm]["outcome"] == "truncated" for row in group)
                     cells[arm] = measure_texts(family, texts, wanted, truncated=cut).as_dict()
             except KtbridgeError as error:
-                missing[family] = f"{error} {error.next_step}".strip()
+                missing[family] = f"{error.sentence} {error.next_step}".strip()
             except Exception as error:  # some answer was too much for a package
                 missing[family] = f"{type(error).__name__} in slice {name}: {error}"[:200]
             else:

@@ -70,7 +70,7 @@ def _write_index(directory: Path) -> dict[str, Any]:
             benches.append({"name": folder.name, "error": "", "results": write_report(folder)})
         except KtbridgeError as error:
             asked = (folder / RUN).is_file() or (folder / IMPORTED).is_file()
-            why = str(error) if asked else "the run stopped before it; nothing of it was asked"
+            why = error.sentence if asked else "the run stopped before it; nothing of it was asked"
             benches.append({"name": folder.name, "error": why, "results": None})
     if not any(one["results"] for one in benches):
         raise KtbridgeError(

@@ -13,19 +13,9 @@ from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.sft.attach import inject_lora
+from ktbridge.sft.from_adapter import ACTING
 from ktbridge.sft.targets import Adaptable, adaptable
 from ktbridge.sft.tensors import to_torch
-
-# What decides how tensors act; the rest of the config is about training.
-ACTING = (
-    "lora_alpha",
-    "r",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
-)
 
 
 def load_nonexpert(model: Any, adapters: Mapping[str, Adapter]) -> list[LoraLayer]:

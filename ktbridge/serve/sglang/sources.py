@@ -67,7 +67,7 @@ def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
             problems += error.problems
             continue
         except KtbridgeError as error:
-            problems.append(problem("KTB951", directory, str(error), next_step=error.next_step))
+            problems.append(problem("KTB951", directory, error.sentence, next_step=error.next_step))
             continue
         if layout is not None and adapter.layout != layout:
             step = f"pass it as {_OPTION[adapter.layout]}"

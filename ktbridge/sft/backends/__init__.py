@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktbridge.errors import UsageError
+from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.sft.expert_call import LORA_NAMES, float_zeros
+from ktbridge.sft.peft_layer import PeftLayer
 from ktbridge.sft.weights import ExpertWeights
 
 
-class ExpertsLayer(nn.Module):
+class ExpertsLayer(nn.Module, PeftLayer):
     """E gated experts with per-expert LoRA: ``y = Σ_k w_k · down(silu(gate(x)) · up(x))``.
 
     Each projection is ``W x + (α/r) · B A x`` with W frozen. Parameters are float32 masters, rounded to
@@ -43,12 +44,14 @@ class ExpertsLayer(nn.Module):
         super().__init__()
         # Kept by this module, but no buffers: the weights belong to the checkpoint and are neither saved
         # nor moved with it.
-        self._weights = weights
+        self._weights, self._storage = weights, weights[0].storage
         self.num_experts = weights[0].count
         self.intermediate_size, self.hidden_size = weights[0].rows, weights[2].rows
         self.lora_rank, self.lora_alpha = int(lora_rank), float(lora_alpha)
         self.lora_targets, self.activation = lora_targets, activation
         self.lora_enabled = True
+        self.lora_frozen = False
+        """Whether the LoRA is kept from training on purpose (``ktbridge.sft.freeze_expert_lora``)."""
         self.saved_bytes = 0
         sizes = self.num_experts, self.hidden_size, self.intermediate_size, self.lora_rank
         for name in self.lora_names:
@@ -68,12 +71,12 @@ class ExpertsLayer(nn.Module):
     @property
     def storage(self) -> str:
         """How the frozen weights are stored: "bf16", "fp8", "int8" or "int4"."""
-        return self._weights[0].storage
+        return self._storage
 
     @property
-    def weights_address(self) -> int:
-        """Address of the gate weights given, to notice a model that was moved or converted."""
-        return self._weights[0].address
+    def weights(self) -> tuple[ExpertWeights, ExpertWeights, ExpertWeights]:
+        """The frozen weights of gate, up and down."""
+        return self._weights
 
     @property
     def lora_names(self) -> tuple[str, ...]:
@@ -99,15 +102,46 @@ class ExpertsLayer(nn.Module):
 
         Raises ``UsageError`` for parameters that were converted or moved.
         """
-        names = self.lora_names if self.lora_enabled else ()
+        names = self.lora_names if self.lora_enabled and self.on_in_peft else ()
         lora = tuple(getattr(self, name) for name in names)
         for name, parameter in zip(names, lora, strict=True):
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
                 raise UsageError(
                     f"{name} must be float32 on the CPU, not {describe(parameter)}.",
-                    "Convert or move the model before its experts are wrapped.",
+                    "Leave the expert LoRA's parameters as wrap_experts made them: whatever the model is "
+                    "moved or converted to, they stay float32 on the CPU.",
                 )
         return names, lora
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        """As nn.Module's, for tensors of any dtype and device.
+
+        Raises ``KtbridgeError`` where PEFT loads an adapter without expert LoRA, which would leave it as it
+        is, or a second adapter's, which would overwrite the first's.
+        """
+        given = {
+            name: state_dict[f"{prefix}{name}"].to("cpu", torch.float32)
+            for name in self.lora_names
+            if f"{prefix}{name}" in state_dict
+        }
+        adapters = len(self.peft_adapters)
+        if adapters == 1 and self.lora_names and not given:
+            raise KtbridgeError(
+                "the adapter that PEFT loads has no expert LoRA under the names that PEFT saves.",
+                "Load a raw adapter with ktbridge.sft.load_raw_adapter(base_model, directory); wrap experts "
+                "with lora_rank=0 for an adapter that has none.",
+            )
+        own = {name: getattr(self, name) for name in self.lora_names}
+        trained = any(bool(own[name].any()) for name in own if name.endswith("_b"))
+        if adapters > 1 and trained and any(not torch.equal(given[n], own[n]) for n in given):
+            raise KtbridgeError(
+                "a model has one expert LoRA, which the adapter that is loaded would overwrite with its own.",
+                "Load the second adapter onto a model of its own, or delete the other one first.",
+            )
+        full = state_dict | {f"{prefix}{name}": value for name, value in given.items()}
+        super()._load_from_state_dict(full, prefix, *args, **options)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertsLayer:
         """What ``Module.to``, ``cuda``, ``half`` and the like do to a module: here, nothing."""

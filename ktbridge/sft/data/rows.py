@@ -81,7 +81,7 @@ def load_rows(config: TrainConfig) -> Rows:
 def _problems(error: KtbridgeError) -> Sequence[Problem]:
     if isinstance(error, ProblemsError):
         return error.problems
-    return [Problem("KTD002", "error", "dataset", str(error).rstrip("."), "", error.next_step)]
+    return [Problem("KTD002", "error", "dataset", error.sentence.rstrip("."), "", error.next_step)]
 
 
 def unusable(refused: Sequence[Refused], total: int) -> ProblemsError:

@@ -1,0 +1,199 @@
+"""What a wrapped model is watched for: that its expert LoRA is trained and saved, or somebody is told.
+
+PEFT, Trainer, trl, accelerate or a user's own loop may freeze what they didn't add, save what they know,
+and be called in any order. ``watch`` is called once for each model, by ``wrap_experts``.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.sft.backends import ExpertsLayer
+from ktbridge.sft.expert_call import LORA_NAMES
+from ktbridge.sft.peft_layer import MERGE_STEP, first_tuner
+
+ORDERS = "docs/library.md lists the orders of calls that work."
+
+
+def watch(base: Any) -> None:
+    """Watch a transformers model whose experts have just been wrapped."""
+    base.register_forward_pre_hook(_before_forward)
+    base.save_pretrained = MethodType(_save_pretrained, base)
+    # PEFT asks each module for a way of its own to be unloaded, the model itself first of all, before it has
+    # merged or taken away anything.
+    base.unload_and_optionally_merge_module = _refuse_unload
+    base.ktbridge_layers = tuple(layers_of(base))  # to be found without a walk in every forward
+    # PEFT says so of any model that has a tuner layer. One that it has really been put on before it
+    # recognises by its configuration as well, and says that too.
+    warnings.filterwarnings(
+        "ignore", "You are trying to modify a model with PEFT for a second time", UserWarning
+    )
+    _belong(base)
+
+
+def layers_of(module: nn.Module) -> list[ExpertsLayer]:
+    """The wrapped layers within a module, in its order."""
+    return [each for each in module.modules() if isinstance(each, ExpertsLayer)]
+
+
+def has_peft(module: nn.Module) -> bool:
+    """Whether PEFT has put adapters into a module."""
+    return first_tuner(module) is not None or bool(getattr(module, "peft_config", None))
+
+
+def _before_forward(base: Any, _: Any) -> None:
+    if not base.ktbridge_layers[0].belongs_to(base):  # it is a copy, or PEFT has come since
+        _belong(base)
+    if base.training and torch.is_grad_enabled():
+        _refuse_untrained(base)
+
+
+def _belong(base: Any) -> None:
+    _watched.add(base)
+    for layer in base.ktbridge_layers:
+        layer.belong_to(base)
+
+
+def _refuse_untrained(base: Any) -> None:
+    """Raise ``KtbridgeError`` where other parameters train and an expert LoRA that nobody froze doesn't."""
+    asked = [
+        layer
+        for layer in base.ktbridge_layers
+        if any(True for _ in layer.parameters())
+        and layer.lora_enabled
+        and not layer.lora_frozen
+        and not layer.disable_adapters
+    ]
+    inactive = [layer for layer in asked if not layer.on_in_peft]
+    frozen = [layer for layer in asked if not any(p.requires_grad for p in layer.parameters())]
+    if not (inactive or frozen) or not any(p.requires_grad for p in base.parameters()):
+        return
+    if inactive:
+        layer = inactive[0]
+        raise KtbridgeError(
+            f"the PEFT adapter {', '.join(layer.peft_active)!r} is trained, and the expert LoRA belongs "
+            f"to {layer.peft_adapter!r}, which isn't active: it would not be trained.",
+            f"model.set_adapter({layer.peft_adapter!r}), or ktbridge.sft.freeze_expert_lora(model) to train "
+            "the other adapter alone.",
+        )
+    raise KtbridgeError(
+        f"the expert LoRA of {len(frozen)} layers is frozen while other parameters are trained: something "
+        "set requires_grad=False after wrap_experts.",
+        "Before the optimizer is made, call ktbridge.sft.freeze_expert_lora(model, False) to train it, or "
+        f"freeze_expert_lora(model) to leave it as it is on purpose. {ORDERS}",
+    )
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------
+
+STEPS_UNCHANGED = 8
+"""So many steps of an optimizer, and an expert LoRA with gradients that nothing changes, are a mistake."""
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_seen: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, list[float]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+    """Raise ``KtbridgeError`` where an optimizer trains a wrapped model and nothing trains its expert LoRA.
+
+    The LoRA may be another optimizer's, so it is looked at for some steps whether anything changes it.
+    """
+    watched = list(_watched)
+    mine = {id(each) for group in optimizer.param_groups for each in group["params"] if watched}
+    for base in watched:
+        waiting = [
+            parameter
+            for layer in base.ktbridge_layers
+            for parameter in layer.parameters()
+            if parameter.requires_grad and parameter.grad is not None and id(parameter) not in mine
+        ]
+        if not waiting or not any(id(parameter) in mine for parameter in base.parameters()):
+            continue
+        seen = _seen.setdefault(optimizer, {})
+        # By value, because fused optimizers don't count the versions up.
+        value = [float(parameter.detach().sum()) for parameter in waiting[: len(LORA_NAMES)]]
+        steps, before = seen.get(id(base), (0, value))
+        if steps >= STEPS_UNCHANGED and value == before:
+            raise KtbridgeError(
+                "the optimizer doesn't have the expert LoRA among its parameters: it was made before "
+                "wrap_experts, or without them.",
+                f"Call wrap_experts first, then make the optimizer of all that requires gradients. {ORDERS}",
+            )
+        seen[id(base)] = steps + 1, before
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
+# --- freezing, counting ----------------------------------------------------------------------------------
+
+
+def freeze_expert_lora(model: nn.Module, frozen: bool = True) -> None:
+    """Keep the expert LoRA of a wrapped model, or of a part of one, from training; or let it train again.
+
+    Frozen it still acts. Without this, an expert LoRA that doesn't require gradients while other parameters
+    do is taken for a mistake, and the next forward pass in training raises ``KtbridgeError``. Call it before
+    the optimizer is made. Raises ``KtbridgeError`` where nothing is wrapped.
+    """
+    layers = layers_of(model)
+    if not layers:
+        raise KtbridgeError(
+            f"{type(model).__name__} has no wrapped experts.", "Call wrap_experts(model) first."
+        )
+    for layer in layers:
+        layer.lora_frozen = frozen
+        layer.requires_grad_(not frozen)
+
+
+# --- saving and unloading --------------------------------------------------------------------------------
+
+
+def _save_pretrained(
+    base: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any
+) -> None:
+    """In the place of transformers': the model's weights lack the experts', so its expert LoRA is saved."""
+    if getattr(
+        base, "_hf_peft_config_loaded", False
+    ):  # model.add_adapter: the adapter alone is saved
+        type(base).save_pretrained(base, save_directory, is_main_process, *args, **options)
+    elif has_peft(base):
+        raise KtbridgeError(
+            "save_pretrained was called on the model inside of a PeftModel: it would save neither half of "
+            "the adapter.",
+            "Call save_pretrained of the PeftModel, or ktbridge.sft.save_raw_adapter(peft_model, directory).",
+        )
+    elif is_main_process:
+        # Imported here: it needs what wraps experts, which needs this module.
+        from ktbridge.sft.raw_adapter import save_beside
+
+        save_beside(base, save_directory)
+        warnings.warn(
+            f"{save_directory} has the expert LoRA alone, as a raw adapter, and is no model that "
+            "from_pretrained could load; ktbridge.sft.load_raw_adapter(base_model, directory) can.",
+            stacklevel=2,
+        )
+
+
+def _refuse_unload(merge: bool = True, **_: Any) -> None:
+    what = "merge_and_unload can't merge" if merge else "unload would leave"
+    step = "`with model.disable_adapter():` runs the base model; or load it again."
+    raise KtbridgeError(f"PEFT's {what} the expert LoRA.", MERGE_STEP if merge else step)
+
+
+def trained_elsewhere(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that are trained and belong to no half of a raw adapter."""
+    experts = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
+    for name, parameter in model.named_parameters():
+        lora = ".lora_A." in name or ".lora_B." in name
+        if parameter.requires_grad and id(parameter) not in experts and not lora:
+            yield name, parameter

@@ -1,0 +1,521 @@
+"""A wrapped model in other people's hands: PEFT, Trainer, trl, accelerate, in any order, and nothing is lost.
+
+Most of what is tested here is done by PEFT, which takes the expert LoRA for one of its own layers
+(``ktbridge.sft.peft_layer``). A version of PEFT that does it otherwise fails here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from tinymoe import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from ktbridge.adapter import read_adapter, validate_adapter
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.sft import (
+    RawAdapterCallback,
+    expert_layers,
+    freeze_expert_lora,
+    load_for_kernels,
+    load_raw_adapter,
+    save_raw_adapter,
+    set_expert_lora,
+    trainable_parameters,
+    wrap_experts,
+)
+from ktbridge.sft.callback import IN_CHECKPOINT
+
+IDS = torch.arange(80).reshape(4, 20) % 64
+EXPERT, ATTENTION = (
+    36_864,
+    3_584,
+)  # LoRA parameters of rank 8 in the tiny model: experts, q_proj and v_proj
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+
+def lora(targets: Any = ("q_proj", "v_proj"), **options: Any) -> LoraConfig:
+    targets = targets if isinstance(targets, str) else [*targets]
+    options = {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", **options}
+    return LoraConfig(target_modules=targets, **options)
+
+
+def peft_last(model: Any = None, **options: Any) -> Any:
+    return get_peft_model(wrap_experts(model or tiny_model()), lora(**options))
+
+
+def peft_first(model: Any = None, **options: Any) -> Any:
+    return wrap_experts(get_peft_model(model or tiny_model(), lora(**options)))
+
+
+def added_last(model: Any = None) -> Any:
+    """transformers' own way to PEFT."""
+    model = wrap_experts(model or tiny_model())
+    model.add_adapter(lora())
+    return model
+
+
+def added_first(model: Any = None) -> Any:
+    model = model or tiny_model()
+    model.add_adapter(lora())
+    return wrap_experts(model)
+
+
+def alone(model: Any = None) -> Any:
+    return wrap_experts(model or tiny_model())
+
+
+ORDERS = [peft_last, peft_first, added_last, added_first, alone]
+
+
+def expert_b(model: Any) -> list[torch.Tensor]:
+    layers = expert_layers(model).values()
+    return [
+        getattr(layer, name) for layer in layers for name in layer.lora_names if name[-1] == "b"
+    ]
+
+
+def was_trained(model: Any) -> bool:
+    return all(bool(b.any()) for b in expert_b(model))
+
+
+def train(model: Any, steps: int = 2, optimizer: Any = None) -> Any:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(parameters, lr=1e-2)
+    model.train()
+    for _ in range(steps):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits.float()
+
+
+def fit(model: Any, path: Path, *callbacks: Any, resume: Any = None, **changes: Any) -> Any:
+    options = {
+        "output_dir": str(path), "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "report_to": [],
+        "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, "logging_steps": 100,
+    }  # fmt: skip
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS.tolist()])
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**{**options, **changes}),
+        train_dataset=rows,
+        callbacks=[*callbacks],
+    )
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return trainer
+
+
+# --- training --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_whatever_comes_first_the_expert_lora_is_trained_and_nothing_but_lora(order: Any) -> None:
+    model = order()
+    found = trainable_parameters(model)
+    attention = 0 if order is alone else ATTENTION
+    assert (found.expert_lora, found.other_lora, found.others) == (EXPERT, attention, 0)
+    assert found.total == sum(p.numel() for p in tiny_model().parameters()) + found.trained
+    assert f"{found.trained:,} of {found.total:,}" in str(found)
+    if isinstance(model, PeftModel):
+        assert model.get_nb_trainable_parameters()[0] == found.trained
+    assert was_trained(train(model))
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:target_parameters=.* were set but no parameter:RuntimeWarning")
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "gate_proj", "up_proj", "down_proj")])
+def test_any_targets_will_do_after_wrapping_and_leave_a_valid_adapter(
+    targets: Any, tmp_path: Path
+) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    model = train(peft_last(loaded, targets=targets))
+    assert was_trained(model)
+    save_raw_adapter(model, tmp_path / "raw")
+    report = validate_adapter([tmp_path / "raw"], base_model=tmp_path / "base")
+    assert report.ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    effect = (logits(model) - logits(loaded)).norm()
+    again = load_raw_adapter(loaded, tmp_path / "raw")
+    assert (logits(again) - logits(model)).norm() < 0.05 * effect
+
+
+def test_without_freezing_the_rest_it_is_as_it_was() -> None:
+    model = wrap_experts(tiny_model(), freeze_rest=False)
+    assert trainable_parameters(model).others > 30_000
+    assert train(model).lm_head.weight.requires_grad
+
+
+def test_trl_trains_both_halves_in_both_ways(tmp_path: Path) -> None:
+    conversation = [
+        {"role": "user", "content": "hello who are you"},
+        {"role": "assistant", "content": "i am a cat model"},
+    ]
+    for number, (model, config) in enumerate([(alone(), lora()), (peft_first(), None)]):
+        trainer = SFTTrainer(
+            model=model,
+            peft_config=config,
+            processing_class=tiny_tokenizer(),
+            train_dataset=Dataset.from_list([{"messages": conversation}] * 4),
+            callbacks=[RawAdapterCallback("some/base", tmp_path / f"raw{number}")],
+            args=SFTConfig(
+                output_dir=str(tmp_path / f"{number}"), max_steps=2, learning_rate=1e-2, use_cpu=True,
+                report_to=[], disable_tqdm=True, assistant_only_loss=True,
+            ),
+        )  # fmt: skip
+        trainer.train()
+        assert was_trained(trainer.model)
+        assert validate_adapter([tmp_path / f"raw{number}"]).ok
+
+
+def test_trls_dpo_has_the_base_for_its_reference_and_resumes(tmp_path: Path) -> None:
+    """Its reference is a second PEFT adapter, with which the expert LoRA must be off, recomputed or not."""
+    row = {
+        "prompt": [{"role": "user", "content": "hello who are you"}],
+        "chosen": [{"role": "assistant", "content": "i am a cat"}],
+        "rejected": [{"role": "assistant", "content": "yes no sky"}],
+    }
+
+    def trained(directory: str, resume: Path | None) -> list[Any]:
+        torch.manual_seed(0)
+        trainer = DPOTrainer(
+            model=peft_first(),
+            processing_class=tiny_tokenizer(),
+            train_dataset=Dataset.from_list([row] * 4),
+            args=DPOConfig(
+                output_dir=str(tmp_path / directory), max_steps=3, save_steps=2, logging_steps=1,
+                learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True, bf16=False,
+            ),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        assert was_trained(trainer.model)
+        return [record for record in trainer.state.log_history if "rewards/margins" in record]
+
+    first = trained("first", None)
+    assert first[0]["rewards/chosen"] == 0  # policy and reference are the same model still
+    assert first[2]["rewards/margins"] > 0
+    again = trained("again", tmp_path / "first" / "checkpoint-2")
+    assert again[-1]["loss"] == first[-1]["loss"]
+
+
+def test_accelerate_trains_saves_and_restores(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = peft_last().train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(parameters, lr=1e-2))
+    for _ in range(2):
+        accelerator.backward(model(input_ids=IDS, labels=IDS).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(tmp_path / "state"))
+    before = [b.clone() for b in expert_b(model)]
+    with torch.no_grad():
+        for b in expert_b(model):
+            b.zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert all(map(torch.equal, before, expert_b(model)))
+    assert was_trained(model)
+
+
+# --- what would train nothing is refused -----------------------------------------------------------------
+
+
+def froze_everything_but_pefts(model: Any) -> None:
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_A" in name or "lora_B" in name)
+
+
+def test_a_frozen_expert_lora_is_refused_unless_it_is_meant(tmp_path: Path) -> None:
+    made = get_peft_model(prepare_model_for_kbit_training(alone()), lora())
+    by_hand = peft_first()
+    froze_everything_but_pefts(by_hand)
+    for model in (made, by_hand):
+        with pytest.raises(KtbridgeError, match="frozen") as caught:
+            train(model)
+        assert "freeze_expert_lora(model, False)" in caught.value.next_step
+        logits(model.eval())  # only training is refused
+        freeze_expert_lora(model)
+        train(model)
+        assert not was_trained(model)
+        freeze_expert_lora(model, False)
+        assert was_trained(train(model))
+    froze_everything_but_pefts(by_hand)
+    freeze_expert_lora(by_hand, False)
+    freeze_expert_lora(by_hand.get_base_model().model.layers[0])  # a part of it
+    train(by_hand)
+    model = peft_last()
+    expert_layers(model)[1].requires_grad_(False)
+    with pytest.raises(KtbridgeError, match="frozen"):
+        fit(model, tmp_path)
+    with pytest.raises(KtbridgeError, match="no wrapped experts"):
+        freeze_expert_lora(tiny_model())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_without_the_expert_lora_is_refused(fused: bool) -> None:
+    model = get_peft_model(tiny_model(), lora())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=fused)
+    wrap_experts(model)
+    with pytest.raises(KtbridgeError, match="made before wrap_experts"):
+        train(model, 12, optimizer)
+    # Two optimizers are fine, in whatever rhythm.
+    model = peft_first().train()
+    own = [p for layer in expert_layers(model).values() for p in layer.parameters()]
+    rest = [p for n, p in model.named_parameters() if p.requires_grad and ".kt." not in n]
+    first, second = (torch.optim.AdamW(each, lr=1e-2, fused=fused) for each in (rest, own))
+    for step in range(12):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        first.step()
+        first.zero_grad()
+        if step % 4 == 3:
+            second.step()
+            second.zero_grad()
+    assert was_trained(model)
+
+
+# --- saving and resuming ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [peft_last, peft_first])
+def test_a_trainers_checkpoints_have_both_halves_and_resume_bit_by_bit(
+    order: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    whole = order()
+    fit(whole, tmp_path / "run", RawAdapterCallback("some/base"))
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert (
+        sum(".experts.kt." in name for name in load_file(checkpoint / "adapter_model.safetensors"))
+        == 12
+    )
+    for place in (tmp_path / "run" / "raw_adapter", checkpoint / IN_CHECKPOINT):
+        assert validate_adapter([place]).ok
+        assert (place / "fused_expert_lora.safetensors").is_file()
+    last = read_adapter(tmp_path / "run" / "raw_adapter")
+    assert torch.equal(
+        last.expert_tensor(1, "up_lora_b").torch(), expert_layers(whole)[1].up_lora_b.bfloat16()
+    )
+    torch.manual_seed(1)
+    resumed = order()
+    fit(resumed, tmp_path / "again", RawAdapterCallback("some/base"), resume=checkpoint)
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_peft_saves_peft_loads(tmp_path: Path) -> None:
+    model = train(peft_first())
+    model.save_pretrained(tmp_path / "peft")
+    loaded = PeftModel.from_pretrained(alone(), tmp_path / "peft")
+    assert torch.equal(logits(loaded), logits(model))
+    report = validate_adapter([tmp_path / "peft"])
+    assert [problem.code for problem in report.problems if problem.severity == "error"] == [
+        "KTB201"
+    ]
+    assert "save_raw_adapter" in report.problems[0].next_step
+    # One that has no expert LoRA would leave it as it is.
+    get_peft_model(tiny_model(), lora()).save_pretrained(tmp_path / "attention")
+    save_raw_adapter(model, tmp_path / "raw", "some/base")
+    for place in ("attention", "raw"):
+        with pytest.raises(KtbridgeError, match="no expert LoRA") as caught:
+            PeftModel.from_pretrained(alone(), tmp_path / place)
+        assert "load_raw_adapter" in caught.value.next_step
+    PeftModel.from_pretrained(wrap_experts(tiny_model(), lora_rank=0), tmp_path / "attention")
+    model.load_adapter(tmp_path / "peft", "same")  # the values that it has
+    train(other := peft_first(tiny_model(seed=1)))
+    with pytest.raises(KtbridgeError, match="overwrite"):
+        other.load_adapter(tmp_path / "peft", "second")
+
+
+def test_a_checkpoint_from_before_is_not_gone_on_from(tmp_path: Path) -> None:
+    fit(get_peft_model(tiny_model(), lora()), tmp_path / "run")
+    with pytest.raises(KtbridgeError, match="no expert LoRA"):
+        fit(peft_first(), tmp_path / "again", resume=tmp_path / "run" / "checkpoint-2")
+
+
+def test_the_callback_says_at_the_start_what_could_not_be_saved_at_the_end(tmp_path: Path) -> None:
+    occupied = tmp_path / "occupied"
+    occupied.mkdir()
+    (occupied / "notes.txt").write_text("mine")
+    untied = peft_first(tiny_model(tie_word_embeddings=False), modules_to_save=["lm_head"])
+    for model, callback, words in (
+        (get_peft_model(tiny_model(), lora()), RawAdapterCallback("base"), "no wrapped experts"),
+        (peft_first(), RawAdapterCallback(), "which base model"),
+        (peft_first(), RawAdapterCallback("base", occupied), "is not an adapter directory"),
+        (untied, RawAdapterCallback("base"), r"lm_head\.modules_to_save"),
+    ):
+        with pytest.raises(KtbridgeError, match=words) as caught:
+            fit(model, tmp_path / "run", callback)
+        assert caught.value.next_step
+    with pytest.warns(UserWarning, match="belong to neither half"):
+        save_raw_adapter(train(untied), tmp_path / "raw", "base")
+
+
+@pytest.mark.filterwarnings("ignore:.* has the expert LoRA alone")
+def test_without_peft_a_raw_adapter_is_saved_and_it_is_said(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    model = alone(loaded)
+    trainer = fit(model, tmp_path / "run")
+    trainer.save_model()  # into a directory that holds the checkpoints
+    with pytest.warns(UserWarning, match="load_raw_adapter"):
+        model.save_pretrained(tmp_path / "saved")
+    for place in ("run/checkpoint-2", "run", "saved"):
+        assert validate_adapter([tmp_path / place], base_model=tmp_path / "base").ok
+        assert read_adapter(tmp_path / place).nonexpert_keys() == ()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    again = load_raw_adapter(loaded, tmp_path / "saved")
+    assert (logits(again) - logits(model)).norm() < 0.02 * logits(model).norm()
+    with pytest.raises(ValueError, match="checkpoint"):  # transformers' own refusal
+        fit(alone(), tmp_path / "again", resume=tmp_path / "run" / "checkpoint-2")
+    with pytest.raises(KtbridgeError, match="inside of a PeftModel"):
+        peft_first().get_base_model().save_pretrained(tmp_path / "inner")
+    assert not (tmp_path / "inner").exists()
+
+
+def test_an_untrained_expert_lora_is_not_saved_without_a_word(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="every B in it is zero"):
+        save_raw_adapter(peft_first(), tmp_path / "raw", "some/base")
+    with pytest.raises(KtbridgeError, match="which base model"):
+        save_raw_adapter(peft_first(), tmp_path / "raw")
+    with pytest.raises(KtbridgeError, match="no wrapped experts"):
+        save_raw_adapter(get_peft_model(tiny_model(), lora()), tmp_path / "raw", "base")
+
+
+# --- switching --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [peft_last, peft_first])
+def test_pefts_switch_turns_the_expert_lora_off_with_its_own(order: Any) -> None:
+    base = logits(wrap_experts(tiny_model(), lora_rank=0))
+    model = train(order())
+    tuned = logits(model)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+    assert torch.equal(logits(model), tuned)
+    set_expert_lora(model, False)
+    assert not torch.equal(logits(model), tuned)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+    set_expert_lora(model, True)
+    assert torch.equal(logits(model), tuned)
+    assert model.get_model_status().enabled is True
+
+
+@pytest.mark.filterwarnings("ignore:Adapter second was active which is now deleted:UserWarning")
+@pytest.mark.parametrize("order", [peft_last, peft_first])
+def test_the_expert_lora_goes_with_the_adapter_that_came_first(order: Any, tmp_path: Path) -> None:
+    model = train(order())
+    base, tuned = logits(wrap_experts(tiny_model(), lora_rank=0)), logits(model)
+    model.add_adapter("second", lora())
+    assert torch.equal(logits(model), tuned)
+    model.set_adapter("second")
+    assert torch.equal(logits(model), base)
+    with pytest.raises(KtbridgeError, match="belongs to 'default'"):
+        train(model)
+    freeze_expert_lora(model)
+    before = [b.clone() for b in expert_b(model)]
+    assert not torch.equal(logits(train(model)), base)
+    assert all(map(torch.equal, before, expert_b(model)))
+    model.delete_adapter("second")
+    assert torch.equal(logits(model), tuned)
+    save_raw_adapter(model, tmp_path / "raw", "some/base")
+    assert len(read_adapter(tmp_path / "raw").nonexpert_keys()) == 8
+
+
+def test_an_adapter_may_have_any_name(tmp_path: Path) -> None:
+    for number, wrapped in enumerate((True, False)):
+        model = get_peft_model(alone() if wrapped else tiny_model(), lora(), adapter_name="neko")
+        model = train(model if wrapped else wrap_experts(model))
+        assert was_trained(model)
+        save_raw_adapter(model, tmp_path / f"{number}", "some/base")
+        assert len(read_adapter(tmp_path / f"{number}").nonexpert_keys()) == 8
+
+
+@pytest.mark.filterwarnings("ignore:Already unmerged:UserWarning")
+@pytest.mark.parametrize("order", [peft_last, peft_first])
+def test_what_would_leave_the_expert_lora_behind_is_refused_before_anything_is_done(
+    order: Any,
+) -> None:
+    model = train(order())
+    tuned = logits(model)
+    for method in ("merge_and_unload", "unload"):
+        with pytest.raises(KtbridgeError, match="expert LoRA") as caught:
+            getattr(model, method)()
+        assert caught.value.next_step
+        assert torch.equal(logits(model), tuned)
+    with pytest.raises(KtbridgeError, match="unmerge_adapter"):
+        model.merge_adapter()
+    model.unmerge_adapter()
+    assert not any(module.merged for module in model.modules() if isinstance(module, LoraLayer))
+
+
+# --- loading ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_raw_adapter_is_put_on_a_model_to_run_and_to_train_on(
+    mapped: bool, tmp_path: Path
+) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+
+    def base() -> Any:
+        if mapped:
+            return load_for_kernels(str(tmp_path / "base"))
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+
+    options = {"use_rslora": True, "lora_dropout": 0.1, "r": 4}
+    model = train(get_peft_model(wrap_experts(base(), 3, 12), lora(**options)), 4)
+    save_raw_adapter(model, tmp_path / "raw")
+    loaded = load_raw_adapter(base(), tmp_path / "raw")
+    assert trainable_parameters(loaded).trained == 0
+    assert not loaded.training
+    plain = wrap_experts(base(), 0)
+    error, effect = logits(loaded) - logits(model), logits(model) - logits(plain)
+    assert error.norm() < 0.05 * effect.norm()
+    further = load_raw_adapter(base(), tmp_path / "raw", trainable=True)
+    assert trainable_parameters(further) == trainable_parameters(model)
+    before = [b.clone() for b in expert_b(further)]
+    train(further)
+    assert not any(map(torch.equal, before, expert_b(further)))
+    save_raw_adapter(further, tmp_path / "further")
+    assert validate_adapter([tmp_path / "further"], base_model=tmp_path / "base").ok
+
+
+def test_half_an_adapter_is_loaded_as_it_is_and_what_does_not_fit_is_refused(
+    tmp_path: Path,
+) -> None:
+    attention = wrap_experts(get_peft_model(tiny_model(), lora()), lora_rank=0)
+    save_raw_adapter(train(attention), tmp_path / "attention", "some/base")
+    loaded = load_raw_adapter(tiny_model(), tmp_path / "attention")
+    assert all(layer.lora_rank == 0 for layer in expert_layers(loaded).values())
+    save_raw_adapter(train(alone()), tmp_path / "experts", "some/base")
+    load_raw_adapter(tiny_model(), tmp_path / "experts")
+    for model in (alone(), get_peft_model(tiny_model(), lora())):
+        with pytest.raises(UsageError, match="takes the base model"):
+            load_raw_adapter(model, tmp_path / "experts")
+    with pytest.raises(ProblemsError) as caught:
+        load_raw_adapter(tiny_model(num_key_value_heads=4), tmp_path / "attention")
+    assert {problem.code for problem in caught.value.problems} == {"KTL002"}
+    with pytest.raises(ProblemsError) as caught:
+        load_raw_adapter(tiny_model(num_experts=4), tmp_path / "experts")
+    assert {problem.code for problem in caught.value.problems} == {"KTL002"}
