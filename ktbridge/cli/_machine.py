@@ -28,7 +28,7 @@ class Size(click.ParamType):
         try:
             return parse_size(value)
         except UsageError as error:
-            self.fail(f"{error} {error.next_step}", param, ctx)
+            self.fail(f"{error.sentence} {error.next_step}", param, ctx)
 
 
 SIZE = Size()

@@ -1,7 +1,6 @@
 """Direct preference optimisation (arXiv:2305.18290) whose reference is the base model itself.
 
-Policy and reference are one model: with its LoRA, and without. PEFT switches off only its own LoRA; the
-experts' has a switch of its own, so both are turned here. No second copy of any weight is held.
+Policy and reference are one model: with its LoRA, and without. No second copy of any weight is held.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from trl import DPOTrainer
 
 from ktbridge.sft.distributed import DistributedTrainer
-from ktbridge.sft.inject import set_expert_lora
 from ktbridge.sft.resumable import Resumable
 from ktbridge.sft.watch import Watched
 
@@ -24,12 +22,10 @@ def as_base(model: Any) -> Iterator[None]:
     """A wrapped PeftModel as the base model alone: neither LoRA, no dropout, no noise; restored after."""
     training = model.training
     model.eval()
-    set_expert_lora(model, False)
     try:
-        with model.disable_adapter():
+        with model.disable_adapter():  # the experts' LoRA, too
             yield
     finally:
-        set_expert_lora(model, True)
         model.train(training)
 
 

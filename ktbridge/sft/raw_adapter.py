@@ -32,6 +32,10 @@ from ktbridge.sft.tensors import from_torch
 _PEFT = "base_model.model."
 
 
+Values = Mapping[str, torch.Tensor]
+"""Parameters' values by name, where a model itself holds but shards of them."""
+
+
 def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The fused expert LoRA of a wrapped model: ``layers.{L}.experts.{gate,up,down}_lora_{a,b}``, bf16.
 
@@ -51,14 +55,17 @@ def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def nonexpert_tensors(model: nn.Module, adapter_name: str = "default") -> dict[str, Tensor]:
+def nonexpert_tensors(
+    model: nn.Module, adapter_name: str = "default", values: Values | None = None
+) -> dict[str, Tensor]:
     """The LoRA that PEFT trained, under PEFT's own keys (``….lora_A.weight``), bf16."""
     tensors = {}
     for name, parameter in model.named_parameters():
         if f".lora_A.{adapter_name}." in name or f".lora_B.{adapter_name}." in name:
             # Where transformers' own add_adapter put it, there is no PeftModel around the model.
             key = _PEFT + name.replace(f".{adapter_name}.", ".").removeprefix(_PEFT)
-            tensors[key] = from_torch(key, parameter.to(torch.bfloat16))
+            value = parameter if values is None else values[name]
+            tensors[key] = from_torch(key, value.to(torch.bfloat16))
     return tensors
 
 
@@ -88,18 +95,26 @@ def save_raw_adapter(
     _write(model, directory, named, overwrite=overwrite, extra_files=extra_files)
 
 
-def save_beside(model: nn.Module, directory: str | Path) -> None:
+def save_beside(
+    model: nn.Module,
+    directory: str | Path,
+    base_model: str | None = None,
+    values: Values | None = None,
+) -> None:
     """A raw adapter as ``save_pretrained`` saves: beside what a directory holds, over an older one.
 
-    The manifest is put in last, and an older one is taken away first. A base model without a name is taken.
+    The manifest is put in last, and an older one is taken away first. ``base_model`` is the base's name or
+    path, by default the model's own, which may be empty; ``values`` the trained parameters', by default
+    the model's.
     """
+    named = base_name(model) if base_model is None else base_model
     target = Path(directory)
     if not target.is_dir() or not any(target.iterdir()):
-        _write(model, target, base_name(model), overwrite=False)
+        _write(model, target, named, values)
         return
     made = target / f".adapter-{secrets.token_hex(4)}"
     try:
-        _write(model, made, base_name(model), overwrite=False)
+        _write(model, made, named, values)
         (target / MANIFEST_FILE).unlink(missing_ok=True)
         for path in sorted(made.iterdir(), key=lambda path: path.name == MANIFEST_FILE):
             os.replace(path, target / path.name)
@@ -108,14 +123,20 @@ def save_beside(model: nn.Module, directory: str | Path) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _write(model: nn.Module, directory: str | Path, base_model: str, **options: Any) -> None:
+def _write(
+    model: nn.Module,
+    directory: str | Path,
+    base_model: str,
+    values: Values | None = None,
+    **options: Any,
+) -> None:
     first = _first_layer(model)
     config = _peft_config(model, first.peft_adapter)
     _warn(model)
     write_raw_adapter(
         directory,
         expert=expert_tensors(model),
-        nonexpert=nonexpert_tensors(model, first.peft_adapter),
+        nonexpert=nonexpert_tensors(model, first.peft_adapter, values),
         config=config,
         base_model=base_model,
         rank=first.lora_rank or config["r"],

@@ -24,6 +24,7 @@ from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
+from ktbridge.sft.raw_adapter import save_beside
 from ktbridge.sft.resume import (
     FILES,
     IDENTITY_FILE,
@@ -44,9 +45,12 @@ class Resumable(Trainer):
     last_not_saved: KtbridgeError | None = None
     """Why the checkpoint of the last step could not be written."""
 
-    def remember(self, root: Path, own: dict[str, Any], keep: int | None) -> None:
-        """Save into ``root``, with the run's identity, and keep the last ``keep`` checkpoints (or all)."""
-        self._root, self._identity, self._keep = root, own, keep
+    def remember(self, root: Path, own: dict[str, Any], keep: int | None, base: str) -> None:
+        """Save into ``root``, with the run's identity, and keep the last ``keep`` checkpoints (or all).
+
+        ``base`` is the base model's path, which the adapter in a checkpoint names.
+        """
+        self._root, self._identity, self._keep, self._base = root, own, keep, base
         self._making = root / f".partial-{int(distributed.from_main(os.getpid()))}"
 
     def last_good(self) -> str:
@@ -125,7 +129,7 @@ class Resumable(Trainer):
         shutil.rmtree(gone, ignore_errors=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Only what is trained; the adapter itself is written when the run is finished."""
+        """What is trained: the raw adapter in bfloat16 and, to go on from, the tensors as they are."""
         directory = Path(output_dir or self._making)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -133,7 +137,9 @@ class Resumable(Trainer):
             for name, value in trained(self.model)
         }
         if distributed.is_main():
-            save_file(tensors, directory / TENSORS_FILE)
+            if not self.args.save_only_model:
+                save_file(tensors, directory / TENSORS_FILE)
+            save_beside(self.model, directory, self._base, tensors)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / TENSORS_FILE

@@ -182,7 +182,9 @@ def make_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.remember(checkpoints_dir(config), ready.identity, config.save_total_limit)
+    trainer.remember(
+        checkpoints_dir(config), ready.identity, config.save_total_limit, str(ready.base)
+    )
     trainer.watch(Pace(), trainer.last_good)
     return trainer
 
