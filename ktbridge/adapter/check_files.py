@@ -78,7 +78,9 @@ def _artifacts(adapter: Adapter) -> Iterator[Problem]:
         if size != record.get("size"):
             found = "is missing" if size is None else f"is {size} bytes"
             expected = f"{record.get('size')} bytes"
-            yield problem("KTB011", str(path), found, expected, next_step=resave_step(adapter))
+            yield problem(
+                "KTB011", str(path), found, expected, next_step=resave_step(adapter.manifest)
+            )
         file = next((file for file in adapter.files if file.name == name), None)
         if file is not None and record.get("tensors") is not None:
             yield from _listed(f"{where}: {name}", file, record["tensors"])

@@ -1,9 +1,10 @@
 """Carrying out a conversion plan: one pass over the input, every output whole or not at all.
 
-Each block is read once, written to every output that takes it, and hashed by a thread per output
-from the same memory; a ring of blocks bounds what is held, whatever the adapter's size. The disk is
-put to work while copying goes on. An output's manifest, with the hash, is written last; then the
-directories are renamed into place.
+Each block is read once, written to every output that takes it, and hashed from the same memory: by a
+thread per output, and by one more for the input where its manifest has hashes to compare with. A
+ring of blocks bounds what is held, whatever the adapter's size. The disk is put to work while
+copying goes on. An output's manifest, with the hash, is written last; then, if the input's hashes
+are right and its files are still the same, the directories are renamed into place.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE
+from ktbridge.adapter.check_hashes import ReadHashes
 from ktbridge.adapter.convert import ConvertPlan, Copy, Output, describe
 from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json
 from ktbridge.adapter.publish import PathLike, explained, stage_adapter
+from ktbridge.adapter.sources import guarded
 from ktbridge.adapter.values import scaled_exactly, to_bf16
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.publish import Staging, start_writeback
 
 OnProgress = Callable[[int, int], None]
@@ -187,6 +190,8 @@ class _Sink:
 
 def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Staging]) -> None:
     """Write all outputs; every one that is begun is appended to ``stagings``."""
+    source = plan.source
+    used = {copy.file.path for copy in plan.copies}
     with ExitStack() as stack:
         sinks: list[_Sink] = []
         for output in plan.outputs:
@@ -194,16 +199,24 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Sta
             stagings.append(stack.enter_context(staging))
             sinks.append(_Sink(staging, output))
             stack.callback(sinks[-1].close)
-        _copy_all(plan, sinks, on_progress)
-        for sink in sinks:
-            sink.flush()
-        for sink in sinks:
-            sink.finish()
+        hashes = stack.enter_context(ReadHashes(source.path, source.manifest, used))
+        with guarded(source.stamps, "conversion") as check_stamps:
+            _copy_all(plan, sinks, hashes, on_progress)
+            for sink in sinks:
+                sink.flush()
+            for sink in sinks:
+                sink.finish()
+            problems = hashes.problems()
+            check_stamps()
+        if problems:
+            raise ProblemsError(f"{source.path} can't be converted: it is damaged", problems)
         for sink in sinks:
             sink.staging.commit()
 
 
-def _copy_all(plan: ConvertPlan, sinks: list[_Sink], on_progress: OnProgress | None) -> None:
+def _copy_all(
+    plan: ConvertPlan, sinks: list[_Sink], hashes: ReadHashes, on_progress: OnProgress | None
+) -> None:
     ring = [memoryview(bytearray(_BLOCK)) for _ in range(_BLOCKS)]
     busy: list[list[Future[None]]] = [[] for _ in ring]
     done = told = turn = 0
@@ -222,6 +235,8 @@ def _copy_all(plan: ConvertPlan, sinks: list[_Sink], on_progress: OnProgress | N
                     sinks[target].append(_changed(copy, block, factor))
                     for target, factor in zip(copy.targets, copy.factors, strict=True)
                 ]
+                if (hashed := hashes.take(path, start, block)) is not None:
+                    busy[turn].append(hashed)
                 turn = (turn + 1) % _BLOCKS
                 done += len(block)
                 if on_progress is not None and (done - told >= _TELL or done == plan.bytes_in):

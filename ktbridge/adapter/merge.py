@@ -20,14 +20,17 @@ from typing import Any
 
 from ktbridge import __version__
 from ktbridge.adapter.adapter import Adapter
+from ktbridge.adapter.check_hashes import Hashes
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
-from ktbridge.adapter.publish import explained
+from ktbridge.adapter.publish import explained, shown_size
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
+from ktbridge.adapter.sources import guarded
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import Checkpoint, open_checkpoint, read_model_config
 from ktbridge.model.replace import why_not_replaceable
+from ktbridge.model.stamps import Stamps, take_stamps
 from ktbridge.publish import Staging
 
 OnProgress = Callable[[int, int], None]
@@ -46,7 +49,8 @@ class MergePlan:
     """Everything a merge will do. ``findings`` are warnings and infos; errors were raised.
 
     ``deltas`` by shard; ``copied`` are files beside the shards, ``left_out`` those that hold
-    weights in another form (or are directories) and would not be merged.
+    weights in another form (or are directories) and would not be merged. ``stamps`` are those of all
+    files that are read (``ktbridge.adapter.sources``).
     """
 
     adapter: Adapter
@@ -57,6 +61,7 @@ class MergePlan:
     left_out: tuple[str, ...]
     findings: list[Problem]
     overwrite: bool
+    stamps: Stamps
 
     @property
     def bytes(self) -> int:
@@ -165,6 +170,7 @@ def plan_merge(
     if adapter is None:
         raise ProblemsError(f"{raw_dir} can't be merged", findings)
     base = Path(os.path.expanduser(base_model))
+    stamps = take_stamps(base.iterdir() if base.is_dir() else ())
     config = read_model_config(base)
     checkpoint = open_checkpoint(base)
     checkpoint.check()
@@ -173,7 +179,11 @@ def plan_merge(
     deltas = plan_deltas(adapter, base, checkpoint, config)
     findings += deltas.problems
     copied, left_out = _beside(checkpoint)
-    plan = MergePlan(adapter, checkpoint, target, deltas, copied, left_out, findings, overwrite)
+    taken = {base / name: stamps.get(base / name) for name in (*checkpoint.shards, *copied)}
+    plan = MergePlan(
+        adapter, checkpoint, target, deltas, copied, left_out, findings, overwrite,
+        {**adapter.stamps, **taken},
+    )  # fmt: skip
     findings += _check_space(plan)
     if has_errors(findings):
         raise ProblemsError(f"{raw_dir} can't be merged into {base}", findings)
@@ -199,14 +209,19 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
         Staging(plan.output, lambda path: why_not_writable(path, plan.overwrite)) as staging,
     ):
         stagings.append(staging)
+        _check_hashes(plan.adapter.path)
         workers = min(8, len(os.sched_getaffinity(0)))
-        with Writer(staging.path, workers, on_bytes) as writer:
+        with (
+            guarded(plan.stamps, "merge") as check_stamps,
+            Writer(staging.path, workers, on_bytes) as writer,
+        ):
             for name in plan.copied:
                 writer.copy(plan.checkpoint.path / name)
             for shard in plan.checkpoint.shards:
                 file = plan.checkpoint.file(shard)
                 writer.write(file, plan.deltas.by_shard.get(shard, []))
             writer.finish()
+            check_stamps()
         if not writer.changed:
             raise KtbridgeError(
                 f"{plan.adapter.path} changes no weight: every delta is zero, or too small "
@@ -231,6 +246,15 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
     )
 
 
+def _check_hashes(adapter: Path) -> None:
+    """Compare the adapter with its manifest's hashes first: writing a checkpoint takes far longer."""
+    with Hashes() as hashes:
+        hashes.start(adapter)
+        problems = list(hashes.check(adapter))
+    if problems:
+        raise ProblemsError(f"{adapter} can't be merged: it is damaged", problems)
+
+
 def why_not_writable(target: Path, overwrite: bool) -> tuple[str, str] | None:
     """Why ``target`` may not be (re)placed, as (found, next step): only an earlier merge may."""
     return why_not_replaceable(target, MERGE_FILE, "a merged checkpoint", overwrite)
@@ -250,8 +274,10 @@ def _check_space(plan: MergePlan) -> Iterator[Problem]:
     place = next(path for path in (plan.output, *plan.output.parents) if path.is_dir())
     free, need = shutil.disk_usage(place).free, plan.bytes
     if free < need:
-        found = f"has {free / 1e9:.2f} GB free"
-        yield problem("KTB737", str(place), found, f"{need / 1e9:.2f} GB")
+        found = f"has {shown_size(free)} free"
+        yield problem(
+            "KTB737", str(place), found, f"{shown_size(need)}, the size of the checkpoint"
+        )
 
 
 def _beside(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -172,6 +172,8 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB707", "info", "--lora-alpha overrides what the adapter says", "check that it is meant"),
     Rule("KTB708", "info", "PEFT would take non-expert modules for routed experts and load them wrongly",
          "nothing for engines; for PEFT, write --to peft-fused"),
+    Rule("KTB709", "error", "a file that is read was written to, replaced or removed meanwhile",
+         "wait until nothing writes to it, then run the command again"),
     Rule("KTB720", "error", "the requested format can't hold the adapter exactly",
          "choose another format"),
     Rule("KTB721", "info", "a conversion did more than move bytes", "nothing to do if that is meant"),

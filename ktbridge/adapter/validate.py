@@ -155,7 +155,7 @@ def _values(
         yield from check_data(adapter, lambda done, _: tell(done))
         read += size
     for adapter in adapters:
-        yield from hashes.check(adapter, tell)
+        yield from hashes.check(adapter.path, tell)
     yield from check_set(adapters, compare_data=True)
     if on_progress is not None:
         on_progress(total, total)

@@ -13,6 +13,7 @@ Facts: llama.cpp's convert_lora_to_gguf.py, conversion scripts and src/llama-ada
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.model import ModelConfig
+from ktbridge.model.stamps import take_stamps
 
 GGUF_FILE = "adapter_model.gguf"
 # config.json's model_type -> llama.cpp's architecture.
@@ -167,6 +169,7 @@ def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) ->
     if not file.is_file():  # opening a pipe would wait for ever
         found = "is not a regular file" if file.exists() else "does not exist"
         raise KtbridgeError(f"{file} {found}", "pass a GGUF file")
+    stamps = take_stamps((file,))
     try:
         with np.errstate(all="ignore"):  # sizes of a hostile file overflow
             reader = _strict_reader(package)(file)
@@ -181,7 +184,9 @@ def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) ->
     kind = (fields.get("general.type"), fields.get("adapter.type"))
     if kind != ("adapter", "lora"):
         raise KtbridgeError(f"{file} is not a LoRA adapter", "pass an adapter, not a model")
-    return _source(package, file, path, fields, tensors, base)
+    source = _source(package, file, path, fields, tensors, base)
+    source.stamps = stamps
+    return source
 
 
 def _strict_reader(package: Any) -> Any:
@@ -275,7 +280,11 @@ def _block(file: Path, tensor: Any) -> Block | None:
     offset = int(tensor.data_offset)
 
     def load() -> Bits:
-        return np.memmap(file, bits, "r", offset, shape)
+        # Not mapped: if the file got shorter meanwhile, that would end the process.
+        values = np.fromfile(file, bits, math.prod(shape), offset=offset)
+        if values.size != math.prod(shape):
+            raise KtbridgeError(f"{file} ends inside {tensor.name}", "copy or convert it again")
+        return values.reshape(shape)
 
     return Block(dtype, shape, load)
 

@@ -59,7 +59,7 @@ class Opened:
             use_rslora=bool(self.config.get("use_rslora")),
             base_model=self.adapter.base_model,
             kept=kept_fields(self.config),
-            files=self.adapter.files,
+            stamps=self.adapter.stamps,
             tensors_in=len(self.parts),
             findings=[item for item in self.findings if item.severity != "error"],
         )
