@@ -119,7 +119,7 @@ def explained(stagings: list[Staging], need: int) -> Iterator[None]:
         left = _in_place(stagings)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise KtbridgeError(
-                f"the disk is full: {shown_size(need)} are needed in all, {left}",
+                f"the disk is full: {_size(need)} are needed in all, {left}",
                 "free space, or choose output directories on another disk",
             ) from error
         passing = error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
@@ -134,8 +134,7 @@ def _in_place(stagings: list[Staging]) -> str:
     return f"{'' if len(done) == len(stagings) else 'only '}{', '.join(done)} is in place"
 
 
-def shown_size(count: int) -> str:
-    """A number of bytes for people, in decimal units."""
+def _size(count: int) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
