@@ -20,7 +20,7 @@ from typing import Any
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
 from ktbridge.adapter.rules import problem
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 
 _BUFFER = 1 << 18  # small enough to stay in the cache between reading and hashing
 Block = memoryview | bytes
@@ -91,6 +91,15 @@ class Hashes:
                 with self._lock:
                     self.done += count
         return None if self._stop.is_set() else digest.hexdigest()
+
+
+def require_hashes(directory: Path) -> None:
+    """Read the files that a directory's manifest gives a hash of; ProblemsError if one is damaged."""
+    with Hashes() as hashes:
+        hashes.start(directory)
+        problems = list(hashes.check(directory))
+    if problems:
+        raise ProblemsError(f"{directory} is damaged", problems)
 
 
 class ReadHashes:

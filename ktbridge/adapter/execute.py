@@ -22,11 +22,12 @@ from typing import Any, BinaryIO
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE
 from ktbridge.adapter.check_hashes import ReadHashes
 from ktbridge.adapter.convert import ConvertPlan, Copy, Output, describe
-from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json
+from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, trained_on
 from ktbridge.adapter.publish import PathLike, explained, stage_adapter
 from ktbridge.adapter.sources import guarded
 from ktbridge.adapter.values import scaled_exactly, to_bf16
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.model import Fingerprint
 from ktbridge.publish import Staging, start_writeback
 
 OnProgress = Callable[[int, int], None]
@@ -90,8 +91,9 @@ def convert_adapter(
     follow the umask. ``on_progress(done, total)`` counts bytes.
 
     Raises UsageError for options that don't go together or a format that can't be told;
-    ProblemsError with all that stands in the way, before anything is written; KtbridgeError when
-    writing fails. Whatever happens, an output directory is complete or as it was before.
+    ProblemsError with all that stands in the way, before anything is written, or if a file isn't
+    what its manifest says or changes meanwhile; KtbridgeError when writing fails. Whatever happens,
+    an output directory is complete or as it was before.
 
     Example::
 
@@ -138,9 +140,12 @@ def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> Co
 class _Sink:
     """One output's weight file: grows at its end, and a thread of its own hashes what it gets."""
 
-    def __init__(self, staging: Staging, output: Output) -> None:
+    def __init__(
+        self, staging: Staging, output: Output, base_fingerprint: Fingerprint | None
+    ) -> None:
         self.staging = staging
         self.output = output
+        self._base_fingerprint = base_fingerprint
         self._hasher = ThreadPoolExecutor(1)
         self._digest = hashlib.sha256()
         self._file = os.open(
@@ -180,6 +185,7 @@ class _Sink:
                 MODEL_FILE: {"size": self._size, "sha256": self._digest.hexdigest()},
                 CONFIG_FILE: config,
             },
+            base_fingerprint=self._base_fingerprint,
         )
         self.staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
 
@@ -197,7 +203,7 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Sta
         for output in plan.outputs:
             staging = stage_adapter(output.path, overwrite=plan.overwrite, layout=output.layout)
             stagings.append(stack.enter_context(staging))
-            sinks.append(_Sink(staging, output))
+            sinks.append(_Sink(staging, output, trained_on(source.manifest)))
             stack.callback(sinks[-1].close)
         hashes = stack.enter_context(ReadHashes(source.path, source.manifest, used))
         with guarded(source.stamps, "conversion") as check_stamps:

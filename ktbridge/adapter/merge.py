@@ -20,10 +20,11 @@ from typing import Any
 
 from ktbridge import __version__
 from ktbridge.adapter.adapter import Adapter
-from ktbridge.adapter.check_hashes import Hashes
+from ktbridge.adapter.check_hashes import require_hashes
+from ktbridge.adapter.check_identity import Base, check_identity
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
-from ktbridge.adapter.publish import explained, shown_size
+from ktbridge.adapter.publish import explained
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.sources import guarded
@@ -32,6 +33,7 @@ from ktbridge.model import Checkpoint, open_checkpoint, read_model_config
 from ktbridge.model.replace import why_not_replaceable
 from ktbridge.model.stamps import Stamps, take_stamps
 from ktbridge.publish import Staging
+from ktbridge.units import size_text
 
 OnProgress = Callable[[int, int], None]
 PathLike = str | os.PathLike[str]
@@ -138,6 +140,7 @@ def merge_adapter(
     base_model: PathLike,
     output: PathLike,
     overwrite: bool = False,
+    allow_other_base: bool = False,
     on_progress: OnProgress | None = None,
 ) -> MergeReport:
     """Write a checkpoint with the adapter's weights added: W + scale·B·A, rounded once.
@@ -147,10 +150,12 @@ def merge_adapter(
     in float32 and rounded to nearest even to that dtype. scale = alpha/r for routed experts, what
     PEFT applied for the rest. Memory is bounded by a block per core, not by a shard
     (``ktbridge.adapter.merge_write``). ``overwrite`` replaces an earlier merge, nothing else.
+    ``allow_other_base`` merges into a model other than the one trained on as well.
     ``on_progress(done, total)`` counts bytes of the output.
 
     Raises ProblemsError with all that stands in the way before anything is written (a tensor
-    without a weight, a quantised weight, a tied one, an occupied output), and KtbridgeError when
+    without a weight, a quantised weight, a tied one, another base model, an occupied output, a file
+    that isn't what its manifest says), or if a file changes meanwhile, and KtbridgeError when
     writing fails. Whatever happens, ``output`` is complete or as it was before.
 
     Example::
@@ -158,12 +163,23 @@ def merge_adapter(
         report = merge_adapter("raw", base_model="models/base", output="merged")
         print(f"{report.changed} of {report.values} values moved")
     """
-    plan = plan_merge(raw_dir, base_model=base_model, output=output, overwrite=overwrite)
+    plan = plan_merge(
+        raw_dir,
+        base_model=base_model,
+        output=output,
+        overwrite=overwrite,
+        allow_other_base=allow_other_base,
+    )
     return execute_merge(plan, on_progress)
 
 
 def plan_merge(
-    raw_dir: PathLike, *, base_model: PathLike, output: PathLike, overwrite: bool = False
+    raw_dir: PathLike,
+    *,
+    base_model: PathLike,
+    output: PathLike,
+    overwrite: bool = False,
+    allow_other_base: bool = False,
 ) -> MergePlan:
     """Plan a merge without writing anything; arguments and errors as for ``merge_adapter``."""
     adapter, findings = scan_adapter(raw_dir)
@@ -176,7 +192,9 @@ def plan_merge(
     checkpoint.check()
     target = Path(os.path.realpath(os.path.expanduser(output)))
     findings += _check_output(target, adapter.path, base, overwrite)
-    deltas = plan_deltas(adapter, base, checkpoint, config)
+    known = Base(base, str(base), checkpoint)
+    findings += check_identity(adapter, known, merging=True, allowed=allow_other_base)
+    deltas = plan_deltas(adapter, checkpoint, config)
     findings += deltas.problems
     copied, left_out = _beside(checkpoint)
     taken = {base / name: stamps.get(base / name) for name in (*checkpoint.shards, *copied)}
@@ -209,7 +227,7 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
         Staging(plan.output, lambda path: why_not_writable(path, plan.overwrite)) as staging,
     ):
         stagings.append(staging)
-        _check_hashes(plan.adapter.path)
+        require_hashes(plan.adapter.path)  # first: writing a checkpoint takes far longer
         workers = min(8, len(os.sched_getaffinity(0)))
         with (
             guarded(plan.stamps, "merge") as check_stamps,
@@ -246,15 +264,6 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
     )
 
 
-def _check_hashes(adapter: Path) -> None:
-    """Compare the adapter with its manifest's hashes first: writing a checkpoint takes far longer."""
-    with Hashes() as hashes:
-        hashes.start(adapter)
-        problems = list(hashes.check(adapter))
-    if problems:
-        raise ProblemsError(f"{adapter} can't be merged: it is damaged", problems)
-
-
 def why_not_writable(target: Path, overwrite: bool) -> tuple[str, str] | None:
     """Why ``target`` may not be (re)placed, as (found, next step): only an earlier merge may."""
     return why_not_replaceable(target, MERGE_FILE, "a merged checkpoint", overwrite)
@@ -274,10 +283,8 @@ def _check_space(plan: MergePlan) -> Iterator[Problem]:
     place = next(path for path in (plan.output, *plan.output.parents) if path.is_dir())
     free, need = shutil.disk_usage(place).free, plan.bytes
     if free < need:
-        found = f"has {shown_size(free)} free"
-        yield problem(
-            "KTB737", str(place), found, f"{shown_size(need)}, the size of the checkpoint"
-        )
+        found = f"has {size_text(free)} free"
+        yield problem("KTB737", str(place), found, f"{size_text(need)}, the size of the checkpoint")
 
 
 def _beside(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:

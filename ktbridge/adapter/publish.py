@@ -13,6 +13,7 @@ from ktbridge.adapter.adapter import is_number
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
+from ktbridge.units import size_text
 
 PathLike = str | os.PathLike[str]
 # An adapter, and what `ktbridge train` leaves beside it. A README may be a user's own work.
@@ -63,7 +64,8 @@ def check_request(
     if not wanted:
         raise UsageError(
             "there is nothing to write",
-            "name at least one of the expert, non-expert and merged output directories",
+            "name an output: --expert-output-dir and --nonexpert-output-dir, --merged-output-dir, "
+            "or --to FORMAT with --output",
         )
     if not all(os.fspath(path) for path in (source, *wanted.values())):
         raise UsageError("a directory's name is empty", "name it; the current directory is '.'")
@@ -119,7 +121,7 @@ def explained(stagings: list[Staging], need: int) -> Iterator[None]:
         left = _in_place(stagings)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise KtbridgeError(
-                f"the disk is full: {_size(need)} are needed in all, {left}",
+                f"the disk is full: {size_text(need)} are needed in all, {left}",
                 "free space, or choose output directories on another disk",
             ) from error
         passing = error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
@@ -132,10 +134,3 @@ def _in_place(stagings: list[Staging]) -> str:
     if not done:
         return "nothing was written"
     return f"{'' if len(done) == len(stagings) else 'only '}{', '.join(done)} is in place"
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} bytes"

@@ -56,7 +56,7 @@ RULES: tuple[Rule, ...] = (
          " an engine that keeps a split copy by path, time and size may serve the old one",
          "touch the file after replacing an adapter in place"),
     Rule("KTB016", "error", "the adapter is a GGUF file, which KT engines don't read",
-         "ktbridge convert FILE --from gguf --to raw --output-dir D"),
+         "ktbridge convert FILE --from gguf --to raw --output D"),
     Rule("KTB017", "error", "an expert or merged directory has weights in other files than"
          " adapter_model.safetensors, the only one that expert loaders read", _CONVERT),
     Rule("KTB101", "error", "peft_type is not LORA, or missing where engines read it", _RETRAIN),
@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
          "save with path_initial_model_for_weight_conversion, which turns it into plain LoRA"),
     Rule("KTB115", "error", "the configuration asks for something engines ignore", _RETRAIN),
     Rule("KTB116", "info", "the base model isn't named",
-         "pass --base-model-name-or-path to ktbridge convert"),
+         "pass --base-model to ktbridge convert"),
     Rule("KTB117", "warning", "a targeted module has no tensors: it was not found in training",
          "check target_modules against the base model and train again"),
     Rule("KTB118", "error", "tensors belong to a module that target_modules doesn't list", _CONVERT),
@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB207", "error", "a tensor belongs to a draft (MTP) layer, which engines don't adapt",
          "exclude the MTP layers in training"),
     Rule("KTB208", "error", "expert LoRA is in PEFT's fused layout, which KT engines don't read",
-         "ktbridge convert DIR --from peft-fused --to raw --output-dir D"),
+         "ktbridge convert DIR --from peft-fused --to raw --output D"),
     Rule("KTB209", "warning", "q_proj and v_proj are not both adapted: engines fail at start-up",
          "train both, or serve with the embedded engine"),
     Rule("KTB210", "warning", "up_proj is adapted without gate_proj: engines fail at start-up",
@@ -116,7 +116,7 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB215", "info", "layers without LoRA lie irregularly between others: whether they are missing"
          " can't be told without the base model", "add --base-model (a config.json is enough)"),
     Rule("KTB216", "error", "expert LoRA of all experts is one tensor (upstream SGLang's layout), which KT"
-         " engines don't read", "ktbridge convert DIR --from sglang-3d --to raw --output-dir D"),
+         " engines don't read", "ktbridge convert DIR --from sglang-3d --to raw --output D"),
     Rule("KTB301", "error", "a tensor's rank is not the configuration's", _RESAVE),
     Rule("KTB302", "error", "a tensor's shape doesn't fit the others'", _RESAVE),
     Rule("KTB303", "error", "a tensor's dtype is not a float that engines load",
@@ -160,13 +160,20 @@ RULES: tuple[Rule, ...] = (
          "check that adapter and base belong together"),
     Rule("KTB611", "error", "the base model's config.json can't be read: nothing is checked against it",
          "point at a model directory as transformers saves it"),
+    Rule("KTB612", "error", "the adapter was trained on another base model, as the fingerprint in its"
+         " manifest tells", "use the model it was trained on; if this one is meant, ktbridge merge takes"
+         " --allow-other-base"),
+    Rule("KTB613", "warning", "the base model's config.json is not the one that was trained with",
+         "use the config.json of training, or check that the difference is meant"),
+    Rule("KTB614", "warning", "the base model's weights can't be read: they are not compared with those"
+         " that the adapter was trained on", "download or copy the base model again"),
     Rule("KTB701", "error", "the output directory can't be written", "choose another directory"),
     Rule("KTB702", "error", "one configuration can't hold two ranks",
          "write the split layout: --expert-output-dir and --nonexpert-output-dir"),
     Rule("KTB703", "error", "one configuration can't hold both scales without rounding",
          "write the split layout: --expert-output-dir and --nonexpert-output-dir"),
     Rule("KTB704", "error", "the adapter has nothing for a requested output", "leave that output out"),
-    Rule("KTB705", "error", "nothing names the base model", "pass --base-model-name-or-path"),
+    Rule("KTB705", "error", "nothing names the base model", "pass --base-model"),
     Rule("KTB706", "error", "output directories contain each other or the input",
          "give every output a directory of its own"),
     Rule("KTB707", "info", "--lora-alpha overrides what the adapter says", "check that it is meant"),

@@ -127,7 +127,7 @@ def _rank_of(adapter: Adapter) -> int | None:
 
 
 def _gguf(path: Path) -> Problem:
-    step = f"ktbridge convert {shlex.quote(str(path))} --from gguf --to raw --output-dir D"
+    step = f"ktbridge convert {shlex.quote(str(path))} --from gguf --to raw --output D"
     return problem("KTB016", str(path), "is a GGUF adapter", next_step=step)
 
 

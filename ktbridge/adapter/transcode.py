@@ -43,7 +43,7 @@ from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import overridden
 from ktbridge.adapter.sources import guarded
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
-from ktbridge.model import ModelConfig
+from ktbridge.model import Fingerprint, ModelConfig
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 from ktbridge.publish import Staging
 
@@ -217,7 +217,7 @@ def _write(plan: TranscodePlan, on_progress: OnProgress | None, stagings: list[S
             for path, draft in plan.drafts:
                 staging = stage_adapter(path, overwrite=plan.overwrite, layout=draft.layout)
                 stagings.append(stack.enter_context(staging))
-                _fill(staging, draft, tell)
+                _fill(staging, draft, plan.source.trained_on, tell)
             problems = list(hashes.check(plan.given))
             check_stamps()
         if problems:
@@ -226,7 +226,9 @@ def _write(plan: TranscodePlan, on_progress: OnProgress | None, stagings: list[S
             staging.commit()
 
 
-def _fill(staging: Staging, draft: Draft, tell: Callable[[int], None]) -> None:
+def _fill(
+    staging: Staging, draft: Draft, trained_on: Fingerprint | None, tell: Callable[[int], None]
+) -> None:
     artifacts: dict[str, dict[str, Any]] = {}
     for name, pieces in draft.pieces.items():
         path = staging.path / name
@@ -251,6 +253,7 @@ def _fill(staging: Staging, draft: Draft, tell: Callable[[int], None]) -> None:
         artifacts=artifacts,
         layout=None if draft.layout == "raw" else draft.layout,
         expert_weight_format=draft.weight_format,
+        base_fingerprint=trained_on,
     )
     if draft.experts:
         manifest["experts"] = draft.experts

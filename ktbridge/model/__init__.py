@@ -9,9 +9,16 @@ Needs nothing beyond the standard library::
     router = open_checkpoint(path).tensor("model.layers.0.mlp.gate.weight")  # a memory-mapped view
 """
 
-from ktbridge.model.checkpoint import Checkpoint, expert_names, open_checkpoint, resolve_model
+from ktbridge.model.checkpoint import (
+    Checkpoint,
+    expert_names,
+    find_model,
+    open_checkpoint,
+    resolve_model,
+)
 from ktbridge.model.config import ModelConfig, read_model_config
 from ktbridge.model.families import FAMILIES, Family, family_of
+from ktbridge.model.identity import Fingerprint, fingerprint
 from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, TensorFileError, open_tensor_file
 
 __all__ = [
@@ -19,12 +26,15 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "Family",
+    "Fingerprint",
     "ModelConfig",
     "Tensor",
     "TensorFile",
     "TensorFileError",
     "expert_names",
     "family_of",
+    "find_model",
+    "fingerprint",
     "open_checkpoint",
     "open_tensor_file",
     "read_model_config",

@@ -18,6 +18,7 @@ from ktbridge.model.tensorfile import Entry, Tensor, TensorFile, open_tensor_fil
 
 # A plain file name: no directory, no hidden file, nothing that a file system or a terminal minds.
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.+=@ -]{0,200}\.safetensors", re.ASCII)
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -95,10 +96,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     the directory, or (for a single file) the file is truncated.
     """
     path = Path(path).expanduser()
-    index = path / "model.safetensors.index.json"
+    index, single = path / _INDEX, path / _SINGLE
     if index.is_file():
         return Checkpoint(path, _read_index(index))
-    single = path / "model.safetensors"
     if single.is_file():
         file = open_tensor_file(single)
         return Checkpoint(path, dict.fromkeys(file.entries, single.name))
@@ -113,6 +113,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         f"{path} has neither model.safetensors nor model.safetensors.index.json",
         "point at a complete model directory",
     )
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a model directory has safetensors that ``open_checkpoint`` would read."""
+    return (path / _INDEX).is_file() or (path / _SINGLE).is_file()
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -137,29 +142,44 @@ def resolve_model(path_or_id: str | os.PathLike[str]) -> Path:
     Nothing is downloaded. Raises KtbridgeError, one sentence with the next step, when there is no
     such directory, no config.json, or a weight file is missing or truncated.
     """
-    text = os.fspath(path_or_id)
-    path = Path(text).expanduser()
-    if not path.exists():
-        cached = _from_hub_cache(text)
-        if cached is None:
-            step = "check the path"
-            if _HUB_ID.fullmatch(text):
-                step += f", or download it first: hf download {text}"
-            raise KtbridgeError(f"there is no model at {text!r}", step)
-        path = cached
-    if not path.is_dir():
-        raise KtbridgeError(f"{path} is a file, not a model directory", "point at its directory")
-    read_model_config(path)
+    path = find_model(path_or_id)
     open_checkpoint(path).check()
     return path
 
 
-def _from_hub_cache(model_id: str) -> Path | None:
-    if not _HUB_ID.fullmatch(model_id):
-        return None
+def find_model(path_or_id: str | os.PathLike[str], files: str = "") -> Path:
+    """The same, weights or not: a directory with a config.json that can be read.
+
+    ``files`` are those that the caller can do with, for the command that downloads them. Raises
+    KtbridgeError as ``resolve_model`` does.
+    """
+    text = os.fspath(path_or_id)
+    path = Path(text).expanduser()
+    if not path.exists():
+        looked, step = f"no directory {path.absolute()}", "check the path"
+        if _HUB_ID.fullmatch(text):
+            cached = _from_hub_cache(text)
+            if cached is not None:
+                read_model_config(cached)
+                return cached
+            looked += f", and {text} is not in the Hub cache {_hub_cache()}"
+            step += f", or download it first: hf download {text}"
+            if files:
+                step += f" {files} --local-dir {path.name}, and name that directory"
+        raise KtbridgeError(f"there is no model at {text!r}: {looked}", step)
+    if not path.is_dir():
+        raise KtbridgeError(f"{path} is a file, not a model directory", "point at its directory")
+    read_model_config(path)
+    return path
+
+
+def _hub_cache() -> Path:
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
-    repository = cache / f"models--{model_id.replace('/', '--')}"
+    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+
+
+def _from_hub_cache(model_id: str) -> Path | None:
+    repository = _hub_cache() / f"models--{model_id.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -14,45 +14,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rawadapter import random_bits, write_config, write_raw
+from rawadapter import random_bits, write_base, write_raw
 
 from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, validate_adapter
 from ktbridge.adapter.manifest import hash_file
 from ktbridge.errors import ProblemsError
 from ktbridge.model import open_tensor_file
-from ktbridge.model.tensorfile import build_header, write_tensor_file
+from ktbridge.model.tensorfile import build_header
 
 FUSED, MODEL = "fused_expert_lora.safetensors", "adapter_model.safetensors"
-SQUARE = {"q_proj": (16, 16), "v_proj": (16, 16)}
 Change = Callable[[Path], None]
 
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
-    return aged(write_raw(tmp_path / "raw", layers=(0, 1), modules=SQUARE))
+    return aged(
+        write_raw(
+            tmp_path / "raw",
+            layers=(0, 1),
+        )
+    )
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A Qwen3-MoE that ``raw`` fits, in two shards with a tokenizer beside them."""
-    path = write_config(tmp_path / "base", num_hidden_layers=2)
-    (path / "tokenizer.json").write_text("{}")
-    shapes: dict[str, tuple[int, int]] = {
-        f"self_attn.{name}": size for name, size in SQUARE.items()
-    }
-    for expert in range(3):
-        shapes |= {f"mlp.experts.{expert}.{name}_proj": (8, 16) for name in ("gate", "up")}
-        shapes[f"mlp.experts.{expert}.down_proj"] = (16, 8)
-    rng = np.random.default_rng(1)
-    index = {}
-    for layer in range(2):
-        shard = f"model-{layer}.safetensors"
-        names = {f"model.layers.{layer}.{name}.weight": size for name, size in shapes.items()}
-        tensors = [Tensor(name, "BF16", s, random_bits(rng, s)) for name, s in names.items()]
-        write_tensor_file(path / shard, tensors)
-        index |= dict.fromkeys(names, shard)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return aged(path)
+    return aged(write_base(tmp_path / "base"))
 
 
 def aged(directory: Path) -> Path:
@@ -224,7 +210,13 @@ except ProblemsError as error:
 @pytest.mark.parametrize("to", ["raw", "vllm"])
 def test_a_source_that_gets_shorter_in_the_middle_ends_no_process(tmp_path: Path, to: str) -> None:
     """What follows is still to be read: from a memory map, that would be a SIGBUS."""
-    shape = {"experts": 32, "rank": 4, "hidden": 16384, "inter": 32, "modules": SQUARE}
+    shape = {
+        "experts": 32,
+        "rank": 4,
+        "hidden": 16384,
+        "inter": 32,
+        "modules": {"q_proj": (16, 16)},
+    }
     write_raw(tmp_path / "raw", layers=(0, 1, 2, 3, 4), **shape)  # type: ignore[arg-type]
     convert_adapter(tmp_path / "raw", to="peft-fused", output_dir=tmp_path / "peft")
     (tmp_path / "peft" / "kt_adapter_manifest.json").unlink()

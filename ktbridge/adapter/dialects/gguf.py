@@ -28,7 +28,7 @@ from ktbridge.adapter.dialects.opened import fail_if, local_config
 from ktbridge.adapter.dialects.source import Bits, Block, Source, check_source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
+from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object, trained_on
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.model import ModelConfig
@@ -82,7 +82,7 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
     architecture = _ARCHITECTURES.get(base.model_type) if base else None
     if base is None or architecture is None:
         what = f"for {base.model_type!r}" if base else "without the base model's config.json"
-        step = "pass --base-model-name-or-path with a model directory of a supported family"
+        step = "pass --base-model with a model directory of a supported family"
         found = f"can't be named as llama.cpp names tensors {what}"
         return [], [refusal(str(source.path), found, step)]
     # llama.cpp divides alpha by each tensor's rank: only the alphas have to agree.
@@ -186,6 +186,7 @@ def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) ->
         raise KtbridgeError(f"{file} is not a LoRA adapter", "pass an adapter, not a model")
     source = _source(package, file, path, fields, tensors, base)
     source.stamps = stamps
+    source.trained_on = trained_on(_beside(path, MANIFEST_FILE))
     return source
 
 
@@ -341,7 +342,7 @@ def _permuted(
     if type(heads) is not int or heads <= 0 or block.shape[0] % (2 * heads):
         raise KtbridgeError(
             f"{PEFT_PREFIX}{key.module} can't be permuted without the base model's {name}",
-            "pass --base-model-name-or-path with the model's directory",
+            "pass --base-model with the model's directory",
         )
     half = block.shape[0] // heads // 2
     split = (heads, half, 2) if back else (heads, 2, half)

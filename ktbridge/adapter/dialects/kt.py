@@ -39,7 +39,7 @@ from ktbridge.adapter.dialects.source import (
 )
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.manifest import fused_record
+from ktbridge.adapter.manifest import fused_record, trained_on
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import Numbers, common_scale
 from ktbridge.errors import Problem
@@ -113,6 +113,7 @@ def _numbers(adapter: Adapter, name: str, lora_alpha: float | None) -> Source:
         base_model=adapter.base_model,
         kept=kept_fields(adapter.config),
         stamps=adapter.stamps,
+        trained_on=trained_on(adapter.manifest),
     )
 
 

@@ -22,7 +22,7 @@ from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import Numbers, plain_alpha
 from ktbridge.adapter.values import rounding_findings, scaled_exactly, to_bf16
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.model import Entry, Tensor, TensorFile
+from ktbridge.model import Entry, Fingerprint, Tensor, TensorFile
 from ktbridge.model.stamps import Stamps
 from ktbridge.model.tensorfile import DTYPE_BITS
 
@@ -128,7 +128,8 @@ class Source:
     ``base_model.model.`` -> A [r,in] or B [out,r], served at ``nonexpert_alpha/nonexpert_rank``, or
     at alpha/sqrt(rank) with ``use_rslora``. ``kept`` are configuration fields to carry along.
     ``prefix`` is what stands before ``layers.N`` in module paths, where no non-expert key tells.
-    ``stamps``: what the files read were like (``ktbridge.adapter.sources``).
+    ``stamps``: what the files read were like (``ktbridge.adapter.sources``). ``trained_on``: the base
+    model, where a manifest says which.
     """
 
     path: Path
@@ -144,6 +145,7 @@ class Source:
     experts: dict[Slot, Block] = field(default_factory=dict)
     nonexpert: dict[str, Block] = field(default_factory=dict)
     stamps: Stamps = field(default_factory=dict)
+    trained_on: Fingerprint | None = None
     tensors_in: int = 0
     findings: list[Problem] = field(default_factory=list)
 
