@@ -46,7 +46,7 @@ def check_identity(
         try:
             ours = base.fingerprint
         except KtbridgeError as error:
-            yield problem("KTB614", base.name, str(error))
+            yield problem("KTB614", base.name, str(error.args[0]))
             ours = recorded
         else:
             weights = recorded.weights(ours)

@@ -98,6 +98,8 @@ def write_raw_adapter(
 
 def _taken(base_model: str) -> Fingerprint | None:
     """The base model's fingerprint; None where it can't be had, over which no training is lost."""
+    if not base_model:
+        return None
     try:
         return fingerprint_of(find_model(base_model))
     except (KtbridgeError, OSError, ValueError, RuntimeError):

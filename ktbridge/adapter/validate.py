@@ -179,7 +179,10 @@ def check_structure(
     ``serving`` says whether the directory is to be served as it is, or is about to be converted;
     ``for_engine`` whether SGLang-KT is sure to be what serves it.
     """
-    findings = [*check_config(adapter, serving), *check_inventory(adapter, serving, base)]
+    findings = [
+        *check_config(adapter, serving),
+        *check_inventory(adapter, serving, base, for_engine),
+    ]
     if base is not None:
         findings += check_base(adapter, base, for_engine)
     return findings
