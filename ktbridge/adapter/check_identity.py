@@ -55,13 +55,14 @@ def check_identity(
         if len(keys) > _NAMED:
             listed += f" and {len(keys) - _NAMED} more"
         severity: Severity = "warning" if allowed else "error"
+        meant = f"{adapter.base_model or 'the model'}, which it was trained on"
         if weights == "other values":
             found = f"{base.name} has the same names and shapes, and other values"
-            yield problem("KTB612", where, found, "the model trained on", severity=severity)
+            yield problem("KTB612", where, found, meant, severity=severity)
         elif weights == "other tensors":
             found = f"{base.name} has tensors of other names, dtypes or shapes"
             found += f", and another {listed} in config.json" if keys else ""
-            expected = "the model trained on (it may be that, in another format)"
+            expected = f"{meant}; it may be that, in another format"
             level: Severity = severity if merging else "warning"
             yield problem("KTB612", where, found, expected, severity=level)
         elif keys:

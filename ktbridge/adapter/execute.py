@@ -215,7 +215,7 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Sta
             problems = hashes.problems()
             check_stamps()
         if problems:
-            raise ProblemsError(f"{source.path} can't be converted: it is damaged", problems)
+            raise ProblemsError(f"{source.path} is not what its manifest says", problems)
         for sink in sinks:
             sink.staging.commit()
 

@@ -49,7 +49,8 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB010", "error", "the manifest is unreadable or doesn't say the adapter is ready",
          _RESAVE),
     Rule("KTB011", "error", "a file is missing or has another size than the manifest says", _RESAVE),
-    Rule("KTB012", "error", "a file's content is not what the manifest's hash says", _RESAVE),
+    Rule("KTB012", "error", "a file's content is not what the manifest's hash says",
+         "copy the adapter again from where it is intact, or save it again from training"),
     Rule("KTB013", "error", "the fused file's tensors are not those in the manifest", _RESAVE),
     Rule("KTB014", "error", "one tensor is given twice, under two keys or in two files", _RESAVE),
     Rule("KTB015", "info", "the weights' time stamp says nothing (an archive's or an image's fixed one):"
@@ -165,8 +166,8 @@ RULES: tuple[Rule, ...] = (
          " --allow-other-base"),
     Rule("KTB613", "warning", "the base model's config.json is not the one that was trained with",
          "use the config.json of training, or check that the difference is meant"),
-    Rule("KTB614", "warning", "the base model's weights can't be read: they are not compared with those"
-         " that the adapter was trained on", "download or copy the base model again"),
+    Rule("KTB614", "warning", "the base model can't be read in all it has: it is not compared with the"
+         " one that the adapter was trained on", "download or copy the base model again"),
     Rule("KTB701", "error", "the output directory can't be written", "choose another directory"),
     Rule("KTB702", "error", "one configuration can't hold two ranks",
          "write the split layout: --expert-output-dir and --nonexpert-output-dir"),

@@ -78,9 +78,11 @@ def fingerprint(base: str | os.PathLike[str] | Checkpoint) -> Fingerprint:
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         tensors, values = (None, None) if checkpoint is None else _weights(checkpoint)
+        return Fingerprint(digest, _essential(config), tensors, values)
     except OSError as error:
         raise KtbridgeError(f"{error.filename or path} can't be read: {error.strerror}") from error
-    return Fingerprint(digest, _essential(config), tensors, values)
+    except RecursionError as error:
+        raise KtbridgeError(f"{file} is nested too deeply") from error
 
 
 def parse_fingerprint(value: object) -> Fingerprint | None:
@@ -90,6 +92,10 @@ def parse_fingerprint(value: object) -> Fingerprint | None:
     config, digest = value.get("config"), value.get("config_sha256")
     hashes = value.get("tensors_sha256"), value.get("values_sha256")
     if not isinstance(config, dict) or not isinstance(digest, str):
+        return None
+    try:
+        config = _essential(config)
+    except RecursionError:  # nobody's configuration
         return None
     tensors, values = hashes
     if isinstance(tensors, str) and isinstance(values, str):

@@ -22,6 +22,10 @@ MANIFEST = "kt_adapter_manifest.json"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def nested(depth: int) -> dict[str, Any]:
+    return {"text_config": nested(depth - 1)} if depth else {}
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     return write_base(tmp_path / "base")
@@ -175,6 +179,7 @@ def test_conversion_carries_it_on(raw: Path, base: Path, tmp_path: Path) -> None
         None, "0123456789abcdef", 3, [], {}, {"version": 2, "config_sha256": "", "config": {}},
         {"version": 1, "config_sha256": 3, "config": {}},
         {"version": 1, "config_sha256": "", "config": {}, "tensors_sha256": 5, "values_sha256": "x"},
+        {"version": 1, "config_sha256": "", "config": nested(700)},
     ],
 )  # fmt: skip
 def test_a_fingerprint_of_another_kind_says_nothing(
