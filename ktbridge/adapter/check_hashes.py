@@ -99,7 +99,7 @@ def require_hashes(directory: Path) -> None:
         hashes.start(directory)
         problems = list(hashes.check(directory))
     if problems:
-        raise ProblemsError(f"{directory} is not what its manifest says", problems)
+        raise ProblemsError(f"{directory} does not match its manifest", problems)
 
 
 class ReadHashes:

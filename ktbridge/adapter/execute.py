@@ -91,8 +91,8 @@ def convert_adapter(
     follow the umask. ``on_progress(done, total)`` counts bytes.
 
     Raises UsageError for options that don't go together or a format that can't be told;
-    ProblemsError with all that stands in the way, before anything is written, or if a file isn't
-    what its manifest says or changes meanwhile; KtbridgeError when writing fails. Whatever happens,
+    ProblemsError with all that stands in the way, before anything is written, or if a file doesn't
+    match its manifest or changes meanwhile; KtbridgeError when writing fails. Whatever happens,
     an output directory is complete or as it was before.
 
     Example::
@@ -215,7 +215,7 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Sta
             problems = hashes.problems()
             check_stamps()
         if problems:
-            raise ProblemsError(f"{source.path} is not what its manifest says", problems)
+            raise ProblemsError(f"{source.path} does not match its manifest", problems)
         for sink in sinks:
             sink.staging.commit()
 

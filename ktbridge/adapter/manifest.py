@@ -79,7 +79,7 @@ def fused_record(file: TensorFile) -> dict[str, Any]:
 
 
 def trained_on(manifest: Mapping[str, Any] | None) -> Fingerprint | None:
-    """The base model that an adapter's manifest says it was trained on; None where it doesn't."""
+    """The base model that an adapter was trained on, by its manifest; None if that has no fingerprint."""
     return parse_fingerprint((manifest or {}).get("base_fingerprint"))
 
 

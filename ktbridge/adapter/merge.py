@@ -155,7 +155,7 @@ def merge_adapter(
 
     Raises ProblemsError with all that stands in the way before anything is written (a tensor
     without a weight, a quantised weight, a tied one, another base model, an occupied output, a file
-    that isn't what its manifest says), or if a file changes meanwhile, and KtbridgeError when
+    that doesn't match its manifest), or if a file changes meanwhile, and KtbridgeError when
     writing fails. Whatever happens, ``output`` is complete or as it was before.
 
     Example::

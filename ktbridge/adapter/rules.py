@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB010", "error", "the manifest is unreadable or doesn't say the adapter is ready",
          _RESAVE),
     Rule("KTB011", "error", "a file is missing or has another size than the manifest says", _RESAVE),
-    Rule("KTB012", "error", "a file's content is not what the manifest's hash says",
+    Rule("KTB012", "error", "a file's content doesn't match the hash in the manifest",
          "copy the adapter again from where it is intact, or save it again from training"),
     Rule("KTB013", "error", "the fused file's tensors are not those in the manifest", _RESAVE),
     Rule("KTB014", "error", "one tensor is given twice, under two keys or in two files", _RESAVE),
@@ -161,8 +161,8 @@ RULES: tuple[Rule, ...] = (
          "check that adapter and base belong together"),
     Rule("KTB611", "error", "the base model's config.json can't be read: nothing is checked against it",
          "point at a model directory as transformers saves it"),
-    Rule("KTB612", "error", "the adapter was trained on another base model, as the fingerprint in its"
-         " manifest tells", "use the model it was trained on; if this one is meant, ktbridge merge takes"
+    Rule("KTB612", "error", "the adapter was trained on another base model, by the fingerprint in its"
+         " manifest", "use the model it was trained on; if this one is meant, ktbridge merge takes"
          " --allow-other-base"),
     Rule("KTB613", "warning", "the base model's config.json is not the one that was trained with",
          "use the config.json of training, or check that the difference is meant"),

@@ -221,7 +221,7 @@ def _write(plan: TranscodePlan, on_progress: OnProgress | None, stagings: list[S
             problems = list(hashes.check(plan.given))
             check_stamps()
         if problems:
-            raise ProblemsError(f"{plan.given} is not what its manifest says", problems)
+            raise ProblemsError(f"{plan.given} does not match its manifest", problems)
         for staging in stagings:
             staging.commit()
 

@@ -77,7 +77,7 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
     Tensor bytes stay as they are. Each output is complete or as it was before, whatever happens.
     Name one output at least. With --to and --from, adapters go to and come from PEFT, vLLM,
     SGLang and llama.cpp; what a format can't hold exactly is refused with the reason, and so is an
-    adapter whose files aren't what its manifest says.
+    adapter whose files don't match its manifest.
     """
     from ktbridge.adapter.conversion import execute_conversion, plan_conversion
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr

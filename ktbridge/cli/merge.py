@@ -41,8 +41,8 @@ def command(
     """Add the adapter in RAW_DIR (of any layout) to the weights of its base model.
 
     Routed experts and everything else alike, in float32, rounded once. The base model is a
-    directory or a model in the local Hub cache; where the adapter's manifest tells, it must be the
-    one trained on. The output is complete or as it was before, whatever happens.
+    directory or a model in the local Hub cache; where the adapter's manifest has a fingerprint of
+    the one trained on, it must be that. The output is complete or as it was before, whatever happens.
     """
     from ktbridge.adapter.merge import execute_merge, plan_merge
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr

@@ -1,7 +1,7 @@
 """Telling one base model from another: by its configuration, its tensors, and a sample of values.
 
 Two models of one architecture have the same names and shapes, so an adapter fits both, and is wrong
-on one of them. A fingerprint tells them apart without reading them: of 60 GB in 16 shards it reads
+on one of them. A fingerprint distinguishes them without reading them: of 60 GB in 16 shards it reads
 the headers and less than a megabyte of values. It doesn't depend on where the model lies or how its
 tensors are spread over shards; the same weights in another format (FP8 made bfloat16, experts
 stored one by one) are other tensors to it.

@@ -1,4 +1,4 @@
-"""The manifest tells which base model an adapter was trained on: moved is fine, another is refused."""
+"""The manifest records which base model an adapter was trained on: moved is fine, another is refused."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_another_model_of_the_same_shape_is_refused(
         "--allow-other-base",
         "--json",
     )
-    told = [(item["code"], item["severity"]) for item in json.loads(meant.stdout)["findings"]]
-    assert (meant.returncode, told) == (0, [("KTB612", "warning")])
+    warned = [(item["code"], item["severity"]) for item in json.loads(meant.stdout)["findings"]]
+    assert (meant.returncode, warned) == (0, [("KTB612", "warning")])
     assert found(raw, tmp_path / "other" / "base", allow_other_base=True) == [("KTB612", "warning")]
     assert ktbridge("merge", "raw", "--base-model", "base", "--output", "fine").returncode == 0
 

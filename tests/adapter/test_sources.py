@@ -102,9 +102,9 @@ def test_the_whole_of_a_file_is_compared_in_any_order(tmp_path: Path) -> None:
     data = build_header([entry[:3] for entry in entries])
     places = [len(data), len(data) + (file.size - len(data)) // 2, -1]
     path.write_bytes(b"".join([data, *(bytes(file.read(e.start, e.end)) for e in entries)]))
-    told = json.loads(manifest.read_text())
-    told["artifacts"][MODEL] = {"size": path.stat().st_size, "sha256": hash_file(path)}
-    manifest.write_text(json.dumps(told))
+    changed = json.loads(manifest.read_text())
+    changed["artifacts"][MODEL] = {"size": path.stat().st_size, "sha256": hash_file(path)}
+    manifest.write_text(json.dumps(changed))
     for asked in ("expert", "nonexpert"):
         convert_adapter(merged, **{f"{asked}_output_dir": tmp_path / asked})
         assert validate_adapter([merged, tmp_path / asked]).ok
