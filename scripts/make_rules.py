@@ -56,6 +56,14 @@ set: a few missing ones are a warning (KTB212), an irregular order is an info (K
 following. **`--base-model`** needs a config.json only: KTB601 and following. Of families that are not
 in `ktbridge/model/families.py` only the hidden size and the number of layers are compared.
 
+**The base model's fingerprint.** Training writes into the manifest which model it trained on: its
+config.json, a hash over names, dtypes and shapes of its tensors, and one over a sample of their values
+(`base_fingerprint`; conversion carries it on). Where it is there, `--base-model` and `ktbridge merge`
+compare it: the model may have moved or been split into other shards, but other values in tensors of the
+same names and shapes are another model (KTB612). Tensors of other names, dtypes or shapes may be the same
+model in another format, such as FP8 for serving: a warning, but an error for `merge`. Without a
+fingerprint, names are compared (KTB601).
+
 **`--json`** prints one document; `docs/validate.schema.json` is its schema. Fields may be added, and
 those there keep name, type and meaning. `ok` is true when nothing is an error; `adapters` has one
 summary a directory, in the order given, with `layout` null where it can't be read; `problems` come

@@ -1,4 +1,4 @@
-"""Raw adapters of any size with random bits, and base models of which only config.json is there."""
+"""Raw adapters of any size with random bits, and base models, of some of which only config.json is there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ktbridge.adapter import Tensor, write_raw_adapter
+from ktbridge.model.tensorfile import write_tensor_file
 
 ATTENTION = {"q_proj": (24, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 24)}
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
@@ -34,6 +35,31 @@ def write_config(directory: Path, model_type: str = "qwen3_moe", **changes: Any)
         "num_attention_heads": 4, "num_key_value_heads": 2,
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps({**sizes, **changes}))
+    return directory
+
+
+def write_base(
+    directory: Path, *, shards: int = 2, dtype: str = "BF16", seed: int = 1, **changes: Any
+) -> Path:
+    """A Qwen3-MoE of two layers with weights, which ``write_raw(layers=(0, 1))`` fits."""
+    write_config(directory, num_hidden_layers=2, **changes)
+    (directory / "tokenizer.json").write_text('{"model": "words"}')
+    shapes = {f"self_attn.{name}": shape for name, shape in ATTENTION.items()}
+    for expert in range(3):
+        shapes |= {f"mlp.experts.{expert}.{name}_proj": (8, 16) for name in ("gate", "up")}
+        shapes[f"mlp.experts.{expert}.down_proj"] = (16, 8)
+    rng = np.random.default_rng(seed)
+    tensors = [
+        Tensor(f"model.layers.{n}.{name}.weight", dtype, shape, random_bits(rng, shape, dtype))
+        for n in range(2)
+        for name, shape in shapes.items()
+    ]
+    index = {}
+    for shard in range(shards):
+        part = tensors[shard::shards]
+        write_tensor_file(directory / f"model-{shard}.safetensors", part)
+        index.update({tensor.name: f"model-{shard}.safetensors" for tensor in part})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return directory
 
 

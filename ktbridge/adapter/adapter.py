@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key, fused_key
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Entry, Tensor, TensorFile
+from ktbridge.model.stamps import Stamps
 
 Layout = Literal["raw", "expert", "nonexpert", "merged"]
 CONFIG_FILE = "adapter_config.json"
@@ -85,7 +86,8 @@ class Adapter:
 
     Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None);
     ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that
-    are neither; ``files``; ``trained_as``, the configuration that says which layers were chosen.
+    are neither; ``files``; ``trained_as``, the configuration that says which layers were chosen;
+    ``stamps``, what all these files were like when they were read.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
@@ -98,6 +100,7 @@ class Adapter:
         self.nonexpert: dict[str, Part] = {}
         self.leftovers: list[Part] = []
         self.trained_as = config
+        self.stamps: Stamps = {}
 
     @property
     def rank(self) -> int:
@@ -147,11 +150,13 @@ class Adapter:
         """The number of experts E a layer; 0 without expert LoRA."""
         return max((stack.count for stack in self.experts.values()), default=0)
 
-    def expert_tensor(self, layer: int, name: str) -> Tensor:
+    def expert_tensor(self, layer: int, name: str, *, mapped: bool = True) -> Tensor:
         """``name`` ("gate_lora_a", ...) of all experts of a layer, stacked.
 
-        Shapes: gate/up a [E,r,H], b [E,I,r]; down a [E,r,I], b [E,H,r]. A view where the data is
-        contiguous on disk, else a copy. KtbridgeError when the layer or an expert is missing.
+        Shapes: gate/up a [E,r,H], b [E,I,r]; down a [E,r,I], b [E,H,r]. A view of the memory-mapped
+        file where the data is contiguous there, else a copy; always a copy unless ``mapped``, which
+        a file that gets shorter meanwhile can't harm. KtbridgeError when the layer or an expert is
+        missing.
         """
         if name not in FUSED_NAMES:
             raise KtbridgeError(f"{name!r} is not one of {', '.join(FUSED_NAMES)}")
@@ -160,7 +165,9 @@ class Adapter:
         if stack is None:
             raise KtbridgeError(f"{self.path} has no {name} for layer {layer}")
         if stack.fused is not None:
-            return stack.fused.file.tensor(stack.fused.entry.name)
+            file, entry, _ = stack.fused
+            fetch = file.view if mapped else file.read
+            return Tensor(entry.name, entry.dtype, entry.shape, fetch(entry.start, entry.end))
         pieces = [piece for _, piece in stack.slices()]
         first = pieces[0]
         if len(pieces) != stack.count or any(p[3:] != first[3:] for p in pieces):
@@ -170,9 +177,13 @@ class Adapter:
             )
         data: memoryview | bytes
         if all(a.file is b.file and a.end == b.start for a, b in pairwise(pieces)):
-            data = first.file.view(first.start, pieces[-1].end)
+            fetch = first.file.view if mapped else first.file.read
+            data = fetch(first.start, pieces[-1].end)
         else:
-            data = b"".join(piece.file.view(piece.start, piece.end) for piece in pieces)
+            data = b"".join(
+                (piece.file.view if mapped else piece.file.read)(piece.start, piece.end)
+                for piece in pieces
+            )
         return Tensor(fused_key(layer, name), first.dtype, (len(pieces), *first.shape), data)
 
     def nonexpert_keys(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ktbridge.adapter.adapter import Adapter, Part, last_part
+from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.check_inventory import by_shape
 from ktbridge.adapter.check_layers import numbers, other_layer, targeted
 from ktbridge.adapter.check_shapes import linear_sizes
@@ -21,20 +21,12 @@ _SPARSE_ONLY = {"mlp.gate", "mlp.shared_expert_gate"}
 _DENSE_ONLY = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 
 
-def check_base(
-    adapter: Adapter, base: ModelConfig, base_name: str, for_engine: bool = False
-) -> Iterator[Problem]:
+def check_base(adapter: Adapter, base: ModelConfig, for_engine: bool = False) -> Iterator[Problem]:
     """Every way in which the adapter and the base model's architecture don't fit.
 
     A module that SGLang-KT can't apply is an error if that is what will serve (``for_engine``), and
     a warning else, because other engines apply it.
     """
-    named = adapter.base_model
-    if named and last_part(named) not in (
-        last_part(base_name),
-        last_part(str(base.path.resolve())),
-    ):
-        yield problem("KTB601", str(adapter.path), f"names the base model {named!r}", base_name)
     if base.family is None:
         yield problem(
             "KTB602", str(base.path), f"model type {base.model_type!r} is not in our table"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator
 
@@ -10,17 +11,24 @@ from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE, Adapter, convert_s
 from ktbridge.adapter.check_hashes import resave_step, size_of
 from ktbridge.adapter.manifest import MANIFEST_FILE, fused_record
 from ktbridge.adapter.rules import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, Severity
 from ktbridge.model import TensorFile
 
+_TRAINER_STATE = "trainer_state.json"  # what every checkpoint of a Trainer has
+# What training needs to go on. Pickles (optimizer.pt, training_args.bin) no engine looks at.
+_OF_A_CHECKPOINT = re.compile(r"(?:trainable|optimizer|model)(?:-\d+-of-\d+)?\.safetensors")
 _NO_TIME = 315_619_200  # 2 January 1980: what zip, Nix and image builders write for "no time"
 
 
-def check_files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
-    """Every finding about files, apart from what is in them."""
+def check_files(adapter: Adapter, serving: bool, for_engine: bool = False) -> Iterator[Problem]:
+    """Every finding about files, apart from what is in them.
+
+    A checkpoint's files beside the adapter are an error only to an engine that is given the
+    directory as it is (``for_engine``).
+    """
     ours = {file.name for file in adapter.files}
     if serving:
-        yield from _loaded(adapter, ours)
+        yield from _loaded(adapter, ours, for_engine)
     if adapter.layout == "merged":
         for weights in adapter.files:
             if os.stat(weights.path).st_mtime <= _NO_TIME:
@@ -41,18 +49,24 @@ def check_files(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     yield from _artifacts(adapter)
 
 
-def _loaded(adapter: Adapter, ours: set[str]) -> Iterator[Problem]:
+def _loaded(adapter: Adapter, ours: set[str], for_engine: bool) -> Iterator[Problem]:
     """Files that an engine loads beside ours, and files of ours that it doesn't load.
 
     Expert loaders read adapter_model.safetensors and nothing else, the non-expert loader every
     safetensors file there is.
     """
+    checkpoint = (adapter.path / _TRAINER_STATE).is_file()
     for path in sorted(adapter.path.glob("*.safetensors")):
         if path.name in ours:
             continue
         if adapter.layout == "expert":
             found, step = "is no part of the adapter, and not loaded", "nothing"
             yield problem("KTB007", str(path), found, severity="info", next_step=step)
+        elif checkpoint and _OF_A_CHECKPOINT.fullmatch(path.name):
+            found = "belongs to the checkpoint, and would be loaded as part of the adapter"
+            level: Severity = "error" if for_engine else "info"
+            step = f"serve a copy without it: {convert_step(adapter)}"
+            yield problem("KTB007", str(path), found, severity=level, next_step=step)
         else:
             yield problem("KTB007", str(path), "would be loaded as part of the adapter")
     others = sorted(ours - {MODEL_FILE})
@@ -78,7 +92,9 @@ def _artifacts(adapter: Adapter) -> Iterator[Problem]:
         if size != record.get("size"):
             found = "is missing" if size is None else f"is {size} bytes"
             expected = f"{record.get('size')} bytes"
-            yield problem("KTB011", str(path), found, expected, next_step=resave_step(adapter))
+            yield problem(
+                "KTB011", str(path), found, expected, next_step=resave_step(adapter.manifest)
+            )
         file = next((file for file in adapter.files if file.name == name), None)
         if file is not None and record.get("tensors") is not None:
             yield from _listed(f"{where}: {name}", file, record["tensors"])

@@ -29,9 +29,7 @@ def check_foreign(adapter: Adapter) -> Iterator[Problem]:
         if len(parts) > 1:
             found += f" ({len(parts)} tensors like it)"
         layout = _peft_layout(parts) if kind == "peft-fused" else kind
-        step = (
-            f"ktbridge convert {quote(str(adapter.path))} --from {layout} --to raw --output-dir D"
-        )
+        step = f"ktbridge convert {quote(str(adapter.path))} --from {layout} --to raw --output D"
         yield problem(code, parts[0].where, found, "one tensor an expert", next_step=step)
 
 

@@ -1,7 +1,9 @@
-"""SHA-256 of the files a manifest lists, on threads of their own beside the other checks.
+"""SHA-256 of the files a manifest lists, compared with what it says.
 
-A hash can't be split, so it is the longest single piece of work of a validation: it starts before
-anything else is read.
+Two ways to get there. ``Hashes`` reads the files itself, on threads of its own beside whatever else
+is done with them: a hash can't be split, so it is the longest single piece of work of a validation,
+and starts before anything else is read. ``ReadHashes`` is given the blocks that a conversion reads
+anyway, and reads only what the conversion has no use for.
 """
 
 from __future__ import annotations
@@ -9,19 +11,19 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from shlex import quote
 from types import TracebackType
 from typing import Any
 
-from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
 from ktbridge.adapter.rules import problem
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 
 _BUFFER = 1 << 18  # small enough to stay in the cache between reading and hashing
+Block = memoryview | bytes
 
 
 class Hashes:
@@ -32,7 +34,8 @@ class Hashes:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.done = self.total = 0
-        self._jobs: dict[Path, list[tuple[str, object, Future[str | None]]]] = {}
+        self._steps: dict[Path, str | None] = {}
+        self._jobs: dict[Path, list[tuple[Path, object, Future[str | None]]]] = {}
 
     def __enter__(self) -> Hashes:
         return self
@@ -51,25 +54,23 @@ class Hashes:
         if directory in self._jobs:
             return
         jobs = self._jobs[directory] = []
-        for name, record in _artifacts(directory):
-            path = directory / name
-            if name != os.path.basename(name) or not isinstance(record, dict):
-                continue
-            # A file of another size is reported by its size; hashing it tells nothing more.
-            size = size_of(path)
-            if "sha256" in record and size is not None and size == record.get("size"):
-                self.total += size
-                jobs.append((name, record["sha256"], self._pool.submit(self._hash, path)))
+        try:
+            manifest = read_json_object(directory / MANIFEST_FILE)
+        except KtbridgeError:
+            return  # no manifest; an unreadable one is reported where it is read for good
+        self._steps[directory] = resave_step(manifest)
+        for path, expected, size in listed_hashes(directory, manifest):
+            self.total += size
+            jobs.append((path, expected, self._pool.submit(self._hash, path)))
 
     def check(
-        self, adapter: Adapter, on_bytes: Callable[[], None] | None = None
+        self, directory: Path, on_bytes: Callable[[], None] | None = None
     ) -> Iterator[Problem]:
         """Wait for one directory's hashes; every file whose content is another.
 
         ``on_bytes()`` is called now and then meanwhile: ``done`` of ``total`` bytes are hashed.
         """
-        for name, expected, future in self._jobs.get(adapter.path, []):
-            path = adapter.path / name
+        for path, expected, future in self._jobs.get(directory, []):
             while on_bytes is not None and not wait([future], timeout=0.2).done:
                 on_bytes()
             try:
@@ -79,10 +80,7 @@ class Hashes:
                 step: str | None = f"chmod a+r {quote(str(path))}"
                 yield problem("KTB011", str(path), found, "a readable file", next_step=step)
                 continue
-            if actual is not None and actual != expected:
-                found = f"has SHA-256 {actual[:16]}…"
-                step = resave_step(adapter)
-                yield problem("KTB012", str(path), found, f"{expected!s:.16}…", next_step=step)
+            yield from _mismatch(path, actual, expected, self._steps[directory])
 
     def _hash(self, path: Path) -> str | None:
         digest = hashlib.sha256()
@@ -95,9 +93,134 @@ class Hashes:
         return None if self._stop.is_set() else digest.hexdigest()
 
 
-def resave_step(adapter: Adapter) -> str | None:
+def require_hashes(directory: Path) -> None:
+    """Read the files that a directory's manifest gives a hash of; ProblemsError if one is damaged."""
+    with Hashes() as hashes:
+        hashes.start(directory)
+        problems = list(hashes.check(directory))
+    if problems:
+        raise ProblemsError(f"{directory} does not match its manifest", problems)
+
+
+class ReadHashes:
+    """The hashes of one directory's artifacts, from the blocks read of those in ``used``.
+
+    Blocks may come in any order that doesn't repeat a byte; a file that is skipped in part is read
+    here in that part, and one that is not in ``used`` as a whole. Leaving stops the rest.
+    """
+
+    def __init__(
+        self, directory: Path, manifest: Mapping[str, Any] | None, used: Collection[Path]
+    ) -> None:
+        self._stop = threading.Event()
+        self._step = resave_step(manifest)
+        # The first keeps up with the reading, block after block; the second takes whole files.
+        self._pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._used: dict[Path, _FileHash] = {}
+        self._expected: dict[Path, object] = {}
+        self._whole: dict[Path, Future[str]] = {}
+        for path, expected, size in listed_hashes(directory, manifest):
+            self._expected[path] = expected
+            file = _FileHash(path, size, self._stop)
+            if path in used:
+                self._used[path] = file
+            else:
+                self._whole[path] = self._pools[1].submit(file.finish)
+
+    def __enter__(self) -> ReadHashes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        for pool in self._pools:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def take(self, path: Path, start: int, block: Block) -> Future[None] | None:
+        """Hash what was read at ``start``; the future is done when the memory may be used again."""
+        file = self._used.get(path)
+        return None if file is None else self._pools[0].submit(file.take, start, block)
+
+    def problems(self) -> list[Problem]:
+        """Wait for all hashes; one problem for every file whose content is another.
+
+        Raises KtbridgeError for a file that became shorter, and OSError for one that can't be read.
+        """
+        for path, file in self._used.items():
+            self._whole[path] = self._pools[0].submit(file.finish)
+        found: list[Problem] = []
+        for path, expected in self._expected.items():
+            found += _mismatch(path, self._whole[path].result(), expected, self._step)
+        return found
+
+
+class _FileHash:
+    """SHA-256 of one file whose blocks come from elsewhere, some of them perhaps never."""
+
+    def __init__(self, path: Path, size: int, stop: threading.Event) -> None:
+        self._path = path
+        self._size = size
+        self._stop = stop
+        self._digest = hashlib.sha256()
+        self._position = 0
+
+    def take(self, start: int, block: Block) -> None:
+        if start >= self._position:  # else it was read here, ahead of its turn
+            self._read_until(start)
+            self._digest.update(block)
+            self._position += len(block)
+
+    def finish(self) -> str:
+        self._read_until(self._size)
+        return self._digest.hexdigest()
+
+    def _read_until(self, end: int) -> None:
+        if self._position == end:
+            return
+        buffer = memoryview(bytearray(_BUFFER))
+        with open(self._path, "rb", buffering=0) as file:
+            file.seek(self._position)
+            while self._position < end and not self._stop.is_set():
+                count = file.readinto(buffer[: end - self._position])
+                if not count:
+                    raise KtbridgeError(f"{self._path} became shorter while it was being read")
+                self._digest.update(buffer[:count])
+                self._position += count
+
+
+def listed_hashes(
+    directory: Path, manifest: Mapping[str, Any] | None
+) -> Iterator[tuple[Path, object, int]]:
+    """(file, its SHA-256 as the manifest has it, its size) of what can be compared.
+
+    A file of another size than the manifest says is reported by its size (KTB011); hashing it tells
+    nothing more.
+    """
+    artifacts = (manifest or {}).get("artifacts")
+    for name, record in artifacts.items() if isinstance(artifacts, dict) else ():
+        if name != os.path.basename(name) or not isinstance(record, dict):
+            continue
+        path = directory / name
+        size = size_of(path)
+        if "sha256" in record and size is not None and size == record.get("size"):
+            yield path, record["sha256"], size
+
+
+def _mismatch(
+    path: Path, actual: str | None, expected: object, next_step: str | None
+) -> Iterator[Problem]:
+    if actual is not None and actual != expected:
+        found = f"has SHA-256 {actual[:16]}…"
+        yield problem("KTB012", str(path), found, f"{expected!s:.16}…", next_step=next_step)
+
+
+def resave_step(manifest: Mapping[str, Any] | None) -> str | None:
     """What to do where a manifest doesn't fit; None (the rule's step) for what training saved."""
-    converted = (adapter.manifest or {}).get("layout")
+    converted = (manifest or {}).get("layout")
     return "convert the adapter again from the raw directory" if converted else None
 
 
@@ -107,11 +230,3 @@ def size_of(path: Path) -> int | None:
         return path.stat().st_size if path.is_file() else None
     except (OSError, ValueError):
         return None
-
-
-def _artifacts(directory: Path) -> list[tuple[str, Any]]:
-    try:
-        artifacts = read_json_object(directory / MANIFEST_FILE).get("artifacts")
-    except KtbridgeError:
-        return []  # no manifest; an unreadable one is reported where it is read for good
-    return list(artifacts.items()) if isinstance(artifacts, dict) else []

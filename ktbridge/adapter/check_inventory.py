@@ -42,10 +42,10 @@ FLOATS = ("BF16", "F16", "F32")
 
 
 def check_inventory(
-    adapter: Adapter, serving: bool, base: ModelConfig | None = None
+    adapter: Adapter, serving: bool, base: ModelConfig | None = None, for_engine: bool = False
 ) -> Iterator[Problem]:
     """Every finding about one directory's files, keys, pairs, shapes and dtypes."""
-    yield from check_files(adapter, serving)
+    yield from check_files(adapter, serving, for_engine)
     yield from _leftovers(adapter)
     yield from check_foreign(adapter)
     yield from _experts(adapter)

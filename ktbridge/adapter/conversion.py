@@ -104,10 +104,10 @@ def _outputs(
         merged, whole = None, merged
     if outputs or merged is not None:
         raise UsageError(
-            f"--to {to} writes one directory", "name it with --output-dir and leave the others out"
+            f"--to {to} writes one directory", "name it with --output and leave the others out"
         )
     if whole is None:
-        raise UsageError(f"--to {to} has nowhere to write", "name a directory with --output-dir")
+        raise UsageError(f"--to {to} has nowhere to write", "name a directory with --output")
     return {"merged" if to == "kt-merged" else to: whole}
 
 

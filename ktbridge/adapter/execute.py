@@ -1,9 +1,10 @@
 """Carrying out a conversion plan: one pass over the input, every output whole or not at all.
 
-Each block is read once, written to every output that takes it, and hashed by a thread per output
-from the same memory; a ring of blocks bounds what is held, whatever the adapter's size. The disk is
-put to work while copying goes on. An output's manifest, with the hash, is written last; then the
-directories are renamed into place.
+Each block is read once, written to every output that takes it, and hashed from the same memory: by a
+thread per output, and by one more for the input where its manifest has hashes to compare with. A
+ring of blocks bounds what is held, whatever the adapter's size. The disk is put to work while
+copying goes on. An output's manifest, with the hash, is written last; then, if the input's hashes
+are right and its files are still the same, the directories are renamed into place.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE
+from ktbridge.adapter.check_hashes import ReadHashes
 from ktbridge.adapter.convert import ConvertPlan, Copy, Output, describe
-from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json
+from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, trained_on
 from ktbridge.adapter.publish import PathLike, explained, stage_adapter
+from ktbridge.adapter.sources import guarded
 from ktbridge.adapter.values import scaled_exactly, to_bf16
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.model import Fingerprint
 from ktbridge.publish import Staging, start_writeback
 
 OnProgress = Callable[[int, int], None]
@@ -87,8 +91,9 @@ def convert_adapter(
     follow the umask. ``on_progress(done, total)`` counts bytes.
 
     Raises UsageError for options that don't go together or a format that can't be told;
-    ProblemsError with all that stands in the way, before anything is written; KtbridgeError when
-    writing fails. Whatever happens, an output directory is complete or as it was before.
+    ProblemsError with all that stands in the way, before anything is written, or if a file doesn't
+    match its manifest or changes meanwhile; KtbridgeError when writing fails. Whatever happens,
+    an output directory is complete or as it was before.
 
     Example::
 
@@ -135,9 +140,12 @@ def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> Co
 class _Sink:
     """One output's weight file: grows at its end, and a thread of its own hashes what it gets."""
 
-    def __init__(self, staging: Staging, output: Output) -> None:
+    def __init__(
+        self, staging: Staging, output: Output, base_fingerprint: Fingerprint | None
+    ) -> None:
         self.staging = staging
         self.output = output
+        self._base_fingerprint = base_fingerprint
         self._hasher = ThreadPoolExecutor(1)
         self._digest = hashlib.sha256()
         self._file = os.open(
@@ -177,6 +185,7 @@ class _Sink:
                 MODEL_FILE: {"size": self._size, "sha256": self._digest.hexdigest()},
                 CONFIG_FILE: config,
             },
+            base_fingerprint=self._base_fingerprint,
         )
         self.staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
 
@@ -187,23 +196,33 @@ class _Sink:
 
 def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Staging]) -> None:
     """Write all outputs; every one that is begun is appended to ``stagings``."""
+    source = plan.source
+    used = {copy.file.path for copy in plan.copies}
     with ExitStack() as stack:
         sinks: list[_Sink] = []
         for output in plan.outputs:
             staging = stage_adapter(output.path, overwrite=plan.overwrite, layout=output.layout)
             stagings.append(stack.enter_context(staging))
-            sinks.append(_Sink(staging, output))
+            sinks.append(_Sink(staging, output, trained_on(source.manifest)))
             stack.callback(sinks[-1].close)
-        _copy_all(plan, sinks, on_progress)
-        for sink in sinks:
-            sink.flush()
-        for sink in sinks:
-            sink.finish()
+        hashes = stack.enter_context(ReadHashes(source.path, source.manifest, used))
+        with guarded(source.stamps, "conversion") as check_stamps:
+            _copy_all(plan, sinks, hashes, on_progress)
+            for sink in sinks:
+                sink.flush()
+            for sink in sinks:
+                sink.finish()
+            problems = hashes.problems()
+            check_stamps()
+        if problems:
+            raise ProblemsError(f"{source.path} does not match its manifest", problems)
         for sink in sinks:
             sink.staging.commit()
 
 
-def _copy_all(plan: ConvertPlan, sinks: list[_Sink], on_progress: OnProgress | None) -> None:
+def _copy_all(
+    plan: ConvertPlan, sinks: list[_Sink], hashes: ReadHashes, on_progress: OnProgress | None
+) -> None:
     ring = [memoryview(bytearray(_BLOCK)) for _ in range(_BLOCKS)]
     busy: list[list[Future[None]]] = [[] for _ in ring]
     done = told = turn = 0
@@ -222,6 +241,8 @@ def _copy_all(plan: ConvertPlan, sinks: list[_Sink], on_progress: OnProgress | N
                     sinks[target].append(_changed(copy, block, factor))
                     for target, factor in zip(copy.targets, copy.factors, strict=True)
                 ]
+                if (hashed := hashes.take(path, start, block)) is not None:
+                    busy[turn].append(hashed)
                 turn = (turn + 1) % _BLOCKS
                 done += len(block)
                 if on_progress is not None and (done - told >= _TELL or done == plan.bytes_in):

@@ -5,6 +5,10 @@ KT's schema, version 1: ``status: "ready"``, ``base{model_name_or_path}``, ``lor
 directory's manifest adds ``layout`` and leaves ``expert_weight_format`` out, because SGLang-KT
 switches loaders by that field. ``lora`` is the witness of the alpha the experts were trained with:
 KT's own alpha is set apart from LoraConfig's.
+
+``base_fingerprint`` is ours (``ktbridge.model.Fingerprint``): which model the adapter was trained on,
+wherever that lies by now. It has a place of its own because KT's loaders compare ``base`` and ``lora``
+as a whole with what they expect, and look at no other key.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import TensorFile
+from ktbridge.model import Fingerprint, TensorFile
+from ktbridge.model.identity import parse_fingerprint
 from ktbridge.model.jsonfile import read_small_file
 
 MANIFEST_FILE = "kt_adapter_manifest.json"
@@ -73,6 +78,11 @@ def fused_record(file: TensorFile) -> dict[str, Any]:
     return {"tensor_count": len(tensors), "tensors": tensors}
 
 
+def trained_on(manifest: Mapping[str, Any] | None) -> Fingerprint | None:
+    """The base model that an adapter was trained on, by its manifest; None if that has no fingerprint."""
+    return parse_fingerprint((manifest or {}).get("base_fingerprint"))
+
+
 def build_manifest(
     *,
     base_model: str,
@@ -81,6 +91,7 @@ def build_manifest(
     artifacts: Mapping[str, Mapping[str, Any]],
     layout: str | None = None,
     expert_weight_format: str | None = None,
+    base_fingerprint: Fingerprint | None = None,
 ) -> dict[str, Any]:
     """The manifest of a finished directory. ``artifacts`` maps a file name to its record."""
     manifest: dict[str, Any] = {
@@ -94,4 +105,6 @@ def build_manifest(
         manifest["layout"] = layout
     if expert_weight_format is not None:
         manifest["expert_weight_format"] = expert_weight_format
+    if base_fingerprint is not None:
+        manifest["base_fingerprint"] = base_fingerprint.as_dict()
     return manifest

@@ -20,15 +20,20 @@ from typing import Any
 
 from ktbridge import __version__
 from ktbridge.adapter.adapter import Adapter
+from ktbridge.adapter.check_hashes import require_hashes
+from ktbridge.adapter.check_identity import Base, check_identity
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
 from ktbridge.adapter.publish import explained
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
+from ktbridge.adapter.sources import guarded
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import Checkpoint, open_checkpoint, read_model_config
 from ktbridge.model.replace import why_not_replaceable
+from ktbridge.model.stamps import Stamps, take_stamps
 from ktbridge.publish import Staging
+from ktbridge.units import size_text
 
 OnProgress = Callable[[int, int], None]
 PathLike = str | os.PathLike[str]
@@ -46,7 +51,8 @@ class MergePlan:
     """Everything a merge will do. ``findings`` are warnings and infos; errors were raised.
 
     ``deltas`` by shard; ``copied`` are files beside the shards, ``left_out`` those that hold
-    weights in another form (or are directories) and would not be merged.
+    weights in another form (or are directories) and would not be merged. ``stamps`` are those of all
+    files that are read (``ktbridge.adapter.sources``).
     """
 
     adapter: Adapter
@@ -57,6 +63,7 @@ class MergePlan:
     left_out: tuple[str, ...]
     findings: list[Problem]
     overwrite: bool
+    stamps: Stamps
 
     @property
     def bytes(self) -> int:
@@ -133,6 +140,7 @@ def merge_adapter(
     base_model: PathLike,
     output: PathLike,
     overwrite: bool = False,
+    allow_other_base: bool = False,
     on_progress: OnProgress | None = None,
 ) -> MergeReport:
     """Write a checkpoint with the adapter's weights added: W + scale·B·A, rounded once.
@@ -142,10 +150,12 @@ def merge_adapter(
     in float32 and rounded to nearest even to that dtype. scale = alpha/r for routed experts, what
     PEFT applied for the rest. Memory is bounded by a block per core, not by a shard
     (``ktbridge.adapter.merge_write``). ``overwrite`` replaces an earlier merge, nothing else.
+    ``allow_other_base`` merges into a model other than the one trained on as well.
     ``on_progress(done, total)`` counts bytes of the output.
 
     Raises ProblemsError with all that stands in the way before anything is written (a tensor
-    without a weight, a quantised weight, a tied one, an occupied output), and KtbridgeError when
+    without a weight, a quantised weight, a tied one, another base model, an occupied output, a file
+    that doesn't match its manifest), or if a file changes meanwhile, and KtbridgeError when
     writing fails. Whatever happens, ``output`` is complete or as it was before.
 
     Example::
@@ -153,27 +163,45 @@ def merge_adapter(
         report = merge_adapter("raw", base_model="models/base", output="merged")
         print(f"{report.changed} of {report.values} values moved")
     """
-    plan = plan_merge(raw_dir, base_model=base_model, output=output, overwrite=overwrite)
+    plan = plan_merge(
+        raw_dir,
+        base_model=base_model,
+        output=output,
+        overwrite=overwrite,
+        allow_other_base=allow_other_base,
+    )
     return execute_merge(plan, on_progress)
 
 
 def plan_merge(
-    raw_dir: PathLike, *, base_model: PathLike, output: PathLike, overwrite: bool = False
+    raw_dir: PathLike,
+    *,
+    base_model: PathLike,
+    output: PathLike,
+    overwrite: bool = False,
+    allow_other_base: bool = False,
 ) -> MergePlan:
     """Plan a merge without writing anything; arguments and errors as for ``merge_adapter``."""
     adapter, findings = scan_adapter(raw_dir)
     if adapter is None:
         raise ProblemsError(f"{raw_dir} can't be merged", findings)
     base = Path(os.path.expanduser(base_model))
+    stamps = take_stamps(base.iterdir() if base.is_dir() else ())
     config = read_model_config(base)
     checkpoint = open_checkpoint(base)
     checkpoint.check()
     target = Path(os.path.realpath(os.path.expanduser(output)))
     findings += _check_output(target, adapter.path, base, overwrite)
-    deltas = plan_deltas(adapter, base, checkpoint, config)
+    known = Base(base, str(base), checkpoint)
+    findings += check_identity(adapter, known, merging=True, allowed=allow_other_base)
+    deltas = plan_deltas(adapter, checkpoint, config)
     findings += deltas.problems
     copied, left_out = _beside(checkpoint)
-    plan = MergePlan(adapter, checkpoint, target, deltas, copied, left_out, findings, overwrite)
+    taken = {base / name: stamps.get(base / name) for name in (*checkpoint.shards, *copied)}
+    plan = MergePlan(
+        adapter, checkpoint, target, deltas, copied, left_out, findings, overwrite,
+        {**adapter.stamps, **taken},
+    )  # fmt: skip
     findings += _check_space(plan)
     if has_errors(findings):
         raise ProblemsError(f"{raw_dir} can't be merged into {base}", findings)
@@ -199,14 +227,19 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
         Staging(plan.output, lambda path: why_not_writable(path, plan.overwrite)) as staging,
     ):
         stagings.append(staging)
+        require_hashes(plan.adapter.path)  # first: writing a checkpoint takes far longer
         workers = min(8, len(os.sched_getaffinity(0)))
-        with Writer(staging.path, workers, on_bytes) as writer:
+        with (
+            guarded(plan.stamps, "merge") as check_stamps,
+            Writer(staging.path, workers, on_bytes) as writer,
+        ):
             for name in plan.copied:
                 writer.copy(plan.checkpoint.path / name)
             for shard in plan.checkpoint.shards:
                 file = plan.checkpoint.file(shard)
                 writer.write(file, plan.deltas.by_shard.get(shard, []))
             writer.finish()
+            check_stamps()
         if not writer.changed:
             raise KtbridgeError(
                 f"{plan.adapter.path} changes no weight: every delta is zero, or too small "
@@ -250,8 +283,8 @@ def _check_space(plan: MergePlan) -> Iterator[Problem]:
     place = next(path for path in (plan.output, *plan.output.parents) if path.is_dir())
     free, need = shutil.disk_usage(place).free, plan.bytes
     if free < need:
-        found = f"has {free / 1e9:.2f} GB free"
-        yield problem("KTB737", str(place), found, f"{need / 1e9:.2f} GB")
+        found = f"has {size_text(free)} free"
+        yield problem("KTB737", str(place), found, f"{size_text(need)}, the size of the checkpoint")
 
 
 def _beside(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:

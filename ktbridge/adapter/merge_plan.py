@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice, is_number
@@ -89,15 +88,13 @@ class Deltas:
             yield from deltas
 
 
-def plan_deltas(
-    adapter: Adapter, base: Path, checkpoint: Checkpoint, config: ModelConfig
-) -> Deltas:
+def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -> Deltas:
     """Find the weight of every tensor of the adapter; whatever finds none is a problem."""
     result = Deltas()
     patterned = bool(adapter.config.get("rank_pattern"))
     result.problems += [
         item
-        for item in check_structure(adapter, False, config, str(base))
+        for item in check_structure(adapter, False, config)
         if item.code not in _NO_MATTER and not (item.code == "KTB301" and patterned)
     ]
     if has_errors(result.problems):

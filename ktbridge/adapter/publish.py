@@ -64,7 +64,8 @@ def check_request(
     if not wanted:
         raise UsageError(
             "there is nothing to write",
-            "name at least one of the expert, non-expert and merged output directories",
+            "name an output: --expert-output-dir and --nonexpert-output-dir, --merged-output-dir, "
+            "or --to FORMAT with --output",
         )
     if not all(os.fspath(path) for path in (source, *wanted.values())):
         raise UsageError("a directory's name is empty", "name it; the current directory is '.'")

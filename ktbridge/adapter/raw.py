@@ -19,8 +19,9 @@ from ktbridge.adapter.manifest import (
     hash_file,
 )
 from ktbridge.adapter.publish import stage_adapter
-from ktbridge.errors import UsageError
-from ktbridge.model import Tensor, open_tensor_file
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.model import Fingerprint, Tensor, find_model, open_tensor_file
+from ktbridge.model import fingerprint as fingerprint_of
 from ktbridge.model.tensorfile import write_tensor_file
 
 _FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
@@ -36,6 +37,7 @@ def write_raw_adapter(
     rank: int,
     alpha: float,
     expert_weight_format: str = "bf16",
+    fingerprint: Fingerprint | bool = True,
     overwrite: bool = False,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
@@ -45,7 +47,9 @@ def write_raw_adapter(
     b [E,I,r]; down a [E,r,I], b [E,H,r]. ``nonexpert``: PEFT keys with ``base_model.model.`` ->
     tensor. Either may be empty, not both; without experts there is no fused file. ``config`` is
     PEFT's LoraConfig as a dictionary; its sets are sorted and base_model_name_or_path is filled in.
-    ``rank`` and ``alpha`` are the experts'. ``overwrite`` replaces an existing adapter directory.
+    ``rank`` and ``alpha`` are the experts'. ``fingerprint`` is that of the base model trained on: True
+    takes it of ``base_model`` where that is a directory or in the local Hub cache, False leaves it
+    out. ``overwrite`` replaces an existing adapter directory.
     ``extra_files`` (a log, a plot) appear with the rest and are no part of the adapter.
 
     Raises UsageError for keys of another kind and KtbridgeError when the directory is occupied.
@@ -84,11 +88,22 @@ def write_raw_adapter(
             alpha=alpha,
             artifacts=artifacts,
             expert_weight_format=expert_weight_format,
+            base_fingerprint=_taken(base_model) if fingerprint is True else fingerprint or None,
         )
         for name, data in (extra_files or {}).items():
             staging.write_bytes(name, data)
         staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
         staging.commit()
+
+
+def _taken(base_model: str) -> Fingerprint | None:
+    """The base model's fingerprint; None where it can't be had, over which no training is lost."""
+    if not base_model:
+        return None
+    try:
+        return fingerprint_of(find_model(base_model))
+    except (KtbridgeError, OSError, ValueError, RuntimeError):
+        return None
 
 
 def _also(kind: str) -> str:

@@ -28,6 +28,7 @@ from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
 from ktbridge.adapter.rules import many, problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import TensorFile, open_tensor_file
+from ktbridge.model.stamps import take_stamps
 
 _SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetensors")
 
@@ -82,16 +83,20 @@ def _scan(path: Path, problems: list[Problem], stand_in: dict[str, Any] | None) 
         found = "is a file, not an adapter directory" if path.exists() else "does not exist"
         problems.append(problem("KTB001", str(path), found, "an adapter directory"))
         return None
+    stamps = take_stamps((path / CONFIG_FILE, path / MANIFEST_FILE))
     absent = stand_in is not None and not (path / CONFIG_FILE).exists()
     config = dict(stand_in or {}) if absent else _read_config(path, problems)
     if config is None:
         return None
     manifest = _read_manifest(path, problems)
     adapter = Adapter(path, config, manifest)
+    adapter.stamps = stamps
     names = _weight_files(path, problems)
     for name in names:
         try:
-            adapter.files.append(open_tensor_file(path / name))
+            file = open_tensor_file(path / name)
+            adapter.files.append(file)
+            stamps[file.path] = file.stamp
         except KtbridgeError as error:
             text = error.sentence.removeprefix(f"{path / name} ")
             step = _readable(path / name)
@@ -122,7 +127,7 @@ def _rank_of(adapter: Adapter) -> int | None:
 
 
 def _gguf(path: Path) -> Problem:
-    step = f"ktbridge convert {shlex.quote(str(path))} --from gguf --to raw --output-dir D"
+    step = f"ktbridge convert {shlex.quote(str(path))} --from gguf --to raw --output D"
     return problem("KTB016", str(path), "is a GGUF adapter", next_step=step)
 
 

@@ -3,7 +3,9 @@
 ``plan_transcode`` reads headers (and, for PEFT's fused layout, the B matrices whose zeros tell how
 gate and up are arranged) and raises everything that stands in the way at once. ``execute_transcode``
 then writes tensor after tensor, in memory for one layer's tensor, and publishes each directory
-whole, manifest last. KT's own layouts among each other have a faster path: ``plan_convert``.
+whole, manifest last, if the input's hashes are right and its files are still the same. Tensors are
+read in the output's order, so the hashes of the input, where its manifest has any, take a reading of
+their own beside it. KT's own layouts among each other have a faster path: ``plan_convert``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ktbridge.adapter.adapter import CONFIG_FILE
+from ktbridge.adapter.check_hashes import Hashes
 from ktbridge.adapter.dialects import gguf as gguf_dialect
 from ktbridge.adapter.dialects import kt, peft, peft_write
 from ktbridge.adapter.dialects.draft import Draft, Piece, nonexpert_modules
@@ -38,13 +41,14 @@ from ktbridge.adapter.publish import (
 )
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import overridden
+from ktbridge.adapter.sources import guarded
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
-from ktbridge.model import ModelConfig
+from ktbridge.model import Fingerprint, ModelConfig
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 from ktbridge.publish import Staging
 
 OnProgress = Callable[[int, int], None]
-_TELL = 1 << 25  # bytes between two reports of progress; what was read till then is let go
+_TELL = 1 << 25  # bytes between two reports of progress
 _KT = ("raw", "kt-split", "kt-merged")
 # Their reader applies an explicit alpha itself, to the configuration.
 _SCALED = ("kt", *_KT, "vllm")
@@ -71,8 +75,12 @@ _WRITERS: Mapping[str, _Writer] = {
 
 @dataclass
 class TranscodePlan:
-    """Everything a conversion will write, and the ``findings`` (no errors: those were raised)."""
+    """Everything a conversion will write, and the ``findings`` (no errors: those were raised).
 
+    ``given`` is the path that was asked for: a directory, whose manifest may have hashes, or a file.
+    """
+
+    given: Path
     source: Source
     drafts: list[tuple[Path, Draft]]
     findings: list[Problem]
@@ -133,7 +141,8 @@ def plan_transcode(
     in the way.
     """
     paths = check_request(path, outputs, lora_alpha)
-    source = _READERS[from_format](Path(path).expanduser(), local_config(base_model), lora_alpha)
+    given = Path(path).expanduser()
+    source = _READERS[from_format](given, local_config(base_model), lora_alpha)
     base = local_config(base_model, source.base_model)
     findings = source.findings
     if lora_alpha is not None and from_format not in _SCALED:
@@ -156,7 +165,7 @@ def plan_transcode(
     if has_errors(findings):
         raise ProblemsError(f"{path} can't be converted to {to}", findings)
     placed = [(paths[draft.layout], draft) for draft in drafts if draft.layout in paths]
-    return TranscodePlan(source, placed, findings, overwrite)
+    return TranscodePlan(given, source, placed, findings, overwrite)
 
 
 def _override(source: Source, lora_alpha: float) -> list[Problem]:
@@ -197,21 +206,29 @@ def _write(plan: TranscodePlan, on_progress: OnProgress | None, stagings: list[S
         nonlocal done, told
         done += count
         if done - told >= _TELL or done == total:
-            plan.source.release()
             told = done
             if on_progress is not None:
                 on_progress(done, total)
 
     with ExitStack() as stack:
-        for path, draft in plan.drafts:
-            staging = stage_adapter(path, overwrite=plan.overwrite, layout=draft.layout)
-            stagings.append(stack.enter_context(staging))
-            _fill(staging, draft, tell)
+        hashes = stack.enter_context(Hashes())
+        hashes.start(plan.given)
+        with guarded(plan.source.stamps, "conversion") as check_stamps:
+            for path, draft in plan.drafts:
+                staging = stage_adapter(path, overwrite=plan.overwrite, layout=draft.layout)
+                stagings.append(stack.enter_context(staging))
+                _fill(staging, draft, plan.source.trained_on, tell)
+            problems = list(hashes.check(plan.given))
+            check_stamps()
+        if problems:
+            raise ProblemsError(f"{plan.given} does not match its manifest", problems)
         for staging in stagings:
             staging.commit()
 
 
-def _fill(staging: Staging, draft: Draft, tell: Callable[[int], None]) -> None:
+def _fill(
+    staging: Staging, draft: Draft, trained_on: Fingerprint | None, tell: Callable[[int], None]
+) -> None:
     artifacts: dict[str, dict[str, Any]] = {}
     for name, pieces in draft.pieces.items():
         path = staging.path / name
@@ -236,6 +253,7 @@ def _fill(staging: Staging, draft: Draft, tell: Callable[[int], None]) -> None:
         artifacts=artifacts,
         layout=None if draft.layout == "raw" else draft.layout,
         expert_weight_format=draft.weight_format,
+        base_fingerprint=trained_on,
     )
     if draft.experts:
         manifest["experts"] = draft.experts

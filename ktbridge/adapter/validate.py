@@ -17,6 +17,7 @@ from ktbridge.adapter.check_base import check_base
 from ktbridge.adapter.check_config import check_config, folded
 from ktbridge.adapter.check_engine import check_engine
 from ktbridge.adapter.check_hashes import Hashes
+from ktbridge.adapter.check_identity import Base, check_identity
 from ktbridge.adapter.check_inventory import check_inventory
 from ktbridge.adapter.check_layers import check_gaps
 from ktbridge.adapter.check_set import check_set, source_of
@@ -61,6 +62,7 @@ def validate_adapter(
     base_model: str | os.PathLike[str] | None = None,
     engine: str | None = None,
     structure_only: bool = False,
+    allow_other_base: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ValidationReport:
     """Check adapter directories of any layout, singly or as one set.
@@ -69,10 +71,11 @@ def validate_adapter(
     first of those whose layout covers all others (merged covers everything, each covers its like).
 
     ``base_model``: a directory with config.json (weights are not needed), to check shapes and
-    inventories against. ``engine``: "sglang-kt==0.7.2", to apply that version's contract.
-    ``structure_only`` leaves values unread. ``on_progress(done, total)`` counts bytes. Content
-    never raises, the base model's included: it is reported. Raises UsageError without directories
-    or for an unknown engine.
+    inventories against. If it has weights and the manifest a fingerprint of the model trained on,
+    those are compared too, and another model is an error unless ``allow_other_base``. ``engine``:
+    "sglang-kt==0.7.2", to apply that version's contract. ``structure_only`` leaves the adapter's
+    values unread. ``on_progress(done, total)`` counts bytes. Content never raises, the base model's
+    included: it is reported. Raises UsageError without directories or for an unknown engine.
 
     Example::
 
@@ -108,7 +111,11 @@ def validate_adapter(
             if source is not None:  # conversion keeps names of modules, not the layers chosen
                 adapter.trained_as = source.config
             serving = adapter.layout != "raw" and not (adapter is source and _trained(adapter))
-            report.problems += _structure(adapter, serving, base, base_name, engine is not None)
+            report.problems += _structure(adapter, serving, base, engine is not None)
+        if base is not None:
+            known = Base(base.path, base_name)
+            for adapter in adapters:
+                report.problems += check_identity(adapter, known, allowed=allow_other_base)
         if base is None or base.family is None:
             report.problems += check_gaps(adapters)
         if engine is not None:
@@ -129,12 +136,12 @@ def _trained(adapter: Adapter) -> bool:
 
 
 def _structure(
-    adapter: Adapter, serving: bool, base: ModelConfig | None, base_name: str, for_engine: bool
+    adapter: Adapter, serving: bool, base: ModelConfig | None, for_engine: bool
 ) -> list[Problem]:
     findings: list[Problem] = []
     if not serving:  # what conversion folds away is no fault of a source
         adapter, _, findings = folded(adapter)
-    return findings + check_structure(adapter, serving, base, base_name, for_engine)
+    return findings + check_structure(adapter, serving, base, for_engine)
 
 
 def _values(
@@ -155,7 +162,7 @@ def _values(
         yield from check_data(adapter, lambda done, _: tell(done))
         read += size
     for adapter in adapters:
-        yield from hashes.check(adapter, tell)
+        yield from hashes.check(adapter.path, tell)
     yield from check_set(adapters, compare_data=True)
     if on_progress is not None:
         on_progress(total, total)
@@ -165,7 +172,6 @@ def check_structure(
     adapter: Adapter,
     serving: bool,
     base: ModelConfig | None = None,
-    base_name: str = "",
     for_engine: bool = False,
 ) -> list[Problem]:
     """Everything that headers and configuration tell of one directory.
@@ -173,9 +179,12 @@ def check_structure(
     ``serving`` says whether the directory is to be served as it is, or is about to be converted;
     ``for_engine`` whether SGLang-KT is sure to be what serves it.
     """
-    findings = [*check_config(adapter, serving), *check_inventory(adapter, serving, base)]
+    findings = [
+        *check_config(adapter, serving),
+        *check_inventory(adapter, serving, base, for_engine),
+    ]
     if base is not None:
-        findings += check_base(adapter, base, base_name, for_engine)
+        findings += check_base(adapter, base, for_engine)
     return findings
 
 

@@ -18,9 +18,11 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
 
 @click.command(cls=Command)
 @click.argument("raw_dir", type=click.Path())
-@click.option("--expert-output-dir", metavar="D", help="Write the expert LoRA here (split layout).")
-@click.option("--nonexpert-output-dir", metavar="D", help="Write everything else here (split).")
-@click.option("--merged-output-dir", metavar="D", help="Write one directory with both halves.")
+@click.option(
+    "--expert-output-dir", metavar="DIR", help="Write the expert LoRA here (split layout)."
+)
+@click.option("--nonexpert-output-dir", metavar="DIR", help="Write everything else here (split).")
+@click.option("--merged-output-dir", metavar="DIR", help="Write one directory with both halves.")
 @click.option(
     "--to",
     "to",
@@ -35,15 +37,23 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     default="auto",
     show_default=True,
     metavar="FORMAT",
-    help="The format of RAW_DIR where it can't be told: any of --to, peft-0.18 or unsloth-legacy.",
+    help="The format of RAW_DIR where it can't be told: any of --to, unsloth-legacy or peft-0.18.",
 )
 @click.option(
-    "--output-dir", metavar="D", help="The directory of a format that is one (not kt-split)."
+    "--output",
+    "--output-dir",
+    "--out",
+    "output_dir",
+    metavar="DIR",
+    help="Write a format here that is one directory (not kt-split).",
 )
 @click.option(
+    "--base-model",
     "--base-model-name-or-path",
-    metavar="B",
-    help="The base model to name in the configurations.  [default: what RAW_DIR names]",
+    "base_model",
+    metavar="DIR",
+    help="The base model to name in the configurations, a directory or a Hub id.  [default: what"
+    " RAW_DIR names]",
 )
 @click.option(
     "--lora-alpha",
@@ -66,12 +76,12 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
 
     Tensor bytes stay as they are. Each output is complete or as it was before, whatever happens.
     Name one output at least. With --to and --from, adapters go to and come from PEFT, vLLM,
-    SGLang and llama.cpp; what a format can't hold exactly is refused with the reason.
+    SGLang and llama.cpp; what a format can't hold exactly is refused with the reason, and so is an
+    adapter whose files don't match its manifest.
     """
     from ktbridge.adapter.conversion import execute_conversion, plan_conversion
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
 
-    options["base_model"] = options.pop("base_model_name_or_path")
     plan = plan_conversion(raw_dir, overwrite=overwrite, **options)
     if dry_run:
         if as_json:

@@ -12,26 +12,51 @@ from ktbridge.cli._app import Command
 @click.command(cls=Command)
 @click.argument("raw_dir", type=click.Path())
 @click.option(
-    "--base-model", required=True, metavar="B", help="The model the adapter was trained on."
+    "--base-model", required=True, metavar="DIR", help="The model the adapter was trained on."
 )
-@click.option("--output", required=True, metavar="D", help="Write the merged checkpoint here.")
-@click.option("--overwrite", is_flag=True, help="Replace D if it is an earlier merge.")
+@click.option(
+    "--output",
+    "--output-dir",
+    "--out",
+    "output",
+    required=True,
+    metavar="DIR",
+    help="Write the merged checkpoint here.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the output if it is an earlier merge.")
+@click.option(
+    "--allow-other-base", is_flag=True, help="Merge into a model other than the one trained on."
+)
 @click.option("--dry-run", is_flag=True, help="Print which weights would change; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    raw_dir: str, base_model: str, output: str, overwrite: bool, dry_run: bool, as_json: bool
+    raw_dir: str,
+    base_model: str,
+    output: str,
+    overwrite: bool,
+    allow_other_base: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Add the adapter in RAW_DIR (of any layout) to the weights of its base model.
 
-    Routed experts and everything else alike, in float32, rounded once. B is a directory or a model
-    in the local Hub cache. D is complete or as it was before, whatever happens.
+    Routed experts and everything else alike, in float32, rounded once. The base model is a
+    directory or a model in the local Hub cache; where the adapter's manifest has a fingerprint of
+    the one trained on, it must be that. The output is complete or as it was before, whatever happens.
     """
     from ktbridge.adapter.merge import execute_merge, plan_merge
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
     from ktbridge.model import resolve_model
+    from ktbridge.units import size_text
 
     base = resolve_model(base_model)
-    plan = plan_merge(raw_dir, base_model=base, output=output, overwrite=overwrite)
+    plan = plan_merge(
+        raw_dir,
+        base_model=base,
+        output=output,
+        overwrite=overwrite,
+        allow_other_base=allow_other_base,
+    )
     if dry_run:
         if as_json:
             emit_json(plan.as_dict())
@@ -51,7 +76,7 @@ def command(
         stderr.print(f"left out: {' '.join(report.left_out)}", soft_wrap=True, markup=False)
     share = report.changed / report.values
     stderr.print(
-        f"done in {report.seconds:.2f} s: {report.bytes / 1e9:.2f} GB in {report.shards} shards, "
+        f"done in {report.seconds:.2f} s: {size_text(report.bytes)} in {report.shards} shards, "
         f"{share:.1%} of the adapted values moved; {report.output} loads like its base",
         soft_wrap=True,
         markup=False,

@@ -18,6 +18,7 @@ from ktbridge.model.checkpoint import (
 )
 from ktbridge.model.config import ModelConfig, read_model_config
 from ktbridge.model.families import FAMILIES, Family, family_of
+from ktbridge.model.identity import Fingerprint, fingerprint
 from ktbridge.model.tensor import Tensor
 from ktbridge.model.tensorfile import Entry, TensorFile, TensorFileError, open_tensor_file
 
@@ -26,6 +27,7 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "Family",
+    "Fingerprint",
     "ModelConfig",
     "Tensor",
     "TensorFile",
@@ -33,6 +35,7 @@ __all__ = [
     "expert_names",
     "family_of",
     "find_model",
+    "fingerprint",
     "open_checkpoint",
     "open_tensor_file",
     "read_model_config",

@@ -19,6 +19,7 @@ from ktbridge.model.tensorfile import Entry, TensorFile, open_tensor_file
 
 # A plain file name: no directory, no hidden file, nothing that a file system or a terminal minds.
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.+=@ -]{0,200}\.safetensors", re.ASCII)
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -96,10 +97,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     the directory, or (for a single file) the file is truncated.
     """
     path = Path(path).expanduser()
-    index = path / "model.safetensors.index.json"
+    index, single = path / _INDEX, path / _SINGLE
     if index.is_file():
         return Checkpoint(path, _read_index(index))
-    single = path / "model.safetensors"
     if single.is_file():
         file = open_tensor_file(single)
         return Checkpoint(path, dict.fromkeys(file.entries, single.name))
@@ -114,6 +114,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         f"{path} has neither model.safetensors nor model.safetensors.index.json",
         "point at a complete model directory",
     )
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a model directory has safetensors that ``open_checkpoint`` would read."""
+    return (path / _INDEX).is_file() or (path / _SINGLE).is_file()
 
 
 def _read_index(index: Path) -> dict[str, str]:

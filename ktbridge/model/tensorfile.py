@@ -3,8 +3,9 @@
 A safetensors file is ``u64 header length | JSON header | data``. The reader trusts nothing: the
 header is at most 100 MB, every number is checked before it is used, the tensors must tile the data
 section exactly (no overlap, no hole, no tail), and a name may appear once. What passes is a table
-of absolute byte ranges; data is reached through one read-only memory map, so opening a file costs
-its header and nothing more.
+of absolute byte ranges, so opening a file costs its header and nothing more. Data is reached through
+one read-only memory map (``view``), or copied (``read``) where another process may write to the file:
+a map of a file that gets shorter ends the process (SIGBUS).
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.model.stamps import Stamp, stamp_of
 from ktbridge.model.tensor import Tensor
 
 MAX_HEADER_BYTES = 100_000_000
@@ -73,15 +75,19 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """One open safetensors file: ``entries`` by name, in file order, and their data on demand."""
+    """One open safetensors file: ``entries`` by name, in file order, and their data on demand.
+
+    ``stamp`` is the file as it was when its header was read, ``size`` its bytes then.
+    """
 
     def __init__(
-        self, path: Path, entries: dict[str, Entry], metadata: dict[str, str], size: int
+        self, path: Path, entries: dict[str, Entry], metadata: dict[str, str], stamp: Stamp
     ) -> None:
         self.path = path
         self.entries = entries
         self.metadata = metadata
-        self.size = size
+        self.stamp = stamp
+        self.size = stamp.size
         self._map: mmap.mmap | None = None
 
     @property
@@ -93,12 +99,36 @@ class TensorFile:
         if self._map is None:
             with open(self.path, "rb") as file:
                 if os.fstat(file.fileno()).st_size != self.size:
-                    raise TensorFileError(
-                        f"{self.path} changed size while it was being read",
-                        "wait until nothing writes to it, then run again",
-                    )
+                    raise self._changed()
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return memoryview(self._map)[start:end]
+
+    def read(self, start: int, end: int) -> memoryview:
+        """A copy of the bytes ``start:end`` of the file.
+
+        Raises TensorFileError if the file was written to or replaced since its header was read, and
+        OSError if it can't be read.
+        """
+        data = memoryview(bytearray(end - start))
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if stamp_of(os.fstat(descriptor)) != self.stamp:
+                raise self._changed()
+            filled = 0
+            while filled < len(data):
+                count = os.preadv(descriptor, [data[filled:]], start + filled)
+                if count == 0:
+                    raise self._changed()
+                filled += count
+        finally:
+            os.close(descriptor)
+        return data
+
+    def _changed(self) -> TensorFileError:
+        return TensorFileError(
+            f"{self.path} changed while it was being read",
+            "wait until nothing writes to it, then run again",
+        )
 
     def release(self) -> None:
         """Let go of the pages that were read; views stay valid and are read again on use."""
@@ -123,7 +153,8 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
         if path.exists() and not path.is_file():
             _fail(path, "is not a regular file")  # a pipe would block for ever
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            stamp = stamp_of(os.fstat(file.fileno()))
+            size = stamp.size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8:
@@ -156,7 +187,7 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
         _fail(path, f"is truncated: its tensors end at byte {position}, the file at {size}")
     if position < size:
         _fail(path, f"has {size - position} bytes that belong to no tensor at its end")
-    return TensorFile(path, {entry.name: entry for entry in entries}, metadata, size)
+    return TensorFile(path, {entry.name: entry for entry in entries}, metadata, stamp)
 
 
 _START_END = itemgetter(3, 4)

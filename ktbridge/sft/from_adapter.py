@@ -14,18 +14,15 @@ from torch import nn
 from ktbridge.adapter import Adapter, read_adapter, validate_adapter
 from ktbridge.adapter.adapter import last_part
 from ktbridge.adapter.keys import parse_key
+from ktbridge.adapter.manifest import trained_on
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.model import resolve_model
+from ktbridge.model.identity import config_differences
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.targets import Adaptable, chosen_modules, in_layer, own_names
 from ktbridge.sft.tensors import to_torch
 
-# Of config.json, what says nothing about the weights' shapes and meaning.
-_INCIDENTAL = {
-    "_name_or_path", "architectures", "dtype", "torch_dtype", "quantization_config",
-    "transformers_version", "use_cache",
-}  # fmt: skip
 _ANOTHER_BASE = "Use the base model that the adapter was trained on."
 # Of adapter_config.json, what decides how tensors act; the rest is about training.
 ACTING = (
@@ -125,37 +122,33 @@ def copy_nonexpert(model: nn.Module, start: Start) -> None:
 
 
 def _check_base(adapter: Adapter, base: Path) -> None:
-    """Compare the base model that the adapter names with the one it is to be trained on."""
-    named = adapter.base_model
-    if named is None:
+    """Compare the base model that the adapter names with the one it is to be trained on.
+
+    The configurations; ``validate_adapter`` compares the weights where the manifest tells of them.
+    """
+    named, recorded = adapter.base_model, trained_on(adapter.manifest)
+    if recorded is not None:
+        theirs = recorded.config
+    elif named is None:
         return
-    try:
-        theirs = read_json_file(resolve_model(named) / "config.json")
-    except KtbridgeError:  # it was trained elsewhere: the names, and then the shapes, are left
-        if last_part(named) not in (last_part(str(base)), last_part(str(base.resolve()))):
-            warnings.warn(
-                f"{adapter.path} was trained on {named}, which isn't here: that {base} is the same "
-                "model was seen from its shapes only.",
-                stacklevel=2,
-            )
-        return
-    different = sorted(_differences(theirs, read_json_file(base / "config.json")))
+    else:
+        try:
+            theirs = read_json_file(resolve_model(named) / "config.json")
+        except KtbridgeError:  # it was trained elsewhere: the names, and then the shapes, are left
+            if last_part(named) not in (last_part(str(base)), last_part(str(base.resolve()))):
+                warnings.warn(
+                    f"{adapter.path} was trained on {named}, which isn't here: that {base} is the same "
+                    "model was seen from its shapes only.",
+                    stacklevel=2,
+                )
+            return
+    different = sorted(config_differences(theirs, read_json_file(base / "config.json")))
     if different:
         raise KtbridgeError(
             f"{adapter.path} was trained on {named}, whose config.json differs from that of {base} "
             f"in {', '.join(different[:6])}.",
             _ANOTHER_BASE,
         )
-
-
-def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
-    """Keys of two config.json with other values; one that only one of them has may be a default."""
-    for key in ({*theirs} & {*ours}) - _INCIDENTAL:
-        a, b = theirs[key], ours[key]
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from (f"{key}.{inner}" for inner in _differences(a, b))
-        elif a != b:
-            yield key
 
 
 def _by_module(adapter: Adapter, found: Adaptable) -> dict[str, dict[str, str]]:

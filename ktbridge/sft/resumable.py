@@ -139,7 +139,8 @@ class Resumable(Trainer):
         if distributed.is_main():
             if not self.args.save_only_model:
                 save_file(tensors, directory / TENSORS_FILE)
-            save_beside(self.model, directory, self._base, tensors)
+            model: Any = self.model
+            save_beside(model, directory, self._base, tensors)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / TENSORS_FILE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from ktbridge.adapter import convert_adapter
+from ktbridge.cli import main
 
 Make = Callable[..., Path]
 
@@ -47,6 +50,8 @@ def test_convert_then_validate(
     unasked = json.loads(ktbridge("convert", "raw", "--json").stdout)
     assert (unasked["ok"], unasked["problems"]) == (False, [])
     assert "nothing to write" in unasked["error"]
+    named = ("--expert-output-dir", "--nonexpert-output-dir", "--merged-output-dir", "--output")
+    assert all(option in unasked["next_step"] for option in named)
     checked = ktbridge("validate", "raw", "e", "n", "--json")
     assert (checked.returncode, json.loads(checked.stdout)["problems"]) == (0, [])
 
@@ -135,7 +140,7 @@ def test_formats_on_the_command_line(
     for name in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
         assert (tmp_path / "r" / name).read_bytes() == (tmp_path / "raw" / name).read_bytes()
     for wrong, says in (
-        (("--to", "gguf"), "--output-dir"),
+        (("--to", "gguf"), "a directory with --output"),
         (("--to", "unsloth-legacy", "--output-dir", "x"), "can't be done"),
         (("--to", "vllm", "--expert-output-dir", "x"), "one directory"),
         (("--from", "nonsense", "--expert-output-dir", "x"), "unsloth-legacy"),
@@ -146,6 +151,24 @@ def test_formats_on_the_command_line(
     gguf = ktbridge("convert", "raw", "--to", "gguf", "--output-dir", "x")
     assert (gguf.returncode, "config.json" in gguf.stderr) == (1, True)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("output", ["--output", "--output-dir", "--out"])
+@pytest.mark.parametrize("base", ["--base-model", "--base-model-name-or-path"])
+def test_one_thing_has_one_name_and_earlier_ones_work(
+    make_raw: Make, tmp_path: Path, output: str, base: str
+) -> None:
+    make_raw()
+    raw, target = str(tmp_path / "raw"), tmp_path / "v"
+    arguments = ["convert", raw, "--to", "vllm", output, str(target), base, "org/base"]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    config = json.loads((target / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/base"
+    for command in ("convert", "merge", "validate"):
+        text = CliRunner().invoke(main, [command, "--help"]).output
+        assert re.search(r"^  --base-model\b.* DIR\b", text, re.MULTILINE)
+        if command != "validate":
+            assert "  --output, --output-dir, --out DIR\n" in text
 
 
 def test_the_help_names_every_format(

@@ -498,8 +498,13 @@ def test_a_failure_while_writing_leaves_nothing(
 def test_an_input_cut_after_planning_leaves_nothing(make_raw: Make, tmp_path: Path) -> None:
     plan = plan_convert(make_raw(), merged_output_dir=tmp_path / "m")
     os.truncate(plan.source.path / "fused_expert_lora.safetensors", 3000)
-    with pytest.raises(KtbridgeError, match="became shorter"):
+    with pytest.raises(ProblemsError) as caught:
         execute_plan(plan)
+    (found,) = caught.value.problems
+    assert (found.code, found.where) == (
+        "KTB709",
+        f"{plan.source.path}/fused_expert_lora.safetensors",
+    )
     assert sorted(os.listdir(tmp_path)) == ["raw"]
 
 

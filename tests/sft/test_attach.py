@@ -233,6 +233,20 @@ def test_another_base_model_is_refused(adapter: Path, tmp_path: Path) -> None:
     tiny_model(rope_theta=5e5).save_pretrained(other)
     with pytest.raises(KtbridgeError, match=r"whose config\.json differs .* in rope_parameters"):
         attach_lora(load_mapped(other, torch.bfloat16), configured(other, **config))
+    # Its manifest tells what it was trained on, wherever that is: other values are another model.
+    moved, trained_there = tmp_path / "moved", tmp_path / "trained"
+    shutil.copytree(adapter / "base", moved)
+    shutil.copytree(adapter / "raw", trained_there)
+    settings = configured(moved, lora_target="q_proj,v_proj")
+    save_raw_adapter(trained(moved, settings), trained_there, str(moved), overwrite=True)
+    moved.rename(tmp_path / "here")
+    going_on = {"adapter_name_or_path": str(trained_there)}
+    here = tmp_path / "here"
+    attach_lora(load_mapped(here, torch.bfloat16), configured(here, **going_on))
+    tiny_model(seed=1).save_pretrained(moved)
+    with pytest.raises(ProblemsError) as refused:
+        attach_lora(load_mapped(moved, torch.bfloat16), configured(moved, **going_on))
+    assert {problem.code for problem in refused.value.problems} == {"KTB612"}
     # The one that it was trained on isn't here: what fits by its shapes is taken, and said.
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(adapter / "raw", elsewhere)

@@ -13,6 +13,7 @@ Facts: llama.cpp's convert_lora_to_gguf.py, conversion scripts and src/llama-ada
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +28,11 @@ from ktbridge.adapter.dialects.opened import fail_if, local_config
 from ktbridge.adapter.dialects.source import Bits, Block, Source, check_source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
+from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object, trained_on
 from ktbridge.adapter.rules import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.model import ModelConfig
+from ktbridge.model.stamps import take_stamps
 
 GGUF_FILE = "adapter_model.gguf"
 # config.json's model_type -> llama.cpp's architecture.
@@ -80,7 +82,7 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
     architecture = _ARCHITECTURES.get(base.model_type) if base else None
     if base is None or architecture is None:
         what = f"for {base.model_type!r}" if base else "without the base model's config.json"
-        step = "pass --base-model-name-or-path with a model directory of a supported family"
+        step = "pass --base-model with a model directory of a supported family"
         found = f"can't be named as llama.cpp names tensors {what}"
         return [], [refusal(str(source.path), found, step)]
     # llama.cpp divides alpha by each tensor's rank: only the alphas have to agree.
@@ -167,6 +169,7 @@ def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) ->
     if not file.is_file():  # opening a pipe would wait for ever
         found = "is not a regular file" if file.exists() else "does not exist"
         raise KtbridgeError(f"{file} {found}", "pass a GGUF file")
+    stamps = take_stamps((file,))
     try:
         with np.errstate(all="ignore"):  # sizes of a hostile file overflow
             reader = _strict_reader(package)(file)
@@ -181,7 +184,10 @@ def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) ->
     kind = (fields.get("general.type"), fields.get("adapter.type"))
     if kind != ("adapter", "lora"):
         raise KtbridgeError(f"{file} is not a LoRA adapter", "pass an adapter, not a model")
-    return _source(package, file, path, fields, tensors, base)
+    source = _source(package, file, path, fields, tensors, base)
+    source.stamps = stamps
+    source.trained_on = trained_on(_beside(path, MANIFEST_FILE))
+    return source
 
 
 def _strict_reader(package: Any) -> Any:
@@ -275,7 +281,11 @@ def _block(file: Path, tensor: Any) -> Block | None:
     offset = int(tensor.data_offset)
 
     def load() -> Bits:
-        return np.memmap(file, bits, "r", offset, shape)
+        # Not mapped: if the file got shorter meanwhile, that would end the process.
+        values = np.fromfile(file, bits, math.prod(shape), offset=offset)
+        if values.size != math.prod(shape):
+            raise KtbridgeError(f"{file} ends inside {tensor.name}", "copy or convert it again")
+        return values.reshape(shape)
 
     return Block(dtype, shape, load)
 
@@ -332,7 +342,7 @@ def _permuted(
     if type(heads) is not int or heads <= 0 or block.shape[0] % (2 * heads):
         raise KtbridgeError(
             f"{PEFT_PREFIX}{key.module} can't be permuted without the base model's {name}",
-            "pass --base-model-name-or-path with the model's directory",
+            "pass --base-model with the model's directory",
         )
     half = block.shape[0] // heads // 2
     split = (heads, half, 2) if back else (heads, 2, half)

@@ -39,7 +39,7 @@ from ktbridge.adapter.dialects.source import (
 )
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.manifest import fused_record
+from ktbridge.adapter.manifest import fused_record, trained_on
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import Numbers, common_scale
 from ktbridge.errors import Problem
@@ -80,7 +80,8 @@ def read_kt(
             continue
         piece = next(piece for _, piece in stack.slices())
         shape = (stack.count, *piece.shape)
-        fetch = partial(adapter.expert_tensor, layer, f"{projection}_lora_{half.lower()}")
+        name_of = f"{projection}_lora_{half.lower()}"
+        fetch = partial(adapter.expert_tensor, layer, name_of, mapped=False)
         source.experts[slot] = block_of_tensor(piece.dtype, shape, fetch)
         source.tensors_in += 1 if whole else len(stack.parts)
     for key, part in adapter.nonexpert.items():
@@ -111,7 +112,8 @@ def _numbers(adapter: Adapter, name: str, lora_alpha: float | None) -> Source:
         use_rslora=rslora,
         base_model=adapter.base_model,
         kept=kept_fields(adapter.config),
-        files=adapter.files,
+        stamps=adapter.stamps,
+        trained_on=trained_on(adapter.manifest),
     )
 
 

@@ -13,6 +13,7 @@ from ktbridge.adapter.check_config import check_config
 from ktbridge.adapter.dialects.source import BITS, Source, block_of
 from ktbridge.adapter.keys import parse_key, peft_key
 from ktbridge.adapter.lora_config import kept_fields
+from ktbridge.adapter.manifest import trained_on
 from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.errors import Problem, ProblemsError, has_errors
@@ -59,7 +60,8 @@ class Opened:
             use_rslora=bool(self.config.get("use_rslora")),
             base_model=self.adapter.base_model,
             kept=kept_fields(self.config),
-            files=self.adapter.files,
+            stamps=self.adapter.stamps,
+            trained_on=trained_on(self.manifest),
             tensors_in=len(self.parts),
             findings=[item for item in self.findings if item.severity != "error"],
         )

@@ -322,8 +322,6 @@ def _arrangement(opened: Opened, gate_up: dict[int, tuple[Block, Block]], interl
     fits = {"block": rank % 2 == 0, "gate": True, "up": True}
     for _, b in gate_up.values():
         bits = b.load() << 1  # without the sign, so that -0.0 is zero
-        for file in opened.adapter.files:
-            file.release()
         gate, up = (bits[:, pick] for pick in gate_up_rows(b.shape[1], interleaved))
         half = rank // 2
         fits["gate"] = fits["gate"] and not up.any()

@@ -43,7 +43,7 @@ def takes_turns(base: ModelConfig | None, name: str | None) -> bool:
     if base is None and re.search(r"gpt.?oss", name or "", re.IGNORECASE):
         raise KtbridgeError(
             f"{name} looks like gpt-oss, whose gate and up rows may take turns",
-            "pass --base-model-name-or-path with a directory that has its config.json",
+            "pass --base-model with a directory that has its config.json",
         )
     family = base.family if base else None
     return family is not None and family.storage == "fused-interleaved"

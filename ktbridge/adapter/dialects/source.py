@@ -22,7 +22,8 @@ from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import Numbers, plain_alpha
 from ktbridge.adapter.values import rounding_findings, scaled_exactly, to_bf16
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.model import Entry, Tensor, TensorFile
+from ktbridge.model import Entry, Fingerprint, Tensor, TensorFile
+from ktbridge.model.stamps import Stamps
 from ktbridge.model.tensorfile import DTYPE_BITS
 
 Bits = NDArray[Any]
@@ -92,7 +93,8 @@ def block_of(file: TensorFile, entry: Entry) -> Block:
     """A tensor of a safetensors file, without reading it. Its dtype must be a key of BITS."""
 
     def load() -> Bits:
-        data = file.view(entry.start, entry.end)
+        # Not from a memory map: if the file got shorter meanwhile, that would end the process.
+        data = file.read(entry.start, entry.end)
         return np.frombuffer(data, BITS[entry.dtype]).reshape(entry.shape)
 
     return Block(entry.dtype, entry.shape, load)
@@ -126,6 +128,8 @@ class Source:
     ``base_model.model.`` -> A [r,in] or B [out,r], served at ``nonexpert_alpha/nonexpert_rank``, or
     at alpha/sqrt(rank) with ``use_rslora``. ``kept`` are configuration fields to carry along.
     ``prefix`` is what stands before ``layers.N`` in module paths, where no non-expert key tells.
+    ``stamps``: what the files read were like (``ktbridge.adapter.sources``). ``trained_on``: the base
+    model, where a manifest says which.
     """
 
     path: Path
@@ -140,7 +144,8 @@ class Source:
     kept: dict[str, Any] = field(default_factory=dict)
     experts: dict[Slot, Block] = field(default_factory=dict)
     nonexpert: dict[str, Block] = field(default_factory=dict)
-    files: list[TensorFile] = field(default_factory=list)
+    stamps: Stamps = field(default_factory=dict)
+    trained_on: Fingerprint | None = None
     tensors_in: int = 0
     findings: list[Problem] = field(default_factory=list)
 
@@ -168,11 +173,6 @@ class Source:
     def plain_alpha(self) -> float:
         """The alpha that gives the non-expert LoRA its scale without rsLoRA."""
         return plain_alpha(Numbers(self.nonexpert_rank, self.nonexpert_alpha), self.use_rslora)
-
-    def release(self) -> None:
-        """Let go of the pages read so far."""
-        for file in self.files:
-            file.release()
 
     def in_bf16(self) -> Source:
         """This adapter rounded to bfloat16, which is said where it changes anything."""

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter import convert_adapter, read_adapter, write_raw_adapter
+from ktbridge.adapter.check_hashes import require_hashes
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
-from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object
+from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object, trained_on
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.sglang.sources import Source
 
@@ -108,6 +109,8 @@ def is_intact(directory: Path, layout: str) -> bool:
 def _join(expert: Path, nonexpert: Path, target: Path, base_model: str) -> None:
     """One raw adapter from both halves of a split pair: the form that everything is converted from."""
     experts, rest = read_adapter(expert), read_adapter(nonexpert)
+    for half in (experts, rest):  # what is joined gets hashes of its own
+        require_hashes(half.path)
     fused = {
         fused_key(layer, name): experts.expert_tensor(layer, name)
         for layer in experts.expert_layers()
@@ -123,5 +126,6 @@ def _join(expert: Path, nonexpert: Path, target: Path, base_model: str) -> None:
         rank=experts.rank,
         alpha=experts.alpha,
         expert_weight_format=stored if isinstance(stored, str) else "bf16",
+        fingerprint=trained_on(experts.manifest) or False,
         overwrite=True,
     )

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from ktbridge.adapter.engines import CONTRACTS
+from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.errors import ProblemsError
 from ktbridge.machine import Gpu, Machine, NumaNode
 from ktbridge.model import read_model_config
 from ktbridge.serve.sglang.cache import Conversion, convert, is_intact, slot
@@ -386,6 +388,17 @@ def test_a_split_pair_is_joined_exactly(adapters, tmp_path) -> None:
     name = "adapter_model.safetensors"
     assert (tmp_path / "m" / name).read_bytes() == (adapters["merged"] / name).read_bytes()
     assert os.listdir(tmp_path) == ["m"]
+    of = [json.loads((path / MANIFEST_FILE).read_text()) for path in (adapters["raw"], step.target)]
+    assert of[0]["base_fingerprint"] == of[1]["base_fingerprint"]  # not that of "base"
+
+    damaged = Path(shutil.copytree(adapters["nonexpert"], tmp_path / "damaged"))
+    data = bytearray((damaged / name).read_bytes())
+    data[-2] ^= 1
+    (damaged / name).write_bytes(data)
+    with pytest.raises(ProblemsError) as refused:
+        convert(Conversion("merged", (adapters["expert"], damaged), tmp_path / "other", "base"))
+    assert [problem.code for problem in refused.value.problems] == ["KTB012"]
+    assert not (tmp_path / "other").exists()
 
 
 def test_causes() -> None:
