@@ -21,7 +21,7 @@ _OURS = re.compile(
     r"adapter_config\.json|kt_adapter_manifest\.json"
     r"|(?:adapter_model|fused_expert_lora)(?:-\d+-of-\d+)?\.safetensors"
     r"|adapter_model\.safetensors\.index\.json|adapter_model\.gguf"
-    r"|trainer_log\.jsonl|training_loss\.png"
+    r"|trainer_log\.jsonl|training_loss\.png|refused_rows\.jsonl"
 )
 # What only training leaves: a conversion can be repeated, training costs days.
 _TRAINED = re.compile(r"fused_expert_lora.*|trainer_log\.jsonl|training_loss\.png")

@@ -162,7 +162,7 @@ RULES: tuple[Rule, ...] = (
     Rule("KTB611", "error", "the base model's config.json can't be read: nothing is checked against it",
          "point at a model directory as transformers saves it"),
     Rule("KTB612", "error", "the adapter was trained on another base model, by the fingerprint in its"
-         " manifest", "use the model it was trained on; if this one is meant, ktbridge merge takes"
+         " manifest", "use the model it was trained on; if this one is meant, merge and serve take"
          " --allow-other-base"),
     Rule("KTB613", "warning", "the base model's config.json is not the one that was trained with",
          "use the config.json of training, or check that the difference is meant"),

@@ -39,7 +39,12 @@ def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, time
         raise UsageError(f"--allow {' '.join(unknown)}: no launch problem has this code", step)
     facts = gather(request)
     plan = make_plan(request, facts)
-    plan = replace(plan, problems=sort_problems([*plan.problems, *check_sources(plan, facts)]))
+    plan = replace(
+        plan,
+        problems=sort_problems(
+            [*plan.problems, *check_sources(plan, facts, request.allow_other_base)]
+        ),
+    )
     if dry_run:
         if as_json:
             emit_json({"ok": plan.ok, **plan.as_dict()})
@@ -68,7 +73,7 @@ def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, time
         console.file.flush()
 
     with terminable():
-        print_problems(prepare(plan, facts, on_step))
+        print_problems(prepare(plan, facts, on_step, request.allow_other_base))
         path = Path(log).expanduser() if log else default_log(plan.port)
         stderr.print(
             f"starting sglang-kt {plan.version}; log: {path}", markup=False, soft_wrap=True

@@ -150,6 +150,11 @@ def _sglang_is_here() -> bool:
     metavar="CODE",
     help="Take a launch problem (KTB951 on) for a warning; may be repeated.",
 )
+@click.option(
+    "--allow-other-base",
+    is_flag=True,
+    help="Serve though the adapter was trained on another base model (KTB612).",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be served, and stop.")
 @machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
@@ -180,6 +185,7 @@ def command(
     timeout: float,
     log: str | None,
     allowed: tuple[str, ...],
+    allow_other_base: bool,
     dry_run: bool,
     as_json: bool,
     engine_flags: tuple[str, ...],
@@ -241,6 +247,7 @@ def command(
             replicas=replicas,
             flags=engine_flags,
             allowed=frozenset(allowed),
+            allow_other_base=allow_other_base,
             described=machine,
         )
         run(request, dry_run=dry_run, as_json=as_json, log=log, timeout=timeout)
@@ -266,6 +273,7 @@ def command(
         merged_adapters=merged_adapters,
         adapters=adapters,
         limits=make_limits(limits),
+        allow_other_base=allow_other_base,
     )
 
     print_problems(p for p in plan.problems if p.severity != "info")

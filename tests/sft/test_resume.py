@@ -33,6 +33,7 @@ from ktbridge.sft.resume import (
     Resumption,
     find_checkpoint,
     identity,
+    saved,
     step_of,
 )
 
@@ -156,7 +157,7 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
     assert losses(run_dir / "raw") == losses(run_dir / "whole")
 
     # The last step's checkpoint stays, is an adapter, and makes a longer run.
-    (last,) = (run_dir / "raw.checkpoints").glob("checkpoint-*")
+    (last,) = saved(run_dir / "raw.checkpoints")
     assert last.name == "checkpoint-12"
     assert artifacts(last) == artifacts(run_dir / "raw")
     assert validate_adapter([last]).ok
@@ -284,23 +285,26 @@ def test_a_run_that_has_no_room_is_refused_before_it_loads(run_dir: Path) -> Non
 
 @quiet
 def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: Path) -> None:
-    output = run_dir / "raw"
+    output, other = run_dir / "raw", run_dir / "other"
 
     def occupy(step: int, steps: int) -> None:
         if step == steps:
-            output.mkdir()
-            (output / "thesis.txt").write_text("mine")
+            for place in (output, other):
+                place.mkdir(exist_ok=True)
+                (place / "thesis.txt").write_text("mine")
 
     for overrides, place in (
         (["save_steps=1"], run_dir / "raw.checkpoints/checkpoint-2"),
-        (["save_steps=0"], run_dir / "raw-saved"),
+        (["save_steps=0", "output_dir=other"], run_dir / "other-saved"),
     ):
         with pytest.raises(KtbridgeError, match="could not be written to") as caught:
             train(run_dir, "max_steps=2", *overrides, on_progress=occupy)
         assert str(place) in str(caught.value)
         assert validate_adapter([place]).ok
-        shutil.rmtree(output)
-    # The checkpoint's run is whole: the same command writes the adapter and trains nothing.
+        assert (output / "thesis.txt").read_text() == "mine"
+        shutil.rmtree(other)
+    shutil.rmtree(output)
+    # The checkpoint has all of its run: the same command writes the adapter and trains nothing.
     log: list[dict] = []
     train(run_dir, "max_steps=2", "save_steps=1", on_log=log.append)
     assert not log

@@ -137,6 +137,8 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
     assert f"{result['cut']} cut at 13 tokens" in done.stderr
     refused = (run_dir / "raw/refused_rows.jsonl").read_text().splitlines()
     assert [json.loads(line)["row"] for line in refused] == [bad]
+    again = train(run_dir, *options, "overwrite_output_dir=true", "lora_rank=2")
+    assert again.exit_code == 0, again.stderr  # the list is a run's own, and is replaced with it
 
 
 @quiet

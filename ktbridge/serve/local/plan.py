@@ -71,6 +71,7 @@ def plan_local(
     merged_adapters: Mapping[str, str] | None = None,
     adapters: Mapping[str, str] | None = None,
     limits: Limits | None = None,
+    allow_other_base: bool = False,
 ) -> ServePlan:
     """Check a launch and lay it out; reads configs and headers only.
 
@@ -137,7 +138,9 @@ def plan_local(
         ),
         api_key=api_key or None,
         limits=_within(limits or Limits(), read_model_config(base)),
-        problems=_check_adapters(base, [path for _, path in (*expert, *nonexpert)]),
+        problems=_check_adapters(
+            base, [path for _, path in (*expert, *nonexpert)], allow_other_base
+        ),
     )
 
 
@@ -175,7 +178,9 @@ def _open(directory: str, layout: str | None) -> Adapter:
     return adapter
 
 
-def _check_adapters(base: Path, directories: Sequence[Path]) -> tuple[Problem, ...]:
+def _check_adapters(
+    base: Path, directories: Sequence[Path], allow_other_base: bool
+) -> tuple[Problem, ...]:
     """Whether headers and configurations fit the base; values are `ktbridge validate`'s business.
 
     Returns what is worth saying; raises ProblemsError for what would serve something else than was
@@ -183,7 +188,12 @@ def _check_adapters(base: Path, directories: Sequence[Path]) -> tuple[Problem, .
     """
     problems: dict[Problem, None] = {}
     for directory in dict.fromkeys(directories):
-        report = validate_adapter([directory], base_model=base, structure_only=True)
+        report = validate_adapter(
+            [directory],
+            base_model=base,
+            structure_only=True,
+            allow_other_base=allow_other_base,
+        )
         problems.update(dict.fromkeys(report.problems))
     if has_errors(problems):
         raise ProblemsError(

@@ -25,7 +25,7 @@ from ktbridge.serve.sglang.supervise import GRACE_SECONDS, Engine
 _LAYOUT = "KTB901"
 
 
-def check_sources(plan: Plan, facts: Facts) -> list[Problem]:
+def check_sources(plan: Plan, facts: Facts, allow_other_base: bool = False) -> list[Problem]:
     """What the engine's rules say of the adapters as they are given; headers only.
 
     What the plan converts first isn't blamed for its layout.
@@ -37,13 +37,17 @@ def check_sources(plan: Plan, facts: Facts) -> list[Problem]:
         base_model=facts.model_path,
         engine=f"{ENGINE}=={plan.version}",
         structure_only=True,
+        allow_other_base=allow_other_base,
     )
     # KTB901 is planned for: a layout that can't be served is a problem of the plan already.
     return [found for found in report.problems if found.code != _LAYOUT]
 
 
 def prepare(
-    plan: Plan, facts: Facts, on_step: Callable[[str], None] = lambda _: None
+    plan: Plan,
+    facts: Facts,
+    on_step: Callable[[str], None] = lambda _: None,
+    allow_other_base: bool = False,
 ) -> list[Problem]:
     """Make the conversions and check what will be served, values too. Returns what is worth saying.
 
@@ -58,7 +62,10 @@ def prepare(
     on_step("checking the adapter")
     directories = list(dict.fromkeys(plan.directories))
     report = validate_adapter(
-        directories, base_model=facts.model_path, engine=f"{ENGINE}=={plan.version}"
+        directories,
+        base_model=facts.model_path,
+        engine=f"{ENGINE}=={plan.version}",
+        allow_other_base=allow_other_base,
     )
     if has_errors(report.problems):
         raise ProblemsError(

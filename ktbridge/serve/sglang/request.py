@@ -20,8 +20,9 @@ class Request:
     not be installed; ``python`` is the interpreter whose environment holds the engine, None for
     ours. ``tp_size`` counts GPUs over all ``nodes``; ``dist_init_addr`` is HOST:PORT of the first
     node. ``flags`` are the engine's own, as they stood after ``--``. ``allowed`` are codes of
-    problems that the user takes upon themselves: errors among them become warnings. ``described`` is
-    another machine to plan for.
+    problems that the user takes upon themselves: errors among them become warnings, as does with
+    ``allow_other_base`` that the adapter was trained on another base model. ``described`` is another
+    machine to plan for.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Request:
     replicas: int = 1
     flags: tuple[str, ...] = ()
     allowed: frozenset[str] = frozenset()
+    allow_other_base: bool = False
     described: Described = field(default_factory=Described)
 
     @property
