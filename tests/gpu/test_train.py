@@ -83,7 +83,7 @@ def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
     assert 0 < result["expert_share"] < 1
     assert validate_adapter([run_dir / "raw"]).ok
 
-    on_cpu = train(run_dir, "use_cpu=true", "output_dir=cpu")
+    on_cpu = train(run_dir, "use_cpu=true", f"output_dir={run_dir / 'cpu'}")
     assert on_cpu.first_loss == pytest.approx(result["first_loss"], rel=2e-2)
     assert losses(run_dir / "cpu") == pytest.approx(losses(run_dir / "raw"), rel=0.1)
 
@@ -92,7 +92,7 @@ def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
 def test_a_run_that_was_stopped_goes_on(run_dir, stage):
     from ktbridge.errors import KtbridgeError
 
-    train(run_dir, *stage, "output_dir=whole")
+    train(run_dir, *stage, f"output_dir={run_dir / 'whole'}")
 
     def stop(step: int, steps: int) -> None:
         if step == 5:

@@ -206,7 +206,7 @@ def run_dir(tmp_path_factory, base_dir):
         "per_device_train_batch_size": GLOBAL_BATCH // 2,
     }
     (path / "run.yaml").write_text(yaml.safe_dump({**config, "output_dir": "raw"}))
-    overrides = ["output_dir=alone", f"per_device_train_batch_size={GLOBAL_BATCH}"]
+    overrides = [f"output_dir={path / 'alone'}", f"per_device_train_batch_size={GLOBAL_BATCH}"]
     trainer.train(load_config(path / "run.yaml", overrides))
     return path
 
@@ -216,7 +216,7 @@ def launched(run_dir, name, method, *overrides, how=("-m", "ktbridge")):
     return (
         *("-m", "accelerate.commands.launch", "--config_file", f"{EXAMPLES / method}.yaml"),
         *("--main_process_port", "0", *how, "train", str(run_dir / "run.yaml"), "--json"),
-        *(f"output_dir={name}", *overrides),
+        *(f"output_dir={run_dir / name}", *overrides),
     )
 
 
@@ -289,7 +289,7 @@ def test_fsdp2_interrupted_and_resumed_trains_as_one_process_does(launch, run_di
     names = {path.name for path in (run_dir / "fsdp2.checkpoints/checkpoint-2").iterdir()}
     assert {"optimizer.safetensors", "optimizer_1.safetensors", "trainable.safetensors"} <= names
 
-    overrides = ["output_dir=fsdp2", "resume_from_checkpoint=true"]
+    overrides = [f"output_dir={run_dir / 'fsdp2'}", "resume_from_checkpoint=true"]
     with pytest.raises(ProblemsError, match="another run") as alone:
         prepare_run(load_config(run_dir / "run.yaml", overrides))
     found = [problem.where.rpartition(": ")[2] for problem in alone.value.problems]
@@ -336,7 +336,8 @@ def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
     stage = ["stage=dpo", "dataset=pairs.jsonl"]
     if not (run_dir / "dpo").exists():
         batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
-        trainer.train(load_config(run_dir / "run.yaml", [*stage, "output_dir=dpo", batch]))
+        own = [*stage, f"output_dir={run_dir / 'dpo'}", batch]
+        trainer.train(load_config(run_dir / "run.yaml", own))
     done = launch(f"dpo-{method}", method, *stage)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
