@@ -29,11 +29,11 @@ help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(VENV)/.demo
-	@$(BIN)/ktbridge demo --dir $(DEMO_DIR)
+	@$(BIN)/ktbridge demo --output $(DEMO_DIR)
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/gpu tests/engine
