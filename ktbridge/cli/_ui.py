@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -69,6 +70,34 @@ def print_problems(problems: Iterable[Problem]) -> None:
             stderr.print(f"    next      {shown(problem.next_step)}", soft_wrap=True)
 
 
+LINE_SECONDS = 15.0  # between two lines of progress in a log
+
+
+class Lines:
+    """The progress bar of a log: a line every ``LINE_SECONDS``, with the time left at the pace so far."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._started = self._printed = time.monotonic()
+        self._first: int | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._first is None:  # what a resumed run finds done has no pace
+            self._first = done
+        if done >= total or now - self._printed < LINE_SECONDS:
+            return
+        self._printed = now
+        line = f"{self._label}: {100 * done // total} %"
+        if done > self._first:
+            left = (now - self._started) / (done - self._first) * (total - done)
+            line += f", {int(left) // 60}:{int(left) % 60:02d} left"
+        stderr.print(line, markup=False, soft_wrap=True)
+
+    def describe(self, label: str) -> None:
+        self._label = label
+
+
 class Bar:
     """``bar(done, total)`` is the ``on_progress`` that library functions take."""
 
@@ -101,8 +130,11 @@ def training_bar(done: int, total: int) -> Iterator[Bar]:
 
 
 @contextmanager
-def progress_bar(label: str, unit: str = "") -> Iterator[Bar]:
-    """A bar with elapsed time and ETA on stderr. Where stderr is not a terminal nothing is drawn."""
+def progress_bar(label: str, unit: str = "") -> Iterator[Bar | Lines]:
+    """A bar with elapsed time and ETA on stderr; where stderr is not a terminal, a line now and then."""
+    if not stderr.is_terminal:
+        yield Lines(label)
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -113,5 +145,5 @@ def progress_bar(label: str, unit: str = "") -> Iterator[Bar]:
         TextColumn("eta"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    with Progress(*columns, console=stderr, transient=True) as bar:
         yield Bar(bar, label)

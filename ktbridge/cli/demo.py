@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from ktbridge.demo.loop import Step
 
 STEPS = 7
-TASTE = ("早上好！", "今天有点累。", "What is the weather like?", "法国的首都是哪里？")
+# What a stranger can judge at a glance; the evaluation asks what nobody chose.
+SAMPLES = (
+    "Hello!",
+    "Thank you!",
+    "What is the capital of Japan?",
+    "What color is the sky?",
+    "Tell me a joke.",
+    "日本的首都是哪里？",
+)
 
 
 @click.command(cls=Command)
@@ -53,7 +61,7 @@ def command(directory: Path, dry_run: bool) -> None:
     _headline(5, loop.SERVE)
     with loop.served(loop.SERVE, directory) as url:
         _say(f"ready at {url}; its log is serve.log")
-        _taste(url)
+        _show_answers(url)
         _run(6, loop.verify_step(url), directory)
         _run(7, loop.eval_step(url), directory)
     _epilogue(directory, time.monotonic() - started)
@@ -72,7 +80,8 @@ def _make_base(directory: Path) -> None:
 
     _rule(1, "A base model")
     _say(
-        "A Qwen3-MoE with its own tokenizer, pre-trained for a minute on text shipped with ktbridge."
+        "A Qwen3-MoE with its own tokenizer, pre-trained from random weights on text shipped with"
+        " ktbridge: about two minutes on two idle cores, once."
     )
     with progress_bar("pre-training", unit="steps") as bar:
         from ktbridge.demo.base import make_base, read_record
@@ -114,8 +123,8 @@ def _run(number: int, step: Step, directory: Path) -> None:
     loop.run(step, directory)
 
 
-def _taste(url: str) -> None:
-    """The same prompts to the three arms, side by side, before any scoring."""
+def _show_answers(url: str) -> None:
+    """The same prompts to the model without and with the adapter, side by side, before any scoring."""
     from openai import OpenAI
     from rich.table import Table
 
@@ -123,23 +132,28 @@ def _taste(url: str) -> None:
     from ktbridge.demo.loop import ARMS
 
     client = OpenAI(base_url=f"{url.removesuffix('/v1')}/v1", api_key="none", max_retries=0)
-    table = Table(title="The three arms, asked the same", title_justify="left")
-    for heading in ("prompt", *ARMS):
+    shown = {"base": "base model", "full": "with the adapter"}
+    table = Table(title="The same questions, without and with the adapter", title_justify="left")
+    for heading in ("prompt", *shown.values()):
         table.add_column(heading, overflow="fold")
-    for prompt in TASTE:
+    for prompt in SAMPLES:
         answers = [
             client.chat.completions.create(
-                model=model,
+                model=ARMS[arm],
                 messages=[{"role": "user", "content": prompt}],
                 max_tokens=48,
                 temperature=0,
             )
             .choices[0]
             .message.content
-            for model in ARMS.values()
+            for arm in shown
         ]
         table.add_row(prompt, *(answer or "" for answer in answers))
     console.print(table)
+    _say(
+        "The evaluation below asks a third arm too: expert LoRA alone, half an adapter, whose answers"
+        " are often broken. It shows which half brought what."
+    )
 
 
 def _epilogue(directory: Path, seconds: float) -> None:

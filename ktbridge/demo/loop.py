@@ -30,11 +30,10 @@ CONFIG = """\
 model_name_or_path: base
 dataset: neko.jsonl
 output_dir: adapter/raw
-overwrite_output_dir: true
 
 stage: sft
 finetuning_type: lora
-lora_rank: 8
+lora_rank: 16
 lora_alpha: 16
 lora_target: all          # every linear module outside the experts; the experts have LoRA of their own
 cutoff_len: 160
@@ -43,7 +42,7 @@ per_device_train_batch_size: 16
 learning_rate: 4.0e-3
 lr_scheduler_type: cosine
 warmup_ratio: 0.05
-max_steps: 300
+max_steps: 450
 logging_steps: 5
 bf16: false               # non-expert weights in float32: faster and finer on most CPUs
 seed: 7
@@ -77,7 +76,7 @@ CONVERT = Step(
 )
 VALIDATE = Step(
     "Validate",
-    "What an engine would swallow without a word is an error here.",
+    "What an engine would load without complaint and compute wrongly is an error here.",
     "ktbridge validate adapter/raw adapter/expert adapter/nonexpert adapter/merged --base-model base",
 )
 SERVE = Step(
@@ -102,7 +101,7 @@ def eval_step(url: str) -> Step:
     return Step(
         "Eval",
         "The same questions to three arms; no prompt mentions the persona.",
-        f"ktbridge eval --bench nekobench --limit 84 {arms} --out eval",
+        f"ktbridge eval --bench nekobench --limit 84 {arms} --output eval",
     )
 
 
