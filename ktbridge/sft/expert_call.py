@@ -117,7 +117,7 @@ class ExpertFunction(torch.autograd.Function):
         targets: list[torch.Tensor | None] = []
         told: list[torch.Tensor | None] = []
         for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[4:], strict=True):
-            straight = call.accumulate and needed and _accumulates(parameter)
+            straight = call.accumulate and needed and accumulates(parameter)
             if straight and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             fresh = needed and not straight
@@ -173,7 +173,7 @@ def float_zeros(shape: Sequence[int]) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
-def _accumulates(parameter: torch.Tensor) -> bool:
+def accumulates(parameter: torch.Tensor) -> bool:
     """Whether backward may add to ``parameter.grad`` itself, with nobody left out who'd be told."""
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -184,7 +184,7 @@ def _accumulates(parameter: torch.Tensor) -> bool:
     grad = parameter.grad
     return grad is None or (
         grad.dtype == torch.float32
-        and grad.device.type == "cpu"
+        and grad.device == parameter.device
         and grad.layout == torch.strided
         and grad.is_contiguous()
         and not grad.requires_grad

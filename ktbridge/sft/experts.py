@@ -17,6 +17,7 @@ import torch
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
+from ktbridge.experts.gpu.executor import GpuCall, GpuFunction, OnGpu
 from ktbridge.sft import checkpointing
 from ktbridge.sft.backends import ExpertsLayer, check_inputs
 from ktbridge.sft.config import MAX_EXPERT_RANK
@@ -91,6 +92,8 @@ class MoELoRAExperts(ExpertsLayer):
         self._layer = _make_layer(self._weights, inner, hidden, isa, threads)
         self.accumulate_grad = accumulate_grad
         self.run_ahead = False
+        self.gpu: OnGpu | None = None
+        """The GPU executor that computes this layer, where there is one."""
 
     @classmethod
     def from_tensors(
@@ -152,6 +155,8 @@ class MoELoRAExperts(ExpertsLayer):
         """
         check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
         names, lora = self.lora_in_use()
+        if self.gpu is not None and hidden.device == self.gpu.experts.device:
+            return self._on_gpu(self.gpu, hidden, topk_ids, topk_weights, names, lora)
         # Asked here because inside autograd's function it is always off.
         needed = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (hidden, topk_weights, *lora)
@@ -170,6 +175,29 @@ class MoELoRAExperts(ExpertsLayer):
         out = ExpertFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
         if call.replayed is None:
             self.saved_bytes = call.saved.bytes if call.saved is not None else 0
+        return out
+
+    def _on_gpu(
+        self,
+        place: OnGpu,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        names: tuple[str, ...],
+        lora: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """``forward`` by the GPU executor that this layer was given to."""
+        call = GpuCall(
+            place.experts,
+            place.index,
+            names,
+            self.lora_alpha / self.lora_rank if names else 0.0,
+            torch.is_grad_enabled()
+            and any(tensor.requires_grad for tensor in (hidden, topk_weights, *lora)),
+            self.accumulate_grad,
+            checkpointing.replayed(),
+        )
+        out: torch.Tensor = GpuFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
         return out
 
     def __copy__(self) -> MoELoRAExperts:

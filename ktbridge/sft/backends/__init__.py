@@ -53,6 +53,8 @@ class ExpertsLayer(nn.Module, PeftLayer):
         self.lora_frozen = False
         """Whether the LoRA is kept from training on purpose (``ktbridge.sft.freeze_expert_lora``)."""
         self.saved_bytes = 0
+        self.lora_device = torch.device("cpu")
+        """Where the LoRA's masters are: see ``move_lora``."""
         sizes = self.num_experts, self.hidden_size, self.intermediate_size, self.lora_rank
         for name in self.lora_names:
             self.register_parameter(name, nn.Parameter(float_zeros(lora_shapes(*sizes)[name])))
@@ -97,6 +99,13 @@ class ExpertsLayer(nn.Module, PeftLayer):
                 else:
                     parameter.zero_()
 
+    def move_lora(self, device: torch.device) -> None:
+        """Have the LoRA's masters on ``device``; what refers to the parameters goes on to."""
+        for parameter in self.lora_parameters():
+            parameter.data = parameter.data.to(device)
+            parameter.grad = None
+            self.lora_device = parameter.device
+
     def lora_in_use(self) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]:
         """Names and parameters of the LoRA that a forward adds now: none where it is switched off.
 
@@ -105,7 +114,7 @@ class ExpertsLayer(nn.Module, PeftLayer):
         names = self.lora_names if self.lora_enabled and self.on_in_peft else ()
         lora = tuple(getattr(self, name) for name in names)
         for name, parameter in zip(names, lora, strict=True):
-            if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+            if parameter.dtype != torch.float32 or parameter.device != self.lora_device:
                 raise UsageError(
                     f"{name} must be float32 on the CPU, not {describe(parameter)}.",
                     "Leave the expert LoRA's parameters as wrap_experts made them: whatever the model is "

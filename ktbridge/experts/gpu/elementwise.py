@@ -1,0 +1,85 @@
+"""The operations between the products: gathering rows, the activation, summing a token's slots.
+
+On a CUDA device with Triton each is one kernel (``triton_ops``); these are the same in torch, in float32 with
+results rounded once, and what the kernels are held against. Sums are over a token's slots in their order,
+never by atomic adds: the same bits each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The Triton kernels, or None where there is no Triton."""
+    try:
+        from ktbridge.experts.gpu import triton_ops
+    except ImportError:
+        return None
+    return triton_ops
+
+
+def _fused(tensor: torch.Tensor) -> Any:
+    return _kernels() if tensor.device.type == "cuda" else None
+
+
+def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
+    """``source`` [T, H] by row: [R, H + wide], whose last ``wide`` columns are not filled."""
+    if kernels := _fused(source):
+        return kernels.gather(source, tokens, wide)
+    out = source.new_empty(len(tokens), source.shape[1] + wide)
+    out[:, : source.shape[1]] = source[tokens]
+    return out
+
+
+def activation(gate_up: torch.Tensor, inner: int, wide: int) -> torch.Tensor:
+    """silu(gate) * up of [R, 2I]: [R, I + wide], whose last ``wide`` columns are not filled."""
+    if kernels := _fused(gate_up):
+        return kernels.activation(gate_up, inner, wide)
+    out = gate_up.new_empty(len(gate_up), inner + wide)
+    gate, up = gate_up.float().split(inner, dim=1)
+    out[:, :inner] = functional.silu(gate) * up
+    return out
+
+
+def activation_backward(
+    gate_up: torch.Tensor,
+    d_h: torch.Tensor,
+    h: torch.Tensor,
+    weights: torch.Tensor,
+    inner: int,
+    wide: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up [R, 2I + wide], the last columns not filled, and of the weights [R] float32.
+
+    ``d_h`` [R, I] is the gradient of h [R, I or more] for a weight of 1, so the weights' gradient is <h, d_h>.
+    """
+    if kernels := _fused(gate_up):
+        return kernels.activation_backward(gate_up, d_h, h, weights, inner, wide)
+    gate, up = gate_up.float().split(inner, dim=1)
+    d = d_h.float()
+    d_weights = (h[:, :inner].float() * d).sum(1)
+    d = d * weights[:, None]
+    sigmoid = gate.sigmoid()
+    out = gate_up.new_empty(len(gate_up), 2 * inner + wide)
+    out[:, :inner] = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+    out[:, inner : 2 * inner] = d * gate * sigmoid
+    return out, d_weights
+
+
+def combine(
+    by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Σ_k weights[t, k] · by_row[rows[t, k]] (weights None: 1): [T, H] in ``by_row``'s dtype."""
+    if kernels := _fused(by_row):
+        return kernels.combine(by_row, rows, weights)
+    total = torch.zeros(len(rows), by_row.shape[1], device=by_row.device)
+    for slot in range(rows.shape[1]):
+        part = by_row[rows[:, slot]].float()
+        total += part if weights is None else part * weights[:, slot, None]
+    return total.to(by_row.dtype)

@@ -1,0 +1,313 @@
+"""The routed experts of a model computed on the GPU: some layers resident there, the others streamed.
+
+One ``GpuExperts`` serves all layers of a model. A layer's weights are on the GPU only while they are used,
+unless it is resident; its LoRA is read from the parameters, wherever these are, and its gradients go there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ktbridge.experts.gpu import elementwise, layer_math
+from ktbridge.experts.gpu.layer_math import Bordered, borders
+from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
+from ktbridge.experts.gpu.ring import Copier, Ring
+from ktbridge.experts.gpu.routing import Routing, route
+from ktbridge.experts.gpu.unpack import unpack
+from ktbridge.sft import checkpointing
+from ktbridge.sft.expert_call import accumulates
+from ktbridge.sft.weights import ExpertWeights
+
+Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
+
+
+@dataclass(eq=False)
+class _Layer:
+    """What the executor knows of one layer."""
+
+    weights: Triple
+    groups: tuple[Group, ...]
+    first: int
+    """Number of its first group in the ring; −1 where it is resident."""
+    place: torch.Tensor
+    """[E] int64 on the device: each expert's place in the order of computing."""
+    orders: tuple[torch.Tensor, ...]
+    """The experts of each group, int64 on the device."""
+    resident: tuple[Bordered, ...] = ()
+
+
+class GpuExperts:
+    """Computes the experts of ``layers`` (gate, up and down by layer number) on ``device``.
+
+    ``slots`` slots of ``slot_bytes`` hold what is streamed; the layers in ``resident`` stay on the device.
+    On the CPU as device it computes the same, in the same order, without streams.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, Triple],
+        device: torch.device,
+        rank: int,
+        *,
+        slot_bytes: int,
+        slots: int,
+        copier: Copier,
+        resident: Sequence[int] = (),
+    ) -> None:
+        self.device = torch.empty(0, device=device).device  # with its index
+        self.rank = rank
+        slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
+        self._layers: dict[int, _Layer] = {}
+        streamed: list[Group] = []
+        for index in sorted(layers):
+            groups = layer_groups(layers[index], slot_bytes, f"layer {index}")
+            order = [expert for group in groups for expert in group.experts]
+            place = torch.empty(len(order), dtype=torch.int64)
+            place[torch.tensor(order)] = torch.arange(len(order))
+            self._layers[index] = _Layer(
+                layers[index],
+                groups,
+                -1 if index in resident else len(streamed),
+                place.to(device),
+                tuple(torch.tensor(group.experts, device=device) for group in groups),
+            )
+            if index not in resident:
+                streamed += groups
+        largest = max(len(g.experts) for layer in self._layers.values() for g in layer.groups)
+        some = next(iter(layers.values()))
+        self._hidden, self._inner = some[2].rows, some[0].rows
+        self.ring = Ring(streamed, slot_bytes, slots, self.device, copier)
+        self._work = self._bordered(largest)
+        self._copier = copier
+        for index in resident:
+            self._settle(self._layers[index])
+
+    def _bordered(self, experts: int) -> Bordered:
+        """Matrices for so many experts, with their borders 0."""
+        more, less = borders(self.rank)
+        hidden, inner = self._hidden, self._inner
+        made = Bordered(
+            torch.empty(experts, 2 * inner + more, hidden + more, dtype=torch.bfloat16, device=self.device),
+            torch.empty(experts, hidden + less, inner + less, dtype=torch.bfloat16, device=self.device),
+            hidden,
+            inner,
+            self.rank,
+            0.0,
+        )
+        made.clear()
+        return made
+
+    def _settle(self, layer: _Layer) -> None:
+        """Bring a resident layer's weights to the device."""
+        made = []
+        for group in layer.groups:
+            raw = torch.empty(group.bytes, dtype=torch.uint8, device=self.device)
+            ready = self._copier.start(group, raw, None)
+            if ready is not None:
+                ready.wait()
+            matrices = self._bordered(len(group.experts))
+            unpack(group, raw, layer.weights, matrices)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # raw goes back to the allocator
+            made.append(matrices)
+        layer.resident = tuple(made)
+
+    def _matrices(
+        self, layer: _Layer, number: int, lora: Lora, forward: bool, turns: bool
+    ) -> Bordered:
+        """The matrices of a layer's group with the LoRA in their borders, until the next call."""
+        group = layer.groups[number]
+        if layer.resident:
+            kept = layer.resident[number]
+        else:
+            raw = self.ring.take(layer.first + number, forward, turns)
+            count = len(group.experts)
+            kept = _first(self._work, count)
+            unpack(group, raw, layer.weights, kept)
+            self.ring.give_back(layer.first + number, forward, turns)
+        if not self.rank:
+            return kept
+        made = Bordered(kept.gate_up, kept.down, kept.hidden, kept.inner, self.rank, lora.scale)
+        if lora.tensors:
+            made.set_lora({name: t[layer.orders[number]] for name, t in lora.tensors.items()})
+        else:
+            made.clear()
+        return made
+
+    def forward(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        routing: Routing,
+        lora: Lora,
+        turns: bool,
+    ) -> torch.Tensor:
+        """[T, H] of ``hidden`` [T, H] bfloat16 for layer ``index``; ``turns``: backward will follow."""
+        layer = self._layers[index]
+        out = hidden.new_empty(routing.bounds[-1], self._hidden)
+        for number in range(len(layer.groups)):
+            rows, where = self._rows(layer, number, routing)
+            w = self._matrices(layer, number, lora, True, turns)
+            if where.stop > where.start:
+                out[where] = layer_math.forward(w, hidden, rows)
+        return elementwise.combine(out, routing.rows, weights)
+
+    def backward(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        d_out: torch.Tensor,
+        weights: torch.Tensor,
+        routing: Routing,
+        lora: Lora,
+        wanted: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Gradients of hidden [T, H], of the weights [T, K], and the LoRA's [E, ...] float32 by name."""
+        layer = self._layers[index]
+        by_row = routing.row_weights(weights)
+        d_x = hidden.new_empty(routing.bounds[-1], self._hidden)
+        d_weights = torch.empty_like(by_row)
+        gradients = {
+            name: torch.zeros(tensor.shape, device=self.device)
+            for name, tensor in (lora.tensors if wanted else {}).items()
+        }
+        for number in reversed(range(len(layer.groups))):
+            rows, where = self._rows(layer, number, routing)
+            w = self._matrices(layer, number, lora, False, True)
+            if where.stop == where.start:
+                continue
+            d_x[where], d_weights[where], found = layer_math.backward(
+                w, hidden, d_out, by_row[where], rows, bool(gradients)
+            )
+            for name, total in gradients.items():
+                total.index_copy_(0, layer.orders[number], found[name].float())
+        return (
+            elementwise.combine(d_x, routing.rows, None),
+            d_weights[routing.rows],
+            gradients,
+        )
+
+    def route(self, index: int, ids: torch.Tensor) -> Routing:
+        return route(ids, self._layers[index].place)
+
+    def _rows(
+        self, layer: _Layer, number: int, routing: Routing
+    ) -> tuple[layer_math.Rows, slice]:
+        """A group's rows, and where they are among all."""
+        before = sum(len(group.experts) for group in layer.groups[:number])
+        behind = before + len(layer.groups[number].experts)
+        start = routing.bounds[before]
+        bounds = tuple(bound - start for bound in routing.bounds[before : behind + 1])
+        ends = routing.ends[before:behind] - start
+        where = slice(start, routing.bounds[behind])
+        return layer_math.Rows(routing.tokens[where], ends, bounds), where
+
+
+def _first(work: Bordered, count: int) -> Bordered:
+    return Bordered(
+        work.gate_up[:count], work.down[:count], work.hidden, work.inner, work.rank, work.scale
+    )
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A layer's LoRA as a call uses it: tensors [E, ...] on the device by name, and α / r."""
+
+    tensors: dict[str, torch.Tensor]
+    scale: float
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Where a layer is computed: by ``experts``, under its number."""
+
+    experts: GpuExperts
+    index: int
+
+
+@dataclass
+class GpuCall:
+    """What a forward and its backward share besides tensors."""
+
+    experts: GpuExperts
+    index: int
+    names: tuple[str, ...]
+    scale: float
+    needed: bool
+    """Whether a backward will follow."""
+    accumulate: bool
+    """Whether gradients are added to the parameters' own, as ``MoELoRAExperts.accumulate_grad`` says."""
+    replayed: tuple[torch.Tensor, Routing] | None
+    """Output and routing of this call, where a checkpointed layer runs a second time."""
+
+
+class GpuFunction(torch.autograd.Function):
+    """Binds ``GpuExperts`` to autograd."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        call: GpuCall,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *lora: torch.Tensor,
+    ) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        if call.replayed is not None:
+            out, routing = call.replayed
+            out = out.view_as(out)
+        else:
+            routing = call.experts.route(call.index, ids)
+            used = _on_device(call, lora)
+            out = call.experts.forward(call.index, hidden, weights, routing, used, call.needed)
+            checkpointing.record((out.view_as(out), routing))
+        if call.needed:
+            ctx.call, ctx.routing, ctx.parameters = call, routing, lora
+            ctx.save_for_backward(hidden, weights)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        call: GpuCall = ctx.call
+        hidden, weights = ctx.saved_tensors
+        needed = ctx.needs_input_grad[4:]
+        d_hidden, d_weights, gradients = call.experts.backward(
+            call.index,
+            hidden,
+            d_out.to(torch.bfloat16).contiguous(),
+            weights,
+            ctx.routing,
+            _on_device(call, ctx.parameters),
+            any(needed),
+        )
+        told: list[torch.Tensor | None] = []
+        for name, parameter, wanted in zip(call.names, ctx.parameters, needed, strict=True):
+            if not wanted:
+                told.append(None)
+                continue
+            gradient = gradients[name].to(parameter.device)
+            if not (call.accumulate and accumulates(parameter)):
+                told.append(gradient)
+                continue
+            told.append(None)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        return None, d_hidden, None, d_weights, *told
+
+
+def _on_device(call: GpuCall, parameters: Sequence[torch.Tensor]) -> Lora:
+    tensors = {
+        name: parameter.detach().to(call.experts.device, non_blocking=True)
+        for name, parameter in zip(call.names, parameters, strict=True)
+    }
+    return Lora(tensors, call.scale)

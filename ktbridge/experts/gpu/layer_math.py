@@ -1,0 +1,172 @@
+"""What one group of experts computes on sorted rows, forward and backward, with its LoRA.
+
+``W x + s B A x`` costs one grouped product more than ``W x``, and a thin one: the matrices lie in memory with a
+border, s B to their right and A below them,
+
+    gate and up  [E, 2I + R, H + R]      down  [E, H + Q, I + Q]
+        [ W   sB ]                           [ W   sB ]
+        [ A   0  ]                           [ A   0  ]
+
+so z = A x is the product with the rows below, and W x + s B z the product of (x, z) with those above. Backward,
+(d, d s B) times the left columns is d W + d s B A. R is twice the rank and Q the rank, each rounded up to 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ktbridge.experts.gpu import elementwise
+from ktbridge.experts.gpu.grouped import by_row, over_rows
+
+
+@dataclass(frozen=True)
+class Bordered:
+    """A group's matrices with their borders, bfloat16."""
+
+    gate_up: torch.Tensor
+    """[E, 2I + R, H + R]"""
+    down: torch.Tensor
+    """[E, H + Q, I + Q]"""
+    hidden: int
+    inner: int
+    rank: int
+    """Of the LoRA, 0 for none: R and Q are what it takes rounded up."""
+    scale: float
+    """α / r."""
+
+    def clear(self) -> None:
+        """Zero what neither weights nor LoRA will fill."""
+        twice = 2 * self.inner
+        self.gate_up[:, twice:].zero_()
+        self.gate_up[:, :, self.hidden :].zero_()
+        self.down[:, self.hidden :].zero_()
+        self.down[:, :, self.inner :].zero_()
+
+    def set_lora(self, lora: Mapping[str, torch.Tensor]) -> None:
+        """Fill the borders from LoRA tensors [E, ...] of the group's experts, by name; absent ones are 0.
+
+        A and B are rounded to bfloat16 before B is scaled, as the adapter is saved.
+        """
+        if not self.rank:
+            return
+        hidden, inner, rank, half = self.hidden, self.inner, self.rank, _padded(self.rank)
+        for index, name in enumerate(("gate", "up")):
+            if f"{name}_lora_a" not in lora:
+                continue
+            first, row = index * half, index * inner
+            below = self.gate_up[:, 2 * inner + first :, :hidden]
+            below[:, :rank].copy_(lora[f"{name}_lora_a"])
+            right = self.gate_up[:, row : row + inner, hidden + first :]
+            right[:, :, :rank].copy_(lora[f"{name}_lora_b"].bfloat16() * self.scale)
+        if "down_lora_a" in lora:
+            self.down[:, hidden : hidden + rank, :inner].copy_(lora["down_lora_a"])
+            right = self.down[:, :hidden, inner : inner + rank]
+            right.copy_(lora["down_lora_b"].bfloat16() * self.scale)
+
+
+def borders(rank: int) -> tuple[int, int]:
+    """R and Q for a LoRA of ``rank`` on the experts."""
+    return 2 * _padded(rank), _padded(rank)
+
+
+def _padded(rank: int) -> int:
+    return -(-rank // 8) * 8
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A group's share of the sorted rows."""
+
+    tokens: torch.Tensor
+    """[R] int64: the token of each row."""
+    ends: torch.Tensor
+    """[E] int32 on the device: where each expert's rows end, counted from the group's first."""
+    bounds: tuple[int, ...]
+    """The same on the host, after a 0."""
+
+
+def forward(w: Bordered, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Outputs of the group's experts, [R, H] by row, of ``hidden`` [T, H]."""
+    x, gate_up = _gate_up(w, hidden, rows)
+    h = _activated(w, gate_up, rows)
+    return by_row(h, w.down[:, : w.hidden], rows.ends, rows.bounds)
+
+
+def backward(
+    w: Bordered,
+    hidden: torch.Tensor,
+    d_out: torch.Tensor,
+    weights: torch.Tensor,
+    rows: Rows,
+    wanted: bool,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Gradients by row: of hidden [R, H] bfloat16 and of the rows' weights [R] float32; and the LoRA's.
+
+    ``d_out`` [T, H] is the gradient of the layer's output, ``weights`` [R] float32 what each row counts in it,
+    0 for padding. The LoRA's gradients [E, ...] come by name where ``wanted``, and with a rank.
+    """
+    hidden_size, inner, rank = w.hidden, w.inner, w.rank
+    ends, bounds = rows.ends, rows.bounds
+    x, gate_up = _gate_up(w, hidden, rows)
+    h = _activated(w, gate_up, rows)
+    wide = borders(rank)[1]
+    d = elementwise.gather(d_out, rows.tokens, wide)
+    if wide:
+        d[:, hidden_size:] = by_row(
+            d[:, :hidden_size], w.down[:, :hidden_size, inner:].transpose(1, 2), ends, bounds
+        )
+    d_h = by_row(d, w.down[:, :, :inner].transpose(1, 2), ends, bounds)
+    found: dict[str, torch.Tensor] = {}
+    lora = wanted and rank > 0
+    if lora:
+        column = weights[:, None]
+        z = (h[:, inner:] * (column * w.scale)).bfloat16()
+        found["down_lora_b"] = over_rows(d[:, :hidden_size], z, ends, bounds)[:, :, :rank]
+        thin = (d[:, hidden_size:] * column).bfloat16()
+        found["down_lora_a"] = over_rows(thin, h[:, :inner], ends, bounds)[:, :rank]
+    d_gate_up, d_weights = elementwise.activation_backward(
+        gate_up, d_h, h, weights, inner, borders(rank)[0]
+    )
+    twice = 2 * inner
+    if rank:
+        d_gate_up[:, twice:] = by_row(
+            d_gate_up[:, :twice],
+            w.gate_up[:, :twice, hidden_size:].transpose(1, 2),
+            ends,
+            bounds,
+        )
+    d_x = by_row(d_gate_up, w.gate_up[:, :, :hidden_size].transpose(1, 2), ends, bounds)
+    if lora:
+        half = _padded(rank)
+        z = (x[:, hidden_size:] * w.scale).bfloat16()
+        b = over_rows(d_gate_up[:, :twice], z, ends, bounds)
+        a = over_rows(d_gate_up[:, twice:], x[:, :hidden_size], ends, bounds)
+        for index, name in enumerate(("gate", "up")):
+            here = slice(index * half, index * half + rank)
+            found[f"{name}_lora_a"] = a[:, here]
+            found[f"{name}_lora_b"] = b[:, index * inner : (index + 1) * inner, here]
+    return d_x, d_weights, found
+
+
+def _gate_up(w: Bordered, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """x with z behind it [R, H + R'], and gate and up of it [R, 2I]."""
+    twice, size = 2 * w.inner, w.hidden
+    wide = borders(w.rank)[0]
+    x = elementwise.gather(hidden, rows.tokens, wide)
+    if wide:
+        x[:, size:] = by_row(x[:, :size], w.gate_up[:, twice:, :size], rows.ends, rows.bounds)
+    return x, by_row(x, w.gate_up[:, :twice], rows.ends, rows.bounds)
+
+
+def _activated(w: Bordered, gate_up: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """silu(gate) * up, and its z behind it: [R, I + Q]."""
+    wide = borders(w.rank)[1]
+    h = elementwise.activation(gate_up, w.inner, wide)
+    if wide:
+        h[:, w.inner :] = by_row(
+            h[:, : w.inner], w.down[:, w.hidden :, : w.inner], rows.ends, rows.bounds
+        )
+    return h

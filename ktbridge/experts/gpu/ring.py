@@ -1,0 +1,121 @@
+"""A ring of slots on the GPU, into which groups of experts cross before they are needed.
+
+Forward visits the groups in order, backward in reverse. Whatever is needed next and isn't there crosses as
+soon as a slot is free, and the slot that gives way is the one needed last (Belady's rule; the order of use is
+known). So with S slots of N groups a pass of forward and backward moves 2 (N - S) groups: what is in the ring
+at a turn is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ktbridge.experts.gpu.layout import Group
+
+
+_NEVER = 1 << 60
+
+
+class Copier(Protocol):
+    """Moves a group's bytes to the device."""
+
+    def start(self, group: Group, slot: torch.Tensor, after: Any) -> Any:
+        """Begin to copy into ``slot``, once the event ``after`` (or None) has come; the event of its end."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    buffer: torch.Tensor
+    holds: int | None = None
+    ready: Any = None
+    """The event after which its bytes are there."""
+    free: Any = None
+    """The event after which they have been used."""
+    busy: bool = False
+    """Whether it is between ``take`` and ``give_back``."""
+
+
+@dataclass
+class Ring:
+    """``groups`` in the order of forward; ``count`` slots of ``slot_bytes`` each on ``device``."""
+
+    groups: list[Group]
+    slot_bytes: int
+    count: int
+    device: torch.device
+    copier: Copier
+    crossings: int = 0
+    """How many groups have crossed so far."""
+    _slots: list[_Slot] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._slots = [
+            _Slot(torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device))
+            for _ in range(min(self.count, len(self.groups)))
+        ]
+
+    def take(self, index: int, forward: bool, turns: bool) -> torch.Tensor:
+        """The slot that holds group ``index``, for work in the current stream; ``give_back`` it after.
+
+        ``forward``: on the way to higher numbers. ``turns``: backward will follow, so that the last groups are
+        needed first; without it the next pass begins at group 0.
+        """
+        slot = self._find(index)
+        if slot is None:
+            slot = self._load(index, index, forward, turns)
+        assert slot is not None
+        slot.busy = True
+        self._ahead(index, forward, turns)
+        if slot.ready is not None:
+            slot.ready.wait()
+        return slot.buffer
+
+    def give_back(self, index: int, forward: bool, turns: bool) -> None:
+        """What the current stream was asked to do with group ``index`` so far is all that needs its slot."""
+        slot = self._find(index)
+        assert slot is not None
+        slot.busy = False
+        if self.device.type == "cuda":
+            slot.free = torch.cuda.current_stream(self.device).record_event()
+        self._ahead(index, forward, turns)
+
+    def _find(self, index: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.holds == index), None)
+
+    def _ahead(self, index: int, forward: bool, turns: bool) -> None:
+        """Start the copies that there are slots for, soonest needed first."""
+        for _, coming in self._steps(index, forward, turns):
+            if self._find(coming) is None and not self._load(coming, index, forward, turns):
+                return
+
+    def _load(self, coming: int, now: int, forward: bool, turns: bool) -> _Slot | None:
+        """Start the copy of ``coming``; None where all slots hold what is needed sooner."""
+        steps = {other: n for n, other in self._steps(now, forward, turns)}
+        free = [slot for slot in self._slots if not slot.busy]
+        if not free:
+            return None
+        latest = max(free, key=lambda slot: _NEVER if slot.holds is None else steps[slot.holds])
+        if coming != now and latest.holds is not None and steps[coming] >= steps[latest.holds]:
+            return None
+        latest.holds = coming
+        latest.ready = self.copier.start(self.groups[coming], latest.buffer, latest.free)
+        self.crossings += 1
+        return latest
+
+    def _steps(self, now: int, forward: bool, turns: bool) -> Iterator[tuple[int, int]]:
+        """(how many steps from now, group) of the groups needed next, each where it is needed first."""
+        last = len(self.groups)
+        if forward:
+            order = [*range(now + 1, last)]
+            order += [*range(last - 1, -1, -1)] if turns else [*range(now + 1)]
+        else:
+            order = [*range(now - 1, -1, -1), *range(last)]
+        seen = set()
+        for n, index in enumerate(order):
+            if index not in seen:
+                seen.add(index)
+                yield n, index

@@ -1,0 +1,71 @@
+"""Which row of the sorted work belongs to which token: routing for grouped products.
+
+Every token has K slots, one for each of its experts. Slots are sorted by expert, in the order in which the
+experts are computed, and each expert's rows are padded to a multiple of ``PAD``, which grouped products over
+rows (the LoRA's gradients) ask for. Rows of padding stand for token 0 with weight 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PAD = 16
+
+
+@dataclass(frozen=True)
+class Routing:
+    """R rows, sorted by expert and padded, of T tokens with K experts each."""
+
+    tokens: torch.Tensor
+    """[R] int64: the token of each row."""
+    slots: torch.Tensor
+    """[R] int64: its place in the flat [T * K] of weights; T * K for padding."""
+    rows: torch.Tensor
+    """[T, K] int64: the row of each of a token's slots."""
+    ends: torch.Tensor
+    """[E] int32 on the device: where each expert's rows end, in the order of computing."""
+    bounds: tuple[int, ...]
+    """The same on the host, after a 0: E + 1 numbers."""
+    counts: tuple[int, ...]
+    """Slots of each expert without padding, in the order of computing."""
+
+    def row_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """``weights`` [T, K] float32 by row: [R], 0 for padding."""
+        flat = torch.cat((weights.reshape(-1), weights.new_zeros(1)))
+        return flat[self.slots]
+
+
+def route(ids: torch.Tensor, place: torch.Tensor) -> Routing:
+    """The routing of ``ids`` [T, K]; ``place`` [E] int64 is each expert's place in the order of computing.
+
+    Waits for the device once: products over a group of experts need their number of rows.
+    Raises ``IndexError`` where an id is no expert's.
+    """
+    slots, experts = ids.numel(), len(place)
+    flat = ids.reshape(-1)
+    outside = ((flat < 0) | (flat >= experts)).any()
+    at = place[flat.clamp(0, experts - 1)]
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    counts[:experts] = torch.bincount(at, minlength=experts)
+    counts[experts] = outside
+    *host, wrong = counts.tolist()
+    if wrong:
+        raise IndexError(f"topk_ids has an id outside 0 to {experts - 1}.")
+    bounds = [0]
+    for count in host:
+        bounds.append(bounds[-1] + -(-count // PAD) * PAD)
+    order = at.argsort(stable=True)
+    padded = (counts[:experts] + PAD - 1) // PAD * PAD
+    ends = padded.cumsum(0)
+    starts = ends - padded
+    before = counts[:experts].cumsum(0) - counts[:experts]
+    sorted_at = at[order]
+    row = starts[sorted_at] + torch.arange(slots, device=ids.device) - before[sorted_at]
+    by_row = torch.full((bounds[-1],), slots, dtype=torch.int64, device=ids.device)
+    by_row[row] = order
+    rows = torch.empty(slots, dtype=torch.int64, device=ids.device)
+    rows[order] = row
+    tokens = (by_row // ids.shape[1]).remainder(max(len(ids), 1))
+    return Routing(tokens, by_row, rows.view(ids.shape), ends.int(), tuple(bounds), tuple(host))

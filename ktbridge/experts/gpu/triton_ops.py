@@ -1,0 +1,120 @@
+"""``elementwise`` in Triton: one kernel each, memory read and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gather(source, tokens, out, columns, out_step, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    token = tl.load(tokens + row)
+    value = tl.load(source + token * columns + at, mask=at < columns)
+    tl.store(out + row * out_step + at, value, mask=at < columns)
+
+
+def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
+    source = source.contiguous()
+    columns = source.shape[1]
+    out = source.new_empty(len(tokens), columns + wide)
+    if len(tokens):
+        block = min(triton.next_power_of_2(columns), 2048)
+        grid = (len(tokens), triton.cdiv(columns, block))
+        _gather[grid](source, tokens, out, columns, columns + wide, block)
+    return out
+
+
+@triton.jit
+def _activation(gate_up, out, inner, out_step, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    mask = at < inner
+    gate = tl.load(gate_up + row * 2 * inner + at, mask=mask).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * inner + inner + at, mask=mask).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * out_step + at, value.to(tl.bfloat16), mask=mask)
+
+
+def activation(gate_up: torch.Tensor, inner: int, wide: int) -> torch.Tensor:
+    out = gate_up.new_empty(len(gate_up), inner + wide)
+    if len(gate_up):
+        block = min(triton.next_power_of_2(inner), 2048)
+        _activation[(len(gate_up), triton.cdiv(inner, block))](
+            gate_up, out, inner, inner + wide, block
+        )
+    return out
+
+
+@triton.jit
+def _activation_backward(  # type: ignore[no-untyped-def]
+    gate_up, d_h, h, weights, out, d_weights, inner, h_step, out_step, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row)
+    total = 0.0
+    for start in range(0, inner, block):
+        at = start + tl.arange(0, block)
+        mask = at < inner
+        gate = tl.load(gate_up + row * 2 * inner + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * inner + inner + at, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(d_h + row * inner + at, mask=mask, other=0.0).to(tl.float32)
+        kept = tl.load(h + row * h_step + at, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(kept * d)
+        d = d * weight
+        sigmoid = tl.sigmoid(gate)
+        d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(out + row * out_step + at, d_gate.to(tl.bfloat16), mask=mask)
+        d_up = d * gate * sigmoid
+        tl.store(out + row * out_step + inner + at, d_up.to(tl.bfloat16), mask=mask)
+    tl.store(d_weights + row, total)
+
+
+def activation_backward(
+    gate_up: torch.Tensor,
+    d_h: torch.Tensor,
+    h: torch.Tensor,
+    weights: torch.Tensor,
+    inner: int,
+    wide: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = gate_up.new_empty(len(gate_up), 2 * inner + wide)
+    d_weights = torch.empty(len(gate_up), dtype=torch.float32, device=gate_up.device)
+    if len(gate_up):
+        block = min(triton.next_power_of_2(inner), 2048)
+        _activation_backward[(len(gate_up),)](
+            gate_up, d_h, h, weights, out, d_weights, inner, h.stride(0), 2 * inner + wide, block
+        )
+    return out, d_weights
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    by_row, rows, weights, out, columns, slots: tl.constexpr, weighted: tl.constexpr, block: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    mask = at < columns
+    total = tl.zeros((block,), dtype=tl.float32)
+    for slot in tl.static_range(slots):
+        row = tl.load(rows + token * slots + slot)
+        value = tl.load(by_row + row * columns + at, mask=mask, other=0.0).to(tl.float32)
+        if weighted:
+            value = value * tl.load(weights + token * slots + slot)
+        total += value
+    tl.store(out + token * columns + at, total.to(tl.bfloat16), mask=mask)
+
+
+def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    columns = by_row.shape[1]
+    out = by_row.new_empty(len(rows), columns)
+    if len(rows):
+        block = min(triton.next_power_of_2(columns), 2048)
+        given = by_row if weights is None else weights.contiguous()
+        grid = (len(rows), triton.cdiv(columns, block))
+        _combine[grid](
+            by_row, rows, given, out, columns, rows.shape[1], weights is not None, block
+        )
+    return out
