@@ -37,8 +37,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
-from ktbridge.sft.backends.kt_kernel import KtKernelExperts
-from ktbridge.sft.modules import experts_modules
+from ktbridge.experts.backends.kt_kernel import KtKernelExperts
+from ktbridge.experts.modules import experts_modules
 
 SAME_RESULTS = 0.015
 """Relative norm: two layers that each round to bfloat16 a few times."""

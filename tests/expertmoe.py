@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import torch
 
+from ktbridge.experts.weights import PROJECTIONS
 from ktbridge.sft import ExpertWeights, MoELoRAExperts
-from ktbridge.sft.weights import PROJECTIONS
 
 FORMATS = ("bf16", "fp8", "int8", "int8-bf16", "int4-32", "int4-128")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from ktbridge.experts.modules import experts_modules
+from ktbridge.experts.targets import adaptable, own_names
 from ktbridge.sft.config import TrainConfig, parse_config
-from ktbridge.sft.modules import experts_modules
-from ktbridge.sft.targets import adaptable, own_names
 
 SIZES = {
     "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64,

@@ -12,10 +12,10 @@ from torch import nn
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.experts.modules import LAYER
+from ktbridge.experts.tensors import to_torch
 from ktbridge.serve.arms import Arm
 from ktbridge.serve.streamed import ExpertCall, StreamedModel
-from ktbridge.sft.modules import LAYER
-from ktbridge.sft.tensors import to_torch
 
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}

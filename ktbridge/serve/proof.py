@@ -79,8 +79,8 @@ def verify(
     probe = ServerProbe(base_url, api_key)
     arms = arms_to_ask(model, probe.models(), expert_model)
 
+    from ktbridge.experts.loading import load_tokenizer
     from ktbridge.serve.reference import ReferenceModel, compute_references
-    from ktbridge.sft.loading import load_tokenizer
 
     vocab_size = read_model_config(base).text["vocab_size"]
     prompts = fixed_prompts(load_tokenizer(base), vocab_size)

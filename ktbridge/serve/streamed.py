@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.loading import told_in_a_sentence
+from ktbridge.experts.modules import LAYER, experts_modules, odd_traits
+from ktbridge.experts.skeleton import skeleton
 from ktbridge.model import read_model_config
 from ktbridge.serve.stored import ExpertReader, Reader
-from ktbridge.sft.loading import told_in_a_sentence
-from ktbridge.sft.modules import LAYER, experts_modules, odd_traits
-from ktbridge.sft.skeleton import skeleton
 
 HEAD_TOKENS = 256  # logits of so many tokens are in memory at once
 HEAD_ROWS = 16_384  # and so many rows of the output head

@@ -4,22 +4,17 @@
 first used, so that reading a configuration needs no torch; ``ktbridge.sft.trainer`` is imported on its
 own, because it needs trl.
 
-A run goes through these modules:
+A run goes through these modules, and through those of ``ktbridge.experts`` below them:
 
-- ``config``: the file. ``prepare``: all that can be refused without weights, by ``skeleton`` (the model),
-  ``from_adapter`` (an adapter to go on from), ``data`` (the rows) and ``resume`` (whose checkpoint it is).
-- ``trainer``: the recipe. ``loading``, ``mapped`` and ``placement``: the model, its experts left in the
-  checkpoint. ``attach``: LoRA, where ``targets`` says; ``inject`` puts the experts onto the kernels.
+- ``config``: the file. ``prepare``: all that can be refused without weights, by ``base_model`` (can it be
+  trained), ``start`` (an adapter to go on from), ``data`` (the rows) and ``resume`` (whose checkpoint it is).
+- ``trainer``: the recipe. ``devices``: what goes on which GPU. ``attach``: LoRA on experts and non-experts.
 - ``supervised`` and ``dpo``: trl's trainers with ``watch`` (pace, NaN), ``resumable`` (checkpoints) and
-  ``distributed`` (several processes). ``raw_adapter``: what is left in the end.
-- For a user's own script (docs/library.md): ``callback`` saves from any Trainer, ``load_adapter`` puts a raw
-  adapter on a model, ``guard`` sees to it that the expert LoRA is trained and saved, ``peft_layer`` makes
-  it one of PEFT's, ``trainable`` counts.
-- ``experts`` and ``expert_call``: one layer and one call of it; ``crossing`` to the host and back; ``queued``
-  in a GPU stream's own time; ``checkpointing`` is gradient checkpointing, not the run's checkpoints.
+  ``distributed`` (several processes).
+- For a user's own script (docs/library.md): ``callback`` saves from any Trainer; the other names are those of
+  ``ktbridge.experts``.
 
-Import this before torch: it lets OpenMP's idle threads sleep (``ktbridge.sft.openmp``), which otherwise
-compete with the kernels for their CPUs.
+Import this before torch: ``ktbridge.experts``, which comes with it, lets OpenMP's idle threads sleep.
 """
 
 from __future__ import annotations
@@ -27,38 +22,38 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ktbridge.sft.openmp import let_idle_threads_sleep
+import ktbridge.experts  # noqa: F401  before torch, whichever name is used first
 
 if TYPE_CHECKING:
-    from ktbridge.sft.callback import RawAdapterCallback
-    from ktbridge.sft.experts import MoELoRAExperts
-    from ktbridge.sft.guard import freeze_expert_lora
-    from ktbridge.sft.inject import (
+    from ktbridge.experts.guard import freeze_expert_lora
+    from ktbridge.experts.inject import (
         expert_layers,
         load_expert_lora,
         set_expert_lora,
         wrap_experts,
     )
-    from ktbridge.sft.load_adapter import load_raw_adapter
-    from ktbridge.sft.loading import load_for_kernels
-    from ktbridge.sft.raw_adapter import save_raw_adapter
-    from ktbridge.sft.trainable import Trainable, trainable_parameters
-    from ktbridge.sft.weights import ExpertWeights
+    from ktbridge.experts.layer import MoELoRAExperts
+    from ktbridge.experts.load_adapter import load_raw_adapter
+    from ktbridge.experts.loading import load_for_kernels
+    from ktbridge.experts.raw_adapter import save_raw_adapter
+    from ktbridge.experts.trainable import Trainable, trainable_parameters
+    from ktbridge.experts.weights import ExpertWeights
+    from ktbridge.sft.callback import RawAdapterCallback
 
 _HOMES = {
-    "ExpertWeights": "weights",
-    "MoELoRAExperts": "experts",
-    "RawAdapterCallback": "callback",
-    "Trainable": "trainable",
-    "expert_layers": "inject",
-    "freeze_expert_lora": "guard",
-    "load_expert_lora": "inject",
-    "load_for_kernels": "loading",
-    "load_raw_adapter": "load_adapter",
-    "save_raw_adapter": "raw_adapter",
-    "set_expert_lora": "inject",
-    "trainable_parameters": "trainable",
-    "wrap_experts": "inject",
+    "ExpertWeights": "experts.weights",
+    "MoELoRAExperts": "experts.layer",
+    "RawAdapterCallback": "sft.callback",
+    "Trainable": "experts.trainable",
+    "expert_layers": "experts.inject",
+    "freeze_expert_lora": "experts.guard",
+    "load_expert_lora": "experts.inject",
+    "load_for_kernels": "experts.loading",
+    "load_raw_adapter": "experts.load_adapter",
+    "save_raw_adapter": "experts.raw_adapter",
+    "set_expert_lora": "experts.inject",
+    "trainable_parameters": "experts.trainable",
+    "wrap_experts": "experts.inject",
 }
 __all__ = [
     "ExpertWeights",
@@ -76,10 +71,10 @@ __all__ = [
     "wrap_experts",
 ]
 
-let_idle_threads_sleep()
-
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpointing":  # docs/library.md calls ktbridge.sft.checkpointing.enable
+        return importlib.import_module("ktbridge.experts.checkpointing")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"ktbridge.{_HOMES[name]}"), name)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.raw_adapter import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.raw_adapter import save_raw_adapter
 
 _LARGEST_RETRY = 100
 """Names tried in each place."""

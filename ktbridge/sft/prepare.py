@@ -16,18 +16,18 @@ from transformers.utils import (
 )
 
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
+from ktbridge.experts.loading import load_tokenizer
 from ktbridge.model import resolve_model
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.arguments import check_reporters
-from ktbridge.sft.backends.kt_kernel import KtKernelExperts, load_kt_kernel
+from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
+from ktbridge.sft.devices import places
 from ktbridge.sft.disk import check_room
-from ktbridge.sft.loading import load_tokenizer
-from ktbridge.sft.placement import places
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Resumption, checkpoints_dir, find_checkpoint, identity
-from ktbridge.sft.skeleton import Trainable, check_model
 
 Result = TypeVar("Result")
 _FLASH = {

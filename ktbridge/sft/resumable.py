@@ -22,9 +22,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.raw_adapter import save_beside
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
-from ktbridge.sft.raw_adapter import save_beside
 from ktbridge.sft.resume import (
     FILES,
     IDENTITY_FILE,

@@ -20,18 +20,19 @@ import torch
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
-from ktbridge.sft import checkpointing, distributed
+from ktbridge.experts import checkpointing
+from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.loading import load_for_kernels
+from ktbridge.sft import distributed
 from ktbridge.sft.arguments import reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import REFUSED_FILE, refused_file
+from ktbridge.sft.devices import choose, places
 from ktbridge.sft.dpo import DpoTrainer
-from ktbridge.sft.inject import expert_layers
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
-from ktbridge.sft.loading import load_for_kernels
 from ktbridge.sft.output import write_output
-from ktbridge.sft.placement import choose, places
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.resumable import trained
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside

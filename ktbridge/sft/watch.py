@@ -11,8 +11,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.expert_call import kernel_seconds
 from ktbridge.sft import distributed
-from ktbridge.sft.expert_call import kernel_seconds
 from ktbridge.sft.interrupts import Interrupts
 
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ktbridge.experts.loading import load_for_kernels
 from ktbridge.sft import wrap_experts
-from ktbridge.sft.loading import load_for_kernels
 
 
 def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ import common
 import torch
 from cases import LORA_NAMES, PROJECTIONS, RESULTS
 
-from ktbridge.sft.experts import MoELoRAExperts
+from ktbridge.experts.layer import MoELoRAExperts
 
 
 class Ktbridge:

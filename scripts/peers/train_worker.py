@@ -29,11 +29,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ktbridge.sft import checkpointing
-from ktbridge.sft.expert_call import kernel_seconds
-from ktbridge.sft.inject import expert_layers
-from ktbridge.sft.loading import load_mapped
-from ktbridge.sft.modules import experts_modules
+from ktbridge.experts import checkpointing
+from ktbridge.experts.expert_call import kernel_seconds
+from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.modules import experts_modules
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,9 +9,10 @@ import torch
 from tinymoe import tiny_model
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from ktbridge.sft import checkpointing, wrap_experts
-from ktbridge.sft.inject import expert_layers
-from ktbridge.sft.loading import load_for_kernels
+from ktbridge.experts import checkpointing
+from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.loading import load_for_kernels
+from ktbridge.sft import wrap_experts
 
 IDS = torch.arange(96).reshape(3, 32) % 64
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -161,8 +162,8 @@ LEAVING = """
 import sys, torch
 from pathlib import Path
 from ktbridge.sft import wrap_experts
-from ktbridge.sft.inject import expert_layers
-from ktbridge.sft.loading import load_for_kernels
+from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.loading import load_for_kernels
 cuda = torch.device("cuda", 0)
 model = wrap_experts(load_for_kernels(Path(sys.argv[1]), torch.bfloat16, lambda name: cuda), threads=1)
 layer = next(iter(expert_layers(model).values()))

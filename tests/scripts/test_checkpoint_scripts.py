@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tinymoe import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ktbridge.experts.loading import load_mapped
 from ktbridge.sft import wrap_experts
-from ktbridge.sft.loading import load_mapped
 
 ROOT = Path(__file__).resolve().parents[2]
 # No block, group or row ends with the matrix: 160 and 136 are no multiples of 128, 136 none of 32.

@@ -86,7 +86,7 @@ def test_model_without_a_weight(base, tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 
-    from ktbridge.sft.loading import load_model
+    from ktbridge.experts.loading import load_model
 
     for file in base.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from ktbridge.adapter import merge_adapter, read_adapter
+from ktbridge.experts.loading import load_model, load_tokenizer
 from ktbridge.serve.arms import Arm
 from ktbridge.serve.explain import explain
 from ktbridge.serve.probe import fixed_prompts
 from ktbridge.serve.proof import facts_of
 from ktbridge.serve.reference import ReferenceModel, compute_references
 from ktbridge.serve.verify import Verification, judge
-from ktbridge.sft.loading import load_model, load_tokenizer
 
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
 Tensors = dict[str, torch.Tensor]

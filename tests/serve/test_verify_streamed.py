@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.minimax_m2 import modeling_minimax_m2
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.loading import load_model
 from ktbridge.serve.rotary import keys_left, rotating
 from ktbridge.serve.streamed import StreamedModel
-from ktbridge.sft.loading import load_model
 
 FAMILIES = ("qwen3_5_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_vl_moe")
 

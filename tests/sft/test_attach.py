@@ -18,20 +18,20 @@ from transformers import AutoModelForCausalLM
 from ktbridge import _kernels
 from ktbridge.adapter import convert_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.model import family_of
-from ktbridge.sft import expert_layers, save_raw_adapter, set_expert_lora, wrap_experts
-from ktbridge.sft.attach import attach_lora, attention_device, threads_beside_python
-from ktbridge.sft.config import TrainConfig, parse_config
-from ktbridge.sft.loading import load_mapped
-from ktbridge.sft.raw_adapter import nonexpert_tensors
-from ktbridge.sft.targets import (
+from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.raw_adapter import nonexpert_tensors
+from ktbridge.experts.targets import (
     adaptable,
     as_peft_finds_them,
     chosen_modules,
     in_layer,
     left_out_of_all,
 )
-from ktbridge.sft.tensors import to_torch
+from ktbridge.experts.tensors import to_torch
+from ktbridge.model import family_of
+from ktbridge.sft import expert_layers, save_raw_adapter, set_expert_lora, wrap_experts
+from ktbridge.sft.attach import attach_lora, attention_device, threads_beside_python
+from ktbridge.sft.config import TrainConfig, parse_config
 
 ENGINE = "sglang-kt==0.7.2"
 

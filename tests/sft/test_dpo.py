@@ -8,8 +8,8 @@ import torch
 import yaml
 from torch.nn.functional import logsigmoid
 
+from ktbridge.experts.inject import expert_layers, set_expert_lora
 from ktbridge.sft.config import load_config
-from ktbridge.sft.inject import expert_layers, set_expert_lora
 
 # trl's and transformers' advice, which `ktbridge train` silences too
 pytestmark = pytest.mark.filterwarnings("ignore")

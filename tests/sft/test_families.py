@@ -12,11 +12,11 @@ from moefamilies import FAMILIES, IDS, everything, randomise, reference
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
+from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.modules import LAYER, experts_modules
+from ktbridge.experts.targets import adaptable
 from ktbridge.sft import expert_layers
 from ktbridge.sft.attach import attach_lora
-from ktbridge.sft.loading import load_mapped
-from ktbridge.sft.modules import LAYER, experts_modules
-from ktbridge.sft.targets import adaptable
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))

@@ -16,10 +16,10 @@ from tinymoe import tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import fit_rows, load_rows
-from ktbridge.sft.loading import load_tokenizer
 from ktbridge.sft.plan import Target, make_plan, measure
 from ktbridge.sft.plan.activations import Batch, layer_bytes
 from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import UsageError
+from ktbridge.experts.inject import expert_layers, wrap_experts
 from ktbridge.sft.config import load_config
-from ktbridge.sft.inject import expert_layers, wrap_experts
 
 # trl's and transformers' advice, which `ktbridge train` silences too
 quiet = pytest.mark.filterwarnings("ignore")

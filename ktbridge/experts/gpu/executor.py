@@ -19,9 +19,9 @@ from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
 from ktbridge.experts.gpu.unpack import unpack
-from ktbridge.sft import checkpointing
-from ktbridge.sft.expert_call import accumulates
-from ktbridge.sft.weights import ExpertWeights
+from ktbridge.experts import checkpointing
+from ktbridge.experts.expert_call import accumulates
+from ktbridge.experts.weights import ExpertWeights
 
 Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
 

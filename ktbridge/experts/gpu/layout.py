@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ktbridge.errors import UsageError
-from ktbridge.sft.weights import PROJECTIONS, ExpertWeights
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 ALIGNED = 256  # where spans begin in a slot: what CUDA's own allocations are aligned to
 _GAP = 64  # bytes between two tensors that are still one copy; a shard's header is always longer

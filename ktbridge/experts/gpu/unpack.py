@@ -8,7 +8,7 @@ import torch
 
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, Run
-from ktbridge.sft.weights import PROJECTIONS, ExpertWeights
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 
 def unpack(

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ktbridge.experts.inject import IMPLEMENTATION
+from ktbridge.experts.modules import experts_modules
 from ktbridge.serve.local.arms import Arm
-from ktbridge.sft.inject import IMPLEMENTATION
-from ktbridge.sft.modules import experts_modules
 
 BY_ROW = "ktbridge-by-row"
 NONE = "__base__"  # PEFT's word for a row without an adapter

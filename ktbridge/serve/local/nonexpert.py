@@ -12,10 +12,10 @@ from peft.tuners.lora import LoraLayer
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import Problem, ProblemsError
-from ktbridge.sft.attach import inject_lora
-from ktbridge.sft.from_adapter import ACTING
-from ktbridge.sft.targets import Adaptable, adaptable
-from ktbridge.sft.tensors import to_torch
+from ktbridge.experts.attach import inject_lora
+from ktbridge.experts.from_adapter import ACTING
+from ktbridge.experts.targets import Adaptable, adaptable
+from ktbridge.experts.tensors import to_torch
 
 
 def load_nonexpert(model: Any, adapters: Mapping[str, Adapter]) -> list[LoraLayer]:

@@ -15,10 +15,9 @@ keys say together; reading.py brings them together.
 
 from ktbridge.sft.config.paths import check_output_dir
 from ktbridge.sft.config.reading import load_config, parse_config
-from ktbridge.sft.config.schema import MAX_EXPERT_RANK, KtConfig, TrainConfig
+from ktbridge.sft.config.schema import KtConfig, TrainConfig
 
 __all__ = [
-    "MAX_EXPERT_RANK",
     "KtConfig",
     "TrainConfig",
     "check_output_dir",

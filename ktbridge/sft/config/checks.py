@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ktbridge.experts.rank import MAX_EXPERT_RANK
 from ktbridge.sft.config.findings import AT_ODDS, MEANINGLESS, Findings, shown
-from ktbridge.sft.config.schema import MAX_EXPERT_RANK, KtConfig, TrainConfig, options
+from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
 
 _DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
 _QUANTISED = {"AMXINT8": "INT8", "INT8": "INT8", "AMXINT4": "INT4", "AMXINT4_KGroup": "INT4"} | {

@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from ktbridge.errors import Problem
+from ktbridge.experts.rank import MAX_EXPERT_RANK
 from ktbridge.sft.config.values import (
     Parser,
     flag,
@@ -24,8 +25,6 @@ from ktbridge.sft.config.values import (
     whole,
 )
 
-MAX_EXPERT_RANK = 128
-"""The highest rank of the expert LoRA."""
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad")
 STORAGE_BACKENDS = (

@@ -2,7 +2,7 @@
 
 All ranks make the same calls in the same order. Each call starts with a row of whole numbers from every
 rank, so ranks that lost step stop with a sentence before tokens of different layers are mixed. Gradient
-checkpointing repeats nothing here: outputs are kept and handed out again (``ktbridge.sft.checkpointing``).
+checkpointing repeats nothing here: outputs are kept and handed out again (``experts.checkpointing``).
 
 Scale: DDP and FSDP2 average gradients over W ranks, and the trainers scale losses for that. The expert
 LoRA's gradient is a sum over all tokens, so rank 0 runs backward on d_out / W, and multiplies what goes
@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.sft import checkpointing, crossing
+from ktbridge.experts import checkpointing, crossing
+from ktbridge.experts.expert_call import graph_is_kept
+from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.sft.distributed.group import collect, distribute, exchange
 from ktbridge.sft.distributed.world import is_main, world
-from ktbridge.sft.expert_call import graph_is_kept
-from ktbridge.sft.experts import MoELoRAExperts
 
 _FORWARD, _BACKWARD = 0, 1
 

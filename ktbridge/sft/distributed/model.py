@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.modules import experts_modules
 from ktbridge.sft.distributed.dispatch import run_experts
 from ktbridge.sft.distributed.group import group, told
 from ktbridge.sft.distributed.world import is_main, world
-from ktbridge.sft.inject import expert_layers
-from ktbridge.sft.modules import experts_modules
 
 
 def prepare(model: nn.Module) -> None:

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.inject import expert_layers
 from ktbridge.sft.distributed.group import from_main, told
 from ktbridge.sft.distributed.model import expert_names, full
 from ktbridge.sft.distributed.world import world
-from ktbridge.sft.inject import expert_layers
 
 
 def trainer_arguments() -> dict[str, Any]:

@@ -203,8 +203,8 @@ def _shapes(path: Path) -> dict[str, Shape]:
         import torch
         import transformers
 
-        from ktbridge.sft.loading import told_in_a_sentence
-        from ktbridge.sft.skeleton import skeleton
+        from ktbridge.experts.loading import told_in_a_sentence
+        from ktbridge.experts.skeleton import skeleton
     except ModuleNotFoundError as error:
         raise KtbridgeError(
             f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",

@@ -93,8 +93,8 @@ def _parts(conversation: Sequence[Any]) -> list[Sequence[Any]]:
 def _rewrites_history(base: Path) -> bool | None:
     """Whether the model's chat template rewrites earlier answers; None where it can't be asked."""
     try:
+        from ktbridge.experts.loading import load_tokenizer
         from ktbridge.sft.data.chat import ChatTemplate
-        from ktbridge.sft.loading import load_tokenizer
 
         user, answer = ({"role": role, "content": "0"} for role in ("user", "assistant"))
         return len(ChatTemplate(load_tokenizer(base)).sequences([user, answer] * 2)) > 1

@@ -50,7 +50,7 @@ def measure_experts(setting: Setting, tokens: int, room: int | None) -> ExpertTi
     """
     import torch
 
-    from ktbridge.sft import MoELoRAExperts
+    from ktbridge.experts.layer import MoELoRAExperts
     from ktbridge.sft.attach import threads_beside_python
 
     storage = setting.shape.expert_storage if setting.shape.mappable else "bf16"
@@ -150,7 +150,7 @@ def _steps(
     """Seconds of the kernels over all layers, in a step's first micro-batch and in others; of an update."""
     import torch
 
-    from ktbridge.sft.expert_call import kernel_seconds
+    from ktbridge.experts.expert_call import kernel_seconds
 
     trained = [parameter for layer in layers for parameter in layer.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=1e-9, fused=True)
@@ -203,7 +203,7 @@ def _random(storage: str, experts: int, out: int, inputs: int, mapped: bool) -> 
     """One projection of all experts: distinct memory, the same random values in each expert."""
     import torch
 
-    from ktbridge.sft import ExpertWeights
+    from ktbridge.experts.weights import ExpertWeights
 
     def stacked(one: Any) -> Any:
         if not mapped:

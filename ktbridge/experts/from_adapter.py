@@ -1,4 +1,4 @@
-"""Going on from a trained adapter: it must fit configuration and model in all it has, or is refused."""
+"""A trained adapter for a model: where its non-expert half goes, and what keeps it from fitting."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from ktbridge.adapter import Adapter, read_adapter, validate_adapter
 from ktbridge.adapter.adapter import last_part
 from ktbridge.adapter.keys import parse_key
 from ktbridge.adapter.manifest import trained_on
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.experts.targets import Adaptable
+from ktbridge.experts.tensors import to_torch
 from ktbridge.model import resolve_model
 from ktbridge.model.identity import config_differences
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.targets import Adaptable, chosen_modules, in_layer, own_names
-from ktbridge.sft.tensors import to_torch
 
 _ANOTHER_BASE = "Use the base model that the adapter was trained on."
 # Of adapter_config.json, what decides how tensors act; the rest is about training.
@@ -50,31 +49,6 @@ class Start:
     @property
     def rslora(self) -> bool:
         return bool(self.adapter.config.get("use_rslora"))
-
-
-def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start | None:
-    """The adapter of ``config.adapter_name_or_path``, checked; None if there is none to go on from.
-
-    Ranks and alphas must be the configuration's. ``lora_target: all`` takes the modules that the adapter
-    has; names must mean just those. Raises KtbridgeError for a directory that is no raw adapter or has
-    another base model, and ProblemsError naming everything else that doesn't fit.
-    """
-    if config.adapter_name_or_path is None:
-        return None
-    adapter = read_raw(config.adapter_name_or_path)
-    if not adapter.experts:
-        raise KtbridgeError(
-            f"{adapter.path} has no expert LoRA to go on from.",
-            "Give an adapter that was trained with LoRA on the routed experts.",
-        )
-    base = resolve_model(config.model_name_or_path)
-    start, problems = fit(adapter, base, model, found)
-    if not problems:
-        problems += _settings(adapter, config)
-        problems += _chosen(start, config, model, found)
-    if problems:
-        raise ProblemsError(f"training can't go on from {adapter.path}.", problems)
-    return start
 
 
 def read_raw(path: str | Path) -> Adapter:
@@ -167,23 +141,6 @@ def _by_module(adapter: Adapter, found: Adaptable) -> dict[str, dict[str, str]]:
     return dict(sorted(keys.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
-    """Ranks and alphas in which adapter and configuration differ."""
-    pairs = [
-        ("kt_lora_rank", adapter.rank, config.expert_rank),
-        ("kt_lora_alpha", adapter.alpha, config.expert_alpha),
-    ]
-    if adapter.nonexpert:
-        pairs += [
-            ("lora_rank", adapter.nonexpert_rank, config.lora_rank),
-            ("lora_alpha", adapter.nonexpert_alpha, config.alpha),
-        ]
-    for name, theirs, ours in pairs:
-        if theirs != ours:
-            step = f"Set {name}: {theirs:g}."
-            yield _problem("KTL006", adapter, name, f"{theirs:g}", f"{ours:g}, as configured", step)
-
-
 def _misplaced(start: Start, model: nn.Module, found: Adaptable) -> Iterator[Problem]:
     """Modules that the model doesn't have, or has in another shape."""
     adapter, known = start.adapter, {*found.modules}
@@ -191,7 +148,7 @@ def _misplaced(start: Start, model: nn.Module, found: Adaptable) -> Iterator[Pro
         where = next(iter(halves.values()))
         if name not in known:
             lacking = "a module of the decoder layers"
-            yield _problem("KTL007", adapter, where, "no such module", lacking, _ANOTHER_BASE)
+            yield misfit("KTL007", adapter, where, "no such module", lacking, _ANOTHER_BASE)
             continue
         weight: Any = model.get_submodule(name).weight
         for half, axis in (("A", 1), ("B", 0)):
@@ -199,29 +156,10 @@ def _misplaced(start: Start, model: nn.Module, found: Adaptable) -> Iterator[Pro
             if shape[axis] != weight.shape[axis]:
                 expected = f"{'in' if axis else 'out'} = {weight.shape[axis]}"
                 found_shape = f"shape {list(shape)}"
-                yield _problem(
-                    "KTL002", adapter, halves[half], found_shape, expected, _ANOTHER_BASE
-                )
+                yield misfit("KTL002", adapter, halves[half], found_shape, expected, _ANOTHER_BASE)
 
 
-def _chosen(
-    start: Start, config: TrainConfig, model: nn.Module, found: Adaptable
-) -> Iterator[Problem]:
-    """Modules that have LoRA and weren't asked for, and that were and have none."""
-    adapter, keys = start.adapter, start.keys
-    if config.lora_target != ("all",):
-        asked = {*chosen_modules(model, found, config.lora_target)}
-        for names, expected, said in (
-            ({*keys} - asked, "no LoRA, as configured", "LoRA"),
-            (asked - {*keys}, "LoRA, as configured", "no LoRA"),
-        ):
-            if names:
-                ends = sorted({in_layer(name) for name in names})
-                step = f"Set lora_target: {', '.join(own_names(keys))}, or all."
-                yield _problem("KTL006", adapter, ", ".join(ends), said, expected, step)
-
-
-def _problem(
+def misfit(
     code: str, adapter: Adapter, where: str, found: str, expected: str, step: str
 ) -> Problem:
     return Problem(code, "error", f"{adapter.path}: {where}", found, expected, step)

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from tinymoe import tiny_config, tiny_model
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.loading import load_for_kernels, load_mapped, load_model
+from ktbridge.experts.mapped import CantMap
 from ktbridge.model.tensorfile import build_header
 from ktbridge.sft import wrap_experts
-from ktbridge.sft.loading import load_for_kernels, load_mapped, load_model
-from ktbridge.sft.mapped import CantMap
 
 IDS = torch.arange(40).reshape(2, 20) % 64
 
@@ -96,7 +96,7 @@ import ktbridge.sft
 import torch
 from pathlib import Path
 from ktbridge.sft import wrap_experts
-from ktbridge.sft.loading import load_mapped
+from ktbridge.experts.loading import load_mapped
 model = wrap_experts(load_mapped(Path(sys.argv[1]), torch.bfloat16), 4, 8, threads=1)
 with torch.no_grad():
     assert model(torch.tensor([[1]])).logits.isfinite().all()

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
+from ktbridge.experts.rank import MAX_EXPERT_RANK
+from ktbridge.experts.weights import PROJECTIONS
 from ktbridge.sft import MoELoRAExperts
-from ktbridge.sft.config import MAX_EXPERT_RANK
-from ktbridge.sft.weights import PROJECTIONS
 
 ISAS = _kernels.isa_available()
 TOLERANCE = 0.008  # relative norm error, each output and gradient

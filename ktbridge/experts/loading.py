@@ -19,9 +19,9 @@ from transformers import (
 from transformers.utils import logging
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.sft.mapped import CantMap, MappedExperts, experts_left_out
-from ktbridge.sft.modules import LAYER, experts_modules, give_experts, keep_on_cpu
-from ktbridge.sft.placement import Place, device_map, on_cpu, placed
+from ktbridge.experts.mapped import CantMap, MappedExperts, experts_left_out
+from ktbridge.experts.modules import LAYER, experts_modules, give_experts, keep_on_cpu
+from ktbridge.experts.placement import Place, device_map, on_cpu, placed
 
 
 def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> Any:

@@ -1,22 +1,17 @@
 """Where everything that isn't a routed expert lives: on the GPU if there is one, layer by layer if asked.
 
-The routed experts stay on the CPU in any case. Devices are asked for by module name, as KTransformers'
-optimize rules name them: of the regular expressions that are found in a name the first wins.
+The routed experts stay on the CPU in any case. A ``Place`` says which device a module goes to.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import dispatch_model, init_empty_weights
 
-from ktbridge.errors import Problem, ProblemsError
-from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.modules import LAYER
+from ktbridge.experts.modules import LAYER
 
 Place = Callable[[str], torch.device]
 """The device of a module, by its name in the transformers model."""
@@ -27,45 +22,6 @@ CPU = torch.device("cpu")
 def on_cpu(name: str) -> torch.device:
     """The place of everything where there is no GPU to use."""
     return CPU
-
-
-def choose(config: TrainConfig) -> torch.device:
-    """The device that a run computes attention on: this process's GPU, or the CPU without one."""
-    if config.use_cpu or not torch.cuda.is_available():
-        return CPU
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def places(config: TrainConfig) -> Place:
-    """What ``config`` says of each module: its device rules, else ``choose``'s device.
-
-    Raises ``ProblemsError`` naming each device that this machine doesn't have.
-    """
-    main = choose(config)
-    if main == CPU:
-        return on_cpu  # rules name GPUs that aren't there, or weren't wanted
-    rules = [(re.compile(pattern), torch.device(device)) for pattern, device in config.device_rules]
-    absent = sorted({str(d) for _, d in rules if (d.index or 0) >= torch.cuda.device_count()})
-    if absent:
-        raise ProblemsError(
-            "the optimize rules ask for devices that aren't there.",
-            [
-                Problem(
-                    "KTC020",
-                    "error",
-                    f"kt_optimize_rule: {device}",
-                    f"{torch.cuda.device_count()} GPU",
-                    "one for each device named",
-                    "Leave kt_optimize_rule out to put everything on the first.",
-                )
-                for device in absent
-            ],
-        )
-
-    def place(name: str) -> torch.device:
-        return next((device for pattern, device in rules if pattern.search(name)), main)
-
-    return place
 
 
 def device_map(cls: type[Any], config: Any, place: Place) -> dict[str, torch.device]:

@@ -17,12 +17,12 @@ import torch
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
+from ktbridge.experts import checkpointing
+from ktbridge.experts.backends import ExpertsLayer, check_inputs
+from ktbridge.experts.expert_call import ExpertCall, ExpertFunction
 from ktbridge.experts.gpu.executor import GpuCall, GpuFunction, OnGpu
-from ktbridge.sft import checkpointing
-from ktbridge.sft.backends import ExpertsLayer, check_inputs
-from ktbridge.sft.config import MAX_EXPERT_RANK
-from ktbridge.sft.expert_call import ExpertCall, ExpertFunction
-from ktbridge.sft.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
+from ktbridge.experts.rank import MAX_EXPERT_RANK
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}
 
@@ -47,10 +47,10 @@ class MoELoRAExperts(ExpertsLayer):
     Both give the same bits; ``saved_bytes`` is what the last forward kept (0
     where it was queued in a GPU's stream, as it hasn't run yet). Gradient checkpointing has nothing
     to say here: what the kernels keep is ``activation``'s to decide. Switch it on with
-    ``ktbridge.sft.checkpointing.enable``, which spares the experts' second forward.
+    ``ktbridge.experts.checkpointing.enable``, which spares the experts' second forward.
 
     ``run_ahead = True`` queues passes whose inputs are on a GPU in its stream, so that Python goes on while
-    they run (``ktbridge.sft.queued``). The LoRA may then be changed, and its gradients read, only after a
+    they run (``ktbridge.experts.queued``). The LoRA may then be changed, and its gradients read, only after a
     backward pass has returned; without gradients to compute a pass is waited for.
 
     The parameters stay float32 on the CPU whatever the model around them is moved or converted to, and so

@@ -18,7 +18,7 @@ import torch
 from expertmoe import Shape, make_inputs, make_layer
 
 from ktbridge import _kernels
-from ktbridge.sft import queued
+from ktbridge.experts import queued
 
 SHAPE = Shape(experts=4, top_k=2, hidden=64, inner=32, tokens=8)
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -184,7 +184,7 @@ atexit.register(lambda: print(len(ran)))
 sys.path[:0] = [{tests!r}, {here!r}]
 import time
 import ktbridge.sft
-from ktbridge.sft import queued
+from ktbridge.experts import queued
 class Stream:
     cuda_stream = 0
     def synchronize(self):

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts.modules import Triple, experts_modules
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.locate import ExpertHome, expert_home
-from ktbridge.sft.modules import Triple, experts_modules
-from ktbridge.sft.weights import PROJECTIONS, ExpertWeights
 
 _DTYPES = {
     "BF16": torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Who computes the experts: our own kernels (``ktbridge.sft.experts``), or KTransformers' wheel.
+"""Who computes the experts: our own kernels (``ktbridge.experts.layer``), or KTransformers' wheel.
 
 ``ExpertsLayer`` is what the rest of training knows of a layer of routed experts, whoever computes it: the
 LoRA's parameters and their names, the sizes, and one forward. Finding layers, loading, saving and resuming
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.sft.expert_call import LORA_NAMES, float_zeros
-from ktbridge.sft.peft_layer import PeftLayer
-from ktbridge.sft.weights import ExpertWeights
+from ktbridge.experts.expert_call import LORA_NAMES, float_zeros
+from ktbridge.experts.peft_layer import PeftLayer
+from ktbridge.experts.weights import ExpertWeights
 
 
 class ExpertsLayer(nn.Module, PeftLayer):

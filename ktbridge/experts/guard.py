@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.sft.backends import ExpertsLayer
-from ktbridge.sft.expert_call import LORA_NAMES
-from ktbridge.sft.peft_layer import MERGE_STEP, first_tuner
+from ktbridge.experts.backends import ExpertsLayer
+from ktbridge.experts.expert_call import LORA_NAMES
+from ktbridge.experts.peft_layer import MERGE_STEP, first_tuner
 
 ORDERS = "docs/library.md lists the orders of calls that work."
 
@@ -174,7 +174,7 @@ def _save_pretrained(
         )
     elif is_main_process:
         # Imported here: it needs what wraps experts, which needs this module.
-        from ktbridge.sft.raw_adapter import save_beside
+        from ktbridge.experts.raw_adapter import save_beside
 
         save_beside(base, save_directory)
         warnings.warn(

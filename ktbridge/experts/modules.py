@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktbridge.sft.weights import ExpertWeights
+from ktbridge.experts.weights import ExpertWeights
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]

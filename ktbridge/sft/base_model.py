@@ -13,19 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig
-from transformers import __version__ as transformers_version
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.model import open_checkpoint, read_model_config
-from ktbridge.model.jsonfile import read_json_file
-from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.from_adapter import read_start
-from ktbridge.sft.loading import model_class, told_in_a_sentence
-from ktbridge.sft.modules import experts_modules
-from ktbridge.sft.targets import (
+from ktbridge.experts.modules import experts_modules
+from ktbridge.experts.skeleton import skeleton
+from ktbridge.experts.targets import (
     Adaptable,
     adaptable,
     chosen_modules,
@@ -33,6 +24,9 @@ from ktbridge.sft.targets import (
     is_named,
     left_out_of_all,
 )
+from ktbridge.model import open_checkpoint, read_model_config
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.start import read_start
 
 _PACKED = (".weight_packed", ".qweight", ".weight.absmax")
 """What quantisers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""
@@ -82,24 +76,6 @@ def _trainable(config: TrainConfig, model: Any, names: Sequence[str]) -> Trainab
         expert_parameters=config.expert_rank * sum(expert_sizes),
         nonexpert_parameters=config.lora_rank * sum(sum(size) for size in sizes),
     )
-
-
-def skeleton(base: Path) -> Any:
-    """The language model in ``base`` as its class makes it, all tensors on the "meta" device.
-
-    Raises KtbridgeError for a model that the installed transformers doesn't know.
-    """
-    model_type = read_json_file(base / "config.json").get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        raise KtbridgeError(
-            f"{base} is a model of type {model_type!r}, which transformers {transformers_version} doesn't "
-            "know.",
-            "Install a transformers version that has it, or use a model of a family it has.",
-        )
-    with told_in_a_sentence(base):
-        cls, own = model_class(AutoConfig.from_pretrained(base))
-        with torch.device("meta"):
-            return cls(own)
 
 
 def _adaptable(model: Any, base: Path) -> Adaptable:

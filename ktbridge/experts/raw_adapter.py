@@ -22,12 +22,12 @@ from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.adapter.keys import fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.backends import ExpertsLayer, lora_shapes
+from ktbridge.experts.guard import trained_elsewhere
+from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.targets import is_named
+from ktbridge.experts.tensors import from_torch
 from ktbridge.publish import fsync_directory
-from ktbridge.sft.backends import ExpertsLayer, lora_shapes
-from ktbridge.sft.guard import trained_elsewhere
-from ktbridge.sft.inject import expert_layers
-from ktbridge.sft.targets import is_named
-from ktbridge.sft.tensors import from_torch
 
 _PEFT = "base_model.model."
 
@@ -190,7 +190,7 @@ def _peft_config(model: Any, adapter_name: str) -> dict[str, Any]:
     """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list.
 
     It is in PEFT's own terms, and PEFT finds by it what was trained: modules whose names it takes for
-    routed experts' are in target_parameters (see ``ktbridge.sft.targets``). Conversion lists all names.
+    routed experts' are in target_parameters (see ``ktbridge.experts.targets``). Conversion lists all names.
     What PEFT looked for and didn't find is left out: for "all-linear" or gate_proj it names the experts'
     parameters, with a rank of their own, and finds none where they were wrapped before.
     """

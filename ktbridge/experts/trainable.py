@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ktbridge.sft.guard import layers_of, trained_elsewhere
+from ktbridge.experts.guard import layers_of, trained_elsewhere
 
 
 @dataclass(frozen=True)

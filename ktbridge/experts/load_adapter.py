@@ -9,12 +9,12 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.experts.attach import TunedModel
+from ktbridge.experts.from_adapter import ACTING, copy_nonexpert, fit, read_raw
+from ktbridge.experts.guard import has_peft, layers_of
+from ktbridge.experts.inject import load_expert_lora, wrap_experts
+from ktbridge.experts.targets import adaptable
 from ktbridge.model import resolve_model
-from ktbridge.sft.attach import TunedModel
-from ktbridge.sft.from_adapter import ACTING, copy_nonexpert, fit, read_raw
-from ktbridge.sft.guard import has_peft, layers_of
-from ktbridge.sft.inject import load_expert_lora, wrap_experts
-from ktbridge.sft.targets import adaptable
 
 
 def load_raw_adapter(

@@ -12,8 +12,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
-from ktbridge.sft import checkpointing, crossing, queued
-from ktbridge.sft.weights import PROJECTIONS, ExpertWeights
+from ktbridge.experts import checkpointing, crossing, queued
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from tinymoe import tiny_model
 
-from ktbridge.sft import checkpointing, wrap_experts
-from ktbridge.sft.inject import expert_layers
+from ktbridge.experts import checkpointing
+from ktbridge.experts.inject import expert_layers
+from ktbridge.sft import wrap_experts
 
 IDS = torch.arange(60).reshape(3, 20) % 64
 

@@ -20,15 +20,16 @@ from expertmoe import Shape, error, exact_outcome, make_inputs, normal, outcome,
 from tinymoe import tiny_model
 
 from ktbridge.errors import UsageError
-from ktbridge.sft import MoELoRAExperts, checkpointing, wrap_experts
-from ktbridge.sft.backends.kt_kernel import (
+from ktbridge.experts import checkpointing
+from ktbridge.experts.backends.kt_kernel import (
     VERSION,
     KtKernelExperts,
     _without_chatter,
     layer_arguments,
     load_kt_kernel,
 )
-from ktbridge.sft.modules import experts_modules
+from ktbridge.experts.modules import experts_modules
+from ktbridge.sft import MoELoRAExperts, wrap_experts
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TOLERANCE = 0.008  # relative norm error, as for our own kernels

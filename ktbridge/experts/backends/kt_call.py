@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ktbridge.sft import checkpointing, crossing
-from ktbridge.sft.expert_call import LORA_NAMES, counted, graph_is_kept
+from ktbridge.experts import checkpointing, crossing
+from ktbridge.experts.expert_call import LORA_NAMES, counted, graph_is_kept
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """hidden [T, H] bfloat16, topk_ids [T, K] int64, topk_weights [T, K] float32, contiguous, on the CPU."""

@@ -19,11 +19,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.adapter import Adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.sft.backends import ExpertsLayer
-from ktbridge.sft.expert_call import LORA_NAMES
-from ktbridge.sft.experts import MoELoRAExperts
-from ktbridge.sft.guard import has_peft, watch
-from ktbridge.sft.modules import (
+from ktbridge.experts.backends import ExpertsLayer
+from ktbridge.experts.expert_call import LORA_NAMES
+from ktbridge.experts.guard import has_peft, watch
+from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.modules import (
     LAYER,
     experts_modules,
     given_experts,
@@ -31,8 +31,8 @@ from ktbridge.sft.modules import (
     own_experts,
     take_experts,
 )
-from ktbridge.sft.tensors import to_torch
-from ktbridge.sft.weights import PROJECTIONS
+from ktbridge.experts.tensors import to_torch
+from ktbridge.experts.weights import PROJECTIONS
 
 IMPLEMENTATION = "ktbridge"
 
@@ -65,7 +65,7 @@ def wrap_experts(
 
     The other options are ``MoELoRAExperts``'s. ``backend`` "kt-kernel" has KTransformers' wheel compute them,
     where it is installed: ``isa`` and ``accumulate_grad`` are ours alone, ``max_tokens`` and
-    ``threadpool_count`` its (``ktbridge.sft.backends.kt_kernel``).
+    ``threadpool_count`` its (``ktbridge.experts.backends.kt_kernel``).
 
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
     module that can't be served, and ``UsageError`` when the model is wrapped already, or isn't transformers'.
@@ -82,7 +82,7 @@ def wrap_experts(
     make: Callable[..., ExpertsLayer]
     if backend == "kt-kernel":
         # Imported here: kt-kernel is looked for only where it is asked for.
-        from ktbridge.sft.backends.kt_kernel import KtKernelExperts
+        from ktbridge.experts.backends.kt_kernel import KtKernelExperts
 
         more: dict[str, Any] = {"max_tokens": max_tokens, "threadpool_count": threadpool_count}
         make = partial(KtKernelExperts, top_k=_top_k(base), **common, **more)

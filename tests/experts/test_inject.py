@@ -26,6 +26,7 @@ def test_the_public_faces_are_all_there_and_sorted():
     assert list(sft.__all__) == sorted(sft._HOMES)
     for name in sft.__all__:
         assert callable(getattr(sft, name))
+    assert callable(sft.checkpointing.enable)  # docs/library.md calls it so
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = sft.nothing
 

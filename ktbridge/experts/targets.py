@@ -20,8 +20,8 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import nn
 
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.model import family_of
-from ktbridge.sft.modules import LAYER, experts_modules
 
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
 

@@ -23,10 +23,10 @@ import torch
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.sft import checkpointing
-from ktbridge.sft.backends import ExpertsLayer, check_inputs, lora_shapes
-from ktbridge.sft.backends.kt_call import KtCall, KtFunction, KtLayer
-from ktbridge.sft.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
+from ktbridge.experts import checkpointing
+from ktbridge.experts.backends import ExpertsLayer, check_inputs, lora_shapes
+from ktbridge.experts.backends.kt_call import KtCall, KtFunction, KtLayer
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 VERSION = "0.7.2"
 """The version whose contract was read."""

@@ -43,10 +43,11 @@ def idle_seconds(imports: str, **environment: str) -> float:
 def test_idle_threads_sleep_when_ktbridge_is_imported_before_torch():
     spinning = idle_seconds("import torch, ktbridge.sft")
     assert idle_seconds("import ktbridge.sft, torch") < spinning / 2
+    assert idle_seconds("import ktbridge.experts, torch") < spinning / 2
 
 
 def test_the_users_choice_stays():
-    code = "import ktbridge.sft, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    code = "import ktbridge.experts, os; print(os.environ.get('GOMP_SPINCOUNT'))"
     for chosen, expected in (
         ({"OMP_WAIT_POLICY": "active"}, "None"),
         ({"GOMP_SPINCOUNT": "7"}, "7"),
