@@ -115,6 +115,12 @@ class ExpertWeights:
         return _matrix(self.weight).data_ptr()
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of all experts' weights and scales, as they are stored."""
+        stacks = (self.weight,) if self.scale is None else (self.weight, self.scale)
+        return sum(len(stack) * _matrix(stack).nbytes for stack in stacks)
+
+    @property
     def scale_is_bf16(self) -> bool:
         return self.scale is not None and _matrix(self.scale).dtype == torch.bfloat16
 

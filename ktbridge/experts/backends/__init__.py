@@ -99,10 +99,11 @@ class ExpertsLayer(nn.Module, PeftLayer):
                 else:
                     parameter.zero_()
 
-    def move_lora(self, device: torch.device) -> None:
-        """Have the LoRA's masters on ``device``; what refers to the parameters goes on to."""
+    def move_lora(self, device: torch.device, pinned: bool = False) -> None:
+        """Have the LoRA's masters on ``device``, ``pinned`` where a GPU shall read them on the host."""
         for parameter in self.lora_parameters():
-            parameter.data = parameter.data.to(device)
+            moved = parameter.data.to(device)
+            parameter.data = moved.pin_memory() if pinned else moved
             parameter.grad = None
             self.lora_device = parameter.device
 

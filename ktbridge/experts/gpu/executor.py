@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ktbridge.experts import checkpointing
+from ktbridge.experts.expert_call import accumulates
 from ktbridge.experts.gpu import elementwise, layer_math
+from ktbridge.experts.gpu.gradients import add_gradients
 from ktbridge.experts.gpu.layer_math import Bordered, borders
 from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
 from ktbridge.experts.gpu.unpack import unpack
-from ktbridge.experts import checkpointing
-from ktbridge.experts.expert_call import accumulates
 from ktbridge.experts.weights import ExpertWeights
 
 Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
@@ -78,11 +79,11 @@ class GpuExperts:
             )
             if index not in resident:
                 streamed += groups
-        largest = max(len(g.experts) for layer in self._layers.values() for g in layer.groups)
+        largest = max((len(group.experts) for group in streamed), default=0)
         some = next(iter(layers.values()))
         self._hidden, self._inner = some[2].rows, some[0].rows
         self.ring = Ring(streamed, slot_bytes, slots, self.device, copier)
-        self._work = self._bordered(largest)
+        self._work = self._bordered(largest) if streamed else None
         self._copier = copier
         for index in resident:
             self._settle(self._layers[index])
@@ -92,8 +93,12 @@ class GpuExperts:
         more, less = borders(self.rank)
         hidden, inner = self._hidden, self._inner
         made = Bordered(
-            torch.empty(experts, 2 * inner + more, hidden + more, dtype=torch.bfloat16, device=self.device),
-            torch.empty(experts, hidden + less, inner + less, dtype=torch.bfloat16, device=self.device),
+            torch.empty(
+                experts, 2 * inner + more, hidden + more, dtype=torch.bfloat16, device=self.device
+            ),
+            torch.empty(
+                experts, hidden + less, inner + less, dtype=torch.bfloat16, device=self.device
+            ),
             hidden,
             inner,
             self.rank,
@@ -113,7 +118,9 @@ class GpuExperts:
             matrices = self._bordered(len(group.experts))
             unpack(group, raw, layer.weights, matrices)
             if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # raw goes back to the allocator
+                torch.cuda.current_stream(
+                    self.device
+                ).synchronize()  # raw goes back to the allocator
             made.append(matrices)
         layer.resident = tuple(made)
 
@@ -126,8 +133,8 @@ class GpuExperts:
             kept = layer.resident[number]
         else:
             raw = self.ring.take(layer.first + number, forward, turns)
-            count = len(group.experts)
-            kept = _first(self._work, count)
+            assert self._work is not None  # there is one where anything is streamed
+            kept = _first(self._work, len(group.experts))
             unpack(group, raw, layer.weights, kept)
             self.ring.give_back(layer.first + number, forward, turns)
         if not self.rank:
@@ -196,9 +203,7 @@ class GpuExperts:
     def route(self, index: int, ids: torch.Tensor) -> Routing:
         return route(ids, self._layers[index].place)
 
-    def _rows(
-        self, layer: _Layer, number: int, routing: Routing
-    ) -> tuple[layer_math.Rows, slice]:
+    def _rows(self, layer: _Layer, number: int, routing: Routing) -> tuple[layer_math.Rows, slice]:
         """A group's rows, and where they are among all."""
         before = sum(len(group.experts) for group in layer.groups[:number])
         behind = before + len(layer.groups[number].experts)
@@ -289,19 +294,16 @@ class GpuFunction(torch.autograd.Function):
             any(needed),
         )
         told: list[torch.Tensor | None] = []
+        later = []
         for name, parameter, wanted in zip(call.names, ctx.parameters, needed, strict=True):
             if not wanted:
                 told.append(None)
-                continue
-            gradient = gradients[name].to(parameter.device)
-            if not (call.accumulate and accumulates(parameter)):
-                told.append(gradient)
-                continue
-            told.append(None)
-            if parameter.grad is None:
-                parameter.grad = gradient
+            elif not (call.accumulate and accumulates(parameter)):
+                told.append(gradients[name].to(parameter.device))
             else:
-                parameter.grad += gradient
+                told.append(None)
+                later.append((parameter, gradients[name]))
+        add_gradients(later)
         return None, d_hidden, None, d_weights, *told
 
 

@@ -1,32 +1,93 @@
-"""Give a model's experts to the GPU: choose what is resident, register the checkpoint's pages, make the ring."""
+"""Give a model's experts to the GPU: its pages registered, the ring made, what is resident brought there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ktbridge.experts.gpu.copying import InPlace, Registered, Registration, Staged, register
-from ktbridge.experts.gpu.executor import GpuExperts, OnGpu, Triple
-from ktbridge.experts.gpu.layout import layer_groups
+from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
+from ktbridge.experts.gpu.layout import Group, layer_groups
 from ktbridge.experts.gpu.ring import Copier
+from ktbridge.experts.gpu.share import Share, Sizes
+from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.units import size_text
+
+_STAGING_THREADS = 8
 
 
-def evenly(layers: Sequence[int], count: int) -> list[int]:
-    """``count`` of ``layers``, spread evenly, so that what is streamed has time to cross beside them."""
-    return [layers[(2 * n + 1) * len(layers) // (2 * count)] for n in range(count)]
+@dataclass(frozen=True)
+class Placed:
+    """Experts that were given to the GPU."""
+
+    experts: GpuExperts
+    how: str
+    """How the weights cross, in words."""
+    registration: Registration | None
 
 
-def copier_for(
-    layers: Mapping[int, Triple], slot_bytes: int, device: torch.device, threads: int
-) -> tuple[Copier, str]:
-    """What moves these layers' weights to ``device``, and how, in words."""
+def sizes_of(model: Any, top_k: int) -> Sizes:
+    """The sizes of a wrapped model's routed experts."""
+    layers = expert_layers(model)
+    first = next(iter(layers.values()))
+    stored = sum(each.stored_bytes for each in first.weights)
+    return Sizes(
+        len(layers),
+        first.num_experts,
+        top_k,
+        first.hidden_size,
+        first.intermediate_size,
+        first.lora_rank,
+        stored,
+    )
+
+
+def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
+    """Have the experts of a wrapped model computed on ``device``, as ``share`` says.
+
+    Expert LoRA moves there where ``share.masters``: make the optimizer after this. On the CPU as device the
+    same is computed there, without streams. Raises ``UsageError`` where a layer can't cross.
+    """
+    layers = expert_layers(model)
+    numbers = list(layers)
+    first = next(iter(layers.values()))
+    groups = [
+        group
+        for index, layer in layers.items()
+        for group in layer_groups(layer.weights, share.slot_bytes, f"layer {index}")
+    ]
+    copier, how, registration = _copier(groups, device)
+    experts = GpuExperts(
+        {index: layer.weights for index, layer in layers.items()},
+        device,
+        first.lora_rank,
+        slot_bytes=share.slot_bytes,
+        slots=max(share.slots, 1),
+        copier=copier,
+        resident=[numbers[place] for place in share.resident],
+    )
+    for index, layer in layers.items():
+        assert isinstance(layer, MoELoRAExperts)
+        layer.gpu = OnGpu(experts, index)
+        if share.masters:
+            layer.move_lora(device)
+        elif device.type == "cuda":
+            layer.move_lora(torch.device("cpu"), pinned=True)
+    return Placed(experts, how, registration)
+
+
+def _copier(groups: list[Group], device: torch.device) -> tuple[Copier, str, Registration | None]:
     if device.type == "cpu":
-        return InPlace(), "copied in RAM"
-    groups = [g for triple in layers.values() for g in layer_groups(triple, slot_bytes)]
+        return InPlace(), "copied in memory", None
     done = register(groups)
     if isinstance(done, Registration):
-        copier = Registered(device)
-        copier.registration = done
-        return copier, f"{done.bytes / 1e9:.1f} GB registered in place"
-    return Staged(device, threads), f"through pinned memory ({done})"
+        return Registered(device), f"read in place ({size_text(done.bytes)} registered)", done
+    threads = min(_STAGING_THREADS, torch.get_num_threads())
+    return (
+        Staged(device, threads),
+        f"copied through pinned memory by {threads} threads: {done}",
+        None,
+    )

@@ -1,0 +1,154 @@
+"""How much of the experts a GPU-memory budget keeps on the GPU, and how many tokens fit beside it. Pure.
+
+In this order: two slots of the ring, the step's rows in as few passes as may be, the LoRA's masters with the
+optimizer's state, the rest of the ring, and then whole layers that stay resident.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktbridge.errors import UsageError
+from ktbridge.experts.gpu.layer_math import borders
+from ktbridge.units import size_text
+
+_GROUP = 300_000_000  # bytes that cross at once: large enough for the link, small beside a layer
+_LEAST_SLOTS = 2
+_AHEAD = 2  # groups beyond a layer that cross while the layer before is computed
+_UNEVEN = 1.25  # a group's rows over the mean group's: routers are not even
+_MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's routed experts: counts, widths, and a layer's ``stored`` bytes in the checkpoint."""
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    rank: int
+    stored: int
+
+    @property
+    def groups(self) -> int:
+        """Groups that a layer crosses in."""
+        return min(self.experts, max(1, -(-self.stored // _GROUP)))
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot, which holds a group."""
+        return -(-self.experts // self.groups) * (-(-self.stored // self.experts) + 4096)
+
+    @property
+    def lora(self) -> int:
+        """LoRA weights of a layer."""
+        return 3 * self.experts * self.rank * (self.hidden + self.inner)
+
+    def matrices(self, experts: int) -> int:
+        """Bytes of so many experts' bfloat16 matrices with their borders."""
+        more, less = borders(self.rank)
+        gate_up = (2 * self.inner + more) * (self.hidden + more)
+        return 2 * experts * (gate_up + (self.hidden + less) * (self.inner + less))
+
+    def per_token(self, resident: bool) -> int:
+        """Bytes a token that the experts take in one layer's backward, and its output kept until then."""
+        more, less = borders(self.rank)
+        width = 2 * (self.hidden + more) + 2 * (2 * self.inner + more) + 2 * (self.inner + less)
+        width += self.hidden + less + self.inner
+        share = 1.0 if resident else min(1.0, _UNEVEN / self.groups)
+        row = round(2 * width * share) + 2 * self.hidden + 28
+        return self.top_k * row + self.layers * (2 * self.hidden + 24 * self.top_k)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a model's experts is where."""
+
+    slot_bytes: int
+    slots: int
+    resident: tuple[int, ...]
+    """Numbers of the layers that stay on the GPU, counted among those with routed experts."""
+    masters: bool
+    """Whether LoRA weights, gradients and Adam's states are on the GPU."""
+    tokens: int
+    """Tokens a pass."""
+
+    def gpu_bytes(self, sizes: Sizes) -> int:
+        """What experts and their LoRA take on the GPU, activations left out."""
+        ring = 0
+        if len(self.resident) < sizes.layers:
+            ring = self.slots * self.slot_bytes
+            ring += sizes.matrices(-(-sizes.experts // sizes.groups))
+        kept = len(self.resident) * sizes.matrices(sizes.experts)
+        lora = sizes.layers * sizes.lora * _MASTERS if self.masters else 12 * sizes.lora
+        return ring + kept + lora
+
+
+def evenly(count: int, layers: int) -> tuple[int, ...]:
+    """``count`` of ``layers`` numbers, spread evenly, so that the others cross while these are computed."""
+    return tuple((2 * n + 1) * layers // (2 * count) for n in range(count))
+
+
+def choose_share(
+    sizes: Sizes,
+    free: int,
+    token_bytes: int,
+    longest: int,
+    step_tokens: int,
+    *,
+    mode: str = "stream",
+    gpu_experts: int | None = None,
+    tokens: int | None = None,
+) -> Share:
+    """The share for ``free`` bytes of GPU memory, which all but the experts has been taken from.
+
+    ``token_bytes`` is what a token takes outside the experts, ``longest`` the least tokens of a pass (a whole
+    row), ``step_tokens`` those of an optimizer step. ``mode`` "resident" keeps every layer. ``gpu_experts``
+    of each layer's experts are kept as so many whole layers; None keeps what fits. ``tokens`` sets the
+    tokens of a pass.
+
+    Raises ``UsageError`` where it doesn't fit, with what is short.
+    """
+    whole = mode == "resident"
+    layers = sizes.layers if whole else 0
+    if gpu_experts is not None and not whole:
+        layers = min(sizes.layers, round(sizes.layers * gpu_experts / sizes.experts))
+    slots = 0 if layers == sizes.layers else _LEAST_SLOTS
+
+    def share(tokens: int, slots: int, layers: int, masters: bool) -> Share:
+        return Share(sizes.slot, slots, evenly(layers, sizes.layers), masters, tokens)
+
+    def taken(found: Share) -> int:
+        resident = len(found.resident) == sizes.layers
+        each = token_bytes + sizes.per_token(resident)
+        return found.gpu_bytes(sizes) + found.tokens * each
+
+    least = share(tokens or longest, slots, layers, False)
+    if taken(least) > free:
+        what = "all experts resident" if whole else f"{size_text(sizes.slot)} groups of experts"
+        raise UsageError(
+            f"{what} and a pass of {least.tokens:,} tokens take {size_text(taken(least))} of GPU memory "
+            f"beside the rest of the model, and {size_text(max(free, 0))} are left for them.",
+            "Give more with kt_gpu_memory, "
+            + ("set kt_experts: stream" if whole else "lower cutoff_len, or set kt_experts: cpu")
+            + ".",
+        )
+    each = token_bytes + sizes.per_token(whole)
+    room = longest + (free - taken(share(longest, slots, layers, False))) // each
+    most = tokens or max(longest, min(step_tokens, room))
+    passes = -(-step_tokens // most)
+    if not tokens and passes > 1:  # passes of equal size
+        most = max(longest, min(most, -(-step_tokens // passes) + longest // 2))
+    best = share(most, slots, layers, taken(share(most, slots, layers, True)) <= free)
+    full = min(sizes.groups + _AHEAD, sizes.groups * (sizes.layers - layers))
+    while best.slots < full and taken(share(most, best.slots + 1, layers, best.masters)) <= free:
+        best = share(most, best.slots + 1, layers, best.masters)
+    if gpu_experts is None and not whole:
+        while len(best.resident) < sizes.layers:
+            more = share(most, best.slots, len(best.resident) + 1, best.masters)
+            if taken(more) > free:
+                break
+            best = more
+    return best
