@@ -88,6 +88,12 @@ class GpuExperts:
         for index in resident:
             self._settle(self._layers[index])
 
+    def drop(self) -> None:
+        """Give the device's memory back; nothing is computed here any more."""
+        self._layers.clear()
+        self.ring = Ring([], 0, 0, self.device, self._copier)
+        self._work = None
+
     def _bordered(self, experts: int) -> Bordered:
         """Matrices for so many experts, with their borders 0."""
         more, less = borders(self.rank)

@@ -79,6 +79,17 @@ def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
     return Placed(experts, how, registration)
 
 
+def take_back(model: Any, placed: Placed) -> None:
+    """Have the CPU kernels compute the experts again, as before ``give_to_gpu``."""
+    for layer in expert_layers(model).values():
+        assert isinstance(layer, MoELoRAExperts)
+        layer.gpu = None
+        layer.move_lora(torch.device("cpu"))
+    placed.experts.drop()
+    if placed.registration is not None:
+        placed.registration.close()
+
+
 def _copier(groups: list[Group], device: torch.device) -> tuple[Copier, str, Registration | None]:
     if device.type == "cpu":
         return InPlace(), "copied in memory", None

@@ -83,12 +83,6 @@ _IN_BLOCK = (
         same=OFF,
     ),
     _refused(
-        "kt_num_gpu_experts",
-        "routed experts stay on the CPU: a few of them on the GPU take its memory and save little time",
-        "Leave it out.",
-        same=(0, "auto"),
-    ),
-    _refused(
         "kt_train_mode kt_full_weight_grad",
         "the base's experts are mapped read-only, so only LoRA is trained",
         "kt_train_mode: lora. Full fine-tuning is KTransformers' own.",

@@ -10,6 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from ktbridge.errors import UsageError
+from ktbridge.units import parse_size
+
 Parser = Callable[[Any], Any]
 _MOST = 2**31 - 1
 _QUOTED_FLAGS = ("", "true", "false", "yes", "no", "on", "off", "null", "none", "~")
@@ -52,6 +55,19 @@ def positive(value: Any) -> float:
     if not (found := number(value)):
         raise ValueError("a number above 0")
     return found
+
+
+def size(value: Any) -> int:
+    """Bytes of "24GB" or "24GiB"."""
+    try:
+        return parse_size(str(value))
+    except UsageError as error:
+        raise ValueError("a size with its unit, as 24GB") from error
+
+
+def gpu_experts(value: Any) -> int | None:
+    """KTransformers' "auto", or a number of experts."""
+    return None if value == "auto" else int(whole(0, 4096)(value))
 
 
 def share(most: float = 1.0) -> Parser:

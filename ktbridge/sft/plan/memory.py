@@ -41,13 +41,20 @@ class Setting:
     lengths: Lengths
     cuda: bool
     threads: int
+    rows: int | None = None
+    """Rows of a pass; None: as many as the configuration says."""
+
+    @property
+    def sides(self) -> int:
+        """Sequences a row: dpo runs chosen and rejected side by side."""
+        return 2 if self.config.stage == "dpo" else 1
 
     @property
     def batch(self) -> Batch:
-        """The largest micro-batch; dpo runs chosen and rejected side by side."""
-        rows = self.config.per_device_train_batch_size
+        """The largest pass."""
+        rows = self.rows or self.config.per_device_train_batch_size
         padded = rows > 1 and not self.lengths.even
-        sides = 2 if self.config.stage == "dpo" else 1
+        sides = self.sides
         width = 2 if self.config.bf16 or self.config.pure_bf16 else 4
         masked = padded or self.config.stage == "dpo"
         lora_width = 2 if self.config.pure_bf16 else 4
@@ -188,6 +195,12 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     yield Part(
         "allocator", where, round(slack * (kept + most)), f"{slack:.0%} of what comes and goes"
     )
+
+
+def activation_bytes(setting: Setting) -> int:
+    """What a pass takes outside the experts: kept between forward and backward, and the largest that passes."""
+    kept, passing, _ = _activations(setting)
+    return kept + max(passing, loss_bytes(setting.shape, setting.batch))
 
 
 def _process_parts(cuda: bool) -> Iterator[Part]:

@@ -1,0 +1,102 @@
+"""How fast the link, the GPU and the CPU compute one layer of a model's experts: measured at the start of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.layer import MoELoRAExperts
+
+_MOST = 8192  # tokens timed; more take in proportion
+_MOST_ON_CPU = 1024
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of a layer's forward and backward on the GPU and on the CPU, for a pass of ``tokens``."""
+
+    tokens: int
+    gpu: float
+    cpu: float
+    link: float
+    """Bytes a second from host to GPU; 0 where nothing is streamed."""
+
+
+def time_layer(layer: MoELoRAExperts, experts: GpuExperts, top_k: int, tokens: int) -> LayerTimes:
+    """Time ``layer``, the model's first, by both executors. Its LoRA gradients are dropped afterwards."""
+    device, place = experts.device, layer.gpu
+    link = _link(experts)
+
+    def run(count: int, where: torch.device) -> float:
+        inputs = _inputs(layer, top_k, count, where)
+
+        def once() -> None:
+            out = layer(*inputs)
+            out.backward(torch.ones_like(out))
+
+        return _seconds(once, where)
+
+    try:
+        few = min(tokens, _MOST)
+        gpu = run(few, device) * tokens / few
+        layer.gpu = None
+        masters = layer.lora_device
+        layer.move_lora(torch.device("cpu"))
+        few = min(tokens, _MOST_ON_CPU)
+        cpu = run(few, torch.device("cpu")) * tokens / few
+        layer.move_lora(masters, pinned=masters.type == "cpu" and device.type == "cuda")
+    finally:
+        layer.gpu = place
+        for parameter in layer.parameters():
+            parameter.grad = None
+    return LayerTimes(tokens, gpu, cpu, link)
+
+
+def _link(experts: GpuExperts) -> float:
+    """Bytes a second of one group's crossing, the second time, when its pages are in memory."""
+    ring = experts.ring
+    if not ring.groups:
+        return 0.0
+    group = ring.groups[0]
+    slot = torch.empty(ring.slot_bytes, dtype=torch.uint8, device=experts.device)
+
+    def once() -> None:
+        ready = ring.copier.start(group, slot, None)
+        if ready is not None:
+            ready.wait()
+
+    return group.bytes / _seconds(once, experts.device)
+
+
+def _inputs(
+    layer: MoELoRAExperts, top_k: int, tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, experts drawn evenly, equal weights."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, layer.hidden_size, generator=draw).bfloat16().to(device)
+    ids = torch.rand(tokens, layer.num_experts, generator=draw).topk(top_k).indices.to(device)
+    weights = torch.full((tokens, top_k), 1 / top_k, device=device)
+    return hidden.requires_grad_(), ids, weights
+
+
+def _seconds(once: Callable[[], None], device: torch.device) -> float:
+    """The median of some runs after one to warm up."""
+    taken = []
+    for _ in range(_REPEATS + 1):
+        _wait(device)
+        began = time.perf_counter()
+        once()
+        _wait(device)
+        taken.append(time.perf_counter() - began)
+    return median(taken[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
