@@ -2,15 +2,17 @@
 """Tokens a second and memory of a training step, beside its peers, on one checkpoint in one run.
 
     scripts/random_checkpoint.py deepseek-v2-lite /data/v2-lite
-    scripts/bench_train.py /data/v2-lite --json run.json
+    scripts/bench_train.py /data/v2-lite --rows 16 --passes 1 --json run.json
+    scripts/bench_train.py /data/v2-lite --rows 64 --contestant stream@24GB --contestant hf
     scripts/bench_train.py --from-json run.json
 
-The peers: `gpu`, Hugging Face and PEFT with everything on the GPU; `offload`, our placement with torch's own
-operations for the experts on the CPU. peers/train_worker.py is what each runs, in a process of its own.
-The first step, in which memory is touched and caches fill, is not counted. A step is --accumulation
-micro-batches of one row, the same ones each time; the offload baseline may take fewer, since its speed does
-not depend on it. Prints a table, and ends with 1 when a contestant fails or the first row's losses, which are
-the base model's, differ by more than 1 %. Needs `ktbridge[train]`; without a GPU all are on the CPU.
+A contestant is who computes the experts, and for ktbridge within how much GPU memory: `cpu`, `stream` and
+`resident` are ktbridge's, `hf` Hugging Face and PEFT with everything on the GPU, `offload` the placement of `cpu`
+with torch's own operations. peers/train_worker.py is what each runs, in a process of its own. The first step,
+in which memory is touched and caches fill, is not counted. A step's rows go through in --passes forward and
+backward passes, the same rows in each step. Prints a table, and ends with 1 when a contestant fails or the
+first steps' losses, which are the base model's, differ by more than 1 %. Needs `ktbridge[train]`; without a GPU
+all are on the CPU.
 """
 
 from __future__ import annotations
@@ -34,13 +36,14 @@ from rich.table import Table
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config
+from ktbridge.units import parse_size
 
-OURS = "ktbridge"
+WHO = ("cpu", "stream", "resident", "hf", "offload")
 SAME_LOSS = 0.01
 WORKER = Path(__file__).parent / "peers" / "train_worker.py"
 LEGEND = (
-    "ours is: ktbridge's speed over this one's. RAM: the process's peak, mapped experts with it; /ckpt: over "
-    "the checkpoint's size. loss: the first row's, untrained."
+    "first is: the first one's speed over this one's. RAM: the process's peak, mapped experts with it; /ckpt: over "
+    "the checkpoint's size. loss: the first step's, untrained."
 )
 console, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
@@ -61,7 +64,7 @@ def measure(case: dict[str, Any], log: Path) -> dict[str, Any]:
     if process.returncode:
         raise KtbridgeError(failure(who, process.returncode, log))
     told: dict[str, Any] = json.loads(result.read_text())
-    tokens = case["accumulation"] * case["length"]
+    tokens = case["rows"] * case["length"]
     told["tokens_per_second"] = tokens / statistics.median(told["seconds"][1:])
     return {**told, "case": case}
 
@@ -78,17 +81,23 @@ def failure(who: str, status: int, log: Path) -> str:
     return f"{who} {why}; {log} has all that it said."
 
 
+def _case(name: str) -> dict[str, Any]:
+    """Who a contestant is, and its GPU memory in bytes."""
+    who, _, memory = name.partition("@")
+    if who not in WHO:
+        raise click.UsageError(f"{name!r} is no contestant: {', '.join(WHO)}.")
+    return {"name": name, "who": who, "gpu_memory": parse_size(memory) if memory else None}
+
+
 def compare(run: dict[str, Any]) -> None:
     """Add to each contestant what it is beside ours and the checkpoint, to the run how losses differ."""
     told = run["contestants"]
-    ours = next((each for each in told if each["who"] == OURS), None)
     for each in told:
         each["cpu_over_checkpoint"] = each["cpu"]["peak"] / run["checkpoint_bytes"]
-        if ours is not None:
-            each["ours_is"] = ours["tokens_per_second"] / each["tokens_per_second"]
+        each["first_is"] = told[0]["tokens_per_second"] / each["tokens_per_second"]
         if each["gpu"]:
             run["machine"]["gpu"] = each["gpu"]["name"]
-    first = [each["first_row_losses"][0] for each in told]
+    first = [each["losses"][0] for each in told]
     run["loss_difference"] = max(first) / min(first) - 1 if first else None
 
 
@@ -101,20 +110,20 @@ def table(run: dict[str, Any]) -> Table:
         caption=LEGEND,
         caption_justify="left",
     )
-    for title in ("", "tokens/s", "ours is", "GPU GB", "RAM GB", "/ckpt", "load s", "loss"):
+    for title in ("", "tokens/s", "first is", "GPU GB", "RAM GB", "/ckpt", "load s", "loss"):
         made.add_column(title, justify="right" if title else "left", no_wrap=True)
     for told in run["contestants"]:
-        ratio = "" if told["who"] == OURS or "ours_is" not in told else f"{told['ours_is']:.2f}x"
+        ratio = f"{told['first_is']:.2f}x"
         gpu = told["gpu"]
         made.add_row(
-            told["who"] + ("" if told["case"]["ahead"] else ", waiting"),
+            told["case"]["name"],
             f"{told['tokens_per_second']:,.0f}",
             ratio,
             f"{gpu['used'] / 1e9:.2f}" if gpu else "none",
             f"{told['cpu']['peak'] / 1e9:.1f}",
             f"{told['cpu_over_checkpoint']:.2f}",
             f"{told['load_seconds']:.0f}",
-            f"{told['first_row_losses'][0]:.3f}",
+            f"{told['losses'][0]:.3f}",
         )
     return made
 
@@ -125,7 +134,8 @@ def show(run: dict[str, Any]) -> bool:
     console.print(f"{machine['cpu']}, {machine['cores']} cores; {machine['gpu'] or 'no GPU'}")
     console.print(
         f"{model['model_type']}, {model['layers']} layers, {run['checkpoint_bytes'] / 1e9:.1f} GB; rank "
-        f"{settings['rank']}, rows of {settings['length']} tokens"
+        f"{settings['rank']}, {settings['rows']} rows of {settings['length']} tokens a step in "
+        f"{settings['passes']} passes"
     )
     if run["contestants"]:
         console.print(table(run))
@@ -133,7 +143,7 @@ def show(run: dict[str, Any]) -> bool:
         stderr.print(sentence, style="red", markup=False, soft_wrap=True)
     apart = run["loss_difference"] or 0
     if apart > SAME_LOSS:
-        stderr.print(f"[red]the first row's losses differ by {apart:.1%}: not the same model")
+        stderr.print(f"[red]the first steps' losses differ by {apart:.1%}: not the same model")
     return not run["failed"] and apart <= SAME_LOSS
 
 
@@ -141,17 +151,22 @@ def show(run: dict[str, Any]) -> bool:
 @click.argument(
     "checkpoint", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path)
 )
-@click.option("--peer", "peers", multiple=True, type=click.Choice(["offload", "gpu"]))
+@click.option(
+    "--contestant",
+    "names",
+    multiple=True,
+    metavar="WHO[@GPU_MEMORY]",
+    help="cpu, stream, resident, hf or offload; several.  [default: stream, cpu, hf]",
+)
 @click.option("--rank", default=8, show_default=True, type=click.IntRange(1))
 @click.option(
     "--length", default=512, show_default=True, type=click.IntRange(2), help="Tokens a row."
 )
-@click.option("--accumulation", default=16, show_default=True, type=click.IntRange(1))
-@click.option("--offload-accumulation", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--rows", default=16, show_default=True, type=click.IntRange(1), help="Rows a step.")
+@click.option("--passes", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(2))
 @click.option("--learning-rate", default=1e-4, show_default=True, type=float)
 @click.option("--no-checkpointing", is_flag=True, help="Keep activations on the GPU.")
-@click.option("--no-run-ahead", is_flag=True, help="Also ours waiting for each pass.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All samples."
 )
@@ -160,14 +175,13 @@ def show(run: dict[str, Any]) -> bool:
 )
 def main(
     checkpoint: Path | None,
-    peers: tuple[str, ...],
+    names: tuple[str, ...],
     no_checkpointing: bool,
-    no_run_ahead: bool,
     json_file: Path | None,
     from_json: Path | None,
     **settings: Any,
 ) -> None:
-    """Train CHECKPOINT for some steps with ktbridge and with each --peer (default: both)."""
+    """Train CHECKPOINT for some steps with each contestant, and compare."""
     if (checkpoint is None) == (from_json is None):
         raise click.UsageError("Give a CHECKPOINT, or a recorded run with --from-json.")
     if from_json:
@@ -183,20 +197,13 @@ def main(
         "model": {"model_type": config.model_type, "layers": config.num_layers},
         "settings": settings, "contestants": [], "failed": [],
     }  # fmt: skip
-    contestants = [
-        (OURS, True),
-        *((peer, True) for peer in dict.fromkeys(peers) or ("gpu", "offload")),
-    ]
-    if no_run_ahead:
-        contestants.insert(1, (OURS, False))
+    cases = [_case(name) for name in names or ("stream", "cpu", "hf")]
+    if settings["rows"] % settings["passes"]:
+        raise click.UsageError("--rows must be a multiple of --passes.")
     logs = Path(tempfile.mkdtemp(prefix="bench_train-"))
-    for number, (who, ahead) in enumerate(contestants):
-        case = {
-            "who": who, "ahead": ahead, "checkpointing": not no_checkpointing,
-            "checkpoint": str(checkpoint), **settings,
-        }  # fmt: skip
-        few = case.pop("offload_accumulation")
-        case["accumulation"] = few if who == "offload" else case["accumulation"]
+    for number, case in enumerate(cases):
+        who = case["who"]
+        case |= {"checkpointing": not no_checkpointing, "checkpoint": str(checkpoint), **settings}
         try:
             run["contestants"].append(measure(case, logs / f"{number}-{who}.log"))
         except KtbridgeError as error:

@@ -2,12 +2,13 @@
 
     train_worker.py CASE RESULT        # CASE: JSON as bench_train makes it; RESULT: the JSON file to write
 
-* ``ktbridge``: attention on the GPU, experts mapped from the checkpoint and run by our kernels.
-* ``offload``: the same placement with torch's own CPU operations for the experts, which are loaded.
-* ``gpu``: Hugging Face and PEFT with everything on the GPU, LoRA on the fused experts too.
+* ``cpu``, ``stream``, ``resident``: ktbridge, attention on the GPU, experts mapped from the checkpoint and
+  computed by our CPU kernels, or on the GPU.
+* ``offload``: the placement of ``cpu`` with torch's own operations for the experts, which are loaded.
+* ``hf``: Hugging Face and PEFT with everything on the GPU, LoRA on the fused experts too.
 
-All train LoRA on attention and experts with the same rank, rows, checkpointing, AdamW and loss. Without a
-GPU all of each is on the CPU. Prints a line a step on stderr. Needs `ktbridge[train]`.
+All train LoRA on attention and experts with the same rank, rows, passes, checkpointing, AdamW and loss.
+Without a GPU all of each is on the CPU. Prints a line a step on stderr. Needs `ktbridge[train]`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -34,7 +36,14 @@ from ktbridge.experts.expert_call import kernel_seconds
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.loading import load_mapped
 from ktbridge.experts.modules import experts_modules
+from ktbridge.sft.config import KtConfig, TrainConfig
+from ktbridge.sft.expert_device import place_experts
+from ktbridge.sft.plan.lengths import Lengths
+from ktbridge.sft.plan.memory import Setting
+from ktbridge.sft.plan.shape import read_shape
 
+OURS = ("cpu", "stream", "resident")
+HEAD_TOKENS = 2048
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -80,6 +89,25 @@ class TorchExperts(nn.Module):
         return out + self.scale * F.linear(F.linear(inner, down_a), down_b)
 
 
+def place(case: dict[str, Any], model: Any) -> str:
+    """Give the experts to the GPU as `ktbridge train` would; how, in words."""
+    tokens = case["rows"] // case["passes"] * case["length"]
+    config = TrainConfig(
+        model_name_or_path=case["checkpoint"],
+        dataset=("none",),
+        output_dir="none",
+        lora_rank=case["rank"],
+        per_device_train_batch_size=case["rows"] // case["passes"],
+        gradient_accumulation_steps=case["passes"],
+        tokens_per_pass=tokens,
+        kt_config=KtConfig(kt_experts=case["who"], kt_gpu_memory=case["gpu_memory"]),
+    )
+    each = (case["length"],) * case["rows"]
+    lengths = Lengths(case["rows"], case["rows"], case["length"], case["length"], True, False, each)
+    setting = Setting(read_shape(Path(case["checkpoint"])), config, lengths, True, 1)
+    return place_experts(setting, model).why
+
+
 def offloaded(module: Any, hidden: Any, ids: Any, weights: Any) -> torch.Tensor:
     out: torch.Tensor = module.torch_experts(
         hidden.cpu(), ids.to(torch.int64).cpu(), weights.float().cpu()
@@ -98,14 +126,16 @@ def lora(rank: int, **more: Any) -> LoraConfig:
 
 def build(case: dict[str, Any]) -> nn.Module:
     who, path, rank = case["who"], Path(case["checkpoint"]), case["rank"]
-    if who == "ktbridge":
+    if who in OURS:
         model = load_mapped(path, torch.bfloat16, lambda name: DEVICE)
         model = get_peft_model(model, lora(rank))
         ktbridge.sft.wrap_experts(model, rank, 2 * rank, accumulate_grad=True)
         for layer in expert_layers(model).values():
-            layer.run_ahead = case["ahead"]
+            layer.run_ahead = True
         if case["checkpointing"]:
             checkpointing.enable(model)
+        if who != "cpu":
+            print(f"{who}: {place(case, model)}", file=sys.stderr, flush=True)
         return model
     if who == "offload":
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -159,6 +189,27 @@ def gpu_memory() -> dict[str, Any]:
     }
 
 
+def tiled_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Mean loss of the next token, the head in checkpointed tiles: no logits of a whole pass are kept."""
+    inner = model.get_base_model()
+    hidden = inner.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    labels = ids[:, 1:].flatten()
+
+    def tile(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(inner.lm_head(states).float(), wanted, reduction="sum")
+
+    total = torch.zeros((), device=ids.device)
+    for start in range(0, len(labels), HEAD_TOKENS):
+        part = slice(start, start + HEAD_TOKENS)
+        total = total + checkpoint(tile, hidden[part], labels[part], use_reentrant=False)
+    return total / len(labels)
+
+
+def experts_implementation(model: Any) -> str:
+    """What computed the experts, by transformers' name of it."""
+    return str(getattr(model.get_base_model().config, "_experts_implementation", ""))
+
+
 def main() -> None:
     case = json.loads(sys.argv[1])
     started = time.perf_counter()
@@ -168,19 +219,18 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"])
     loaded = time.perf_counter() - started
     vocabulary = model.config.get_text_config().vocab_size
-    seconds, losses, first = [], [], []
+    rows = case["rows"] // case["passes"]
+    seconds, losses = [], []
     for _ in range(case["steps"]):
-        # The same rows in each step, so that losses fall, and the same first ones whatever the accumulation.
+        # The same rows in each step, so that losses fall, and the same first ones whatever the passes.
         draw = torch.Generator().manual_seed(1)
         begun = time.perf_counter()
         total = 0.0
-        for row in range(case["accumulation"]):
-            ids = torch.randint(0, vocabulary, (1, case["length"]), generator=draw).to(DEVICE)
-            loss = model(input_ids=ids, labels=ids).loss / case["accumulation"]
+        for _ in range(case["passes"]):
+            ids = torch.randint(0, vocabulary, (rows, case["length"]), generator=draw).to(DEVICE)
+            loss = tiled_loss(model, ids) / case["passes"]
             loss.backward()
             total += float(loss.detach())
-            if row == 0:
-                first.append(total * case["accumulation"])
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
@@ -190,10 +240,10 @@ def main() -> None:
         )
     told = {
         "who": case["who"],
+        "experts": experts_implementation(model),
         "load_seconds": loaded,
         "seconds": seconds,
         "losses": losses,
-        "first_row_losses": first,
         "gpu": gpu_memory(),
         "cpu": memory(),
         "kernel_seconds": kernel_seconds(),
@@ -201,7 +251,7 @@ def main() -> None:
         "trained": sum(parameter.numel() for parameter in trained),
         "versions": {name: version(name) for name in ("ktbridge", "torch", "transformers", "peft")},
     }
-    if case["who"] == "ktbridge":
+    if case["who"] in OURS:
         layer = next(iter(expert_layers(model).values()))
         told |= {"isa": layer.isa, "threads": layer.threads}
     Path(sys.argv[2]).write_text(json.dumps(told))
