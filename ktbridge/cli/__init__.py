@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": "Predict memory, disk and time of a training run, before it starts.",
     "train": "Fine-tune: experts on the CPU kernels, the rest by PEFT.",
     "convert": "Turn a raw adapter into the layouts that engines serve.",
-    "validate": "Check adapter directories for what engines would swallow.",
+    "validate": "Check adapter directories for what engines would silently ignore.",
     "serve": "Serve a base model with its adapter over an OpenAI-compatible API.",
     "chat": "Try a model by hand and switch between its arms.",
     "verify": "Prove that a served adapter took effect.",

@@ -101,9 +101,11 @@ class Lines:
 class Bar:
     """``bar(done, total)`` is the ``on_progress`` that library functions take."""
 
-    def __init__(self, progress: Progress, label: str) -> None:
+    def __init__(
+        self, progress: Progress, label: str, done: int = 0, total: int | None = None
+    ) -> None:
         self._progress = progress
-        self._task = progress.add_task(label, total=None)
+        self._task = progress.add_task(label, completed=done, total=total)
 
     def __call__(self, done: int, total: int) -> None:
         self._progress.update(self._task, completed=done, total=total)
@@ -124,9 +126,7 @@ def training_bar(done: int, total: int) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        training = Bar(bar, "")
-        training(done, total)
-        yield training
+        yield Bar(bar, "", done, total)
 
 
 @contextmanager

@@ -41,7 +41,11 @@ HELP = """\
 @click.option("--base-model", metavar="DIR", help="Start an engine with this base model.")
 @click.option("--adapter", metavar="DIR", help="With --base-model: its adapter, of any layout.")
 @click.option("--system", metavar="TEXT", help="The system message.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: the server's.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Default: the server's, or 0 for a base that asks for no sampling.",
+)
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
@@ -103,6 +107,8 @@ def command(
 
             child = stack.enter_context(engine(base_model, adapter, threads))
             asked, listed = Server(child.url, child.key), child.models
+            if temperature is None and _is_greedy(base_model):
+                temperature = 0.0
             served = listed[-1].rpartition(":")[0]
             wanted = listed[0] if adapter is None else f"{served}:{ADAPTER}"
         else:
@@ -119,6 +125,15 @@ def command(
         )
         failed = _converse(talk, child)
     sys.exit(1 if failed and not sys.stdin.isatty() else 0)
+
+
+def _is_greedy(base_model: str) -> bool:
+    """Whether the model's own generation_config.json asks for no sampling."""
+    from ktbridge.model import find_model
+    from ktbridge.model.jsonfile import read_json_file
+
+    path = find_model(base_model) / "generation_config.json"
+    return path.is_file() and read_json_file(path).get("do_sample") is False
 
 
 def _converse(talk: Conversation, child: Child | None) -> bool:

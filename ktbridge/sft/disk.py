@@ -46,8 +46,15 @@ def check_room(config: TrainConfig, root: Path, trained: int, steps: int) -> Non
     free += sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     need = run_bytes(config, trained, steps)
     if need > free:
+        kept = kept_checkpoints(config, steps)
+        files = (
+            f"checkpoints ({kept} kept and one being written) and the adapter"
+            if kept
+            else "the adapter"
+        )
+        fewer = ", or set save_steps: 0 (no checkpoints)" if kept else ""
         raise KtbridgeError(
             f"{output.parent} has {size_text(free)} free, and this run needs {size_text(need)} there: "
-            f"{kept_checkpoints(config, steps)} checkpoints kept, one being written, and the adapter.",
-            "Make room, choose another output_dir, or set save_steps: 0 (no checkpoints).",
+            f"{files}.",
+            f"Make room, or choose another output_dir{fewer}.",
         )

@@ -163,7 +163,7 @@ BAD = {
     "n": ({"n": 0}, "n", "greater than or equal to 1"),
     "too many choices": ({"n": 9}, "n", "at most 8"),
     "unknown field": ({"temprature": 1}, "temprature", "unknown field"),
-    "tools": ({"tools": []}, "tools", "unknown field"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
     "penalty": ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
     "temperature": ({"temperature": -1}, "temperature", "greater than or equal to 0"),
     "not finite": ({"temperature": float("nan")}, "temperature", "finite"),

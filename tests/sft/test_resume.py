@@ -26,6 +26,7 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import load_rows
+from ktbridge.sft.disk import check_room
 from ktbridge.sft.resume import (
     FILES,
     IDENTITY_FILE,
@@ -280,7 +281,20 @@ def test_a_run_that_has_no_room_is_refused_before_it_loads(run_dir: Path) -> Non
     refused = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *wide])
     assert refused.exit_code == 1
     assert " free, and this run needs" in refused.stderr
+    assert "checkpoints (100000000 kept and one being written) and the adapter" in refused.stderr
     assert not (run_dir / "raw.checkpoints").exists()
+
+
+def test_without_checkpoints_their_room_is_neither_asked_for_nor_a_remedy(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = shutil.disk_usage(run_dir)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: none)
+    config = load_config(run_dir / "run.yaml", ["save_steps=0"])
+    with pytest.raises(KtbridgeError) as caught:
+        check_room(config, run_dir / "raw.checkpoints", 1000, 10)
+    assert caught.value.sentence.endswith(" there: the adapter.")
+    assert caught.value.next_step == "Make room, or choose another output_dir."
 
 
 @quiet

@@ -220,6 +220,7 @@ def test_progress_fits_80_columns_with_step_loss_pace_and_eta(monkeypatch):
         bar(99_999, 100_000)
         bar.describe("loss 12.3456  123,456 tok/s")
     drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "\n")
+    assert "None" not in drawn
     line = next(line for line in reversed(drawn.splitlines()) if "eta" in line and "loss" in line)
     assert len(line.rstrip()) <= 80
     assert "step 99999/100000" in line

@@ -169,6 +169,14 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     response_format: TextFormat | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list, json_schema_extra={"maxItems": 0})
+
+    @field_validator("tools")
+    @classmethod
+    def _no_tools(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if value:
+            raise ValueError("tools are not supported by this engine")
+        return value
 
     @property
     def limit(self) -> int | None:
