@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
 _here = threading.local()
 
 
@@ -22,7 +20,7 @@ class _Outputs:
     """The experts' outputs of one checkpointed region, in the order of its calls."""
 
     def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[Any] = []
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -80,17 +78,19 @@ def enable(model: Any) -> None:
     model.config.use_cache = False
 
 
-def record(out: torch.Tensor) -> None:
-    """Keep an experts' output [T, H], which nobody else may change, if a region is being recorded."""
+def record(out: Any) -> None:
+    """Keep an experts' output [T, H], which nobody else may change, if a region is being recorded.
+
+    On the GPU the routing goes with it, in a pair.
+    """
     mode = getattr(_here, "mode", None)
     if mode is not None and mode[0] == "record":
         mode[1](out)
 
 
-def replayed() -> torch.Tensor | None:
+def replayed() -> Any:
     """The output that the same call gave in the first forward; None outside a second one."""
     mode = getattr(_here, "mode", None)
     if mode is None or mode[0] != "replay":
         return None
-    out: torch.Tensor = next(mode[1])
-    return out
+    return next(mode[1])
