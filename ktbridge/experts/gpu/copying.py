@@ -19,7 +19,7 @@ import torch
 from ktbridge.experts.gpu.layout import Group, Span
 
 _PAGE = 4096
-_READ_ONLY = 8  # cudaHostRegisterReadOnly
+_READ_ONLY = 8  # CU_MEMHOSTREGISTER_READ_ONLY
 _PIECE = 32 << 20  # bytes of one copy: what else crosses needn't wait for a whole group
 
 
@@ -39,10 +39,14 @@ class InPlace:
 class Registered:
     """Copies by the GPU itself from pages that ``register`` has registered."""
 
+    registration: Registration | None = None
+    """What is registered, to be closed by whoever made it."""
+
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, group: Group, slot: torch.Tensor, after: Any) -> Any:
+        slot.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
@@ -52,33 +56,45 @@ class Registered:
 
 
 class Staged:
-    """Copies through pinned buffers that ``threads`` threads fill."""
+    """Copies through ``buffers`` pinned buffers that ``threads`` threads fill, until ``close``."""
 
     def __init__(self, device: torch.device, threads: int, buffers: int = 4) -> None:
         self._stream = torch.cuda.Stream(device)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "ktbridge-copy")
-        self._pinned = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)]
+        self._pinned = [
+            torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)
+        ]
         self._sent: list[Any] = [None] * buffers
         self._next = 0
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="ktbridge-stage").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="ktbridge-stage")
+        self._thread.start()
 
     def start(self, group: Group, slot: torch.Tensor, after: Any) -> _Promise:
         promise = _Promise()
         self._work.put((group, slot, after, promise))
         return promise
 
+    def close(self) -> None:
+        """End the threads, once what was started has been copied. Nothing may be started after it."""
+        self._work.put(None)
+        self._thread.join()
+        self._pool.shutdown()
+        self._stream.synchronize()
+
     def _run(self) -> None:
         torch.cuda.set_device(self._stream.device)
-        while True:
-            group, slot, after, promise = self._work.get()
+        while (work := self._work.get()) is not None:
+            group, slot, after, promise = work
             try:
                 promise.keep(self._copy(group, slot, after))
             except BaseException as error:  # raised where the copy is waited for
                 promise.fail(error)
+            del work, group, slot, after, promise  # not held while there is nothing to do
 
     def _copy(self, group: Group, slot: torch.Tensor, after: Any) -> Any:
+        slot.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
@@ -87,12 +103,22 @@ class Staged:
                 if self._sent[which] is not None:
                     self._sent[which].synchronize()
                 pinned = self._pinned[which][: len(source)]
-                share = -(-len(source) // self._threads)
-                parts = range(0, len(source), share)
-                list(self._pool.map(lambda at: pinned[at : at + share].copy_(source[at : at + share]), parts))
+                self._fill(pinned, source)
                 slot[offset : offset + len(source)].copy_(pinned, non_blocking=True)
-                self._sent[which] = self._stream.record_event()
+                # Waited for asleep: the threads that copy want the core.
+                self._sent[which] = torch.cuda.Event(blocking=True)
+                self._sent[which].record(self._stream)
             return self._stream.record_event()
+
+    def _fill(self, pinned: torch.Tensor, source: torch.Tensor) -> None:
+        """``source`` into ``pinned``, a share in each thread; memmove, as torch would start its own."""
+        size, into, out_of = len(source), pinned.data_ptr(), source.data_ptr()
+        share = -(-size // self._threads)
+
+        def copy(at: int) -> None:
+            ctypes.memmove(into + at, out_of + at, min(share, size - at))
+
+        list(self._pool.map(copy, range(0, size, share)))
 
 
 class _Promise:
@@ -141,8 +167,12 @@ class Registration:
         self.bytes = 0
 
     def close(self) -> None:
+        """Wait for the device and let go of the pages. Again: nothing."""
+        if not self.regions:
+            return
+        torch.cuda.synchronize()  # copies out of them may be under way
         for address, _ in self.regions:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _driver().cuMemHostUnregister(ctypes.c_void_p(address))
         self.regions = []
 
 
@@ -152,15 +182,30 @@ def register(groups: Iterable[Group]) -> Registration | str:
     All or nothing. A map must not go away before ``Registration.close``.
     """
     done = Registration()
-    runtime = torch.cuda.cudart()
+    torch.zeros(1, device="cuda")  # this thread has a context from here on
     for address, size in regions([span for group in groups for span in group.spans]):
-        code = runtime.cudaHostRegister(address, size, _READ_ONLY)
-        if int(code) != 0:
+        code = _driver().cuMemHostRegister_v2(
+            ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_READ_ONLY)
+        )
+        if code != 0:
             done.close()
-            return str(runtime.cudaGetErrorString(code))
+            return _reason(code)
         done.regions.append((address, size))
         done.bytes += size
     return done
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The driver itself: a refusal by the runtime would be raised by the next kernel that torch starts."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _reason(code: int) -> str:
+    text = ctypes.c_char_p()
+    if _driver().cuGetErrorString(code, ctypes.byref(text)) != 0 or text.value is None:
+        return f"error {code} of the driver"
+    return text.value.decode()
 
 
 def regions(spans: Sequence[Span]) -> list[tuple[int, int]]:

@@ -8,30 +8,41 @@ never by atomic adds: the same bits each time.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 
+def kernels(tensor: torch.Tensor) -> Any:
+    """The Triton kernels for tensors that are where ``tensor`` is, or None."""
+    return _working(tensor.device) if tensor.device.type == "cuda" else None
+
+
 @functools.cache
-def _kernels() -> Any:
-    """The Triton kernels, or None where there is no Triton."""
+def _working(device: torch.device) -> Any:
+    """The Triton kernels, or None where there is no Triton, or none that works: it wants a C compiler."""
     try:
         from ktbridge.experts.gpu import triton_ops
     except ImportError:
         return None
+    try:
+        source = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
+        triton_ops.gather(source, torch.zeros(1, dtype=torch.int64, device=device), 0)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever its compilers raise
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(f"Triton doesn't work here, so experts are slower: {reason}", stacklevel=2)
+        return None
     return triton_ops
-
-
-def _fused(tensor: torch.Tensor) -> Any:
-    return _kernels() if tensor.device.type == "cuda" else None
 
 
 def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
     """``source`` [T, H] by row: [R, H + wide], whose last ``wide`` columns are not filled."""
-    if kernels := _fused(source):
-        return kernels.gather(source, tokens, wide)
+    if fused := kernels(source):
+        return fused.gather(source, tokens, wide)
     out = source.new_empty(len(tokens), source.shape[1] + wide)
     out[:, : source.shape[1]] = source[tokens]
     return out
@@ -39,8 +50,8 @@ def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tenso
 
 def activation(gate_up: torch.Tensor, inner: int, wide: int) -> torch.Tensor:
     """silu(gate) * up of [R, 2I]: [R, I + wide], whose last ``wide`` columns are not filled."""
-    if kernels := _fused(gate_up):
-        return kernels.activation(gate_up, inner, wide)
+    if fused := kernels(gate_up):
+        return fused.activation(gate_up, inner, wide)
     out = gate_up.new_empty(len(gate_up), inner + wide)
     gate, up = gate_up.float().split(inner, dim=1)
     out[:, :inner] = functional.silu(gate) * up
@@ -57,10 +68,11 @@ def activation_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up [R, 2I + wide], the last columns not filled, and of the weights [R] float32.
 
-    ``d_h`` [R, I] is the gradient of h [R, I or more] for a weight of 1, so the weights' gradient is <h, d_h>.
+    ``d_h`` [R, I] is the gradient of h [R, I or more] for a weight of 1, so the weights' gradient
+    is <h, d_h>.
     """
-    if kernels := _fused(gate_up):
-        return kernels.activation_backward(gate_up, d_h, h, weights, inner, wide)
+    if fused := kernels(gate_up):
+        return fused.activation_backward(gate_up, d_h, h, weights, inner, wide)
     gate, up = gate_up.float().split(inner, dim=1)
     d = d_h.float()
     d_weights = (h[:, :inner].float() * d).sum(1)
@@ -72,12 +84,10 @@ def activation_backward(
     return out, d_weights
 
 
-def combine(
-    by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:
+def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """Σ_k weights[t, k] · by_row[rows[t, k]] (weights None: 1): [T, H] in ``by_row``'s dtype."""
-    if kernels := _fused(by_row):
-        return kernels.combine(by_row, rows, weights)
+    if fused := kernels(by_row):
+        return fused.combine(by_row, rows, weights)
     total = torch.zeros(len(rows), by_row.shape[1], device=by_row.device)
     for slot in range(rows.shape[1]):
         part = by_row[rows[:, slot]].float()

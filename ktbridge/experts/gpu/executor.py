@@ -6,15 +6,19 @@ unless it is resident; its LoRA is read from the parameters, wherever these are,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing
-from ktbridge.experts.expert_call import accumulates
+from ktbridge.experts.expert_call import accumulates, graph_is_kept
 from ktbridge.experts.gpu import elementwise, layer_math
 from ktbridge.experts.gpu.gradients import add_gradients
 from ktbridge.experts.gpu.layer_math import Bordered, borders
@@ -25,6 +29,27 @@ from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.weights import ExpertWeights
 
 Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _alone(method: _Method) -> _Method:
+    """One call at a time, on the executor's device: calls share its matrices and its ring.
+
+    A call in another stream than the last one's waits for it there.
+    """
+
+    @functools.wraps(method)
+    def call(self: GpuExperts, *args: Any) -> Any:
+        with self._lock, contextlib.ExitStack() as stack:
+            if self.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self.device))
+                stream = torch.cuda.current_stream(self.device)
+                if self._ended is not None:
+                    stream.wait_event(self._ended)
+                stack.callback(lambda: setattr(self, "_ended", stream.record_event()))
+            return method(self, *args)
+
+    return call  # type: ignore[return-value]
 
 
 @dataclass(eq=False)
@@ -62,6 +87,9 @@ class GpuExperts:
     ) -> None:
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
+        self._lock = threading.RLock()
+        self._ended: Any = None
+        """The event of the last call's end."""
         slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
         self._layers: dict[int, _Layer] = {}
         streamed: list[Group] = []
@@ -80,8 +108,10 @@ class GpuExperts:
             if index not in resident:
                 streamed += groups
         largest = max((len(group.experts) for group in streamed), default=0)
-        some = next(iter(layers.values()))
-        self._hidden, self._inner = some[2].rows, some[0].rows
+        sizes = {(down.rows, gate.rows) for gate, _, down in layers.values()}
+        if len(sizes) != 1:
+            raise UsageError(f"the layers' experts have different sizes: {sorted(sizes)}.")
+        ((self._hidden, self._inner),) = sizes
         self.ring = Ring(streamed, slot_bytes, slots, self.device, copier)
         self._work = self._bordered(largest) if streamed else None
         self._copier = copier
@@ -113,12 +143,16 @@ class GpuExperts:
         made.clear()
         return made
 
+    @_alone
     def _settle(self, layer: _Layer) -> None:
         """Bring a resident layer's weights to the device."""
         made = []
         for group in layer.groups:
             raw = torch.empty(group.bytes, dtype=torch.uint8, device=self.device)
-            ready = self._copier.start(group, raw, None)
+            before = None  # what is queued may still be using this memory
+            if self.device.type == "cuda":
+                before = torch.cuda.current_stream(self.device).record_event()
+            ready = self._copier.start(group, raw, before)
             if ready is not None:
                 ready.wait()
             matrices = self._bordered(len(group.experts))
@@ -141,8 +175,10 @@ class GpuExperts:
             raw = self.ring.take(layer.first + number, forward, turns)
             assert self._work is not None  # there is one where anything is streamed
             kept = _first(self._work, len(group.experts))
-            unpack(group, raw, layer.weights, kept)
-            self.ring.give_back(layer.first + number, forward, turns)
+            try:
+                unpack(group, raw, layer.weights, kept)
+            finally:
+                self.ring.give_back(layer.first + number, forward, turns)
         if not self.rank:
             return kept
         made = Bordered(kept.gate_up, kept.down, kept.hidden, kept.inner, self.rank, lora.scale)
@@ -152,6 +188,10 @@ class GpuExperts:
             made.clear()
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GpuExperts:
+        return self  # as the frozen weights, it is shared by the copies of a layer
+
+    @_alone
     def forward(
         self,
         index: int,
@@ -171,6 +211,7 @@ class GpuExperts:
                 out[where] = layer_math.forward(w, hidden, rows)
         return elementwise.combine(out, routing.rows, weights)
 
+    @_alone
     def backward(
         self,
         index: int,
@@ -206,6 +247,7 @@ class GpuExperts:
             gradients,
         )
 
+    @_alone
     def route(self, index: int, ids: torch.Tensor) -> Routing:
         return route(ids, self._layers[index].place)
 
@@ -273,30 +315,34 @@ class GpuFunction(torch.autograd.Function):
         hidden = hidden.contiguous()
         if call.replayed is not None:
             out, routing = call.replayed
-            out = out.view_as(out)
+            out = out.clone()  # the caller may change it in place
         else:
             routing = call.experts.route(call.index, ids)
             used = _on_device(call, lora)
             out = call.experts.forward(call.index, hidden, weights, routing, used, call.needed)
-            checkpointing.record((out.view_as(out), routing))
+            checkpointing.record((out.clone(), routing))
         if call.needed:
             ctx.call, ctx.routing, ctx.parameters = call, routing, lora
-            ctx.save_for_backward(hidden, weights)
+            ctx.save_for_backward(hidden, weights, *lora)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         call: GpuCall = ctx.call
-        hidden, weights = ctx.saved_tensors
+        # The LoRA is saved so that autograd refuses one that was changed since.
+        hidden, weights, *lora = ctx.saved_tensors
+        routing = ctx.routing
+        if not graph_is_kept():
+            ctx.routing = None  # a loss that lives on doesn't hold it
         needed = ctx.needs_input_grad[4:]
         d_hidden, d_weights, gradients = call.experts.backward(
             call.index,
             hidden,
             d_out.to(torch.bfloat16).contiguous(),
             weights,
-            ctx.routing,
-            _on_device(call, ctx.parameters),
+            routing,
+            _on_device(call, lora),
             any(needed),
         )
         told: list[torch.Tensor | None] = []

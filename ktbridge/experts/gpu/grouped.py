@@ -12,7 +12,8 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
-_WIDTH = 8  # elements: grouped GEMM wants strides of whole 16 bytes
+_BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
+_WIDTH = _BYTES // 2  # in elements
 
 
 def by_row(
@@ -39,7 +40,12 @@ def over_rows(
     The number of rows of each expert is a multiple of 16.
     """
     if _grouped(left, right):
-        return functional.grouped_mm(left.T, right, offs=ends)
+        sums = functional.grouped_mm(left.T, right, offs=ends)
+        if any(start == end for start, end in pairwise(bounds)):
+            # Not every device's kernels write 0 there (pytorch issue 172439).
+            without = ends.diff(prepend=ends.new_zeros(1)) == 0
+            sums.masked_fill_(without[:, None, None], 0)
+        return sums
     out = left.new_zeros(len(bounds) - 1, left.shape[1], right.shape[1])
     for sums, (start, end) in zip(out, pairwise(bounds), strict=True):
         if end > start:
@@ -52,6 +58,8 @@ def _grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != torch.bfloat16 or not hasattr(functional, "grouped_mm") or not len(left):
         return False
     if left.device.type == "cuda" and torch.cuda.get_device_capability(left.device) < (8, 0):
+        return False
+    if any(tensor.data_ptr() % _BYTES for tensor in (left, right)):
         return False
     return all(
         step % _WIDTH == 0

@@ -1,14 +1,15 @@
 """What one group of experts computes on sorted rows, forward and backward, with its LoRA.
 
-``W x + s B A x`` costs one grouped product more than ``W x``, and a thin one: the matrices lie in memory with a
-border, s B to their right and A below them,
+``W x + s B A x`` costs one grouped product more than ``W x``, and a thin one: the matrices lie in memory
+with a border, s B to their right and A below them,
 
     gate and up  [E, 2I + R, H + R]      down  [E, H + Q, I + Q]
         [ W   sB ]                           [ W   sB ]
         [ A   0  ]                           [ A   0  ]
 
-so z = A x is the product with the rows below, and W x + s B z the product of (x, z) with those above. Backward,
-(d, d s B) times the left columns is d W + d s B A. R is twice the rank and Q the rank, each rounded up to 8.
+so z = A x is the product with the rows below, and W x + s B z the product of (x, z) with those above.
+Backward, (d, d s B) times the left columns is d W + d s B A. R is twice the rank and Q the rank, each rounded
+up to 8.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 
 from ktbridge.experts.gpu import elementwise
 from ktbridge.experts.gpu.grouped import by_row, over_rows
+
+_TENSORS = 6  # A and B of three projections
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Bordered:
         """
         if not self.rank:
             return
+        if len(lora) < _TENSORS:
+            self.clear()  # of another layer's, which has them on other projections
         hidden, inner, rank, half = self.hidden, self.inner, self.rank, _padded(self.rank)
         for index, name in enumerate(("gate", "up")):
             if f"{name}_lora_a" not in lora:
@@ -90,7 +95,7 @@ class Rows:
 
 def forward(w: Bordered, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Outputs of the group's experts, [R, H] by row, of ``hidden`` [T, H]."""
-    x, gate_up = _gate_up(w, hidden, rows)
+    gate_up = _gate_up(w, hidden, rows)[1]
     h = _activated(w, gate_up, rows)
     return by_row(h, w.down[:, : w.hidden], rows.ends, rows.bounds)
 
@@ -105,8 +110,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Gradients by row: of hidden [R, H] bfloat16 and of the rows' weights [R] float32; and the LoRA's.
 
-    ``d_out`` [T, H] is the gradient of the layer's output, ``weights`` [R] float32 what each row counts in it,
-    0 for padding. The LoRA's gradients [E, ...] come by name where ``wanted``, and with a rank.
+    ``d_out`` [T, H] is the gradient of the layer's output, ``weights`` [R] float32 what each row counts in
+    it, 0 for padding. The LoRA's gradients [E, ...] come by name where ``wanted``, and with a rank.
     """
     hidden_size, inner, rank = w.hidden, w.inner, w.rank
     ends, bounds = rows.ends, rows.bounds

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -83,7 +84,9 @@ def layer_groups(
     """
     pieces = list(_pieces(weights))
     if any(not piece.tensor.is_contiguous() for piece in pieces):
-        raise UsageError(f"the experts of {where} have gaps between their rows: they can't be streamed.")
+        raise UsageError(
+            f"the experts of {where} have gaps between their rows: they can't be streamed."
+        )
     by_expert: dict[int, list[Piece]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.address):
         by_expert.setdefault(piece.expert, []).append(piece)
@@ -94,13 +97,14 @@ def layer_groups(
             f"one expert of {where} takes {largest:,} bytes, more than a slot of {slot_bytes:,} bytes.",
             "Give the GPU more memory: a larger kt_gpu_memory.",
         )
-    per_slot = max(1, slot_bytes // largest)
-    count = -(-len(order) // per_slot)
-    bounds = [len(order) * index // count for index in range(count + 1)]
-    return tuple(
-        _group(order[start:end], by_expert)
-        for start, end in zip(bounds, bounds[1:], strict=False)
-    )
+    count = -(-len(order) // (slot_bytes // largest))
+    while True:
+        bounds = [len(order) * index // count for index in range(count + 1)]
+        groups = tuple(_group(order[start:end], by_expert) for start, end in pairwise(bounds))
+        if all(group.bytes <= slot_bytes for group in groups):
+            return groups
+        # Experts that lie between each other's tensors may take a little more together than alone.
+        count += 1
 
 
 def _pieces(weights: Sequence[ExpertWeights]) -> Iterator[Piece]:
@@ -163,7 +167,7 @@ def _runs(kind: str, at: dict[int, int]) -> Iterator[Run]:
             step = at[places[last]] - at[places[first]]
             while last < len(places) and at[places[last]] - at[places[last - 1]] == step > 0:
                 last += 1
-        if last == first + 1 or step <= 0:
-            last, step = first + 1, 0
+        if last == first + 1:
+            step = 0
         yield Run(kind, places[first], last - first, at[places[first]], step)
         first = last

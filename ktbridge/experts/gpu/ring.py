@@ -16,7 +16,6 @@ import torch
 
 from ktbridge.experts.gpu.layout import Group
 
-
 _NEVER = 1 << 60
 
 
@@ -24,7 +23,10 @@ class Copier(Protocol):
     """Moves a group's bytes to the device."""
 
     def start(self, group: Group, slot: torch.Tensor, after: Any) -> Any:
-        """Begin to copy into ``slot``, once the event ``after`` (or None) has come; the event of its end."""
+        """Begin to copy into ``slot``, once the event ``after`` (or None) has come; the event of its end.
+
+        Copies are made in the order of the calls. An error may be raised here or by the event's ``wait``.
+        """
 
 
 @dataclass(eq=False)
@@ -55,23 +57,33 @@ class Ring:
     def __post_init__(self) -> None:
         self._slots = [
             _Slot(torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device))
-            for _ in range(min(self.count, len(self.groups)))
+            for _ in range(min(max(self.count, 1), len(self.groups)))
         ]
+        for slot in self._slots:
+            # The allocator gives memory that what is queued in this stream may still be using.
+            slot.free = self._event()
 
     def take(self, index: int, forward: bool, turns: bool) -> torch.Tensor:
         """The slot that holds group ``index``, for work in the current stream; ``give_back`` it after.
 
-        ``forward``: on the way to higher numbers. ``turns``: backward will follow, so that the last groups are
-        needed first; without it the next pass begins at group 0.
+        ``forward``: on the way to higher numbers. ``turns``: backward will follow, so that the last groups
+        are needed first; without it the next pass begins at group 0. Groups may be asked for in any order,
+        one at a time; only the time that it takes depends on it.
+
+        Raises what the copy raised; the group crosses again when it is asked for again.
         """
         slot = self._find(index)
         if slot is None:
             slot = self._load(index, index, forward, turns)
-        assert slot is not None
+        assert slot is not None, "a slot that was taken has not been given back"
         slot.busy = True
-        self._ahead(index, forward, turns)
-        if slot.ready is not None:
-            slot.ready.wait()
+        try:
+            self._ahead(index, forward, turns)
+            if slot.ready is not None:
+                slot.ready.wait()
+        except BaseException:
+            slot.busy, slot.holds = False, None
+            raise
         return slot.buffer
 
     def give_back(self, index: int, forward: bool, turns: bool) -> None:
@@ -79,9 +91,14 @@ class Ring:
         slot = self._find(index)
         assert slot is not None
         slot.busy = False
-        if self.device.type == "cuda":
-            slot.free = torch.cuda.current_stream(self.device).record_event()
+        slot.free = self._event()
         self._ahead(index, forward, turns)
+
+    def _event(self) -> Any:
+        """The event that the current stream has come so far; None on the CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self.device).record_event()
 
     def _find(self, index: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.holds == index), None)
@@ -101,8 +118,9 @@ class Ring:
         latest = max(free, key=lambda slot: _NEVER if slot.holds is None else steps[slot.holds])
         if coming != now and latest.holds is not None and steps[coming] >= steps[latest.holds]:
             return None
-        latest.holds = coming
+        latest.holds = None  # until the copy has begun
         latest.ready = self.copier.start(self.groups[coming], latest.buffer, latest.free)
+        latest.holds = coming
         self.crossings += 1
         return latest
 

@@ -47,25 +47,23 @@ def route(ids: torch.Tensor, place: torch.Tensor) -> Routing:
     flat = ids.reshape(-1)
     outside = ((flat < 0) | (flat >= experts)).any()
     at = place[flat.clamp(0, experts - 1)]
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
-    counts[:experts] = torch.bincount(at, minlength=experts)
-    counts[experts] = outside
-    *host, wrong = counts.tolist()
+    sorted_at, order = at.sort(stable=True)
+    # Where each expert's slots begin: bincount would wait for the device once more.
+    first = torch.searchsorted(sorted_at, torch.arange(experts + 1, device=ids.device))
+    before, counts = first[:-1], first.diff()
+    *host, wrong = torch.cat((counts, outside[None])).tolist()
     if wrong:
         raise IndexError(f"topk_ids has an id outside 0 to {experts - 1}.")
     bounds = [0]
     for count in host:
         bounds.append(bounds[-1] + -(-count // PAD) * PAD)
-    order = at.argsort(stable=True)
-    padded = (counts[:experts] + PAD - 1) // PAD * PAD
+    padded = (counts + PAD - 1) // PAD * PAD
     ends = padded.cumsum(0)
     starts = ends - padded
-    before = counts[:experts].cumsum(0) - counts[:experts]
-    sorted_at = at[order]
     row = starts[sorted_at] + torch.arange(slots, device=ids.device) - before[sorted_at]
     by_row = torch.full((bounds[-1],), slots, dtype=torch.int64, device=ids.device)
     by_row[row] = order
     rows = torch.empty(slots, dtype=torch.int64, device=ids.device)
     rows[order] = row
-    tokens = (by_row // ids.shape[1]).remainder(max(len(ids), 1))
+    tokens = (by_row // max(ids.shape[1], 1)).remainder(max(len(ids), 1))
     return Routing(tokens, by_row, rows.view(ids.shape), ends.int(), tuple(bounds), tuple(host))

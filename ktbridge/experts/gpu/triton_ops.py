@@ -92,7 +92,14 @@ def activation_backward(
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    by_row, rows, weights, out, columns, slots: tl.constexpr, weighted: tl.constexpr, block: tl.constexpr
+    by_row,
+    rows,
+    weights,
+    out,
+    columns,
+    slots: tl.constexpr,
+    weighted: tl.constexpr,
+    block: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
@@ -114,7 +121,5 @@ def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | No
         block = min(triton.next_power_of_2(columns), 2048)
         given = by_row if weights is None else weights.contiguous()
         grid = (len(rows), triton.cdiv(columns, block))
-        _combine[grid](
-            by_row, rows, given, out, columns, rows.shape[1], weights is not None, block
-        )
+        _combine[grid](by_row, rows, given, out, columns, rows.shape[1], weights is not None, block)
     return out

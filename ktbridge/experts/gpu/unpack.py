@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from ktbridge.experts.gpu import elementwise
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, Run
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
@@ -16,59 +17,94 @@ def unpack(
 ) -> None:
     """Fill the matrices of ``into`` from ``raw`` [bytes] uint8, in the current stream.
 
-    Quantised values are multiplied by their scales in float32 and rounded to bfloat16 once, as in the CPU
-    kernels. ``weights`` are the layer's gate, up and down, for dtypes and shapes.
+    ``weights`` are the layer's gate, up and down, for dtypes and shapes. Borders are left as they are.
     """
-    targets = {
-        "gate": into.gate_up[:, : into.inner, : into.hidden],
-        "up": into.gate_up[:, into.inner : 2 * into.inner, : into.hidden],
-        "down": into.down[:, : into.hidden, : into.inner],
-    }
-    for name, stored in zip(PROJECTIONS, weights, strict=True):
-        runs = {kind: [run for run in group.runs if run.kind == kind] for kind in (name, f"{name}.scale")}
-        if stored.scale is None:
-            for run in runs[name]:
-                target = targets[name][run.first : run.first + run.count]
-                target.copy_(_view(raw, run, stored.weight[0]))
-            continue
-        for expert in range(len(group.experts)):
-            value = _one(raw, runs[name], expert, stored.weight[0])
-            scale = _one(raw, runs[f"{name}.scale"], expert, stored.scale[0])
-            _dequantise(stored, value, scale, targets[name][expert])
+    targets = (
+        into.gate_up[:, : into.inner, : into.hidden],
+        into.gate_up[:, into.inner : 2 * into.inner, : into.hidden],
+        into.down[:, : into.hidden, : into.inner],
+    )
+    for name, stored, target in zip(PROJECTIONS, weights, targets, strict=True):
+        for first, values, scales in _stretches(name, group, raw, stored):
+            fill(stored, values, scales, target[first : first + len(values)])
+
+
+def fill(
+    weights: ExpertWeights, stored: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Neighbouring experts' matrices ``out`` [n, rows, columns] bfloat16 from what is ``stored`` of them.
+
+    ``stored`` [n, rows, columns], or [n, rows, words] for int4; ``scales`` [n, row groups, column groups],
+    None for bfloat16. All have any steps between experts and rows, and none within a row. Values are
+    multiplied by their scales in float32 and rounded to bfloat16 once, as in the CPU kernels. ``weights``
+    says what the bits mean.
+    """
+    if elementwise.kernels(out):
+        from ktbridge.experts.gpu import triton_unpack
+
+        triton_unpack.fill(weights, stored, scales, out)
+    elif scales is None:
+        out.copy_(stored)
+    else:
+        for one, scale, target in zip(stored, scales, out, strict=True):
+            _dequantise(weights, one, scale, target)  # float32 for one expert at a time
+
+
+def _stretches(
+    name: str, group: Group, raw: torch.Tensor, stored: ExpertWeights
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+    """(first place, values [n, ...], scales [n, ...]) of experts whose values and scales have even steps."""
+    values = [run for run in group.runs if run.kind == name]
+    if stored.scale is None:
+        for run in values:
+            yield run.first, _view(raw, run, stored.weight[0]), None
+        return
+    scales = [run for run in group.runs if run.kind == f"{name}.scale"]
+    for run in values:
+        for other in scales:
+            first = max(run.first, other.first)
+            end = min(run.first + run.count, other.first + other.count)
+            if first >= end:
+                continue
+            value = _view(raw, run, stored.weight[0])[first - run.first : end - run.first]
+            scale = _view(raw, other, stored.scale[0])[first - other.first : end - other.first]
+            yield first, value, scale if scale.dim() == 3 else scale[:, :, None]
 
 
 def _view(raw: torch.Tensor, run: Run, like: torch.Tensor) -> torch.Tensor:
-    """[count, rows, columns] of a run, in the dtype of one expert's stored tensor."""
+    """[count, ...] of a run, in the dtype and shape of one expert's stored tensor ``like``."""
     size = like.element_size()
     typed = raw.view(like.dtype)
-    steps, step = [], 1
+    steps: list[int] = []
+    step = 1
     for length in reversed(like.shape):
         steps.insert(0, step)
         step *= length
-    return typed.as_strided((run.count, *like.shape), (run.step // size or step, *steps), run.offset // size)
-
-
-def _one(raw: torch.Tensor, runs: Sequence[Run], place: int, like: torch.Tensor) -> torch.Tensor:
-    for run in runs:
-        if run.first <= place < run.first + run.count:
-            return _view(raw, run, like)[place - run.first]
-    raise KeyError(place)
+    return typed.as_strided(
+        (run.count, *like.shape),
+        (run.step // size or step, *steps),
+        typed.storage_offset() + run.offset // size,
+    )
 
 
 def _dequantise(
-    stored: ExpertWeights, value: torch.Tensor, scale: torch.Tensor, target: torch.Tensor
+    weights: ExpertWeights, stored: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
 ) -> None:
-    rows, columns = target.shape
-    if stored.storage == "fp8":
-        plain = value.view(torch.float8_e4m3fn).float()
-    elif stored.storage == "int4":
-        shifts = torch.arange(0, 32, 4, device=value.device, dtype=torch.int32)
-        plain = ((value[:, :, None] >> shifts) & 15).reshape(rows, -1)[:, :columns].float() - 8
+    """``fill`` for one expert."""
+    rows, columns = out.shape
+    if weights.storage == "fp8":
+        # By bits, as float16 of a 256th, which holds it exactly; what e4m3 calls NaN reads as 480.
+        bits = stored.view(torch.uint8).to(torch.int16)
+        plain = (((bits & 128) << 8) | ((bits & 127) << 7)).view(torch.float16).float() * 256
+    elif weights.storage == "int4":
+        shifts = torch.arange(0, 32, 4, device=stored.device, dtype=torch.int32)
+        nibbles = (stored[:, :, None] >> shifts) & 15
+        plain = nibbles.to(torch.int8).reshape(rows, -1)[:, :columns].float() - 8
     else:
-        plain = value.float()
-    wide = scale.float().reshape(scale.shape[0], -1)
-    if stored.row_group > 1:
-        wide = wide.repeat_interleave(stored.row_group, 0)[:rows]
+        plain = stored.float()
+    wide = scale.float()
+    if weights.row_group > 1:
+        wide = wide.repeat_interleave(weights.row_group, 0)[:rows]
     if wide.shape[1] > 1:
-        wide = wide.repeat_interleave(stored.column_group, 1)[:, :columns]
-    target.copy_(plain * wide)
+        wide = wide.repeat_interleave(weights.column_group, 1)[:, :columns]
+    out.copy_(plain.mul_(wide))
