@@ -95,6 +95,8 @@ def _show(plan: Any) -> None:
                 soft_wrap=True,
             )
         console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
+    if plan.experts:
+        _show_experts(plan)
     for note in plan.notes:
         console.print(f"[yellow]note[/] {shown(note)}", soft_wrap=True)
     for verdict in plan.verdicts:
@@ -108,6 +110,30 @@ def _show(plan: Any) -> None:
             f"[dim]({shown(item.price)})[/]",
             soft_wrap=True,
         )
+
+
+def _show_experts(plan: Any) -> None:
+    """Who may compute the experts, and at what pace."""
+    from rich.table import Table
+
+    from ktbridge.cli._ui import console, shown
+    from ktbridge.units import size_text
+
+    table = Table(box=None, padding=(0, 1), title_justify="left")
+    table.title = "who computes the experts (kt_experts)"
+    for heading, justify in (
+        ("", "left"), ("GPU memory", "right"), ("tokens a pass", "right"), ("tokens/s", "right"), ("", "left"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for each in plan.experts:
+        table.add_row(
+            each.name,
+            size_text(each.gpu) if each.gpu is not None else "-",
+            f"{each.tokens_per_pass:,}" if each.tokens_per_pass else "-",
+            _figures(each.tokens_per_second) if each.tokens_per_second else "-",
+            "taken" if each.chosen else shown(each.why),
+        )
+    console.print(table)
 
 
 def _figures(number: float) -> str:

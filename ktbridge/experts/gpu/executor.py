@@ -21,10 +21,11 @@ from ktbridge.experts import checkpointing
 from ktbridge.experts.expert_call import accumulates, graph_is_kept
 from ktbridge.experts.gpu import elementwise, layer_math
 from ktbridge.experts.gpu.gradients import add_gradients
-from ktbridge.experts.gpu.layer_math import Bordered, borders
+from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
+from ktbridge.experts.gpu.share import borders
 from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.weights import ExpertWeights
 

@@ -21,6 +21,7 @@ import torch
 
 from ktbridge.experts.gpu import elementwise
 from ktbridge.experts.gpu.grouped import by_row, over_rows
+from ktbridge.experts.gpu.share import borders, padded
 
 _TENSORS = 6  # A and B of three projections
 
@@ -57,7 +58,7 @@ class Bordered:
             return
         if len(lora) < _TENSORS:
             self.clear()  # of another layer's, which has them on other projections
-        hidden, inner, rank, half = self.hidden, self.inner, self.rank, _padded(self.rank)
+        hidden, inner, rank, half = self.hidden, self.inner, self.rank, padded(self.rank)
         for index, name in enumerate(("gate", "up")):
             if f"{name}_lora_a" not in lora:
                 continue
@@ -70,15 +71,6 @@ class Bordered:
             self.down[:, hidden : hidden + rank, :inner].copy_(lora["down_lora_a"])
             right = self.down[:, :hidden, inner : inner + rank]
             right.copy_(lora["down_lora_b"].bfloat16() * self.scale)
-
-
-def borders(rank: int) -> tuple[int, int]:
-    """R and Q for a LoRA of ``rank`` on the experts."""
-    return 2 * _padded(rank), _padded(rank)
-
-
-def _padded(rank: int) -> int:
-    return -(-rank // 8) * 8
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ def backward(
         )
     d_x = by_row(d_gate_up, w.gate_up[:, :, :hidden_size].transpose(1, 2), ends, bounds)
     if lora:
-        half = _padded(rank)
+        half = padded(rank)
         z = (x[:, hidden_size:] * w.scale).bfloat16()
         b = over_rows(d_gate_up[:, :twice], z, ends, bounds)
         a = over_rows(d_gate_up[:, twice:], x[:, :hidden_size], ends, bounds)

@@ -1,15 +1,15 @@
-"""How fast the link, the GPU and the CPU compute one layer of a model's experts: measured at the start of a run."""
+"""How fast the link is, and the GPU and the CPU with one layer of a model's experts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.experts.layer import MoELoRAExperts
 
 _MOST = 8192  # tokens timed; more take in proportion
@@ -17,21 +17,14 @@ _MOST_ON_CPU = 1024
 _REPEATS = 3
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """Seconds of a layer's forward and backward on the GPU and on the CPU, for a pass of ``tokens``."""
+def time_layer(
+    layer: MoELoRAExperts, experts: GpuExperts, top_k: int, tokens: int, on_cpu: bool = True
+) -> LayerTimes:
+    """Time ``layer``, which ``experts`` computes, there and on the CPU (0 without ``on_cpu``).
 
-    tokens: int
-    gpu: float
-    cpu: float
-    link: float
-    """Bytes a second from host to GPU; 0 where nothing is streamed."""
-
-
-def time_layer(layer: MoELoRAExperts, experts: GpuExperts, top_k: int, tokens: int) -> LayerTimes:
-    """Time ``layer``, the model's first, by both executors. Its LoRA gradients are dropped afterwards."""
-    device, place = experts.device, layer.gpu
-    link = _link(experts)
+    Its LoRA gradients are dropped afterwards.
+    """
+    device, place, masters = experts.device, layer.gpu, layer.lora_device
 
     def run(count: int, where: torch.device) -> float:
         inputs = _inputs(layer, top_k, count, where)
@@ -42,20 +35,19 @@ def time_layer(layer: MoELoRAExperts, experts: GpuExperts, top_k: int, tokens: i
 
         return _seconds(once, where)
 
+    cpu = 0.0
     try:
         few = min(tokens, _MOST)
         gpu = run(few, device) * tokens / few
-        layer.gpu = None
-        masters = layer.lora_device
-        layer.move_lora(torch.device("cpu"))
-        few = min(tokens, _MOST_ON_CPU)
-        cpu = run(few, torch.device("cpu")) * tokens / few
-        layer.move_lora(masters, pinned=masters.type == "cpu" and device.type == "cuda")
+        if on_cpu:
+            layer.gpu = None
+            layer.move_lora(torch.device("cpu"))
+            few = min(tokens, _MOST_ON_CPU)
+            cpu = run(few, torch.device("cpu")) * tokens / few
     finally:
+        layer.move_lora(masters, pinned=masters.type == "cpu" and device.type == "cuda")
         layer.gpu = place
-        for parameter in layer.parameters():
-            parameter.grad = None
-    return LayerTimes(tokens, gpu, cpu, link)
+    return LayerTimes(tokens, gpu, cpu, _link(experts))
 
 
 def _link(experts: GpuExperts) -> float:

@@ -59,7 +59,7 @@ def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
         for index, layer in layers.items()
         for group in layer_groups(layer.weights, share.slot_bytes, f"layer {index}")
     ]
-    copier, how, registration = _copier(groups, device)
+    copier, how, registration = copier_for(groups, device)
     experts = GpuExperts(
         {index: layer.weights for index, layer in layers.items()},
         device,
@@ -90,7 +90,10 @@ def take_back(model: Any, placed: Placed) -> None:
         placed.registration.close()
 
 
-def _copier(groups: list[Group], device: torch.device) -> tuple[Copier, str, Registration | None]:
+def copier_for(
+    groups: list[Group], device: torch.device
+) -> tuple[Copier, str, Registration | None]:
+    """What moves ``groups`` to ``device``, how, in words, and the pages that are registered for it."""
     if device.type == "cpu":
         return InPlace(), "copied in memory", None
     done = register(groups)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu.layer_math import borders
 from ktbridge.units import size_text
 
 _GROUP = 300_000_000  # bytes that cross at once: large enough for the link, small beside a layer
@@ -17,6 +16,16 @@ _LEAST_SLOTS = 2
 _AHEAD = 2  # groups beyond a layer that cross while the layer before is computed
 _UNEVEN = 1.25  # a group's rows over the mean group's: routers are not even
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
+
+
+def padded(rank: int) -> int:
+    """``rank`` rounded up to what grouped GEMM takes."""
+    return -(-rank // 8) * 8
+
+
+def borders(rank: int) -> tuple[int, int]:
+    """R and Q of ``layer_math`` for a LoRA of ``rank``: widths of the borders of gate and up, and of down."""
+    return 2 * padded(rank), padded(rank)
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,35 @@ class Share:
         kept = len(self.resident) * sizes.matrices(sizes.experts)
         lora = sizes.layers * sizes.lora * _MASTERS if self.masters else 12 * sizes.lora
         return ring + kept + lora
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer's experts, forward and backward, for a pass of ``tokens``."""
+
+    tokens: int
+    gpu: float
+    cpu: float
+    link: float
+    """Bytes a second from host to GPU; 0 where nothing is streamed."""
+
+
+def gpu_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0.0) -> float:
+    """Seconds of a pass whose experts the GPU computes: crossings run beside all the rest.
+
+    ``others`` are the seconds of the rest. Each streamed group crosses twice, but for those in the ring
+    where the pass turns.
+    """
+    streamed = (sizes.layers - len(share.resident)) * sizes.groups
+    crossing = 0.0
+    if streamed:
+        crossing = 2 * max(0, streamed - share.slots) * share.slot_bytes / times.link
+    return max(crossing, sizes.layers * times.gpu + others)
+
+
+def cpu_seconds(times: LayerTimes, sizes: Sizes, others: float = 0.0) -> float:
+    """Seconds of a pass whose experts the CPU computes while the GPU waits."""
+    return sizes.layers * times.cpu + others
 
 
 def evenly(count: int, layers: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.advice import advise
+from ktbridge.sft.plan.choices import Choice, choose, compare
 from ktbridge.sft.plan.declared import declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
@@ -63,6 +64,17 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
     setting = Setting(shape, config, lengths, cuda, threads)
+    choices: tuple[Choice, ...] = ()
+    pace = None
+    if measure and not cuda:
+        from ktbridge.sft.plan.speed import measure as measure_machine
+        from ktbridge.sft.plan.speed import pace_of
+
+        pace = pace_of(setting, measure_machine(setting, target.memory))
+    if cuda:
+        choices = compare(setting, target, measure)
+        chosen = choose(choices, config.kt_config.kt_experts)
+        setting, pace = chosen.setting or setting, chosen.pace
     parts = predict(setting)
 
     checks: list[tuple[Verdict, tuple[Where, ...]]] = []
@@ -77,11 +89,6 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         checks.append((held, ("page cache", "RAM")))
     checks += _disk_checks(setting, parts, target, base)
 
-    pace = None
-    if measure:
-        from ktbridge.sft.plan.speed import measure_pace
-
-        pace = measure_pace(setting, target.memory)
     return Plan(
         model=str(base),
         model_type=shape.config.model_type,
@@ -103,6 +110,8 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         mean_tokens=lengths.mean,
         steps=setting.steps,
         pace=pace,
+        tokens_per_pass=setting.batch.tokens,
+        experts=tuple(choice.told(setting) for choice in choices),
     )
 
 

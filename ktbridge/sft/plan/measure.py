@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.sft.plan.kernels import Pass, host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import Setting
 
@@ -82,6 +83,49 @@ def measure_experts(setting: Setting, tokens: int, room: int | None) -> ExpertTi
         update=update,
         how=f"{storage}, {layers[0].threads} threads, {count} layer{'s' * (count > 1)}{part}",
     )
+
+
+def measure_gpu_layer(setting: Setting, tokens: int, streamed: bool) -> LayerTimes | None:
+    """A layer's experts on this machine's GPU, and how fast they cross; None where there is no GPU to ask.
+
+    Weights are random and in this process's memory, registered with the driver as a mapped file's are.
+    """
+    import torch
+
+    from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
+    from ktbridge.experts.gpu.layout import layer_groups
+    from ktbridge.experts.gpu.measure import time_layer
+    from ktbridge.experts.gpu.place import copier_for
+    from ktbridge.experts.layer import MoELoRAExperts
+
+    if not torch.cuda.is_available():
+        return None
+    sizes, device = setting.expert_sizes, torch.device("cuda")
+    storage = setting.shape.expert_storage if setting.shape.mappable else "bf16"
+    size = setting.expert_pass(tokens)
+    layer = MoELoRAExperts.from_tensors(
+        *_random_layer(storage, size, setting.shape.mappable), lora_rank=size.rank
+    )
+    groups = list(layer_groups(layer.weights, sizes.slot))
+    copier, _, registration = copier_for(groups, device)
+    experts = GpuExperts(
+        {0: layer.weights},
+        device,
+        size.rank,
+        slot_bytes=sizes.slot,
+        slots=len(groups),
+        copier=copier,
+        resident=() if streamed else (0,),
+    )
+    layer.gpu = OnGpu(experts, 0)
+    layer.move_lora(device)
+    try:
+        return time_layer(layer, experts, size.top_k, tokens, on_cpu=False)
+    finally:
+        torch.cuda.synchronize()
+        experts.drop()
+        if registration is not None:
+            registration.close()
 
 
 @dataclass(frozen=True)

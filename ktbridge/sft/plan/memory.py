@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ktbridge.experts.gpu.share import Share, Sizes
 from ktbridge.model import family_of
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.disk import adapter_bytes, checkpoint_bytes, kept_checkpoints
@@ -43,6 +44,8 @@ class Setting:
     threads: int
     rows: int | None = None
     """Rows of a pass; None: as many as the configuration says."""
+    share: Share | None = None
+    """What of the experts is on the GPU, where that computes them."""
 
     @property
     def sides(self) -> int:
@@ -60,6 +63,19 @@ class Setting:
         lora_width = 2 if self.config.pure_bf16 else 4
         return Batch(rows * sides, self.lengths.longest, masked, width, self.cuda, lora_width)
 
+    @property
+    def step_rows(self) -> int:
+        """Rows of an optimizer step."""
+        config = self.config
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        return min(rows, self.lengths.sequences)
+
+    @property
+    def passes(self) -> int:
+        """Passes of an optimizer step."""
+        rows = self.rows or self.config.per_device_train_batch_size
+        return max(1, -(-self.step_rows // rows))
+
     def expert_pass(self, tokens: int) -> Pass:
         model = self.shape.config
         return Pass(
@@ -69,6 +85,20 @@ class Setting:
             model.intermediate_size,
             self.config.expert_rank,
             tokens,
+        )
+
+    @property
+    def expert_sizes(self) -> Sizes:
+        model, layers = self.shape.config, self.shape.sparse_layers
+        stored = self.shape.expert_bytes // max(layers, 1)
+        return Sizes(
+            layers,
+            model.num_experts,
+            model.experts_per_token,
+            model.hidden_size,
+            model.intermediate_size,
+            self.config.expert_rank,
+            stored,
         )
 
     @property
@@ -132,14 +162,20 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
             "kt-kernel packs all experts as bf16, for forward and again for backward",
         )
     elif shape.mappable:
-        how = f"{layers} layers of {shape.config.num_experts}, {shape.expert_storage}, as the files have them"
-        yield Part("experts, mapped", "page cache", shape.expert_bytes, how)
+        read = layers - (len(setting.share.resident) if setting.share else 0)
+        how = f"{read} layers of {shape.config.num_experts}, {shape.expert_storage}, as the files have them"
+        if read:
+            yield Part("experts, mapped", "page cache", shape.expert_bytes * read // layers, how)
     else:
         how = f"stored as {shape.expert_storage} in a form the kernels can't map: loaded as bf16"
         yield Part("experts, loaded", "RAM", plain, how)
     lora = expert_lora_elements(setting)
     how = f"rank {config.expert_rank}: {lora / 1e6:.1f} M float32 weights, gradients, 2 Adam states"
-    yield Part("expert LoRA", "RAM", 16 * lora, how)
+    masters: Where = "GPU" if setting.share is not None and setting.share.masters else "RAM"
+    yield Part("expert LoRA", masters, 16 * lora, how)
+    if setting.share is not None:
+        yield from _gpu_expert_parts(setting, setting.share)
+        return
 
     tokens = setting.batch.tokens
     one = setting.expert_pass(tokens)
@@ -158,6 +194,28 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         block = 1 << (tokens * hidden * 2 - 1).bit_length()
         how = f"hidden states, outputs and their gradients of {layers} layers, bf16, pinned"
         yield Part("crossing to the GPU", "RAM", 4 * layers * block + CUDA_PINNED, how)
+
+
+def _gpu_expert_parts(setting: Setting, share: Share) -> Iterator[Part]:
+    """Experts that the GPU computes: what stays there, what passes through, and activations."""
+    sizes = setting.expert_sizes
+    kept, streamed = len(share.resident), sizes.layers - len(share.resident)
+    if kept:
+        how = f"{kept} of {sizes.layers} layers, in bf16"
+        yield Part("experts, resident", "GPU", kept * sizes.matrices(sizes.experts), how)
+    if streamed:
+        ring = share.slots * share.slot_bytes
+        ring += sizes.matrices(-(-sizes.experts // sizes.groups))
+        how = (
+            f"{streamed} layers in groups of {size_text(share.slot_bytes)}, {share.slots} at a time"
+        )
+        yield Part("experts, streamed", "GPU", ring, how)
+    if not share.masters:
+        yield Part("expert LoRA of one layer", "GPU", 12 * sizes.lora, "its masters are in RAM")
+    tokens = setting.batch.tokens
+    whole = tokens * sizes.per_token(streamed == 0)
+    how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {sizes.layers} outputs"
+    yield Part("expert activations", "GPU", whole, how)
 
 
 def _other_parts(setting: Setting) -> Iterator[Part]:
@@ -198,7 +256,7 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
 
 
 def activation_bytes(setting: Setting) -> int:
-    """What a pass takes outside the experts: kept between forward and backward, and the largest that passes."""
+    """What a pass takes outside the experts: what is kept for backward, and the largest that passes."""
     kept, passing, _ = _activations(setting)
     return kept + max(passing, loss_bytes(setting.shape, setting.batch))
 

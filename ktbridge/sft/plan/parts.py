@@ -67,6 +67,20 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """One choice of who computes the experts; None where it can't be had, or was not timed."""
+
+    name: str
+    chosen: bool
+    gpu: int | None
+    """Bytes of GPU memory in all."""
+    tokens_per_pass: int | None
+    tokens_per_second: float | None
+    why: str
+    """Why it can't be had or wasn't timed."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """A training run before it starts. Sizes are bytes.
 
@@ -91,6 +105,9 @@ class Plan:
     mean_tokens: float
     steps: int
     pace: Pace | None
+    tokens_per_pass: int
+    experts: tuple[Experts, ...] = ()
+    """Who may compute the experts, where there is a GPU."""
 
     @property
     def fits(self) -> bool:
@@ -125,6 +142,8 @@ class Plan:
             "mean_tokens": self.mean_tokens,
             "steps": self.steps,
             "pace": None if self.pace is None else asdict(self.pace),
+            "tokens_per_pass": self.tokens_per_pass,
+            "experts": [asdict(each) for each in self.experts],
         }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ktbridge.experts.gpu.share import LayerTimes, gpu_seconds
 from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.plan.measure import (
     ExpertTimes,
@@ -21,39 +24,80 @@ _DISK_RATE = 1e9
 _SLOW = 4
 
 
-def measure_pace(setting: Setting, room: int | None) -> Pace:
-    """Time the experts of some layers as training runs them, and one product; scale both to the run.
+@dataclass(frozen=True)
+class Measured:
+    """What of this machine is measured once for all choices: of experts on the CPU for one pass's tokens."""
+
+    experts: ExpertTimes
+    rates: ProductRates
+    tokens: int
+
+
+def measure(setting: Setting, room: int | None) -> Measured:
+    """Time the experts of some layers as training runs them on the CPU, and one product.
 
     ``room`` are the bytes that may be taken; a quarter of them is, and at most 3 GB.
     """
-    tokens = max(1, round(setting.batch.rows * setting.lengths.mean))
-    times = measure_experts(setting, tokens, room)
-    rates = measure_products(setting, tokens)
+    tokens = _tokens(setting)
+    return Measured(
+        measure_experts(setting, tokens, room), measure_products(setting, tokens), tokens
+    )
+
+
+def pace_of(setting: Setting, found: Measured, gpu: LayerTimes | None = None) -> Pace:
+    """The run's pace, from times of a pass of ``setting``; ``gpu``: of experts that the GPU computes."""
+    rates, times = found.rates, found.experts
+    tokens = _tokens(setting)
     forward, backward = _flops(setting, tokens)
     others = forward / rates.forward + backward / rates.backward
     others += _OVERHEAD * (forward + backward) / max(rates.forward, rates.backward)
     if setting.cuda:
         others += _GPU_LAYER * len(setting.shape.layers)
-    accumulation = setting.config.gradient_accumulation_steps
-    experts = setting.shape.sparse_layers * (
-        times.first + (accumulation - 1) * times.next + accumulation * times.reference
-    )
     on_cpu = expert_lora_elements(setting)
     trained = on_cpu + nonexpert_lora_elements(setting)
-    updates = times.update * (on_cpu if setting.cuda else trained)
-    step = experts + accumulation * others + updates
+    passes = setting.passes
+    if setting.share is None:
+        experts = setting.shape.sparse_layers * (
+            times.first + (passes - 1) * times.next + passes * times.reference
+        )
+        whole = experts + passes * others
+        updates = times.update * (on_cpu if setting.cuda else trained)
+    else:
+        assert gpu is not None
+        whole = passes * gpu_seconds(gpu, setting.share, setting.expert_sizes, others)
+        experts = max(0.0, whole - passes * others)
+        updates = 0.0 if setting.share.masters else times.update * on_cpu
+    step = whole + updates
     saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
     written = saves * checkpoint_bytes(setting.config, trained)
-    rows = min(accumulation * setting.config.per_device_train_batch_size, setting.lengths.sequences)
-    sides = 2 if setting.config.stage == "dpo" else 1
+    how = _how(setting, times, rates, updates, saves)
+    if gpu is not None:
+        how = _how_on_gpu(setting, gpu, rates)
     return Pace(
-        tokens_per_second=rows * sides * setting.lengths.mean / step,
+        tokens_per_second=setting.step_rows * setting.sides * setting.lengths.mean / step,
         step_seconds=step,
         seconds=setting.steps * step + written / _DISK_RATE,
         expert_share=experts / step,
         cold_bytes=setting.shape.expert_bytes if setting.shape.mappable else 0,
         notes=_notes(setting, rates),
-        how=_how(setting, times, rates, updates, saves),
+        how=how,
+    )
+
+
+def _tokens(setting: Setting) -> int:
+    """Tokens of a pass that are computed, as rows are on average."""
+    return max(
+        1, round(min(setting.batch.rows, setting.step_rows * setting.sides) * setting.lengths.mean)
+    )
+
+
+def _how_on_gpu(setting: Setting, gpu: LayerTimes, rates: ProductRates) -> str:
+    link = f", its weights cross at {gpu.link / 1e9:.0f} GB/s" if gpu.link else ""
+    return (
+        f"measured: {1000 * gpu.gpu:.1f} ms a layer of experts and pass on the GPU{link}, products at "
+        f"{_rate(rates.forward)} forward and {_rate(rates.backward)} backward; assumed: attention, norms "
+        f"and the like take as long as products and {1000 * _GPU_LAYER:g} ms a layer, and weights cross "
+        "beside all the rest"
     )
 
 
@@ -77,9 +121,9 @@ def _how(
         assumed += ", products at the CPU's pace (no GPU can be used here)"
     if saves:
         assumed += f", checkpoints are written at {_DISK_RATE / 1e9:g} GB/s"
-    usual = times.first if setting.config.gradient_accumulation_steps == 1 else times.next
+    usual = times.first if setting.passes == 1 else times.next
     return (
-        f"measured: {1000 * usual:.0f} ms a layer of experts and micro-batch ({times.how}), "
+        f"measured: {1000 * usual:.0f} ms a layer of experts and pass ({times.how}), "
         f"{updates:.2f} s a step for the optimizer, products on the {rates.where} at "
         f"{_rate(rates.forward)} forward and {_rate(rates.backward)} backward; "
         f"assumed: {assumed}"

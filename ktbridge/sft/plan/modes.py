@@ -1,0 +1,96 @@
+"""Who computes the experts: what each choice takes of the GPU and, where times were measured, its pace.
+
+The same functions decide in ``ktbridge train`` (``ktbridge.sft.expert_device``), from the run's own weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ktbridge.errors import UsageError
+from ktbridge.experts.gpu.share import Share, Sizes, choose_share
+from ktbridge.sft.plan.memory import (
+    CUDA_CONTEXT,
+    Setting,
+    activation_bytes,
+    nonexpert_lora_elements,
+)
+
+OF_ALL = 0.94
+"""The part of a GPU's memory that is counted on where no budget is given."""
+_SLACK = 1.1
+
+
+@dataclass(frozen=True)
+class Room:
+    """GPU memory that is left for experts and activations, and what a token takes outside the experts."""
+
+    free: int
+    token_bytes: int
+    longest: int
+    """The least tokens of a pass: a row, or a pair."""
+    step: int
+    """Tokens of an optimizer step."""
+
+    @property
+    def most(self) -> int:
+        """Tokens of a pass that computes experts elsewhere."""
+        return min(self.step, max(self.longest, self.free // self.token_bytes))
+
+
+def room(setting: Setting, limit: int, taken: int | None = None) -> Room:
+    """Of ``limit`` bytes for tensors; ``taken`` of them hold the model already, or as much as it will."""
+    sides = setting.sides
+    one = activation_bytes(replace(setting, rows=1))
+    two = activation_bytes(replace(setting, rows=2))
+    longest = setting.lengths.longest * sides
+    token = max(1, math.ceil(_SLACK * (two - one) / longest))
+    width = 2 if setting.config.pure_bf16 else 4
+    lora = nonexpert_lora_elements(setting)
+    if taken is None:
+        taken = setting.shape.nonexpert_elements * setting.batch.width + width * lora
+    constant = max(0, one - token * longest)
+    step = setting.step_rows * sides * setting.lengths.mean
+    return Room(limit - taken - 3 * width * lora - constant, token, longest, math.ceil(step))
+
+
+def share_for(setting: Setting, mode: str, space: Room, sizes: Sizes | None = None) -> Share:
+    """What of the experts is where for ``mode``. Raises ``UsageError`` where it doesn't fit."""
+    config = setting.config
+    return choose_share(
+        sizes or setting.expert_sizes,
+        space.free,
+        space.token_bytes,
+        space.longest,
+        space.step,
+        mode=mode,
+        gpu_experts=config.kt_config.kt_num_gpu_experts,
+        tokens=None if config.tokens_per_pass == "auto" else int(config.tokens_per_pass),
+    )
+
+
+def limit_of(setting: Setting, memory: int) -> int:
+    """Bytes for tensors on a GPU of ``memory`` bytes, by the run's budget."""
+    budget = setting.config.kt_config.kt_gpu_memory
+    return min(budget or round(OF_ALL * memory), memory) - CUDA_CONTEXT
+
+
+def possible(setting: Setting, memory: int) -> Iterator[tuple[str, Setting | str]]:
+    """cpu, stream and resident, each as the setting that it makes, or why it can't be had."""
+    space = room(setting, limit_of(setting, memory))
+    wanted = setting.config.tokens_per_pass
+    tokens = space.most if wanted == "auto" else int(wanted)
+    yield "cpu", replace(setting, rows=max(1, tokens // space.longest))
+    for mode in ("stream", "resident"):
+        try:
+            share = share_for(setting, mode, space)
+        except UsageError as error:
+            yield mode, error.sentence
+            continue
+        if mode == "stream" and len(share.resident) == setting.expert_sizes.layers:
+            yield mode, "everything fits: resident is faster"
+            continue
+        rows = max(1, share.tokens // space.longest)
+        yield mode, replace(setting, rows=rows, share=share)
