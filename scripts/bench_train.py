@@ -5,14 +5,15 @@
     scripts/bench_train.py /data/v2-lite --rows 16 --passes 1 --json run.json
     scripts/bench_train.py /data/v2-lite --rows 64 --contestant stream@24GB --contestant hf
     scripts/bench_train.py --from-json run.json
+    scripts/bench_train.py --from-json run.json --from-json other.json --plot gpu-memory.png
 
 A contestant is who computes the experts, and for ktbridge within how much GPU memory: `cpu`, `stream` and
-`resident` are ktbridge's, `hf` Hugging Face and PEFT with everything on the GPU, `offload` the placement of `cpu`
-with torch's own operations. peers/train_worker.py is what each runs, in a process of its own. The first step,
-in which memory is touched and caches fill, is not counted. A step's rows go through in --passes forward and
-backward passes, the same rows in each step. Prints a table, and ends with 1 when a contestant fails or the
-first steps' losses, which are the base model's, differ by more than 1 %. Needs `ktbridge[train]`; without a GPU
-all are on the CPU.
+`resident` are ktbridge's, `hf` is Hugging Face and PEFT with everything on the GPU, `offload` the placement
+of `cpu` with torch's own operations. peers/train_worker.py is what each runs, in a process of its own. The
+first step, in which memory is touched and caches fill, is not counted. A step's rows go through in --passes
+passes, the same rows in each step; with 0, in as few as ktbridge finds room for. Prints a table, and ends
+with 1 when a contestant fails or the first steps' losses, which are the base model's, differ by more than
+1 %. --plot draws tokens/s over GPU memory. Needs `ktbridge[train]`; without a GPU all are on the CPU.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ WHO = ("cpu", "stream", "resident", "hf", "offload")
 SAME_LOSS = 0.01
 WORKER = Path(__file__).parent / "peers" / "train_worker.py"
 LEGEND = (
-    "first is: the first one's speed over this one's. RAM: the process's peak, mapped experts with it; /ckpt: over "
-    "the checkpoint's size. loss: the first step's, untrained."
+    "first is: the first one's speed over this one's. GPU: in use on the device. RAM: the process's peak, "
+    "mapped experts with it; /ckpt: over the checkpoint's size. rows: of a pass. loss: the first step's."
 )
 console, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
@@ -110,7 +111,7 @@ def table(run: dict[str, Any]) -> Table:
         caption=LEGEND,
         caption_justify="left",
     )
-    for title in ("", "tokens/s", "first is", "GPU GB", "RAM GB", "/ckpt", "load s", "loss"):
+    for title in ("", "tokens/s", "first is", "GPU GB", "RAM GB", "/ckpt", "rows", "loss"):
         made.add_column(title, justify="right" if title else "left", no_wrap=True)
     for told in run["contestants"]:
         ratio = f"{told['first_is']:.2f}x"
@@ -122,7 +123,7 @@ def table(run: dict[str, Any]) -> Table:
             f"{gpu['used'] / 1e9:.2f}" if gpu else "none",
             f"{told['cpu']['peak'] / 1e9:.1f}",
             f"{told['cpu_over_checkpoint']:.2f}",
-            f"{told['load_seconds']:.0f}",
+            f"{told['rows_a_pass']}",
             f"{told['losses'][0]:.3f}",
         )
     return made
@@ -139,12 +140,48 @@ def show(run: dict[str, Any]) -> bool:
     )
     if run["contestants"]:
         console.print(table(run))
+    for told in run["contestants"]:
+        how = told["placed"] or f"transformers' experts: {told['experts']}"
+        console.print(f"{told['case']['name']}: {how}", style="dim", markup=False, soft_wrap=True)
     for sentence in run["failed"]:
         stderr.print(sentence, style="red", markup=False, soft_wrap=True)
     apart = run["loss_difference"] or 0
     if apart > SAME_LOSS:
         stderr.print(f"[red]the first steps' losses differ by {apart:.1%}: not the same model")
     return not run["failed"] and apart <= SAME_LOSS
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Tokens/s over GPU memory in use: ktbridge's as a line for each run, peers as points."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for run in runs:
+        model, settings = run["model"], run["settings"]
+        label = f"{model['model_type']}, {settings['rows']} x {settings['length']} tokens a step"
+        points = [
+            (each["gpu"]["used"] / 1e9, each["tokens_per_second"], each["who"])
+            for each in run["contestants"]
+            if each["gpu"]
+        ]
+        ours = sorted(point for point in points if point[2] in ("cpu", "stream", "resident"))
+        (line,) = axes.plot(
+            [x for x, _, _ in ours], [y for _, y, _ in ours], marker="o", label=f"ktbridge: {label}"
+        )
+        peers = [point for point in points if point[2] == "hf"]
+        axes.plot(
+            [x for x, _, _ in peers], [y for _, y, _ in peers], "x", color=line.get_color(),
+            markersize=9, markeredgewidth=2, label=f"Hugging Face + PEFT: {label}",
+        )  # fmt: skip
+    machine = runs[0]["machine"]
+    axes.set(
+        xlabel="GPU memory in use (GB)", ylabel="tokens/s", xlim=(0, None), ylim=(0, None),
+        title=f"{machine['gpu']}, {machine['cores']} cores",
+    )  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
 
 
 @click.command(cls=Command, context_settings={"max_content_width": 110})
@@ -163,7 +200,7 @@ def show(run: dict[str, Any]) -> bool:
     "--length", default=512, show_default=True, type=click.IntRange(2), help="Tokens a row."
 )
 @click.option("--rows", default=16, show_default=True, type=click.IntRange(1), help="Rows a step.")
-@click.option("--passes", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--passes", default=1, show_default=True, type=click.IntRange(0))
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(2))
 @click.option("--learning-rate", default=1e-4, show_default=True, type=float)
 @click.option("--no-checkpointing", is_flag=True, help="Keep activations on the GPU.")
@@ -171,21 +208,31 @@ def show(run: dict[str, Any]) -> bool:
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All samples."
 )
 @click.option(
-    "--from-json", type=click.Path(exists=True, path_type=Path), help="Show a recorded run."
+    "--from-json",
+    "recorded",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    help="Show a recorded run; several.",
 )
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw recorded runs.")
 def main(
     checkpoint: Path | None,
     names: tuple[str, ...],
     no_checkpointing: bool,
     json_file: Path | None,
-    from_json: Path | None,
+    recorded: tuple[Path, ...],
+    plot: Path | None,
     **settings: Any,
 ) -> None:
     """Train CHECKPOINT for some steps with each contestant, and compare."""
-    if (checkpoint is None) == (from_json is None):
+    if (checkpoint is None) == (not recorded):
         raise click.UsageError("Give a CHECKPOINT, or a recorded run with --from-json.")
-    if from_json:
-        sys.exit(0 if show(json.loads(from_json.read_text())) else 1)
+    if recorded:
+        runs = [json.loads(path.read_text()) for path in recorded]
+        if plot:
+            draw(runs, plot)
+        good = [show(each) for each in runs]
+        sys.exit(0 if all(good) else 1)
     assert checkpoint is not None
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     if not size:
@@ -198,7 +245,7 @@ def main(
         "settings": settings, "contestants": [], "failed": [],
     }  # fmt: skip
     cases = [_case(name) for name in names or ("stream", "cpu", "hf")]
-    if settings["rows"] % settings["passes"]:
+    if settings["passes"] and settings["rows"] % settings["passes"]:
         raise click.UsageError("--rows must be a multiple of --passes.")
     logs = Path(tempfile.mkdtemp(prefix="bench_train-"))
     for number, case in enumerate(cases):

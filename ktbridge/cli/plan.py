@@ -121,10 +121,8 @@ def _show_experts(plan: Any) -> None:
 
     table = Table(box=None, padding=(0, 1), title_justify="left")
     table.title = "who computes the experts (kt_experts)"
-    for heading, justify in (
-        ("", "left"), ("GPU memory", "right"), ("tokens a pass", "right"), ("tokens/s", "right"), ("", "left"),
-    ):  # fmt: skip
-        table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for heading in ("", "GPU memory", "tokens a pass", "tokens/s", ""):
+        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
     for each in plan.experts:
         table.add_row(
             each.name,

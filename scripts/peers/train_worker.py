@@ -89,23 +89,25 @@ class TorchExperts(nn.Module):
         return out + self.scale * F.linear(F.linear(inner, down_a), down_b)
 
 
-def place(case: dict[str, Any], model: Any) -> str:
-    """Give the experts to the GPU as `ktbridge train` would; how, in words."""
-    tokens = case["rows"] // case["passes"] * case["length"]
+def place(case: dict[str, Any], model: Any) -> None:
+    """Give the experts to the GPU as `ktbridge train` would; sets ``placed``, in words, and ``rows_a_pass``."""
+    length, passes = case["length"], case["passes"]
     config = TrainConfig(
         model_name_or_path=case["checkpoint"],
         dataset=("none",),
         output_dir="none",
         lora_rank=case["rank"],
-        per_device_train_batch_size=case["rows"] // case["passes"],
-        gradient_accumulation_steps=case["passes"],
-        tokens_per_pass=tokens,
+        gradient_accumulation_steps=case["rows"],
+        tokens_per_pass=case["rows"] // passes * length if passes else "auto",
         kt_config=KtConfig(kt_experts=case["who"], kt_gpu_memory=case["gpu_memory"]),
     )
-    each = (case["length"],) * case["rows"]
-    lengths = Lengths(case["rows"], case["rows"], case["length"], case["length"], True, False, each)
+    each = (length,) * case["rows"]
+    lengths = Lengths(case["rows"], case["rows"], length, length, True, False, each)
     setting = Setting(read_shape(Path(case["checkpoint"])), config, lengths, True, 1)
-    return place_experts(setting, model).why
+    found = place_experts(setting, model)
+    case["placed"] = found.why
+    if not passes and found.tokens:
+        case["rows_a_pass"] = max(1, min(case["rows"], found.tokens // length))
 
 
 def offloaded(module: Any, hidden: Any, ids: Any, weights: Any) -> torch.Tensor:
@@ -125,6 +127,7 @@ def lora(rank: int, **more: Any) -> LoraConfig:
 
 
 def build(case: dict[str, Any]) -> nn.Module:
+    """The contestant's model; ``place`` may set more of ``case``."""
     who, path, rank = case["who"], Path(case["checkpoint"]), case["rank"]
     if who in OURS:
         model = load_mapped(path, torch.bfloat16, lambda name: DEVICE)
@@ -135,7 +138,8 @@ def build(case: dict[str, Any]) -> nn.Module:
         if case["checkpointing"]:
             checkpointing.enable(model)
         if who != "cpu":
-            print(f"{who}: {place(case, model)}", file=sys.stderr, flush=True)
+            place(case, model)
+            print(f"{who}: {case['placed']}", file=sys.stderr, flush=True)
         return model
     if who == "offload":
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -214,21 +218,21 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     started = time.perf_counter()
     torch.manual_seed(0)
+    case["rows_a_pass"] = case["rows"] // max(case["passes"], 1)
     model = build(case).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"])
     loaded = time.perf_counter() - started
     vocabulary = model.config.get_text_config().vocab_size
-    rows = case["rows"] // case["passes"]
     seconds, losses = [], []
     for _ in range(case["steps"]):
         # The same rows in each step, so that losses fall, and the same first ones whatever the passes.
         draw = torch.Generator().manual_seed(1)
         begun = time.perf_counter()
         total = 0.0
-        for _ in range(case["passes"]):
-            ids = torch.randint(0, vocabulary, (rows, case["length"]), generator=draw).to(DEVICE)
-            loss = tiled_loss(model, ids) / case["passes"]
+        every = torch.randint(0, vocabulary, (case["rows"], case["length"]), generator=draw)
+        for ids in every.to(DEVICE).split(case["rows_a_pass"]):
+            loss = tiled_loss(model, ids) * (len(ids) / case["rows"])
             loss.backward()
             total += float(loss.detach())
         optimizer.step()
@@ -241,6 +245,8 @@ def main() -> None:
     told = {
         "who": case["who"],
         "experts": experts_implementation(model),
+        "placed": case.get("placed", ""),
+        "rows_a_pass": case["rows_a_pass"],
         "load_seconds": loaded,
         "seconds": seconds,
         "losses": losses,

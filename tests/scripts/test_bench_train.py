@@ -17,7 +17,7 @@ from rich.console import Console
 from ktbridge.errors import KtbridgeError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-TITLES = ["tokens/s", "ours is", "GPU GB", "RAM GB", "/ckpt", "load s", "loss"]
+TITLES = ["tokens/s", "first is", "GPU GB", "RAM GB", "/ckpt", "rows", "loss"]
 SIZES = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -41,8 +41,8 @@ def run(tmp_path_factory):
     make_checkpoint(folder / "base", "qwen3_moe", SIZES)
     done = subprocess.run(
         [
-            sys.executable, str(SCRIPTS / "bench_train.py"), str(folder / "base"), "--peer", "offload",
-            "--length", "32", "--steps", "3", "--accumulation", "2", "--offload-accumulation", "1",
+            sys.executable, str(SCRIPTS / "bench_train.py"), str(folder / "base"), "--contestant", "cpu",
+            "--contestant", "offload", "--length", "32", "--steps", "3", "--rows", "2", "--passes", "2",
             "--learning-rate", "1e-2", "--json", str(folder / "run.json"),
         ],
         capture_output=True, text=True,
@@ -53,14 +53,14 @@ def run(tmp_path_factory):
 
 def test_contestants_train_the_same_model_alike(run):
     ours, peer = run[0]["contestants"]
-    assert (ours["who"], peer["who"]) == ("ktbridge", "offload")
+    assert (ours["who"], peer["who"]) == ("cpu", "offload")
     assert run[0]["loss_difference"] < 0.005
     assert ours["trained"] == peer["trained"]
-    first, last = ([each["first_row_losses"][step] for each in (ours, peer)] for step in (0, -1))
+    first, last = ([each["losses"][step] for each in (ours, peer)] for step in (0, -1))
     assert min(first) > math.log(SIZES["vocab_size"]) + 1  # not what a model without experts has
     fell = [start - end for start, end in zip(first, last, strict=True)]
     assert min(fell) > 1
-    assert fell[0] == pytest.approx(fell[1], rel=0.3)
+    assert fell[0] == pytest.approx(fell[1], rel=0.5)  # LoRA starts differ
 
 
 def test_the_json_agrees_with_itself(run):
@@ -75,12 +75,12 @@ def test_the_json_agrees_with_itself(run):
     ours = told["contestants"][0]
     for each in told["contestants"]:
         case = each["case"]
-        assert case["accumulation"] == (1 if each["who"] == "offload" else 2)
+        assert each["rows_a_pass"] == 1
         assert len(each["seconds"]) == len(each["losses"]) == case["steps"] == 3
-        tokens = case["accumulation"] * case["length"]
+        tokens = case["rows"] * case["length"]
         pace = tokens / statistics.median(each["seconds"][1:])
         assert each["tokens_per_second"] == pytest.approx(pace)
-        assert each["ours_is"] == pytest.approx(ours["tokens_per_second"] / pace)
+        assert each["first_is"] == pytest.approx(ours["tokens_per_second"] / pace)
         assert each["cpu"]["peak"] >= max(each["cpu"]["anonymous"], each["cpu"]["mapped"])
         assert each["cpu_over_checkpoint"] * told["checkpoint_bytes"] == pytest.approx(
             each["cpu"]["peak"]
@@ -95,7 +95,7 @@ def test_the_table_is_whole_in_80_columns(run):
     import bench_train
 
     told, done, folder = run
-    assert "ktbridge: step 3 " in done.stderr
+    assert "cpu: step 3 " in done.stderr
     again = CliRunner().invoke(bench_train.main, ["--from-json", str(folder / "run.json")])
     assert again.exit_code == 0
     for title in TITLES:
@@ -105,13 +105,13 @@ def test_the_table_is_whole_in_80_columns(run):
     # As wide as a large machine makes it.
     wide = json.loads(json.dumps(told))
     for each in wide["contestants"]:
-        each["tokens_per_second"], each["ours_is"], each["load_seconds"] = 123456.0, 123.45, 1234.0
+        each["tokens_per_second"], each["first_is"], each["load_seconds"] = 123456.0, 123.45, 1234.0
         each["gpu"], each["cpu"]["peak"] = {"used": 139.99e9, "name": "Some GPU"}, 1234.5e9
-        each["case"]["ahead"] = False
+        each["case"]["name"] = "resident@139.9GB"
     console = Console(file=StringIO(), width=80)
     console.print(bench_train.table(wide))
     text = console.file.getvalue()
-    for word in (*TITLES, "ktbridge, waiting", "123,456", "123.45x", "139.99", "1234.5"):
+    for word in (*TITLES, "resident@139.9GB", "123,456", "123.45x", "139.99", "1234.5"):
         assert word in text
     assert "…" not in text
 
@@ -119,7 +119,7 @@ def test_the_table_is_whole_in_80_columns(run):
 def test_a_failure_is_a_sentence_that_says_where_there_is_more(run, tmp_path, monkeypatch):
     import bench_train
 
-    told, case = run[0], {"who": "gpu", "length": 32, "accumulation": 2}
+    told, case = run[0], {"who": "gpu", "length": 32, "rows": 2}
     worker, log = tmp_path / "worker.py", tmp_path / "gpu.log"
     monkeypatch.setattr(bench_train, "WORKER", worker)
     sentences = []
@@ -147,7 +147,7 @@ def test_different_losses_are_told(run, tmp_path):
     import bench_train
 
     told = json.loads(json.dumps(run[0]))
-    told["contestants"][1]["first_row_losses"][0] *= 1.02
+    told["contestants"][1]["losses"][0] *= 1.02
     bench_train.compare(told)
     (tmp_path / "run.json").write_text(json.dumps(told))
     done = CliRunner().invoke(bench_train.main, ["--from-json", str(tmp_path / "run.json")])

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 _coming: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]]] = {}
-"""By autograd's number of a backward pass: masters on the host, gradients on their way, the event of arrival."""
+"""By autograd's number of a backward pass: masters on the host, their gradients, the event of arrival."""
 
 
 def add_gradients(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
