@@ -90,7 +90,7 @@ class TorchExperts(nn.Module):
 
 
 def place(case: dict[str, Any], model: Any) -> None:
-    """Give the experts to the GPU as `ktbridge train` would; sets ``placed``, in words, and ``rows_a_pass``."""
+    """Give the experts to the GPU as `ktbridge train` would; how, and rows a pass, go into ``case``."""
     length, passes = case["length"], case["passes"]
     config = TrainConfig(
         model_name_or_path=case["checkpoint"],
