@@ -48,7 +48,7 @@ def test_outputs_and_gradients_equal_float32_autograd(storage):
         layer, plain = make_layer(shape, storage)
         inputs = make_inputs(shape)
         exact, d_out = exact_outcome(layer, plain, inputs)
-        for groups, resident in ((1, ()), (3, ()), (3, (0,))):
+        for groups, resident in ((3, ()), (1, (0,))):
             experts = give([layer], groups=groups, resident=resident)
             found = outcome(layer, inputs, d_out)
             assert found.keys() == exact.keys()
@@ -139,7 +139,7 @@ def test_what_is_resident_how_many_slots_and_a_second_run_change_no_bit():
 def test_a_pass_moves_only_what_is_not_in_the_ring_at_its_turns():
     layers = [make_layer(SMALL, seed=n)[0] for n in range(4)]
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
-    for slots in (1, 2, 3, 7, 8, 20):
+    for slots in (1, 3, 7, 20):
         experts = give(layers, groups=2, slots=slots)
         total = len(experts.ring.groups)
         assert total == 8
@@ -174,7 +174,7 @@ def test_a_pass_that_breaks_off_leaves_the_next_one_whole(monkeypatch):
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
     expected = chain(layers, inputs, d_out)
     unpack = executor.unpack
-    for broken in range(6):
+    for broken in (0, 3, 7, 10):
         left = [broken]
 
         def breaks(*args, left=left):

@@ -88,7 +88,7 @@ def layers(draw):
     return weights, plain, shards
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(layer=layers(), fill=st.floats(1, 4))
 def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
     weights, plain, shards = layer
@@ -201,7 +201,7 @@ def whole_pass(ring, backward):
     return ring.crossings - before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_a_slot_holds_what_was_asked_for_in_every_order(data):
     count, slots = data.draw(st.integers(1, 12), "N"), data.draw(st.integers(1, 14), "S")
@@ -233,7 +233,7 @@ def test_a_slot_holds_what_was_asked_for_in_every_order(data):
     assert whole_pass(ring, False) <= (count if missing else 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_sorted_rows_hold_every_slot_once(data):
     experts, tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 40))
