@@ -8,7 +8,6 @@ at a turn is used again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import torch
 
 from ktbridge.experts.gpu.layout import Group
 
-_NEVER = 1 << 60
+_NOW, _NEVER = -1, 1 << 60  # steps
 
 
 class Copier(Protocol):
@@ -74,7 +73,7 @@ class Ring:
         """
         slot = self._find(index)
         if slot is None:
-            slot = self._load(index, index, forward, turns)
+            slot = self._load(index, _NOW, self._order(index, forward, turns))
         assert slot is not None, "a slot that was taken has not been given back"
         slot.busy = True
         try:
@@ -105,18 +104,21 @@ class Ring:
 
     def _ahead(self, index: int, forward: bool, turns: bool) -> None:
         """Start the copies that there are slots for, soonest needed first."""
-        for _, coming in self._steps(index, forward, turns):
-            if self._find(coming) is None and not self._load(coming, index, forward, turns):
+        order = self._order(index, forward, turns)
+        for coming, step in order.items():
+            if self._find(coming) is None and not self._load(coming, step, order):
                 return
 
-    def _load(self, coming: int, now: int, forward: bool, turns: bool) -> _Slot | None:
-        """Start the copy of ``coming``; None where all slots hold what is needed sooner."""
-        steps = {other: n for n, other in self._steps(now, forward, turns)}
+    def _load(self, coming: int, step: int, order: dict[int, int]) -> _Slot | None:
+        """Start the copy of ``coming``, needed at ``step``, in the slot of what is needed last.
+
+        None where all slots are in use, or hold what is needed sooner.
+        """
         free = [slot for slot in self._slots if not slot.busy]
         if not free:
             return None
-        latest = max(free, key=lambda slot: _NEVER if slot.holds is None else steps[slot.holds])
-        if coming != now and latest.holds is not None and steps[coming] >= steps[latest.holds]:
+        latest = max(free, key=lambda slot: _NEVER if slot.holds is None else order[slot.holds])
+        if latest.holds is not None and step >= order[latest.holds]:
             return None
         latest.holds = None  # until the copy has begun
         latest.ready = self.copier.start(self.groups[coming], latest.buffer, latest.free)
@@ -124,16 +126,15 @@ class Ring:
         self.crossings += 1
         return latest
 
-    def _steps(self, now: int, forward: bool, turns: bool) -> Iterator[tuple[int, int]]:
-        """(how many steps from now, group) of the groups needed next, each where it is needed first."""
+    def _order(self, now: int, forward: bool, turns: bool) -> dict[int, int]:
+        """When each group is needed after ``now``, in steps from it, soonest first."""
         last = len(self.groups)
         if forward:
             order = [*range(now + 1, last)]
             order += [*range(last - 1, -1, -1)] if turns else [*range(now + 1)]
         else:
             order = [*range(now - 1, -1, -1), *range(last)]
-        seen = set()
-        for n, index in enumerate(order):
-            if index not in seen:
-                seen.add(index)
-                yield n, index
+        first: dict[int, int] = {}
+        for step, index in enumerate(order):
+            first.setdefault(index, step)
+        return first

@@ -1,0 +1,270 @@
+"""Experts computed on the GPU: its kernels, its copies and its results against the CPU's."""
+
+import mmap
+import warnings
+
+import pytest
+import torch
+from expertmoe import (
+    FORMATS,
+    Shape,
+    describe,
+    error,
+    exact_outcome,
+    make_inputs,
+    make_layer,
+    make_weights,
+    outcome,
+    quantise,
+    randomise,
+    same_bits,
+)
+from gpuexperts import give, least_slot
+
+from ktbridge.experts.gpu import elementwise
+from ktbridge.experts.gpu.copying import Registered, Registration, Staged, register
+from ktbridge.experts.gpu.layout import Group, Span, layer_groups
+from ktbridge.experts.gpu.unpack import fill
+from ktbridge.sft import MoELoRAExperts
+
+TOLERANCE = 0.008  # as the CPU kernels'
+CUDA = torch.device("cuda", 0)
+SHAPES = [
+    Shape(8, 2, 64, 32, 70),
+    Shape(5, 3, 70, 45, 33),  # rows of no whole 16 bytes: no grouped products
+    Shape(6, 2, 136, 168, 130),
+    Shape(64, 6, 256, 128, 300),
+]
+BIG = SHAPES[3]
+
+
+@pytest.fixture(params=["registered", "staged"])
+def copier(request):
+    """Makes a copier for layers, and ends it."""
+    made = {}
+
+    def make(layers):
+        key = tuple(map(id, layers))
+        if request.param == "staged":
+            made.setdefault(key, (Staged(CUDA, 2), layers))
+            return made[key][0]
+        if key not in made:
+            groups = [g for layer in layers for g in layer_groups(layer.weights, least_slot(layer))]
+            done = register(groups)
+            if not isinstance(done, Registration):
+                pytest.skip(f"the driver registers no pages here: {done}")
+            made[key] = done, layers  # the pages must not go before
+        return Registered(CUDA)
+
+    yield make
+    torch.cuda.synchronize()
+    for each, _ in made.values():
+        each.close()
+
+
+def mapped_layer(path, shape, storage="bf16", seed=0, **options):
+    """A layer whose weights are in a file that is mapped read-only, and its weights in float32."""
+    stored, plain = make_weights(shape, storage, seed)
+    with open(path, "w+b") as file:
+        file.write(b"x" * 1000)  # a header
+        for tensor in (tensor for tensors in stored for tensor in tensors):
+            file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        file.flush()
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    at = 1000
+    weights = []
+    for tensors in stored:
+        views = []
+        for tensor in tensors:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+            views.append(flat.view(tensor.shape))
+            at += tensor.numel() * tensor.element_size()
+        weights.append(describe(storage, views))
+    return randomise(MoELoRAExperts.from_tensors(*weights, threads=2, **options)), plain
+
+
+def there(inputs):
+    return tuple(tensor.to(CUDA) for tensor in inputs)
+
+
+@pytest.mark.parametrize("storage", FORMATS)
+def test_outputs_and_gradients_equal_float32_autograd(storage, copier, tmp_path):
+    for number, shape in enumerate(SHAPES):
+        layer, plain = mapped_layer(tmp_path / str(number), shape, storage)
+        inputs = make_inputs(shape)
+        exact, d_out = exact_outcome(layer, plain, inputs)
+        for groups, resident in ((1, ()), (3, ()), (3, (0,))):
+            give([layer], CUDA, groups=groups, resident=resident, copier=copier([layer]))
+            found = outcome(layer, there(inputs), d_out.to(CUDA))
+            assert all(value.device == CUDA for value in found.values())
+            far = {name: error(found[name].cpu(), exact[name]) for name in exact}
+            assert max(far.values()) <= TOLERANCE, (str(shape), groups, far)
+            torch.cuda.synchronize()
+            layer.move_lora(torch.device("cpu"))
+            layer.gpu = None
+
+
+def chain(layers, inputs, d_out):
+    """Output and all gradients of layers one after another."""
+    hidden, ids, routing = (tensor.clone() for tensor in inputs)
+    first, weights = hidden.requires_grad_(), routing.requires_grad_()
+    for layer in layers:
+        layer.zero_grad()
+        hidden = layer(hidden, ids, weights)
+    hidden.backward(d_out)
+    found = {"out": hidden.detach(), "hidden": first.grad, "weights": weights.grad}
+    for index, layer in enumerate(layers):
+        found |= {f"{index}.{name}": p.grad for name, p in layer.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8", "int4-32"])
+def test_how_weights_come_and_a_second_run_change_no_bit(storage, copier, tmp_path):
+    layers = [mapped_layer(tmp_path / str(n), BIG, storage, seed=n)[0] for n in range(5)]
+    inputs = there(make_inputs(BIG))
+    d_out = torch.randn(BIG.tokens, BIG.hidden, device=CUDA).bfloat16()
+    give(layers, CUDA, groups=3, resident=range(5), copier=copier(layers))
+    expected = chain(layers, inputs, d_out)
+    for slots in (1, 2, 4):
+        experts = give(layers, CUDA, groups=3, slots=slots, copier=copier(layers))
+        for _ in range(5):
+            assert same_bits([expected, chain(layers, inputs, d_out)])
+        before = experts.ring.crossings
+        chain(layers, inputs, d_out)
+        assert experts.ring.crossings - before == 2 * (len(experts.ring.groups) - slots)
+    by = Staged(CUDA, 3)  # the two ways don't differ either
+    give(layers, CUDA, groups=3, copier=by)
+    assert same_bits([expected, chain(layers, inputs, d_out)])
+    by.close()
+
+
+def test_another_stream_and_memory_that_was_just_freed(copier):
+    layers = [make_layer(BIG, seed=n)[0] for n in range(4)]
+    inputs = there(make_inputs(BIG))
+    d_out = torch.randn(BIG.tokens, BIG.hidden, device=CUDA).bfloat16()
+    by = copier(layers)
+    give(layers, CUDA, groups=2, resident=range(4), copier=by)
+    expected = chain(layers, inputs, d_out)
+    for turn in range(6):
+        busy = torch.randn(4096, 4096, device=CUDA)
+        for _ in range(20):
+            busy = busy @ busy * 1e-3
+        del busy  # its memory may become a slot while it is being written
+        give(layers, CUDA, groups=2, slots=2, copier=by)
+        stream = torch.cuda.Stream() if turn % 2 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = chain(layers, inputs, d_out)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert same_bits([expected, found])
+        with torch.no_grad():
+            layers[0](*inputs)  # what crosses next is on its way when the executor goes
+
+
+def test_pages_that_cant_be_registered_spoil_nothing():
+    nowhere = Group((0,), (Span(1 << 46, 0, 8192),), (), 8192, ())
+    reason = register([nowhere])
+    assert isinstance(reason, str)
+    assert reason
+    assert (torch.ones(3, device=CUDA) + 1).tolist() == [2.0] * 3
+
+
+def test_a_failed_copy_is_raised_where_it_is_waited_for(monkeypatch):
+    layer, _ = make_layer(SHAPES[0])
+    by = Staged(CUDA, 2)
+    give([layer], CUDA, groups=2, slots=1, copier=by)
+    inputs = there(make_inputs(SHAPES[0]))
+    expected = layer(*inputs)
+    whole = by._fill
+
+    def fails(*args):
+        raise OSError("no such page")
+
+    monkeypatch.setattr(by, "_fill", fails)
+    with pytest.raises(OSError, match="no such page"):
+        layer(*inputs)
+    monkeypatch.setattr(by, "_fill", whole)
+    assert torch.equal(layer(*inputs), expected)
+    by.close()
+
+
+def test_the_lora_may_stay_on_the_host_and_gradients_add_up_there():
+    layer, plain = make_layer(SHAPES[0], accumulate_grad=True)
+    inputs = make_inputs(SHAPES[0])
+    exact, d_out = exact_outcome(layer, plain, inputs)
+    by = Staged(CUDA, 2)
+    give([layer], CUDA, groups=2, copier=by)
+    layer.move_lora(torch.device("cpu"))
+    outcome(layer, there(inputs), d_out.to(CUDA))
+    layer(*there(inputs)).backward(d_out.to(CUDA))
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.device.type == "cpu"
+        assert error(parameter.grad, 2 * exact[name]) <= TOLERANCE
+    by.close()
+
+
+@pytest.fixture
+def triton():
+    found = elementwise.kernels(torch.empty(0, device=CUDA))
+    if found is None:
+        pytest.skip("Triton doesn't work here")
+    return found
+
+
+def close(found, expected):
+    """Equal but for the last bit of bfloat16, where float32 sums may differ in theirs."""
+    found, expected = found.cpu(), expected.cpu()
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)
+    assert (found != expected).float().mean() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "rows", "wide", "slots"),
+    [(64, 7, 32, 16, 2), (70, 33, 48, 8, 3), (33, 1, 16, 0, 1), (5000, 5, 64, 8, 6)],
+)
+def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, slots):
+    torch.manual_seed(0)
+    source, which = torch.randn(tokens, width).bfloat16(), torch.randint(tokens, (rows,))
+    found = triton.gather(source.to(CUDA), which.to(CUDA), wide)
+    assert found.shape == (rows, width + wide)
+    assert torch.equal(found[:, :width].cpu(), source[which])
+    gate_up, d_h = torch.randn(rows, 2 * width).bfloat16(), torch.randn(rows, width).bfloat16()
+    found = triton.activation(gate_up.to(CUDA), width, wide)
+    h = elementwise.activation(gate_up, width, wide)
+    close(found[:, :width], h[:, :width])
+    weights = torch.rand(rows)
+    arguments = gate_up, d_h, h, weights
+    d, d_weights = elementwise.activation_backward(*arguments, width, 2 * wide)
+    found, found_weights = triton.activation_backward(
+        *(tensor.to(CUDA) for tensor in arguments), width, 2 * wide
+    )
+    close(found[:, : 2 * width], d[:, : 2 * width])
+    torch.testing.assert_close(found_weights.cpu(), d_weights, rtol=1e-4, atol=1e-4)
+    at, counts = torch.randint(rows, (tokens, slots)), torch.rand(tokens, slots)
+    for each in (None, counts):
+        expected = elementwise.combine(d_h, at, each)
+        given = None if each is None else each.to(CUDA)
+        close(triton.combine(d_h.to(CUDA), at.to(CUDA), given), expected)
+    assert triton.gather(source.to(CUDA), which[:0].to(CUDA), wide).shape == (0, width + wide)
+
+
+@pytest.mark.parametrize("storage", FORMATS)
+def test_the_kernel_that_unpacks_gives_torchs_bits(triton, storage):
+    torch.manual_seed(0)
+    for rows, columns in ((45, 70), (130, 300), (1, 33), (128, 128), (7, 1025), (1408, 2048)):
+        stored, _ = quantise(storage, torch.randn(3, rows, columns))
+        weights = describe(storage, stored)
+        values, scales = weights.weight, weights.scale
+        if storage == "fp8":
+            values = torch.randint(256, values.shape).to(torch.uint8).view(values.dtype)
+        if scales is not None and scales.dim() == 2:
+            scales = scales[:, :, None]
+        found = torch.full((3, rows + 9, columns + 24), 7.0, dtype=torch.bfloat16)
+        expected = found.clone()
+        fill(weights, values, scales, expected[:, 3 : rows + 3, 5 : columns + 5])
+        found = found.to(CUDA)
+        there_too = None if scales is None else scales.to(CUDA)
+        fill(weights, values.to(CUDA), there_too, found[:, 3 : rows + 3, 5 : columns + 5])
+        assert torch.equal(found.cpu(), expected), (rows, columns)

@@ -1,0 +1,39 @@
+"""Expert layers given to a GPU executor, on the GPU or, computing the same, on the CPU."""
+
+import torch
+
+from ktbridge.experts.gpu.copying import InPlace
+from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
+from ktbridge.experts.gpu.layout import layer_groups
+
+CPU = torch.device("cpu")
+
+
+def slot_for(layer, groups):
+    """Bytes of a slot that make some ``groups`` groups of a layer."""
+    whole = sum(group.bytes for group in layer_groups(layer.weights, 1 << 40))
+    one = max(group.bytes for group in layer_groups(layer.weights, least_slot(layer)))
+    return max(-(-whole // groups), one)
+
+
+def least_slot(layer):
+    """Bytes that hold any one expert."""
+    tensors = [t for w in layer.weights for t in (w.weight, w.scale) if t is not None]
+    return sum(t[0].numel() * t[0].element_size() + 256 for t in tensors) + 256
+
+
+def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None):
+    """Have ``layers`` (a list) computed on ``device``, numbered in their order."""
+    experts = GpuExperts(
+        {index: layer.weights for index, layer in enumerate(layers)},
+        device,
+        layers[0].lora_rank,
+        slot_bytes=max(slot_for(layer, groups) for layer in layers),
+        slots=slots,
+        copier=copier or InPlace(),
+        resident=resident,
+    )
+    for index, layer in enumerate(layers):
+        layer.gpu = OnGpu(experts, index)
+        layer.move_lora(device)
+    return experts
