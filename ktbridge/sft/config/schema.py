@@ -23,6 +23,7 @@ from ktbridge.sft.config.values import (
     text,
     texts,
     whole,
+    whole_or_auto,
 )
 
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial")
@@ -168,6 +169,10 @@ class TrainConfig:
     """Conversations (dpo: pairs) in one forward and backward."""
     gradient_accumulation_steps: int = _option(whole(1), 1)
     """Batches in one optimizer step."""
+    tokens_per_pass: int | str = _option(whole_or_auto, "auto")
+    """The rows of an optimizer step go forward and backward in as few passes of at most so many tokens
+    (padding included) as there can be, instead of batch by batch: same loss and gradients within rounding.
+    auto: batch by batch on the CPU; on a GPU, what its memory takes where that is known."""
     learning_rate: float = _option(number, 1e-4)
     """Its highest value."""
     num_train_epochs: float = _option(positive, 3.0)

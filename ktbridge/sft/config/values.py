@@ -87,6 +87,15 @@ def whole(least: int, most: int = _MOST) -> Parser:
     return parse
 
 
+def whole_or_auto(value: Any) -> int | str:
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
+    try:
+        return int(whole(1)(value))
+    except ValueError as error:
+        raise ValueError(f"auto, or {error}") from None
+
+
 def steps(value: Any) -> int:
     if value != -1:
         return int(whole(1)(value))
