@@ -57,7 +57,7 @@ def command(
     _show_data(ready)
     result = _train_with_progress(trainer, parsed, ready)
     if as_json:
-        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes)]
+        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
         emit_json({**dataclasses.asdict(result), "notes": notes})
     else:
         _show_result(result)
@@ -114,7 +114,7 @@ def _show_result(result: Any) -> None:
 
 def _train_with_progress(trainer: Any, config: Any, ready: Any) -> Any:
     """Run the recipe under a bar with step, loss, pace and ETA; without a terminal print twenty lines."""
-    from ktbridge.cli._ui import stderr, training_bar
+    from ktbridge.cli._ui import print_problems, stderr, training_bar
 
     began = time.monotonic()
     behind = ready.resumption.step
@@ -130,7 +130,13 @@ def _train_with_progress(trainer: Any, config: Any, ready: Any) -> Any:
                 stderr.print(f"step {step:>5}/{steps}  {figures}  eta {eta}")
 
         with _stdout_for_results():
-            return trainer.train(config, on_progress=bar, on_log=on_log, prepared=ready)
+            return trainer.train(
+                config,
+                on_progress=bar,
+                on_log=on_log,
+                prepared=ready,
+                on_note=lambda note: print_problems([note]),
+            )
 
 
 @contextmanager

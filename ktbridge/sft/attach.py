@@ -97,5 +97,8 @@ def threads_beside_python(device: torch.device) -> int:
 
 def most_tokens(config: TrainConfig) -> int:
     """The most tokens of one forward, padding included; a DPO batch has both answers."""
-    both = 2 if config.stage == "dpo" else 1
-    return both * config.per_device_train_batch_size * config.cutoff_len
+    row = (2 if config.stage == "dpo" else 1) * config.cutoff_len
+    if isinstance(config.tokens_per_pass, int):
+        step = row * config.per_device_train_batch_size * config.gradient_accumulation_steps
+        return max(row, min(config.tokens_per_pass, step))  # a longer row is a pass of its own
+    return row * config.per_device_train_batch_size

@@ -5,7 +5,7 @@ Policy and reference are one model: with its LoRA, and without. No second copy o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from trl import DPOTrainer
 
 from ktbridge.sft.distributed import DistributedTrainer
+from ktbridge.sft.passes import Batch, Passes, Row
 from ktbridge.sft.resumable import Resumable
 from ktbridge.sft.watch import Watched
 
@@ -29,7 +30,7 @@ def as_base(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-class DpoTrainer(Watched, Resumable, DistributedTrainer, DPOTrainer):
+class DpoTrainer(Watched, Passes, Resumable, DistributedTrainer, DPOTrainer):
     """trl's DPOTrainer with ``as_base`` for its reference.
 
     Rows have ``prompt``, ``chosen`` and ``rejected``, lists of messages.
@@ -64,3 +65,43 @@ class DpoTrainer(Watched, Resumable, DistributedTrainer, DPOTrainer):
             )
         chosen, rejected = out.log_probs.sum(dim=1).chunk(2)
         return chosen, rejected
+
+    def rows(self, batch: Batch) -> list[Row]:
+        """The batch's pairs without padding: of 2B sequences the first B are the chosen answers."""
+        ids, counts = batch["input_ids"].tolist(), batch["attention_mask"].sum(1).tolist()
+        answers = batch["completion_mask"].sum(1).tolist()
+        whole = [
+            (row[: count - answer], row[count - answer : count])
+            for row, count, answer in zip(ids, counts, answers, strict=True)
+        ]
+        pairs = zip(whole[: len(whole) // 2], whole[len(whole) // 2 :], strict=True)
+        return [_row(chosen, rejected) for chosen, rejected in pairs]
+
+    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        return len(rows) / len(step)
+
+    @contextmanager
+    def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> Iterator[None]:
+        """trl's loss is a mean over pairs, and for ``pref_ftx`` one over the chosen answers' tokens."""
+        share = self.share(rows, step)
+        tokens = sum(row.trained for row in rows) / sum(row.trained for row in step)
+        trainer: Any = self
+        before = self.current_gradient_accumulation_steps, self.loss_weights
+        trainer.current_gradient_accumulation_steps = 1 / share  # what the loss is divided by
+        self.loss_weights = [
+            weight * tokens / share if kind == "sft" else weight
+            for kind, weight in zip(self.loss_types, self.loss_weights, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps, self.loss_weights = before
+
+
+def _row(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]) -> Row:
+    """A pair of (prompt, answer), whose prompts are the same."""
+    prompt, answer = chosen
+    features = {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": rejected[1]}
+    longest = max(len(answer), len(rejected[1]))
+    # The first token of all is never predicted, though an answer without a prompt may begin with it.
+    return Row(features, 2 * (len(prompt) + longest), len(answer) - (not prompt))

@@ -56,10 +56,17 @@ def explained(trainer: Any) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        lower = "per_device_train_batch_size (raise gradient_accumulation_steps) or cutoff_len"
+        if trainer.tokens_per_pass is not None:
+            alone = trainer.args.world_size == 1
+            lower = (
+                "cutoff_len (a row alone was too much)"
+                if alone
+                else "tokens_per_pass or cutoff_len"
+            )
         raise KtbridgeError(
             f"the GPU ran out of memory in step {trainer.state.global_step + 1}; {_kept(trainer)}.",
-            "Lower per_device_train_batch_size (raise gradient_accumulation_steps) or cutoff_len; "
-            "`ktbridge plan` shows what takes the memory.",
+            f"Lower {lower}; `ktbridge plan` shows what takes the memory.",
         ) from error
     except (RuntimeError, ConnectionError, EOFError) as error:
         lost = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)

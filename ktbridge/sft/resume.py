@@ -25,13 +25,14 @@ NUMBER = "number"
 """The key in it of a checkpoint's place in the order of writing, which the clock has no part in."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 # What may change between a run and its continuation: names of places, what is logged or kept when, and
-# ways to the same bits.
+# ways to the same results.
 _FREE = {
     "output_dir", "overwrite_output_dir", "logging_steps", "plot_loss", "report_to", "save_steps",
     "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir",
     "model_name_or_path", "adapter_name_or_path", "run_name", "logging_dir", "strict_data", "notes",
     "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
     "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
+    "tokens_per_pass",
 }  # fmt: skip
 _FREE_KT = {"kt_num_threads", "kt_threadpool_count", "expert_activation"}
 # What a run that diverged is corrected with, and what makes a finished one longer. A continuation that is

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from trl import SFTTrainer
 
 from ktbridge.sft.distributed import DistributedTrainer
+from ktbridge.sft.passes import Batch, Passes, Row
 from ktbridge.sft.resumable import Resumable
 from ktbridge.sft.watch import Watched
 
 
-class SftTrainer(Watched, Resumable, DistributedTrainer, SFTTrainer):
+class SftTrainer(Watched, Passes, Resumable, DistributedTrainer, SFTTrainer):
     """Rows have ``input_ids`` and ``labels``, lists of token ids; labels are −100 where nothing is learned.
 
     The loss is summed over an optimizer step's trained tokens and divided by their number, so rows of unequal
@@ -23,3 +26,25 @@ class SftTrainer(Watched, Resumable, DistributedTrainer, SFTTrainer):
         # Trainer counts a step's tokens only for models whose own loss would take the number; trl's loss,
         # which is used here, takes it for every model.
         self.model_accepts_loss_kwargs = True
+
+    def rows(self, batch: Batch) -> list[Row]:
+        """The batch's rows without padding; of packed rows, the conversations in them."""
+        ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+        if "attention_mask" in batch:
+            counts = batch["attention_mask"].sum(1).tolist()
+            spans = [(row, 0, count) for row, count in enumerate(counts)]
+        else:
+            bounds = batch["cu_seq_lens_q"].tolist()
+            spans = [(0, *span) for span in pairwise(bounds)]
+        return [_row(ids[row][first:end], labels[row][first:end]) for row, first, end in spans]
+
+    def joins(self) -> bool:
+        return bool(self.padding_free)
+
+    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        return sum(row.trained for row in rows) / max(sum(row.trained for row in step), 1)
+
+
+def _row(ids: list[int], labels: list[int]) -> Row:
+    trained = len(labels) - 1 - labels[1:].count(-100)  # the first token is never predicted
+    return Row({"input_ids": ids, "labels": labels}, len(ids), trained)

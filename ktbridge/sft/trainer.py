@@ -20,6 +20,7 @@ import torch
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
+from ktbridge.errors import Problem
 from ktbridge.experts import checkpointing
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.loading import load_for_kernels
@@ -33,6 +34,7 @@ from ktbridge.sft.devices import choose, places
 from ktbridge.sft.dpo import DpoTrainer
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import write_output
+from ktbridge.sft.passes import tokens_per_pass
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.resumable import trained
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
@@ -83,6 +85,8 @@ class TrainResult:
     """Checkpoints that are kept, each an adapter too."""
     warning: str
     """What went wrong beside the adapter: why the last step has no checkpoint; "" if nothing did."""
+    notes: tuple[Problem, ...] = ()
+    """What the user should know of the steps: KTC023, memory that was too small for a pass."""
 
 
 def train(
@@ -90,19 +94,21 @@ def train(
     on_progress: Callable[[int, int], None] | None = None,
     on_log: Callable[[dict[str, Any]], None] | None = None,
     prepared: Prepared | None = None,
+    on_note: Callable[[Problem], None] | None = None,
 ) -> TrainResult:
     """Run one configuration and leave a raw adapter, a log and a loss plot in ``config.output_dir``.
 
-    ``on_progress(step, steps)`` is called after each optimizer step, ``on_log`` with each log record.
+    ``on_progress(step, steps)`` is called after each optimizer step, ``on_log`` with each log record,
+    ``on_note`` with each of the result's notes as soon as there is one.
     ``prepared`` is ``prepare(config)``, for who wants to look at it first. The directory appears whole
     when training has finished, or not at all. Raises ``KtbridgeError`` and its children for anything a
     user can mend, and ``Diverged`` for a loss that is not finite.
     """
     here = distributed.start(config.ddp_timeout, config.use_cpu)
     if here.rank:
-        return _train(config, None, None, prepared)
+        return _train(config, None, None, prepared, None)
     with RunLock(config.output_dir):
-        return _train(config, on_progress, on_log, prepared)
+        return _train(config, on_progress, on_log, prepared, on_note)
 
 
 def _train(
@@ -110,6 +116,7 @@ def _train(
     on_progress: Callable[[int, int], None] | None,
     on_log: Callable[[dict[str, Any]], None] | None,
     prepared: Prepared | None,
+    on_note: Callable[[Problem], None] | None,
 ) -> TrainResult:
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
@@ -120,7 +127,7 @@ def _train(
             *(reporters(config) if main else ()),
             Reporter(on_progress, on_log, interrupts),
         ]
-        trainer = make_trainer(config, model, ready, scratch, callbacks)
+        trainer = make_trainer(config, model, ready, scratch, callbacks, on_note)
         start = ready.resumption
         if start.checkpoint is None and main:
             set_aside(config)
@@ -172,7 +179,12 @@ def load_trainable(config: TrainConfig, base: Path) -> Any:
 
 
 def make_trainer(
-    config: TrainConfig, model: Any, ready: Prepared, scratch: str, callbacks: list[Any]
+    config: TrainConfig,
+    model: Any,
+    ready: Prepared,
+    scratch: str,
+    callbacks: list[Any],
+    on_note: Callable[[Problem], None] | None = None,
 ) -> Trainer:
     """The stage's trainer, which logs its pace and saves checkpoints that a run can go on from."""
     trainer = TRAINERS[config.stage](
@@ -187,6 +199,7 @@ def make_trainer(
         checkpoints_dir(config), ready.identity, config.save_total_limit, str(ready.base)
     )
     trainer.watch(Pace(), trainer.last_good)
+    trainer.pass_by(tokens_per_pass(config, choose(config)), on_note)
     return trainer
 
 
@@ -232,6 +245,7 @@ def _result(
         files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),
         checkpoints=tuple(map(str, saved(checkpoints_dir(config)))),
         warning=str(trainer.last_not_saved or ""),
+        notes=tuple(trainer.notes),
     )
 
 

@@ -329,6 +329,24 @@ def test_ddp_trains_as_one_process_does(warm, run_dir):
 
 
 @quiet
+def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir):
+    """Ranks whose rows differ in length, and whose packed rows differ in conversations."""
+    own = ("per_device_train_batch_size=2", "gradient_accumulation_steps=2", "tokens_per_pass=26")
+    done = launch("passes", "fsdp2", *own)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run_dir, "alone", "passes")
+
+    from ktbridge.sft import trainer
+
+    packed = ("packing=true", "cutoff_len=40", "max_steps=3", "tokens_per_pass=26")
+    alone = ["per_device_train_batch_size=2", f"output_dir={run_dir / 'packed'}", *packed]
+    trainer.train(load_config(run_dir / "run.yaml", alone))
+    done = launch("packed-ddp", "ddp", "per_device_train_batch_size=1", *packed)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run_dir, "packed", "packed-ddp")
+
+
+@quiet
 @pytest.mark.parametrize("method", ["ddp", "fsdp2"])
 def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
     from ktbridge.sft import trainer
@@ -338,7 +356,9 @@ def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
         batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
         own = [*stage, f"output_dir={run_dir / 'dpo'}", batch]
         trainer.train(load_config(run_dir / "run.yaml", own))
-    done = launch(f"dpo-{method}", method, *stage)
+    # What trl gathers of all ranks must be as many pairs of each.
+    passes = ["tokens_per_pass=60"] if method == "ddp" else []
+    done = launch(f"dpo-{method}", method, *stage, *passes)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
     assert_same_run(run_dir, "dpo", f"dpo-{method}")

@@ -1,0 +1,267 @@
+"""An optimizer step in as few passes as memory allows, however batch size and accumulation were spelled.
+
+Where weights are read for each pass, what a pass costs hardly depends on its tokens, so few large passes are
+much faster than many small ones. ``tokens per pass`` bounds a pass instead of a number of rows: the rows of
+a step are sorted by length and cut so that the passes are few and rows of like lengths are padded together.
+
+Trainer still deals out batches as they were spelled, so which rows a step has, the number of steps, the
+counted tokens and the place where a checkpoint goes on are the same: only the last batch of a step computes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from ktbridge.errors import Problem
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.distributed import agree, world
+from ktbridge.sft.distributed.group import exchange
+
+Notes = Callable[[Problem], None]
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is never split: a conversation, or a pair of answers."""
+
+    features: dict[str, list[int]]
+    """What the trainer's collator takes."""
+    tokens: int
+    """Tokens of its sequences, each padded to the longest of them."""
+    trained: int
+    """Tokens that the loss counts; of a pair, the chosen answer's."""
+
+
+def tokens_per_pass(
+    config: TrainConfig, device: torch.device, measured: int | None = None
+) -> int | None:
+    """The most tokens of a pass, padding included; None: batches as spelled.
+
+    ``device`` is what attention runs on, ``measured`` how many tokens its memory takes, where that is known.
+    """
+    if config.tokens_per_pass != "auto":
+        return int(config.tokens_per_pass)
+    return measured if device.type == "cuda" else None
+
+
+def cut(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Places of the rows of each pass, where a pass is padded to its longest row; the longest come first.
+
+    A pass has at most ``most`` tokens, padding included, unless it is one row. No other cut has fewer passes,
+    and none with as few has less padding.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    # Of the first rows in that order, for each number of them: passes, tokens, where the last pass begins.
+    best = [(0, 0, 0)]
+    for end in range(1, len(order) + 1):
+        found = []
+        for begin in reversed(range(end)):
+            tokens = lengths[order[begin]] * (end - begin)
+            if tokens > most and end - begin > 1:
+                break  # and so has every pass that begins earlier
+            found.append((best[begin][0] + 1, best[begin][1] + tokens, begin))
+        best.append(min(found))
+    passes, end = [], len(order)
+    while end:
+        begin = best[end][2]
+        passes.append(order[begin:end])
+        end = begin
+    return passes[::-1]
+
+
+def fill(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """``cut`` where a pass is one sequence of all its rows, without padding: first fit, the longest first."""
+    passes: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = next((n for n, left in enumerate(room) if left >= lengths[row]), len(passes))
+        if place == len(passes):
+            passes.append([])
+            room.append(most)
+        passes[place].append(row)
+        room[place] -= lengths[row]
+    return passes
+
+
+class Passes(Trainer):
+    """Mixin, before a trl trainer: a step's rows in passes of ``tokens_per_pass`` tokens.
+
+    A trainer says what its ``rows`` are, whether it ``joins`` them, and how a pass is weighed (``share``,
+    ``as_part``). Without ``pass_by`` nothing is changed.
+
+    ``torch.OutOfMemoryError`` in a pass of several rows halves the tokens per pass for the rest of the run,
+    with a note, and the step is made again from its first pass. With several processes, which wait for each
+    other in the middle of a pass, and for a single row it is raised.
+    """
+
+    tokens_per_pass: int | None = None
+    """The most tokens of a pass as they are now; None: batches as spelled."""
+    notes: Sequence[Problem] = ()
+    """A warning (KTC023) for each step in which memory was too small."""
+    _metrics: dict[str, Any]  # trl's
+    _batches: Sequence[Batch] = ()
+    _running: Sequence[Row] = ()
+    _too_many = 0
+    """Tokens of the last pass that memory was too small for."""
+
+    def pass_by(self, tokens: int | None, on_note: Notes | None = None) -> None:
+        """Set ``tokens_per_pass``; ``on_note`` gets each of ``notes`` when it comes."""
+        # Ranks may have measured different numbers, or none: the smallest is for all.
+        self.tokens_per_pass = -agree(-(tokens or 0)) or None
+        self._on_note = on_note
+
+    def rows(self, batch: Batch) -> list[Row]:
+        """The rows that a collated batch was made of."""
+        raise NotImplementedError
+
+    def joins(self) -> bool:
+        """Whether the collator makes one sequence of all rows, instead of padding each."""
+        return False
+
+    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        """The part of a step's loss and metrics that ``rows`` of it decide."""
+        raise NotImplementedError
+
+    def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> AbstractContextManager[None]:
+        """A block in which the loss of ``rows`` is their term in that of all rows of ``step``."""
+        return nullcontext()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
+        found = super().get_batch_samples(*args, **kwargs)
+        self._batches = found[0]
+        return found
+
+    def training_step(
+        self, model: Any, inputs: Batch, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        if self.tokens_per_pass is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        if self._batches and inputs is not self._batches[-1]:
+            # Its rows wait for the step's last batch.
+            return torch.zeros((), device=self.args.device)
+        step, lengths = _on_all_ranks(
+            [row for batch in self._batches or [inputs] for row in self.rows(batch)]
+        )
+        given = self.tokens_per_pass
+        while True:
+            loss = self._attempt(model, step, lengths, num_items_in_batch)
+            if loss is not None:
+                break
+            # Only here is the exception gone, and with it what its frames kept alive.
+            self._start_again(model)
+        if self.tokens_per_pass < given:
+            self._tell()
+        return loss
+
+    def _attempt(
+        self, model: Any, step: Sequence[Row], lengths: Sequence[int], items: Any
+    ) -> torch.Tensor | None:
+        """The step's loss, its gradients computed; None where memory was too small, the tokens halved."""
+        assert self.tokens_per_pass is not None
+        places = (fill if self.joins() else cut)(lengths, self.tokens_per_pass)
+        passes = [[step[place] for place in each] for each in places]
+        try:
+            with self._metrics_as_one([self.share(rows, step) for rows in passes]):
+                losses = [
+                    self._pass(model, rows, step, items, last=rows is passes[-1]) for rows in passes
+                ]
+        except torch.OutOfMemoryError:
+            if len(self._running) == 1 or world().size > 1:
+                raise
+            self._too_many = self._tokens(self._running)
+            self.tokens_per_pass = self._too_many // 2
+            return None
+        return torch.stack(losses).sum()
+
+    def _pass(
+        self, model: Any, rows: Sequence[Row], step: Sequence[Row], items: Any, last: bool
+    ) -> torch.Tensor:
+        self._running = rows
+        batch = self.data_collator([row.features for row in rows])
+        alone = nullcontext() if last else self.accelerator.no_sync(model)
+        with alone, self.as_part(rows, step):
+            return super().training_step(model, batch, items)
+
+    def _tokens(self, rows: Sequence[Row]) -> int:
+        """Tokens of a pass of ``rows``, padding included."""
+        lengths = [row.tokens for row in rows]
+        return sum(lengths) if self.joins() else max(lengths) * len(lengths)
+
+    def _start_again(self, model: Any) -> None:
+        """Drop what the step has computed, and what the GPU's allocator keeps for it."""
+        on_gpu = self.args.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()  # the experts' kernels may still be adding to gradients
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def _tell(self) -> None:
+        now = self.tokens_per_pass
+        note = Problem(
+            "KTC023",
+            "warning",
+            f"step {self.state.global_step + 1}: tokens_per_pass",
+            f"the GPU ran out of memory in a pass of {self._too_many:,} tokens; from here on it is {now:,}",
+            "",
+            f"Nothing is lost, the step was made again; tokens_per_pass: {now} begins with that.",
+        )
+        self.notes = (*self.notes, note)
+        if self._on_note:
+            self._on_note(note)
+
+    @contextmanager
+    def _metrics_as_one(self, shares: Sequence[float]) -> Iterator[None]:
+        """What trl collects in the block, once for each pass, becomes their mean by ``shares``.
+
+        Of passes that failed nothing stays.
+        """
+        metrics = self._metrics["train"]
+        before, fresh = dict(metrics), {}
+        metrics.clear()
+        try:
+            yield
+            fresh = dict(metrics)
+        finally:
+            metrics.clear()
+            metrics.update(before)
+            for name, values in fresh.items():
+                if name == "num_tokens":  # a count of the whole run
+                    metrics[name] = values
+                else:
+                    weighed = zip(shares, values, strict=True)
+                    metrics[name] = [
+                        *before.get(name, ()),
+                        sum(share * value for share, value in weighed),
+                    ]
+
+
+def _on_all_ranks(rows: list[Row]) -> tuple[list[Row], list[int]]:
+    """This rank's rows, the longest first, and lengths that every rank cuts in the same way.
+
+    The experts and trl's metrics need as many passes on each rank, and as many rows in each of them.
+    """
+    rows = sorted(rows, key=lambda row: -row.tokens)
+    lengths = [row.tokens for row in rows]
+    if world().size == 1:
+        return rows, lengths
+    missing = agree(len(rows)) - len(rows)
+    if missing:  # of packed rows only, which hold more or fewer conversations
+        rows += [_untrained(rows[-1])] * missing
+    lengths = [max(each) for each in zip(*exchange([row.tokens for row in rows]), strict=True)]
+    return rows, lengths
+
+
+def _untrained(row: Row) -> Row:
+    """The same conversation with nothing to learn: its loss and gradients are 0."""
+    labels = [-100] * len(row.features["labels"])
+    return Row({**row.features, "labels": labels}, row.tokens, 0)

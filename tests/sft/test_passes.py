@@ -1,0 +1,314 @@
+"""Passes by tokens: the results of batches as spelled, whatever was spelled, and memory that is too small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from ktbridge.cli import main
+from ktbridge.errors import KtbridgeError
+from ktbridge.sft.config import load_config
+from ktbridge.sft.passes import cut, fill, tokens_per_pass
+
+# trl's and transformers' advice, which `ktbridge train` silences too
+quiet = pytest.mark.filterwarnings("ignore")
+WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
+ROWS = 10
+"""Of which a step takes 4, so that the last of an epoch is smaller."""
+DPO = ("stage=dpo", "dataset=pairs.jsonl")
+AGAIN = ("overwrite_output_dir=true", "resume_from_checkpoint=false")
+BY_TOKEN = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected")
+"""Means over a batch's tokens, which trl averages over batches whatever their tokens are."""
+
+
+def text(number: int, words: int) -> str:
+    return " ".join(WORDS[(number * 5 + place * 7) % len(WORDS)] for place in range(words))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows, pairs = [], []
+    for number in range(ROWS):
+        question, words = text(number, 1 + number % 3), 1 + (number * number * 7) % 40
+        answer = text(number + 1, words)
+        messages = (("user", question), ("assistant", answer))
+        rows.append({"messages": [{"role": role, "content": each} for role, each in messages]})
+        rejected = text(number + 2, 1 + number * 3 % 20)
+        pairs.append({"prompt": question, "chosen": answer, "rejected": rejected})
+    for name, written in (("rows", rows), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    config = {
+        "model_name_or_path": str(base_dir),
+        "dataset": "rows.jsonl",
+        "output_dir": "raw",
+        "lora_rank": 4,
+        "bf16": False,  # so that what differs is not attention's rounding
+        "optim": "sgd",  # Adam makes much of the rounding of a gradient that is nearly 0
+        "lr_scheduler_type": "constant",
+        "learning_rate": 0.5,
+        "max_grad_norm": 0,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "save_total_limit": 9,
+        "plot_loss": False,
+        "cutoff_len": 64,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+@dataclass
+class Outcome:
+    log: list[dict[str, Any]]
+    first: dict[str, torch.Tensor]
+    """All that is trained, after the first step: with SGD, where it began and a multiple of the gradients."""
+    tensors: dict[str, torch.Tensor]
+    """The same after the last step."""
+    widths: list[tuple[int, ...]]
+    """The shape of each pass's token ids."""
+
+
+@pytest.fixture
+def train(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A whole run in this process: ``train(name, *overrides)``."""
+    from ktbridge.sft import trainer
+
+    widths: list[tuple[int, ...]] = []
+    for cls in trainer.TRAINERS.values():
+        monkeypatch.setattr(cls, "compute_loss", _noted(cls.compute_loss, widths))
+
+    def run(name: str, *overrides: str, **options: Any) -> Outcome:
+        widths.clear()
+        trainer.train(
+            load_config(run_dir / "run.yaml", [f"output_dir={name}", *overrides]), **options
+        )
+        lines = (run_dir / name / "trainer_log.jsonl").read_text().splitlines()
+        return Outcome([json.loads(line) for line in lines], *ends(run_dir, name), widths.copy())
+
+    return run
+
+
+def ends(run_dir: Path, name: str) -> list[dict[str, torch.Tensor]]:
+    """What a run's first and last checkpoints hold."""
+    places = sorted(
+        (run_dir / f"{name}.checkpoints").iterdir(), key=lambda path: path.stat().st_mtime
+    )
+    return [load_file(places[place] / "trainable.safetensors") for place in (0, -1)]
+
+
+def _noted(compute_loss: Any, widths: list[tuple[int, ...]]) -> Any:
+    def noted(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        widths.append(tuple(inputs["input_ids"].shape))
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    return noted
+
+
+def assert_same(found: Outcome, expected: Outcome, but: tuple[str, ...] = ()) -> None:
+    """Logs and trained tensors within rounding, counted tokens exactly.
+
+    The experts compute in bfloat16, so a rounding of the first step is larger in those that follow.
+    """
+    assert len(found.log) == len(expected.log) > 1
+    for key in expected.log[0].keys() - {"tokens_per_second", "expert_share", "epoch", *but}:
+        ours, theirs = ([record[key] for record in each.log] for each in (found, expected))
+        assert ours == pytest.approx(theirs, rel=5e-4, abs=2e-5), key
+    tokens = [[each["num_input_tokens_seen"] for each in run.log] for run in (found, expected)]
+    assert tokens[0] == tokens[1]
+    assert any(".kt." in name for name in found.tensors)
+    for ours, theirs, most in (
+        (found.first, expected.first, 1e-4),
+        (found.tensors, expected.tensors, 2e-3),
+    ):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert value.any(), name
+            assert (ours[name] - value).norm() <= most * value.norm(), name
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("stage", "least"),
+    [((), 60), (DPO, 120), ((*DPO, "pref_ftx=0.5"), 120)],
+    ids=["sft", "dpo", "ftx"],
+)
+def test_passes_give_what_batches_as_spelled_do(
+    train: Any, stage: tuple[str, ...], least: int
+) -> None:
+    """Losses, gradients' norms and all that is trained, of two epochs whose last steps are smaller."""
+    spelled = {
+        batch: (f"per_device_train_batch_size={batch}", f"gradient_accumulation_steps={4 // batch}")
+        for batch in (1, 2, 4)
+    }
+    whole = train("whole", *stage, *spelled[4])
+    assert {rows for rows, _ in whole.widths} == ({4, 2} if not stage else {8, 4})
+    for batch, tokens in ((1, 10**6), (2, 10**6), (2, least), (1, 1)):
+        found = train("passes", *stage, *spelled[batch], f"tokens_per_pass={tokens}", *AGAIN)
+        if tokens == 10**6:
+            assert found.widths == whole.widths
+            assert_same(found, whole)
+        else:
+            assert len(found.widths) > len(whole.widths)
+            assert all(
+                rows * width <= tokens or rows == 1 + bool(stage) for rows, width in found.widths
+            )
+            padded, before = (
+                sum(rows * width for rows, width in run.widths) for run in (found, whole)
+            )
+            assert padded < 0.8 * before
+            assert_same(found, whole, BY_TOKEN if stage else ())
+    if "pref_ftx=0.5" in stage:
+        return  # which batches as spelled weigh by batch
+    for batch in (1, 2):
+        assert_same(train("spelled", *stage, *spelled[batch], *AGAIN), whole, BY_TOKEN)
+
+
+@quiet
+def test_packed_conversations_go_in_passes_by_themselves(train: Any) -> None:
+    packed = ("packing=true", "per_device_train_batch_size=1", "num_train_epochs=3")
+    spelled = train("spelled", *packed)
+    for tokens in (10**6, 70, 25):
+        found = train("passes", *packed, f"tokens_per_pass={tokens}", *AGAIN)
+        if tokens == 10**6:
+            assert len(found.widths) == len(found.log)  # one pass a step
+        else:
+            assert any(width < tokens for _, width in found.widths)
+        assert_same(found, spelled, BY_TOKEN)
+
+
+@quiet
+def test_a_run_goes_on_in_the_middle_of_an_epoch(train: Any, run_dir: Path) -> None:
+    options = ("lora_dropout=0.1", "max_steps=5", "tokens_per_pass=60")
+    whole = train("whole", *options)
+
+    def stop(done: int, steps: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train("raw", *options, on_progress=stop)
+    resumed = train("raw", *options)
+    assert len(resumed.widths) < len(whole.widths)
+    for key in ("loss", "num_input_tokens_seen"):
+        assert [each[key] for each in resumed.log] == [each[key] for each in whole.log]
+    assert all(torch.equal(resumed.tensors[name], each) for name, each in whole.tensors.items())
+
+    # What was begun batch by batch goes on in passes, as the same run, and the other way round.
+    spelled = train("spelled", "max_steps=5")
+    for name, first, then in (("a", "auto", "60"), ("b", "60", "auto")):
+        with pytest.raises(KeyboardInterrupt):
+            train(name, "max_steps=5", f"tokens_per_pass={first}", on_progress=stop)
+        mixed = train(name, "max_steps=5", f"tokens_per_pass={then}")
+        assert_same(mixed, spelled, BY_TOKEN)
+
+
+@quiet
+def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
+    train: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktbridge.sft import trainer
+
+    expected = train("whole", "max_steps=4")
+    compute_loss, calls = trainer.SftTrainer.compute_loss, []
+
+    def room_for(tokens: int) -> Any:
+        def small(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = compute_loss(self, model, inputs, *args, **kwargs)
+            size = inputs["input_ids"].numel()
+            calls.append((self.state.global_step, size))
+            if size > tokens:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+            return loss
+
+        return small
+
+    monkeypatch.setattr(trainer.SftTrainer, "compute_loss", room_for(50))
+    command = ["train", str(run_dir / "run.yaml"), "--json", "max_steps=4", "tokens_per_pass=5000"]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.stderr
+    # Rows of 40, 22, 20 and 18 tokens: one pass; two, of which the first makes its gradients; four.
+    assert [size for step, size in calls if step == 0] == [160, 40, 66, 40, 22, 20, 18]
+    assert max(size for step, size in calls if step) <= 50  # remembered
+    (note,) = (note for note in json.loads(done.stdout)["notes"] if note["code"] == "KTC023")
+    assert note["where"] == "step 1: tokens_per_pass"
+    assert "in a pass of 66 tokens; from here on it is 33" in note["found"]
+    assert done.stderr.count("warning KTC023") == 1
+    lines = (run_dir / "raw" / "trainer_log.jsonl").read_text().splitlines()
+    found = Outcome([json.loads(line) for line in lines], *ends(run_dir, "raw"), [])
+    assert_same(found, expected, BY_TOKEN)
+
+    # A row that is too long by itself ends the run, as ever.
+    monkeypatch.setattr(trainer.SftTrainer, "compute_loss", room_for(30))
+    with pytest.raises(KtbridgeError, match="the GPU ran out of memory in step 1") as caught:
+        trainer.train(
+            load_config(run_dir / "run.yaml", ["tokens_per_pass=100", "output_dir=other"])
+        )
+    assert "cutoff_len (a row alone was too much)" in caught.value.next_step
+
+
+def test_who_decides_the_tokens_of_a_pass(run_dir: Path) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    auto = load_config(run_dir / "run.yaml", ["tokens_per_pass=Auto"])
+    assert auto == load_config(run_dir / "run.yaml")
+    assert tokens_per_pass(auto, cpu, 9000) is None
+    assert tokens_per_pass(auto, gpu) is None
+    assert tokens_per_pass(auto, gpu, 9000) == 9000
+    given = load_config(run_dir / "run.yaml", ["tokens_per_pass=70"])
+    assert tokens_per_pass(given, cpu) == tokens_per_pass(given, gpu, 9000) == 70
+    with pytest.raises(KtbridgeError, match=r"auto, or a whole number, 1 or more"):
+        load_config(run_dir / "run.yaml", ["tokens_per_pass=0"])
+
+
+def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to put ``rows`` into passes."""
+    if not rows:
+        yield []
+        return
+    for rest in partitions(rows[1:]):
+        yield [[rows[0]], *rest]
+        for place in range(len(rest)):
+            yield [*rest[:place], [rows[0], *rest[place]], *rest[place + 1 :]]
+
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+@given(LENGTHS, st.integers(1, 120))
+def test_a_cut_has_the_fewest_passes_and_of_those_the_least_padding(
+    lengths: list[int], most: int
+) -> None:
+    def cost(passes: list[list[int]]) -> tuple[int, int]:
+        sizes = [max(lengths[row] for row in each) * len(each) for each in passes]
+        fits = all(size <= most or len(each) == 1 for size, each in zip(sizes, passes, strict=True))
+        return (len(passes), sum(sizes)) if fits else (99, 0)
+
+    found = cut(lengths, most)
+    assert sorted(row for each in found for row in each) == list(range(len(lengths)))
+    assert cost(found) == min(map(cost, partitions(list(range(len(lengths))))))
+    assert max(lengths) == lengths[found[0][0]]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 120))
+def test_a_fill_keeps_the_limit_and_leaves_no_two_passes_half_empty(
+    lengths: list[int], most: int
+) -> None:
+    found = fill(lengths, most)
+    assert sorted(row for each in found for row in each) == list(range(len(lengths)))
+    sizes = [sum(lengths[row] for row in each) for each in found]
+    assert all(size <= most or len(each) == 1 for size, each in zip(sizes, found, strict=True))
+    assert sum(2 * size <= most for size in sizes) <= 1
