@@ -94,12 +94,14 @@ def _show_result(result: Any) -> None:
         steps = f"none of {steps} was left to train"
     elif result.first_step > 1:
         steps = f"steps {result.first_step} to {result.steps}"
+    share = f", experts {result.expert_share:.0%}" if result.experts == "cpu" else ""
     console.print(
         f"{steps} on {result.used} of {result.rows} rows in {result.seconds:.0f} s "
-        f"({result.tokens_per_second:,.0f} tokens/s, experts {result.expert_share:.0%}){losses}"
+        f"({result.tokens_per_second:,.0f} tokens/s{share}){losses}"
     )
+    where = f"on the {result.isa} kernels" if result.experts == "cpu" else "on the GPU"
     console.print(
-        f"trained {result.expert_parameters:,} expert LoRA parameters on the {result.isa} kernels and "
+        f"trained {result.expert_parameters:,} expert LoRA parameters {where} and "
         f"{result.nonexpert_parameters:,} non-expert ones"
     )
     gpu = f", GPU {size_text(result.peak_gpu_bytes)}" if result.peak_gpu_bytes else ""

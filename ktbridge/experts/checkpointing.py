@@ -78,14 +78,19 @@ def enable(model: Any) -> None:
     model.config.use_cache = False
 
 
+def recording() -> bool:
+    """Whether a region's first forward is under way."""
+    mode = getattr(_here, "mode", None)
+    return mode is not None and mode[0] == "record"
+
+
 def record(out: Any) -> None:
     """Keep what a call of the experts shall find the second time, if a region is being recorded.
 
     That is its output [T, H], which nobody else may change, and what else its backward takes.
     """
-    mode = getattr(_here, "mode", None)
-    if mode is not None and mode[0] == "record":
-        mode[1](out)
+    if recording():
+        _here.mode[1](out)
 
 
 def replayed() -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ktbridge.errors import UsageError
+from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.measure import time_layer
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of, take_back
 from ktbridge.experts.gpu.share import Share, Sizes, cpu_seconds, gpu_seconds
@@ -29,14 +29,26 @@ _ON_GPU = ("stream", "resident")
 
 @dataclass(frozen=True)
 class ExpertDevice:
-    """What was chosen. ``mode``: cpu, stream or resident."""
+    """What was chosen; as a context, its threads and registered pages are let go of at the end."""
 
     mode: str
+    """cpu, stream or resident."""
     tokens: int | None
-    """Tokens a pass; None: rows as the configuration spells them."""
-    why: str
-    """The choice and its reason, for the user."""
+    """Tokens of a pass that there is room for; None where that isn't known."""
+    why: str = ""
+    """The choice and its reason, for the user; "" where there was none to make."""
     placed: Placed | None = None
+
+    @property
+    def note(self) -> Problem | None:
+        return Problem("KTC024", "info", "kt_experts", self.why) if self.why else None
+
+    def __enter__(self) -> ExpertDevice:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.placed is not None:
+            self.placed.close()
 
 
 def place_experts(setting: Setting, model: Any) -> ExpertDevice:
@@ -51,7 +63,7 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     if obstacle := _obstacle(config, device):
         if wanted in _ON_GPU:
             raise UsageError(f"kt_experts: {wanted} {obstacle}.", "Set kt_experts: cpu, or auto.")
-        return ExpertDevice("cpu", None, "")
+        return ExpertDevice("cpu", None)
     top_k = setting.shape.config.experts_per_token
     sizes = sizes_of(model, top_k)
     space = _space(setting, device)

@@ -34,7 +34,10 @@ _FREE = {
     "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
     "tokens_per_pass",
 }  # fmt: skip
-_FREE_KT = {"kt_num_threads", "kt_threadpool_count", "expert_activation"}
+_FREE_KT = {
+    "kt_num_threads", "kt_threadpool_count", "expert_activation", "kt_experts", "kt_gpu_memory",
+    "kt_num_gpu_experts",
+}  # fmt: skip
 # What a run that diverged is corrected with, and what makes a finished one longer. A continuation that is
 # asked for takes them as they are now, with a warning for each.
 _TUNABLE = {

@@ -32,9 +32,13 @@ from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import REFUSED_FILE, refused_file
 from ktbridge.sft.devices import choose, places
 from ktbridge.sft.dpo import DpoTrainer
+from ktbridge.sft.expert_device import ExpertDevice, place_experts
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import write_output
 from ktbridge.sft.passes import tokens_per_pass
+from ktbridge.sft.plan.lengths import Lengths
+from ktbridge.sft.plan.memory import Setting
+from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.resumable import trained
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
@@ -86,7 +90,12 @@ class TrainResult:
     warning: str
     """What went wrong beside the adapter: why the last step has no checkpoint; "" if nothing did."""
     notes: tuple[Problem, ...] = ()
-    """What the user should know of the steps: KTC023, memory that was too small for a pass."""
+    """What the user should know of the run: KTC024, where the experts were computed and why; KTC023, memory
+    that was too small for a pass."""
+    experts: str = "cpu"
+    """Who computed the experts: cpu, stream or resident."""
+    tokens_per_pass: int | None = None
+    """The most tokens of a pass at the end; None: batches as spelled."""
 
 
 def train(
@@ -121,13 +130,16 @@ def _train(
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
     model = load_trainable(config, ready.base)
+    placed = place_experts(run_setting(config, ready), model)
+    if placed.note and main and on_note:
+        on_note(placed.note)
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
-    with tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
+    with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
         callbacks = [
             *(reporters(config) if main else ()),
             Reporter(on_progress, on_log, interrupts),
         ]
-        trainer = make_trainer(config, model, ready, scratch, callbacks, on_note)
+        trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
         start = ready.resumption
         if start.checkpoint is None and main:
             set_aside(config)
@@ -152,7 +164,7 @@ def _train(
         )
         forget_replaced(config)
     distributed.barrier()
-    result = _result(config, ready, trainer, log, seconds)
+    result = _result(config, ready, trainer, log, seconds, placed)
     distributed.finish()
     return result
 
@@ -178,6 +190,27 @@ def load_trainable(config: TrainConfig, base: Path) -> Any:
     return tuned
 
 
+def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
+    """The run as the plan knows it, with the lengths of the rows that were tokenized."""
+    weights = config.kt_config.kt_weight_path
+    shape = read_shape(ready.base, Path(weights) if weights else None)
+    dataset = ready.fitted.dataset
+    each: tuple[int, ...] = (config.cutoff_len,)
+    if config.stage == "sft":
+        each = tuple(len(ids) for ids in dataset["input_ids"])
+    lengths = Lengths(
+        rows=ready.fitted.total,
+        sequences=len(dataset),
+        longest=max(each),
+        mean=sum(each) / len(each),
+        counted=True,
+        packed=ready.fitted.packed,
+        each=each,
+    )
+    threads = config.kt_config.kt_num_threads or 1
+    return Setting(shape, config, lengths, choose(config).type == "cuda", threads)
+
+
 def make_trainer(
     config: TrainConfig,
     model: Any,
@@ -185,8 +218,12 @@ def make_trainer(
     scratch: str,
     callbacks: list[Any],
     on_note: Callable[[Problem], None] | None = None,
+    tokens: int | None = None,
 ) -> Trainer:
-    """The stage's trainer, which logs its pace and saves checkpoints that a run can go on from."""
+    """The stage's trainer, which logs its pace and saves checkpoints that a run can go on from.
+
+    ``tokens``: how many of a pass the GPU has room for, where that is known.
+    """
     trainer = TRAINERS[config.stage](
         model=model,
         args=trainer_arguments(config, choose(config), scratch, ready.fitted.packed),
@@ -199,7 +236,7 @@ def make_trainer(
         checkpoints_dir(config), ready.identity, config.save_total_limit, str(ready.base)
     )
     trainer.watch(Pace(), trainer.last_good)
-    trainer.pass_by(tokens_per_pass(config, choose(config)), on_note)
+    trainer.pass_by(tokens_per_pass(config, choose(config), tokens), on_note)
     return trainer
 
 
@@ -219,6 +256,7 @@ def _result(
     trainer: Trainer,
     log: Log,
     seconds: float,
+    placed: ExpertDevice,
 ) -> TrainResult:
     model: Any = trainer.model
     sizes = {name: value.numel() for name, value in trained(model)}
@@ -245,7 +283,9 @@ def _result(
         files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),
         checkpoints=tuple(map(str, saved(checkpoints_dir(config)))),
         warning=str(trainer.last_not_saved or ""),
-        notes=tuple(trainer.notes),
+        notes=(*((placed.note,) if placed.note else ()), *trainer.notes),
+        experts=placed.mode,
+        tokens_per_pass=trainer.tokens_per_pass,
     )
 
 

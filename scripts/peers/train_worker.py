@@ -43,7 +43,7 @@ from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.shape import read_shape
 
 OURS = ("cpu", "stream", "resident")
-HEAD_TOKENS = 2048
+HEAD_TOKENS = 1024
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

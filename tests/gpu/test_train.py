@@ -88,11 +88,14 @@ def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
     assert losses(run_dir / "cpu") == pytest.approx(losses(run_dir / "raw"), rel=0.1)
 
 
+@pytest.mark.parametrize("experts", ["cpu", "stream", "resident"])
 @pytest.mark.parametrize("stage", [("stage=sft",), ("stage=dpo", "dataset=pairs.jsonl")])
-def test_a_run_that_was_stopped_goes_on(run_dir, stage):
+def test_a_run_that_was_stopped_goes_on(run_dir, stage, experts):
     from ktbridge.errors import KtbridgeError
 
-    train(run_dir, *stage, f"output_dir={run_dir / 'whole'}")
+    stage = (*stage, f"kt_experts={experts}")
+    whole = train(run_dir, *stage, f"output_dir={run_dir / 'whole'}")
+    assert whole.experts == experts
 
     def stop(step: int, steps: int) -> None:
         if step == 5:
@@ -106,3 +109,28 @@ def test_a_run_that_was_stopped_goes_on(run_dir, stage):
     assert validate_adapter([run_dir / "raw"]).ok
     # A GPU adds up in no fixed order; weights or moments that were lost would be seen.
     assert losses(run_dir / "raw") == pytest.approx(losses(run_dir / "whole"), rel=5e-2)
+
+
+def test_wherever_experts_are_computed_a_run_learns_the_same(run_dir):
+    results = {}
+    for experts in ("cpu", "stream", "resident", "auto"):
+        output = run_dir / experts
+        found = train(run_dir, f"kt_experts={experts}", f"output_dir={output}")
+        results[experts] = losses(output)
+        assert found.experts == experts or experts == "auto"
+        assert found.tokens_per_pass
+        assert any(note.code == "KTC024" for note in found.notes)
+        assert validate_adapter([output]).ok
+    for experts, found in results.items():
+        assert found[0] == pytest.approx(results["cpu"][0], rel=1e-2), experts
+        assert found == pytest.approx(results["cpu"], rel=0.1), experts
+    few = train(run_dir, "kt_experts=stream", "tokens_per_pass=32", f"output_dir={run_dir / 'few'}")
+    assert few.tokens_per_pass == 32
+    assert losses(run_dir / "few") == pytest.approx(results["stream"], rel=0.05)
+
+
+def test_a_budget_that_is_too_small_is_refused_before_training(run_dir):
+    from ktbridge.errors import UsageError
+
+    with pytest.raises(UsageError, match="GPU memory"):
+        train(run_dir, "kt_experts=stream", "kt_gpu_memory=0.81GB")

@@ -50,6 +50,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
+V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "n_shared_experts": 2, "n_routed_experts": 64, "kv_lora_rank": 512, "q_lora_rank": None,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "topk_method": "greedy",
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 @pytest.fixture
 def run_yaml(tmp_path, base_dir):
     return write_run(tmp_path, base_dir)
@@ -170,11 +181,55 @@ def test_a_plan_counts_steps_rows_and_places(run_yaml):
     # One kept while the next is written, each with its adapter in bf16.
     assert checkpoints.size == 2 * (12 + 2) * trained
 
-    on_gpu = make_plan(load_config(run_yaml), replace(ROOMY, gpu_memory=24 * GB), measure=False)
+    there = replace(ROOMY, gpu_memory=24 * GB)
+    on_gpu = make_plan(load_config(run_yaml, ["kt_config.kt_experts=cpu"]), there, measure=False)
     assert on_gpu.total("GPU") > 0
     assert mapped(on_gpu) == experts
+    resident = make_plan(load_config(run_yaml), there, measure=False)
+    assert [each.name for each in resident.experts if each.chosen] == ["resident"]
+    assert mapped(resident) == 0
+    assert resident.total("GPU") > on_gpu.total("GPU")
+    assert resident.total("RAM") < on_gpu.total("RAM")
     forced = load_config(run_yaml, ["use_cpu=true"])
     assert make_plan(forced, replace(ROOMY, gpu_memory=24 * GB), measure=False).device == "CPU"
+
+
+def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
+    """DeepSeek-V2-Lite's shape from its config.json: more memory, more of the experts on the GPU."""
+    base = tmp_path / "v2-lite"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(V2_LITE))
+    row = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * 700}]
+    }
+    (run_yaml.parent / "rows.jsonl").write_text(16 * (json.dumps(row) + "\n"))
+    config = load_config(
+        run_yaml, [f"model_name_or_path={base}", "lora_rank=8", "gradient_accumulation_steps=4"]
+    )
+    resident, passes = [], []
+    for memory in (4, 8, 12, 24, 48, 80):
+        target = replace(ROOMY, gpu_memory=memory * GB)
+        plan = make_plan(config, target, measure=False)
+        (chosen,) = [each for each in plan.experts if each.chosen]
+        if memory == 4:
+            assert chosen.name == "cpu"
+            assert all("are left for them" in each.why for each in plan.experts[1:])
+            continue
+        assert plan.total("GPU") <= memory * GB
+        kept = [part for part in plan.parts if part.what == "experts, resident"]
+        resident.append(sum(part.size for part in kept))
+        passes.append(plan.tokens_per_pass)
+        assert chosen.name == ("resident" if memory >= 48 else "stream")
+        asked = replace(config, kt_config=replace(config.kt_config, kt_gpu_memory=memory * GB))
+        assert make_plan(asked, replace(ROOMY, gpu_memory=140 * GB), measure=False).total(
+            "GPU"
+        ) <= (memory * GB)
+    assert resident == sorted(resident)
+    assert resident[0] == 0 < resident[2]
+    assert passes == sorted(passes)
+    short = replace(config, kt_config=replace(config.kt_config, kt_experts="resident"))
+    with pytest.raises(UsageError, match=r"all experts resident .* GPU memory"):
+        make_plan(short, replace(ROOMY, gpu_memory=24 * GB), measure=False)
 
 
 def mapped(plan):
@@ -184,7 +239,7 @@ def mapped(plan):
 @pytest.mark.parametrize("short", ["gpu_memory", "memory", "disk"])
 def test_advice_saves_what_it_says(run_yaml, short):
     overrides = ["disable_gradient_checkpointing=true", "save_total_limit=3", "lora_rank=32"]
-    overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384"]
+    overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384", "kt_experts=cpu"]
     write_rows(run_yaml.parent / "rows.jsonl", words=5000)
     target = replace(ROOMY, **{"gpu_memory": 24 * GB, short: 100_000})
     plan = make_plan(load_config(run_yaml, overrides), target, measure=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from ktbridge.experts.gpu import elementwise, layer_math
 from ktbridge.experts.gpu.gradients import add_gradients
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
+from ktbridge.experts.gpu.outputs import Kept
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
 from ktbridge.experts.gpu.share import borders
@@ -85,9 +87,16 @@ class GpuExperts:
         slots: int,
         copier: Copier,
         resident: Sequence[int] = (),
+        outputs_on_host: bool = False,
     ) -> None:
+        """``outputs_on_host``: outputs of checkpointed layers wait there for the second forward."""
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
+        self._streams: tuple[Any, Any] | None = None
+        if outputs_on_host and self.device.type == "cuda":
+            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._kept: dict[int, weakref.ref[Kept]] = {}
+        """The last output that each layer has kept."""
         self._lock = threading.RLock()
         self._ended: Any = None
         """The event of the last call's end."""
@@ -118,6 +127,19 @@ class GpuExperts:
         self._copier = copier
         for index in resident:
             self._settle(self._layers[index])
+
+    def keep(self, index: int, out: torch.Tensor) -> Kept:
+        """A layer's output, for its second forward."""
+        kept = Kept(out, self._streams)
+        self._kept[index] = weakref.ref(kept)
+        return kept
+
+    def fetch_before(self, index: int) -> None:
+        """Begin to bring back the output of the layer before ``index``, whose second forward comes next."""
+        before = [other for other in self._kept if other < index]
+        kept = self._kept[max(before)]() if before else None
+        if kept is not None:
+            kept.fetch()
 
     def drop(self) -> None:
         """Give the device's memory back; nothing is computed here any more."""
@@ -297,7 +319,7 @@ class GpuCall:
     """Whether a backward will follow."""
     accumulate: bool
     """Whether gradients are added to the parameters' own, as ``MoELoRAExperts.accumulate_grad`` says."""
-    replayed: tuple[torch.Tensor, Routing] | None
+    replayed: tuple[Kept, Routing] | None
     """Output and routing of this call, where a checkpointed layer runs a second time."""
 
 
@@ -315,13 +337,14 @@ class GpuFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         hidden = hidden.contiguous()
         if call.replayed is not None:
-            out, routing = call.replayed
-            out = out.clone()  # the caller may change it in place
+            kept, routing = call.replayed
+            out = kept.get()
         else:
             routing = call.experts.route(call.index, ids)
             used = _on_device(call, lora)
             out = call.experts.forward(call.index, hidden, weights, routing, used, call.needed)
-            checkpointing.record((out.clone(), routing))
+            if checkpointing.recording():
+                checkpointing.record((call.experts.keep(call.index, out), routing))
         if call.needed:
             ctx.call, ctx.routing, ctx.parameters = call, routing, lora
             ctx.save_for_backward(hidden, weights, *lora)
@@ -334,6 +357,7 @@ class GpuFunction(torch.autograd.Function):
         # The LoRA is saved so that autograd refuses one that was changed since.
         hidden, weights, *lora = ctx.saved_tensors
         routing = ctx.routing
+        call.experts.fetch_before(call.index)
         if not graph_is_kept():
             ctx.routing = None  # a loss that lives on doesn't hold it
         needed = ctx.needs_input_grad[4:]

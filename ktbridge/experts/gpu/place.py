@@ -26,7 +26,15 @@ class Placed:
     experts: GpuExperts
     how: str
     """How the weights cross, in words."""
+    copier: Copier
     registration: Registration | None
+
+    def close(self) -> None:
+        """End what copies, and let go of registered pages: before the checkpoint's maps go."""
+        if isinstance(self.copier, Staged):
+            self.copier.close()
+        if self.registration is not None:
+            self.registration.close()
 
 
 def sizes_of(model: Any, top_k: int) -> Sizes:
@@ -68,6 +76,7 @@ def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
         slots=max(share.slots, 1),
         copier=copier,
         resident=[numbers[place] for place in share.resident],
+        outputs_on_host=share.outputs_on_host,
     )
     for index, layer in layers.items():
         assert isinstance(layer, MoELoRAExperts)
@@ -76,7 +85,7 @@ def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
             layer.move_lora(device)
         elif device.type == "cuda":
             layer.move_lora(torch.device("cpu"), pinned=True)
-    return Placed(experts, how, registration)
+    return Placed(experts, how, copier, registration)
 
 
 def take_back(model: Any, placed: Placed) -> None:
@@ -86,8 +95,7 @@ def take_back(model: Any, placed: Placed) -> None:
         layer.gpu = None
         layer.move_lora(torch.device("cpu"))
     placed.experts.drop()
-    if placed.registration is not None:
-        placed.registration.close()
+    placed.close()
 
 
 def copier_for(

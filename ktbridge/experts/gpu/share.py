@@ -15,6 +15,7 @@ _GROUP = 300_000_000  # bytes that cross at once: large enough for the link, sma
 _LEAST_SLOTS = 2
 _AHEAD = 2  # groups beyond a layer that cross while the layer before is computed
 _UNEVEN = 1.25  # a group's rows over the mean group's: routers are not even
+_ON_WAY = 3  # outputs that leave or come back while others are used
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
 
 
@@ -61,14 +62,18 @@ class Sizes:
         gate_up = (2 * self.inner + more) * (self.hidden + more)
         return 2 * experts * (gate_up + (self.hidden + less) * (self.inner + less))
 
-    def per_token(self, resident: bool) -> int:
-        """Bytes a token that the experts take in one layer's backward, and its output kept until then."""
+    def work(self, resident: bool) -> int:
+        """Bytes a token that the experts take in one layer's backward."""
         more, less = borders(self.rank)
         width = 2 * (self.hidden + more) + 2 * (2 * self.inner + more) + 2 * (self.inner + less)
         width += self.hidden + less + self.inner
         share = 1.0 if resident else min(1.0, _UNEVEN / self.groups)
-        row = round(2 * width * share) + 2 * self.hidden + 28
-        return self.top_k * row + self.layers * (2 * self.hidden + 24 * self.top_k)
+        return self.top_k * (round(2 * width * share) + 2 * self.hidden + 28)
+
+    def outputs(self, on_host: bool) -> int:
+        """Bytes a token, on the GPU, of all layers' outputs and routing between forward and backward."""
+        routing = 24 * self.top_k * self.layers
+        return routing + 2 * self.hidden * (_ON_WAY if on_host else self.layers)
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Share:
     """Whether LoRA weights, gradients and Adam's states are on the GPU."""
     tokens: int
     """Tokens a pass."""
+    outputs_on_host: bool = False
+    """Whether the layers' outputs wait there for their second forward."""
 
     def gpu_bytes(self, sizes: Sizes) -> int:
         """What experts and their LoRA take on the GPU, activations left out."""
@@ -133,6 +140,7 @@ def choose_share(
     sizes: Sizes,
     free: int,
     token_bytes: int,
+    passing: int,
     longest: int,
     step_tokens: int,
     *,
@@ -142,10 +150,10 @@ def choose_share(
 ) -> Share:
     """The share for ``free`` bytes of GPU memory, which all but the experts has been taken from.
 
-    ``token_bytes`` is what a token takes outside the experts, ``longest`` the least tokens of a pass (a whole
-    row), ``step_tokens`` those of an optimizer step. ``mode`` "resident" keeps every layer. ``gpu_experts``
-    of each layer's experts are kept as so many whole layers; None keeps what fits. ``tokens`` sets the
-    tokens of a pass.
+    ``token_bytes`` is what a token takes outside the experts while these are computed, ``passing`` what comes
+    and goes in a layer when they are not. ``longest`` are the least tokens of a pass (a whole row),
+    ``step_tokens`` those of an optimizer step. ``mode`` "resident" keeps every layer. ``gpu_experts`` of each
+    layer's experts are kept as so many whole layers; None keeps what fits. ``tokens`` sets those of a pass.
 
     Raises ``UsageError`` where it doesn't fit, with what is short.
     """
@@ -155,27 +163,35 @@ def choose_share(
         layers = min(sizes.layers, round(sizes.layers * gpu_experts / sizes.experts))
     slots = 0 if layers == sizes.layers else _LEAST_SLOTS
 
+    away = False
+
     def share(tokens: int, slots: int, layers: int, masters: bool) -> Share:
-        return Share(sizes.slot, slots, evenly(layers, sizes.layers), masters, tokens)
+        return Share(sizes.slot, slots, evenly(layers, sizes.layers), masters, tokens, away)
 
     def taken(found: Share) -> int:
         resident = len(found.resident) == sizes.layers
-        each = token_bytes + sizes.per_token(resident)
+        each = token_bytes + sizes.outputs(found.outputs_on_host)
+        each += max(sizes.work(resident), passing)
         return found.gpu_bytes(sizes) + found.tokens * each
 
-    least = share(tokens or longest, slots, layers, False)
-    if taken(least) > free:
-        what = "all experts resident" if whole else f"{size_text(sizes.slot)} groups of experts"
+    def room() -> int:
+        one = share(longest, slots, layers, False)
+        return (free - taken(one)) // (taken(share(longest + 1, slots, layers, False)) - taken(one))
+
+    least = tokens or longest
+    if min(step_tokens, longest + room()) < (tokens or step_tokens):
+        away = True  # for more tokens a pass, or any
+    needed = taken(share(least, slots, layers, False))
+    if needed > free:
+        what = "all experts resident" if whole else f"groups of experts of {size_text(sizes.slot)}"
         raise UsageError(
-            f"{what} and a pass of {least.tokens:,} tokens take {size_text(taken(least))} of GPU memory "
+            f"{what} and a pass of {least:,} tokens take {size_text(needed)} of GPU memory "
             f"beside the rest of the model, and {size_text(max(free, 0))} are left for them.",
             "Give more with kt_gpu_memory, "
             + ("set kt_experts: stream" if whole else "lower cutoff_len, or set kt_experts: cpu")
             + ".",
         )
-    each = token_bytes + sizes.per_token(whole)
-    room = longest + (free - taken(share(longest, slots, layers, False))) // each
-    most = tokens or max(longest, min(step_tokens, room))
+    most = tokens or max(longest, min(step_tokens, longest + room()))
     passes = -(-step_tokens // most)
     if not tokens and passes > 1:  # passes of equal size
         most = max(longest, min(most, -(-step_tokens // passes) + longest // 2))

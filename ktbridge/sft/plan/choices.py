@@ -40,7 +40,7 @@ def compare(setting: Setting, target: Target, measure: bool) -> tuple[Choice, ..
     if config.kt_config.kt_backend == "kt-kernel" or config.device_rules:
         found: list[tuple[str, Setting | str]] = [("cpu", setting)]
     else:
-        found = list(possible(setting, target.gpu_memory))
+        found = list(possible(setting, target.gpu_memory, target.memory))
     if not measure:
         return tuple(
             Choice(name, None, why=made) if isinstance(made, str) else Choice(name, made)

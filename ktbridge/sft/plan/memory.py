@@ -30,7 +30,7 @@ CUDA_FILES = 285_000_000
 CUDA_PINNED = 20_000_000
 CUDA_CONTEXT = 800_000_000
 # What allocators hold beyond what is asked for, of that which comes and goes.
-HOST_SLACK, GPU_SLACK = 0.05, 0.25
+HOST_SLACK, GPU_SLACK = 0.05, 0.1
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,13 @@ def _gpu_expert_parts(setting: Setting, share: Share) -> Iterator[Part]:
     if not share.masters:
         yield Part("expert LoRA of one layer", "GPU", 12 * sizes.lora, "its masters are in RAM")
     tokens = setting.batch.tokens
-    whole = tokens * sizes.per_token(streamed == 0)
+    work = max(0, tokens * sizes.work(streamed == 0) - passing_bytes(setting))
     how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {sizes.layers} outputs"
-    yield Part("expert activations", "GPU", whole, how)
+    kept_here = tokens * sizes.outputs(share.outputs_on_host)
+    yield Part("expert activations", "GPU", kept_here + work, how)
+    if share.outputs_on_host:
+        away = tokens * 2 * sizes.hidden * sizes.layers
+        yield Part("outputs of the experts", "RAM", away, "pinned, until each layer's backward")
 
 
 def _other_parts(setting: Setting) -> Iterator[Part]:
@@ -255,10 +259,25 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     )
 
 
-def activation_bytes(setting: Setting) -> int:
-    """What a pass takes outside the experts: what is kept for backward, and the largest that passes."""
-    kept, passing, _ = _activations(setting)
-    return kept + max(passing, loss_bytes(setting.shape, setting.batch))
+def activation_bytes(setting: Setting) -> tuple[int, int]:
+    """What a pass takes outside the experts: while these are computed, and what passes when they are not."""
+    kept, most, _ = _activations(setting)
+    passing = passing_bytes(setting)
+    return kept + max(most, loss_bytes(setting.shape, setting.batch)) - passing, passing
+
+
+def passing_bytes(setting: Setting) -> int:
+    """The largest that comes and goes within a layer outside its experts."""
+    return max(
+        layer_bytes(
+            setting.shape,
+            layer,
+            lora_paths(setting, layer),
+            setting.config.lora_rank,
+            setting.batch,
+        ).passing
+        for layer in setting.shape.layers
+    )
 
 
 def _process_parts(cuda: bool) -> Iterator[Part]:

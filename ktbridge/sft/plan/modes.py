@@ -11,24 +11,28 @@ from dataclasses import dataclass, replace
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.share import Share, Sizes, choose_share
+from ktbridge.sft.plan.kernels import host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import (
     CUDA_CONTEXT,
+    GPU_SLACK,
     Setting,
     activation_bytes,
     nonexpert_lora_elements,
 )
 
+_LARGE = 8192  # tokens
 OF_ALL = 0.94
 """The part of a GPU's memory that is counted on where no budget is given."""
-_SLACK = 1.1
 
 
 @dataclass(frozen=True)
 class Room:
-    """GPU memory that is left for experts and activations, and what a token takes outside the experts."""
+    """GPU memory that is left for experts and activations, and bytes a token of what is outside them."""
 
     free: int
     token_bytes: int
+    passing: int
+    """What comes and goes of a token in a layer, when experts aren't computed."""
     longest: int
     """The least tokens of a pass: a row, or a pair."""
     step: int
@@ -37,23 +41,30 @@ class Room:
     @property
     def most(self) -> int:
         """Tokens of a pass that computes experts elsewhere."""
-        return min(self.step, max(self.longest, self.free // self.token_bytes))
+        return min(self.step, max(self.longest, self.free // (self.token_bytes + self.passing)))
 
 
 def room(setting: Setting, limit: int, taken: int | None = None) -> Room:
     """Of ``limit`` bytes for tensors; ``taken`` of them hold the model already, or as much as it will."""
     sides = setting.sides
-    one = activation_bytes(replace(setting, rows=1))
-    two = activation_bytes(replace(setting, rows=2))
     longest = setting.lengths.longest * sides
-    token = max(1, math.ceil(_SLACK * (two - one) / longest))
+    # From large passes: in small ones a tile of the loss decides, which is no larger for more tokens.
+    rows = max(1, _LARGE // longest)
+    small, few, many = (
+        [round((1 + GPU_SLACK) * each) for each in activation_bytes(replace(setting, rows=n))]
+        for n in (1, rows, 2 * rows)
+    )
+    token, passing = (
+        max(1, math.ceil((b - a) / (rows * longest))) for a, b in zip(few, many, strict=True)
+    )
     width = 2 if setting.config.pure_bf16 else 4
     lora = nonexpert_lora_elements(setting)
     if taken is None:
         taken = setting.shape.nonexpert_elements * setting.batch.width + width * lora
-    constant = max(0, one - token * longest)
+    constant = max(0, sum(small) - (token + passing) * longest)
     step = setting.step_rows * sides * setting.lengths.mean
-    return Room(limit - taken - 3 * width * lora - constant, token, longest, math.ceil(step))
+    free = limit - taken - 3 * width * lora - constant
+    return Room(free, token, passing, longest, math.ceil(step))
 
 
 def share_for(setting: Setting, mode: str, space: Room, sizes: Sizes | None = None) -> Share:
@@ -63,6 +74,7 @@ def share_for(setting: Setting, mode: str, space: Room, sizes: Sizes | None = No
         sizes or setting.expert_sizes,
         space.free,
         space.token_bytes,
+        space.passing,
         space.longest,
         space.step,
         mode=mode,
@@ -77,11 +89,28 @@ def limit_of(setting: Setting, memory: int) -> int:
     return min(budget or round(OF_ALL * memory), memory) - CUDA_CONTEXT
 
 
-def possible(setting: Setting, memory: int) -> Iterator[tuple[str, Setting | str]]:
-    """cpu, stream and resident, each as the setting that it makes, or why it can't be had."""
+def cpu_tokens(setting: Setting, space: Room, memory: int | None) -> int:
+    """Tokens of a pass whose experts the CPU computes: what those keep may take a third of ``memory``."""
+    layers, tokens = setting.shape.sparse_layers, space.most
+    while memory and tokens > space.longest:
+        one = setting.expert_pass(tokens)
+        kept = layers * (saved_bytes(one, setting.retain) + 8 * tokens * one.hidden)
+        if kept + host_bytes(one, setting.retain, setting.threads) <= memory / 3:
+            break
+        tokens = max(space.longest, tokens // 2)
+    return tokens
+
+
+def possible(
+    setting: Setting, memory: int, host: int | None
+) -> Iterator[tuple[str, Setting | str]]:
+    """cpu, stream and resident, each as the setting that it makes, or why it can't be had.
+
+    ``memory`` are the bytes of the GPU, ``host`` those of RAM.
+    """
     space = room(setting, limit_of(setting, memory))
     wanted = setting.config.tokens_per_pass
-    tokens = space.most if wanted == "auto" else int(wanted)
+    tokens = cpu_tokens(setting, space, host) if wanted == "auto" else int(wanted)
     yield "cpu", replace(setting, rows=max(1, tokens // space.longest))
     for mode in ("stream", "resident"):
         try:

@@ -1,0 +1,168 @@
+"""Where a run's experts are computed: whole runs by the GPU's executor, here on the CPU, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from ktbridge.adapter import validate_adapter
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts.gpu import share as shares
+from ktbridge.experts.gpu.share import LayerTimes, Sizes, choose_share
+from ktbridge.sft import expert_device
+from ktbridge.sft.config import load_config
+from ktbridge.sft.plan.modes import Room
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
+DPO = ("stage=dpo", "dataset=pairs.jsonl")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows, pairs = [], []
+    for number in range(12):
+        question, answer, other = (
+            " ".join(WORDS[(number + start + place) % len(WORDS)] for place in range(2 + number))
+            for start in range(3)
+        )
+        turns = (("user", question), ("assistant", answer))
+        rows.append({"messages": [{"role": role, "content": each} for role, each in turns]})
+        pairs.append({"prompt": question, "chosen": answer, "rejected": other})
+    for name, written in (("rows", rows), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    config = {
+        "model_name_or_path": str(base_dir), "dataset": "rows.jsonl", "output_dir": "raw",
+        "lora_rank": 4, "learning_rate": 1e-2, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "max_steps": 6, "logging_steps": 1, "save_steps": 2,
+        "plot_loss": False, "cutoff_len": 64,
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+@pytest.fixture
+def executor_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's executor may run: on the CPU, in groups of a few experts."""
+    monkeypatch.setattr(shares, "_GROUP", 20_000)
+    monkeypatch.setattr(expert_device, "_obstacle", lambda config, device: "")
+    monkeypatch.setattr(expert_device, "_space", lambda *_: Room(60_000_000, 1000, 100, 64, 128))
+
+
+def train(*overrides: str, **options: Any) -> Any:
+    from ktbridge.sft import trainer
+
+    return trainer.train(load_config("run.yaml", overrides), **options)
+
+
+def losses(directory: str) -> list[float]:
+    log = (Path(directory) / "trainer_log.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in log]
+
+
+@pytest.mark.usefixtures("executor_here")
+@pytest.mark.parametrize("stage", [(), DPO])
+def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stage: Any) -> None:
+    notes: list[Any] = []
+    found = {}
+    for experts in ("cpu", "stream", "resident"):
+        result = train(
+            *stage,
+            f"kt_experts={experts}",
+            "kt_num_gpu_experts=0",
+            f"output_dir={experts}",
+            on_note=notes.append,
+        )
+        assert result.experts == experts
+        found[experts] = losses(experts)
+        assert validate_adapter([run_dir / experts]).ok
+    assert [note.code for note in notes] == 3 * ["KTC024"]
+    assert "streamed to the GPU" in notes[1].found
+    assert "resident on the GPU" in notes[2].found
+    assert found["stream"] == found["resident"]  # the same products in the same order
+    assert found["stream"] == pytest.approx(found["cpu"], rel=0.05)
+    assert found["cpu"][-1] < found["cpu"][0]
+
+
+@pytest.mark.usefixtures("executor_here")
+def test_a_streamed_run_that_was_stopped_ends_in_the_same_bits(run_dir: Path) -> None:
+    streamed = ("kt_experts=stream", "kt_num_gpu_experts=0", "lora_dropout=0.1")
+    train(*streamed, "output_dir=whole")
+
+    def stop(step: int, steps: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KtbridgeError, match="interrupted after step"):
+        train(*streamed, on_progress=stop)
+    assert train(*streamed).first_step > 1
+    for name in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
+        one, two = (load_file(run_dir / place / name) for place in ("whole", "raw"))
+        assert all(torch.equal(one[key], two[key]) for key in one | two)
+
+
+@pytest.mark.usefixtures("executor_here")
+def test_auto_takes_what_its_own_times_say_is_faster(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for gpu, cpu, taken in ((1.0, 2.0, "stream"), (2.0, 1.0, "cpu")):
+        times = LayerTimes(64, gpu, cpu, 1e12)
+        monkeypatch.setattr(expert_device, "time_layer", lambda *_, times=times: times)
+        result = train("kt_num_gpu_experts=0", f"output_dir={taken}")
+        assert result.experts == taken
+        (note,) = (note for note in result.notes if note.code == "KTC024")
+        assert "predicted" in note.found
+
+
+@pytest.mark.usefixtures("run_dir")
+def test_what_needs_a_gpu_is_refused_without_one() -> None:
+    for experts in ("stream", "resident"):
+        with pytest.raises(UsageError, match=f"kt_experts: {experts} needs a GPU"):
+            train(f"kt_experts={experts}", "use_cpu=true")
+    assert train("use_cpu=true", "max_steps=1").experts == "cpu"
+
+
+@given(
+    layers=st.integers(1, 60), experts=st.integers(1, 300), size=st.integers(1, 4000),
+    rank=st.integers(0, 64), free=st.integers(0, 200 * 10**9), token=st.integers(1, 10**6),
+    longest=st.integers(1, 8192), step=st.integers(1, 200_000), mode=st.sampled_from(["stream", "resident"]),
+)  # fmt: skip
+def test_no_share_takes_more_than_there_is(
+    layers: int,
+    experts: int,
+    size: int,
+    rank: int,
+    free: int,
+    token: int,
+    longest: int,
+    step: int,
+    mode: str,
+) -> None:
+    stored = experts * 6 * size * 32
+    sizes = Sizes(layers, experts, min(experts, 8), 32, size, rank, stored)
+    step = max(step, longest)
+    try:
+        share = choose_share(sizes, free, token, 0, longest, step, mode=mode)
+    except UsageError as error:
+        if "are left for them" not in error.sentence:
+            raise
+        return
+    each = token + sizes.outputs(share.outputs_on_host)
+    each += sizes.work(len(share.resident) == layers)
+    assert share.gpu_bytes(sizes) + share.tokens * each <= free
+    assert share.tokens >= longest
+    assert len(set(share.resident)) == len(share.resident) <= layers
+    assert mode == "stream" or len(share.resident) == layers
+    more = choose_share(sizes, free + 10**9, token, 0, longest, step, mode=mode)
+    assert more.tokens >= share.tokens // 2  # passes of equal size may be smaller ones
