@@ -95,7 +95,7 @@ def _show(plan: Any) -> None:
                 soft_wrap=True,
             )
         console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
-    if plan.experts:
+    if len(plan.experts) > 1:
         _show_experts(plan)
     for note in plan.notes:
         console.print(f"[yellow]note[/] {shown(note)}", soft_wrap=True)

@@ -60,6 +60,8 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     """
     config = setting.config
     device, wanted = choose(config), config.kt_config.kt_experts
+    if wanted == "cpu":
+        return ExpertDevice("cpu", None)
     if obstacle := _obstacle(config, device):
         if wanted in _ON_GPU:
             raise UsageError(f"kt_experts: {wanted} {obstacle}.", "Set kt_experts: cpu, or auto.")
@@ -73,8 +75,6 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
             "cpu", space.most, f"experts on the CPU{why}; {space.most:,} tokens a pass"
         )
 
-    if wanted == "cpu":
-        return on_cpu("")
     try:
         share = share_for(setting, wanted, space, sizes)
     except UsageError as error:

@@ -43,7 +43,7 @@ from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.shape import read_shape
 
 OURS = ("cpu", "stream", "resident")
-HEAD_TOKENS = 1024
+HEAD_TOKENS = 256
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -221,7 +221,7 @@ def main() -> None:
     case["rows_a_pass"] = case["rows"] // max(case["passes"], 1)
     model = build(case).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"])
+    optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"], fused=True)
     loaded = time.perf_counter() - started
     vocabulary = model.config.get_text_config().vocab_size
     seconds, losses = [], []

@@ -185,7 +185,7 @@ def test_a_plan_counts_steps_rows_and_places(run_yaml):
     on_gpu = make_plan(load_config(run_yaml, ["kt_config.kt_experts=cpu"]), there, measure=False)
     assert on_gpu.total("GPU") > 0
     assert mapped(on_gpu) == experts
-    resident = make_plan(load_config(run_yaml), there, measure=False)
+    resident = make_plan(load_config(run_yaml, ["kt_experts=auto"]), there, measure=False)
     assert [each.name for each in resident.experts if each.chosen] == ["resident"]
     assert mapped(resident) == 0
     assert resident.total("GPU") > on_gpu.total("GPU")
@@ -204,7 +204,13 @@ def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
     }
     (run_yaml.parent / "rows.jsonl").write_text(16 * (json.dumps(row) + "\n"))
     config = load_config(
-        run_yaml, [f"model_name_or_path={base}", "lora_rank=8", "gradient_accumulation_steps=4"]
+        run_yaml,
+        [
+            f"model_name_or_path={base}",
+            "lora_rank=8",
+            "gradient_accumulation_steps=4",
+            "kt_experts=auto",
+        ],
     )
     resident, passes = [], []
     for memory in (4, 8, 12, 24, 48, 80):
@@ -239,7 +245,7 @@ def mapped(plan):
 @pytest.mark.parametrize("short", ["gpu_memory", "memory", "disk"])
 def test_advice_saves_what_it_says(run_yaml, short):
     overrides = ["disable_gradient_checkpointing=true", "save_total_limit=3", "lora_rank=32"]
-    overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384", "kt_experts=cpu"]
+    overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384"]
     write_rows(run_yaml.parent / "rows.jsonl", words=5000)
     target = replace(ROOMY, **{"gpu_memory": 24 * GB, short: 100_000})
     plan = make_plan(load_config(run_yaml, overrides), target, measure=False)

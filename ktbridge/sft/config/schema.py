@@ -65,7 +65,7 @@ class KtConfig:
         one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
     )
     """bf16 with kt-kernel, which is given nothing else; our kernels read what the checkpoint has."""
-    kt_experts: str = _option(one_of("auto", "cpu", "stream", "resident"), "auto")
+    kt_experts: str = _option(one_of("auto", "cpu", "stream", "resident"), "cpu")
     """What computes the routed experts. cpu: our kernels. stream: the GPU, to which each layer's weights
     cross from the checkpoint in RAM. resident: the GPU, which keeps them all. auto, where there is a GPU: the
     fastest that fits, by times measured at the start."""

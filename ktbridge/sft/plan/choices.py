@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktbridge.errors import UsageError
 from ktbridge.sft.plan.memory import Setting, predict
@@ -37,8 +37,13 @@ def compare(setting: Setting, target: Target, measure: bool) -> tuple[Choice, ..
     """cpu, stream and resident on a GPU of ``target``; timed on this machine's where ``measure``."""
     assert target.gpu_memory is not None
     config = setting.config
-    if config.kt_config.kt_backend == "kt-kernel" or config.device_rules:
-        found: list[tuple[str, Setting | str]] = [("cpu", setting)]
+    if config.kt_config.kt_experts == "cpu":
+        rows = None
+        if config.tokens_per_pass != "auto":
+            rows = max(1, int(config.tokens_per_pass) // (setting.lengths.longest * setting.sides))
+        found: list[tuple[str, Setting | str]] = [("cpu", replace(setting, rows=rows))]
+    elif config.kt_config.kt_backend == "kt-kernel" or config.device_rules:
+        found = [("cpu", setting)]
     else:
         found = list(possible(setting, target.gpu_memory, target.memory))
     if not measure:
