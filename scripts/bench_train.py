@@ -123,7 +123,7 @@ def table(run: dict[str, Any]) -> Table:
             f"{gpu['used'] / 1e9:.2f}" if gpu else "none",
             f"{told['cpu']['peak'] / 1e9:.1f}",
             f"{told['cpu_over_checkpoint']:.2f}",
-            f"{told['rows_a_pass']}",
+            f"{told.get('rows_a_pass', '')}",
             f"{told['losses'][0]:.3f}",
         )
     return made
@@ -141,7 +141,7 @@ def show(run: dict[str, Any]) -> bool:
     if run["contestants"]:
         console.print(table(run))
     for told in run["contestants"]:
-        how = told["placed"] or f"transformers' experts: {told['experts']}"
+        how = told.get("placed") or f"transformers' experts: {told['experts']}"
         console.print(f"{told['case']['name']}: {how}", style="dim", markup=False, soft_wrap=True)
     for sentence in run["failed"]:
         stderr.print(sentence, style="red", markup=False, soft_wrap=True)
@@ -169,11 +169,11 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
         (line,) = axes.plot(
             [x for x, _, _ in ours], [y for _, y, _ in ours], marker="o", label=f"ktbridge: {label}"
         )
-        peers = [point for point in points if point[2] == "hf"]
-        axes.plot(
-            [x for x, _, _ in peers], [y for _, y, _ in peers], "x", color=line.get_color(),
-            markersize=9, markeredgewidth=2, label=f"Hugging Face + PEFT: {label}",
-        )  # fmt: skip
+        if peers := [point for point in points if point[2] == "hf"]:
+            axes.plot(
+                [x for x, _, _ in peers], [y for _, y, _ in peers], "x", color=line.get_color(),
+                markersize=9, markeredgewidth=2, label=f"Hugging Face + PEFT: {label}",
+            )  # fmt: skip
     machine = runs[0]["machine"]
     axes.set(
         xlabel="GPU memory in use (GB)", ylabel="tokens/s", xlim=(0, None), ylim=(0, None),

@@ -14,7 +14,7 @@ from ktbridge.experts.gpu.share import Share, Sizes, choose_share
 from ktbridge.sft.plan.kernels import host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import (
     CUDA_CONTEXT,
-    GPU_SLACK,
+    GPU_SEGMENTS_SLACK,
     Setting,
     activation_bytes,
     nonexpert_lora_elements,
@@ -51,7 +51,10 @@ def room(setting: Setting, limit: int, taken: int | None = None) -> Room:
     # From large passes: in small ones a tile of the loss decides, which is no larger for more tokens.
     rows = max(1, _LARGE // longest)
     small, few, many = (
-        [round((1 + GPU_SLACK) * each) for each in activation_bytes(replace(setting, rows=n))]
+        [
+            round((1 + GPU_SEGMENTS_SLACK) * each)
+            for each in activation_bytes(replace(setting, rows=n))
+        ]
         for n in (1, rows, 2 * rows)
     )
     token, passing = (
