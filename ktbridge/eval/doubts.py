@@ -52,13 +52,13 @@ def _incomplete(results: Mapping[str, Any]) -> list[Problem]:
         return []
     if plan["missing_items"]:
         short = [arm for arm, one in plan["arms"].items() if one["missing"]]
-        whose = "" if len(short) == len(plan["arms"]) else f" of {', '.join(short)}"
+        whose = "every arm" if len(short) == len(plan["arms"]) else ", ".join(short)
         where = ", ".join(
             f"{slice_title(results, name)} {one['missing']}"
             for name, one in plan["slices"].items()
             if one["missing"]
         )
-        found = f"{plan['missing_items']} of {plan['items']} planned items were not asked{whose}: {where}"
+        found = f"{plan['missing_items']} of {plan['items']} planned items were not asked of {whose}: {where}"
     else:
         found = (
             f"every planned item was asked, but {plan['missing_answers']} of {plan['answers']} "
