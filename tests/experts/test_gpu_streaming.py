@@ -1,6 +1,8 @@
 """How experts travel to a GPU: every layout in memory, every order of use, bytes and copies counted."""
 
 import itertools
+import mmap
+import warnings
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from expertmoe import pack_int4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktbridge.experts.gpu.copying import InPlace, regions
+from ktbridge.experts.gpu.copying import InPlace, pages_are_ours, regions
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
 from ktbridge.experts.gpu.ring import Ring
@@ -268,3 +270,20 @@ def test_sorted_rows_hold_every_slot_once(data):
 )
 def test_regions_are_whole_pages_that_cover_all_spans_once(spans, expected):
     assert regions([Span(address, 0, size) for address, size in spans]) == expected
+
+
+def test_only_pages_that_hold_nothing_else_are_registered(tmp_path):
+    """CUDA refuses any copy, torch's too, that is registered in part: neighbours on a page would be hit."""
+    (tmp_path / "shard").write_bytes(bytes(20_000))
+    with open(tmp_path / "shard", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not writable
+        of_file = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    own = mmap.mmap(-1, 3 * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = torch.frombuffer(own, dtype=torch.uint8).data_ptr()
+    heap = torch.zeros(50_000, dtype=torch.uint8).data_ptr()
+    assert pages_are_ours([Span(of_file + 1000, 0, 15_000)])
+    assert pages_are_ours([Span(pages, 0, 8192), Span(pages + 8192, 8192, 4096)])
+    assert not pages_are_ours([Span(pages + 8, 0, 8184)])
+    assert not pages_are_ours([Span(of_file, 0, 20_000), Span(heap, 20_224, 40_000)])

@@ -140,8 +140,8 @@ def test_how_weights_come_and_a_second_run_change_no_bit(storage, copier, tmp_pa
     by.close()
 
 
-def test_another_stream_and_memory_that_was_just_freed(copier):
-    layers = [make_layer(BIG, seed=n)[0] for n in range(4)]
+def test_another_stream_and_memory_that_was_just_freed(copier, tmp_path):
+    layers = [mapped_layer(tmp_path / str(n), BIG, seed=n)[0] for n in range(4)]
     inputs = there(make_inputs(BIG))
     d_out = torch.randn(BIG.tokens, BIG.hidden, device=CUDA).bfloat16()
     by = copier(layers)

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,13 +178,17 @@ class Registration:
 
 
 def register(groups: Iterable[Group]) -> Registration | str:
-    """Register the pages of all groups, read only; where the driver refuses, its reason.
+    """Register the pages of all groups, read only; where that can't be done, the reason.
 
-    All or nothing. A map must not go away before ``Registration.close``.
+    All or nothing. A map must not go away before ``Registration.close``. Pages that hold anything else are
+    left alone: a copy whose memory is registered in part is an error of CUDA's, whoever makes it.
     """
+    spans = [span for group in groups for span in group.spans]
+    if not pages_are_ours(spans):
+        return "the experts are in memory of this process whose pages hold other data too"
     done = Registration()
     torch.zeros(1, device="cuda")  # this thread has a context from here on
-    for address, size in regions([span for group in groups for span in group.spans]):
+    for address, size in regions(spans):
         code = _driver().cuMemHostRegister_v2(
             ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_READ_ONLY)
         )
@@ -206,6 +211,35 @@ def _reason(code: int) -> str:
     if _driver().cuGetErrorString(code, ctypes.byref(text)) != 0 or text.value is None:
         return f"error {code} of the driver"
     return text.value.decode()
+
+
+def pages_are_ours(spans: Sequence[Span]) -> bool:
+    """Whether the pages of ``spans`` hold experts alone: they are a file's, or begin and end with a span."""
+    files = _file_maps()
+    ends = {span.address for span in spans} | {span.address + span.bytes for span in spans}
+    for address, size in regions(spans):
+        if any(start <= address and address + size <= end for start, end in files):
+            continue
+        if address not in ends or address + size not in ends:
+            return False
+    return True
+
+
+def _file_maps() -> list[tuple[int, int]]:
+    """Start and end of this process's maps of files, neighbouring ones of one file joined."""
+    found: list[tuple[int, int]] = []
+    last = ""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode = line.split()[:5]
+        start, end = (int(number, 16) for number in span.split("-"))
+        if inode == "0":
+            continue
+        if found and found[-1][1] == start and last == inode:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+        last = inode
+    return found
 
 
 def regions(spans: Sequence[Span]) -> list[tuple[int, int]]:
