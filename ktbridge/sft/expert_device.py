@@ -17,11 +17,12 @@ from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of, take_back
 from ktbridge.experts.gpu.share import Share, Sizes, cpu_seconds, gpu_seconds
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.devices import choose
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
-from ktbridge.sft.plan.modes import OF_ALL, Room, room, share_for
+from ktbridge.sft.plan.modes import OF_ALL, Room, cpu_tokens, room, share_for
 from ktbridge.units import size_text
 
 _ON_GPU = ("stream", "resident")
@@ -71,9 +72,8 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     space = _space(setting, device)
 
     def on_cpu(why: str) -> ExpertDevice:
-        return ExpertDevice(
-            "cpu", space.most, f"experts on the CPU{why}; {space.most:,} tokens a pass"
-        )
+        tokens = cpu_tokens(setting, space, read_machine().usable_memory)
+        return ExpertDevice("cpu", tokens, f"experts on the CPU{why}; {tokens:,} tokens a pass")
 
     try:
         share = share_for(setting, wanted, space, sizes)

@@ -170,6 +170,15 @@ def test_kt_keys_mean_the_same_in_the_block_and_outside():
     assert parse_config({**GOOD, "cpu_infer": 1, "kt_config": {}}).kt_config.kt_num_threads == 1
 
 
+def test_what_is_for_experts_on_the_gpu_is_noted_where_they_arent():
+    block = {"kt_num_gpu_experts": 4, "kt_gpu_memory": "24GB"}
+    parsed = parse_config({**GOOD, "kt_config": block})
+    assert set(notes_of(parsed)) == {"kt_config.kt_num_gpu_experts", "kt_config.kt_gpu_memory"}
+    there = parse_config({**GOOD, "kt_config": {**block, "kt_experts": "stream"}})
+    assert not notes_of(there)
+    assert there.kt_config.kt_gpu_memory == 24 * 10**9
+
+
 def test_experts_come_from_another_checkpoint_where_it_has_them(tmp_path):
     names = {
         "base": "model.layers.0.mlp.experts.0.up_proj.weight",

@@ -163,6 +163,15 @@ def _notes_on_experts(block: Mapping[str, Any], kt: Mapping[str, Any], findings:
             "",
             "Leave it out.",
         )
+    for key in ("kt_gpu_memory", "kt_num_gpu_experts"):
+        if block["kt_experts"] == "cpu" and block[key]:
+            findings.note(
+                f"kt_config.{key}",
+                f"{block[key]}, while kt_experts is cpu: no expert is on the GPU",
+                "",
+                "Set kt_experts: stream, resident or auto (docs/gpu-experts.md), or leave it out.",
+                code=MEANINGLESS,
+            )
     for key in ("kt_backend", "kt_expert_weight_format"):
         storage = _QUANTISED.get(str(block[key]))
         if ours and storage and not block["kt_weight_path"]:
