@@ -61,8 +61,6 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     """
     config = setting.config
     device, wanted = choose(config), config.kt_config.kt_experts
-    if wanted == "cpu":
-        return ExpertDevice("cpu", None)
     if obstacle := _obstacle(config, device):
         if wanted in _ON_GPU:
             raise UsageError(f"kt_experts: {wanted} {obstacle}.", "Set kt_experts: cpu, or auto.")

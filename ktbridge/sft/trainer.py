@@ -130,7 +130,9 @@ def _train(
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
     model = load_trainable(config, ready.base)
-    placed = place_experts(run_setting(config, ready), model)
+    placed = ExpertDevice("cpu", None)
+    if config.kt_config.kt_experts != "cpu":
+        placed = place_experts(run_setting(config, ready), model)
     if placed.note and main and on_note:
         on_note(placed.note)
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
