@@ -70,7 +70,7 @@ def test_what_was_not_asked_comes_before_any_figure(server, tmp_path):
     done = invoke(report_command, tmp_path)
     assert done.exit_code == 1
     told = done.stdout.index("KTB827")
-    assert "14 of 24 planned items were not asked of every arm" in done.stdout.replace("\n", " ")
+    assert "14 of 24 planned items were not asked of every arm" in " ".join(done.stdout.split())
     assert told < done.stdout.index("base → full over 10 of 24 items")
     for name in ("report.html", "report.md"):
         text = (tmp_path / name).read_text("utf-8")
