@@ -49,7 +49,7 @@ class ExpertDevice:
 
     def __exit__(self, *_: object) -> None:
         if self.placed is not None:
-            self.placed.close()
+            self.placed.copier.close()
 
 
 def place_experts(setting: Setting, model: Any) -> ExpertDevice:

@@ -36,15 +36,16 @@ class InPlace:
         for span in group.spans:
             slot[span.offset : span.offset + span.bytes] = host_bytes(span.address, span.bytes)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class Registered:
-    """Copies by the GPU itself from pages that ``register`` has registered."""
+    """Copies by the GPU itself from registered pages: ``registration``'s, or whoever's they are."""
 
-    registration: Registration | None = None
-    """What is registered, to be closed by whoever made it."""
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, registration: Registration | None = None) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._registration = registration
 
     def start(self, group: Group, slot: torch.Tensor, after: Any) -> Any:
         slot.record_stream(self._stream)
@@ -54,6 +55,11 @@ class Registered:
             for source, offset in _sources(group):
                 slot[offset : offset + len(source)].copy_(source, non_blocking=True)
             return self._stream.record_event()
+
+    def close(self) -> None:
+        """Let go of the registered pages: before the checkpoint's maps go."""
+        if self._registration is not None:
+            self._registration.close()
 
 
 class Staged:
@@ -79,6 +85,8 @@ class Staged:
 
     def close(self) -> None:
         """End the threads, once what was started has been copied. Nothing may be started after it."""
+        if not self._thread.is_alive():
+            return
         self._work.put(None)
         self._thread.join()
         self._pool.shutdown()

@@ -27,14 +27,7 @@ class Placed:
     how: str
     """How the weights cross, in words."""
     copier: Copier
-    registration: Registration | None
-
-    def close(self) -> None:
-        """End what copies, and let go of registered pages: before the checkpoint's maps go."""
-        if isinstance(self.copier, Staged):
-            self.copier.close()
-        if self.registration is not None:
-            self.registration.close()
+    """To be closed before the checkpoint's maps go."""
 
 
 def sizes_of(model: Any, top_k: int) -> Sizes:
@@ -67,7 +60,7 @@ def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
         for index, layer in layers.items()
         for group in layer_groups(layer.weights, share.slot_bytes, f"layer {index}")
     ]
-    copier, how, registration = copier_for(groups, device)
+    copier, how = copier_for(groups, device)
     experts = GpuExperts(
         {index: layer.weights for index, layer in layers.items()},
         device,
@@ -85,7 +78,7 @@ def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
             layer.move_lora(device)
         elif device.type == "cuda":
             layer.move_lora(torch.device("cpu"), pinned=True)
-    return Placed(experts, how, copier, registration)
+    return Placed(experts, how, copier)
 
 
 def take_back(model: Any, placed: Placed) -> None:
@@ -95,21 +88,15 @@ def take_back(model: Any, placed: Placed) -> None:
         layer.gpu = None
         layer.move_lora(torch.device("cpu"))
     placed.experts.drop()
-    placed.close()
+    placed.copier.close()
 
 
-def copier_for(
-    groups: list[Group], device: torch.device
-) -> tuple[Copier, str, Registration | None]:
-    """What moves ``groups`` to ``device``, how, in words, and the pages that are registered for it."""
+def copier_for(groups: list[Group], device: torch.device) -> tuple[Copier, str]:
+    """What moves ``groups`` to ``device``, to be closed by the caller, and how it does, in words."""
     if device.type == "cpu":
-        return InPlace(), "copied in memory", None
+        return InPlace(), "copied in memory"
     done = register(groups)
     if isinstance(done, Registration):
-        return Registered(device), f"read in place ({size_text(done.bytes)} registered)", done
+        return Registered(device, done), f"read in place ({size_text(done.bytes)} registered)"
     threads = min(_STAGING_THREADS, torch.get_num_threads())
-    return (
-        Staged(device, threads),
-        f"copied through pinned memory by {threads} threads: {done}",
-        None,
-    )
+    return Staged(device, threads), f"copied through pinned memory by {threads} threads: {done}"

@@ -27,6 +27,9 @@ class Copier(Protocol):
         Copies are made in the order of the calls. An error may be raised here or by the event's ``wait``.
         """
 
+    def close(self) -> None:
+        """Let go of threads and registered pages, once what was started has been copied. Again: nothing."""
+
 
 @dataclass(eq=False)
 class _Slot:

@@ -107,7 +107,7 @@ def measure_gpu_layer(setting: Setting, tokens: int, streamed: bool) -> LayerTim
         *_random_layer(storage, size, setting.shape.mappable), lora_rank=size.rank
     )
     groups = list(layer_groups(layer.weights, sizes.slot))
-    copier, _, registration = copier_for(groups, device)
+    copier, _ = copier_for(groups, device)
     experts = GpuExperts(
         {0: layer.weights},
         device,
@@ -124,8 +124,7 @@ def measure_gpu_layer(setting: Setting, tokens: int, streamed: bool) -> LayerTim
     finally:
         torch.cuda.synchronize()
         experts.drop()
-        if registration is not None:
-            registration.close()
+        copier.close()
 
 
 @dataclass(frozen=True)
