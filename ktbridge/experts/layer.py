@@ -155,18 +155,29 @@ class MoELoRAExperts(ExpertsLayer):
         """
         check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
         names, lora = self.lora_in_use()
-        if self.gpu is not None and hidden.device == self.gpu.experts.device:
-            return self._on_gpu(self.gpu, hidden, topk_ids, topk_weights, names, lora)
         # Asked here because inside autograd's function it is always off.
         needed = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (hidden, topk_weights, *lora)
         )
+        scale = self.lora_alpha / self.lora_rank if names else 0.0
+        if self.gpu is not None and hidden.device == self.gpu.experts.device:
+            there = GpuCall(
+                self.gpu.experts,
+                self.gpu.index,
+                names,
+                scale,
+                needed,
+                self.accumulate_grad,
+                checkpointing.replayed(),
+            )
+            result: torch.Tensor = GpuFunction.apply(there, hidden, topk_ids, topk_weights, *lora)
+            return result
         call = ExpertCall(
             self._layer,
             self._weights,
             names,
             self.lora_rank if names else 0,
-            self.lora_alpha / self.lora_rank if names else 0.0,
+            scale,
             _KEEP[self.activation] if needed else _kernels.Keep.nothing,
             self.accumulate_grad,
             self.run_ahead,
@@ -175,29 +186,6 @@ class MoELoRAExperts(ExpertsLayer):
         out = ExpertFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
         if call.replayed is None:
             self.saved_bytes = call.saved.bytes if call.saved is not None else 0
-        return out
-
-    def _on_gpu(
-        self,
-        place: OnGpu,
-        hidden: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        names: tuple[str, ...],
-        lora: tuple[torch.Tensor, ...],
-    ) -> torch.Tensor:
-        """``forward`` by the GPU executor that this layer was given to."""
-        call = GpuCall(
-            place.experts,
-            place.index,
-            names,
-            self.lora_alpha / self.lora_rank if names else 0.0,
-            torch.is_grad_enabled()
-            and any(tensor.requires_grad for tensor in (hidden, topk_weights, *lora)),
-            self.accumulate_grad,
-            checkpointing.replayed(),
-        )
-        out: torch.Tensor = GpuFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
         return out
 
     def __copy__(self) -> MoELoRAExperts:
