@@ -172,6 +172,12 @@ class MoELoRAExperts(ExpertsLayer):
             )
             result: torch.Tensor = GpuFunction.apply(there, hidden, topk_ids, topk_weights, *lora)
             return result
+        if any(parameter.device.type != "cpu" for parameter in lora):
+            raise UsageError(
+                f"the expert LoRA is on {self.lora_device} for the executor there, and hidden states are on "
+                f"{hidden.device}.",
+                "Give the layer inputs on that device, or call layer.move_lora(torch.device('cpu')).",
+            )
         call = ExpertCall(
             self._layer,
             self._weights,

@@ -317,6 +317,17 @@ def test_masters_stay_float32_whatever_the_model_is_converted_to():
         layer(*inputs)
 
 
+def test_the_kernels_are_never_given_addresses_of_another_device():
+    layer, _ = make_layer(SMALL)
+    layer.lora_device = torch.device("meta")
+    for name in layer.lora_names:
+        setattr(layer, name, torch.nn.Parameter(getattr(layer, name).to("meta")))
+    with pytest.raises(UsageError, match=r"LoRA is on meta .* hidden states are on cpu"):
+        layer(*make_inputs(SMALL))
+    layer.lora_enabled = False  # the base alone has no such address
+    assert layer(*make_inputs(SMALL)).isfinite().all()
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_torchs_default_dtype_changes_nothing(when, dtype):

@@ -113,13 +113,14 @@ class ExpertsLayer(nn.Module, PeftLayer):
         Raises ``UsageError`` for parameters that were converted or moved.
         """
         names = self.lora_names if self.lora_enabled and self.on_in_peft else ()
+        where = "the CPU" if self.lora_device.type == "cpu" else str(self.lora_device)
         lora = tuple(getattr(self, name) for name in names)
         for name, parameter in zip(names, lora, strict=True):
             if parameter.dtype != torch.float32 or parameter.device != self.lora_device:
                 raise UsageError(
-                    f"{name} must be float32 on the CPU, not {describe(parameter)}.",
+                    f"{name} must be float32 on {where}, not {describe(parameter)}.",
                     "Leave the expert LoRA's parameters as wrap_experts made them: whatever the model is "
-                    "moved or converted to, they stay float32 on the CPU.",
+                    f"moved or converted to, they stay float32 on {where}.",
                 )
         return names, lora
 
