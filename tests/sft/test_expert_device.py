@@ -117,7 +117,7 @@ def test_auto_takes_what_its_own_times_say_is_faster(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for gpu, cpu, taken in ((1.0, 2.0, "stream"), (2.0, 1.0, "cpu")):
-        times = LayerTimes(64, gpu, cpu, 1e12)
+        times = LayerTimes(gpu, cpu, 1e12)
         monkeypatch.setattr(expert_device, "time_layer", lambda *_, times=times: times)
         result = train("kt_experts=auto", "kt_num_gpu_experts=0", f"output_dir={taken}")
         assert result.experts == taken

@@ -47,7 +47,7 @@ def time_layer(
     finally:
         layer.move_lora(masters, pinned=masters.type == "cpu" and device.type == "cuda")
         layer.gpu = place
-    return LayerTimes(tokens, gpu, cpu, _link(experts))
+    return LayerTimes(gpu, cpu, _link(experts))
 
 
 def _link(experts: GpuExperts) -> float:

@@ -91,22 +91,35 @@ class Share:
     outputs_on_host: bool = False
     """Whether the layers' outputs wait there for their second forward."""
 
+    def resident_bytes(self, sizes: Sizes) -> int:
+        """What the layers that stay take on the GPU."""
+        return len(self.resident) * sizes.matrices(sizes.experts)
+
+    def streamed_bytes(self, sizes: Sizes) -> int:
+        """The ring, and the matrices of the group that is computed; 0 where nothing is streamed."""
+        if len(self.resident) == sizes.layers:
+            return 0
+        return self.slots * self.slot_bytes + sizes.matrices(-(-sizes.experts // sizes.groups))
+
+    def lora_bytes(self, sizes: Sizes) -> int:
+        """The LoRA on the GPU: all with its optimizer's states, or one layer's that passes through."""
+        return sizes.layers * sizes.lora * _MASTERS if self.masters else 12 * sizes.lora
+
+    def token_bytes(self, sizes: Sizes, passing: int) -> int:
+        """Bytes a token of the experts' activations; ``passing`` come and go when these aren't computed."""
+        work = sizes.work(len(self.resident) == sizes.layers)
+        return sizes.outputs(self.outputs_on_host) + max(work, passing)
+
     def gpu_bytes(self, sizes: Sizes) -> int:
         """What experts and their LoRA take on the GPU, activations left out."""
-        ring = 0
-        if len(self.resident) < sizes.layers:
-            ring = self.slots * self.slot_bytes
-            ring += sizes.matrices(-(-sizes.experts // sizes.groups))
-        kept = len(self.resident) * sizes.matrices(sizes.experts)
-        lora = sizes.layers * sizes.lora * _MASTERS if self.masters else 12 * sizes.lora
-        return ring + kept + lora
+        parts = self.resident_bytes, self.streamed_bytes, self.lora_bytes
+        return sum(part(sizes) for part in parts)
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer's experts, forward and backward, for a pass of ``tokens``."""
+    """Seconds of one layer's experts, forward and backward, in a pass."""
 
-    tokens: int
     gpu: float
     cpu: float
     link: float
@@ -126,9 +139,9 @@ def gpu_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0
     return max(crossing, sizes.layers * times.gpu + others)
 
 
-def cpu_seconds(times: LayerTimes, sizes: Sizes, others: float = 0.0) -> float:
-    """Seconds of a pass whose experts the CPU computes while the GPU waits."""
-    return sizes.layers * times.cpu + others
+def cpu_seconds(times: LayerTimes, sizes: Sizes) -> float:
+    """Seconds that a pass waits for experts that the CPU computes."""
+    return sizes.layers * times.cpu
 
 
 def evenly(count: int, layers: int) -> tuple[int, ...]:
@@ -169,9 +182,7 @@ def choose_share(
         return Share(sizes.slot, slots, evenly(layers, sizes.layers), masters, tokens, away)
 
     def taken(found: Share) -> int:
-        resident = len(found.resident) == sizes.layers
-        each = token_bytes + sizes.outputs(found.outputs_on_host)
-        each += max(sizes.work(resident), passing)
+        each = token_bytes + found.token_bytes(sizes, passing)
         return found.gpu_bytes(sizes) + found.tokens * each
 
     def room() -> int:

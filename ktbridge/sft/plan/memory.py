@@ -204,21 +204,23 @@ def _gpu_expert_parts(setting: Setting, share: Share) -> Iterator[Part]:
     kept, streamed = len(share.resident), sizes.layers - len(share.resident)
     if kept:
         how = f"{kept} of {sizes.layers} layers, in bf16"
-        yield Part("experts, resident", "GPU", kept * sizes.matrices(sizes.experts), how)
+        yield Part("experts, resident", "GPU", share.resident_bytes(sizes), how)
     if streamed:
-        ring = share.slots * share.slot_bytes
-        ring += sizes.matrices(-(-sizes.experts // sizes.groups))
         how = (
             f"{streamed} layers in groups of {size_text(share.slot_bytes)}, {share.slots} at a time"
         )
-        yield Part("experts, streamed", "GPU", ring, how)
+        yield Part("experts, streamed", "GPU", share.streamed_bytes(sizes), how)
     if not share.masters:
-        yield Part("expert LoRA of one layer", "GPU", 12 * sizes.lora, "its masters are in RAM")
-    tokens = setting.batch.tokens
-    work = max(0, tokens * sizes.work(streamed == 0) - passing_bytes(setting))
+        lora = share.lora_bytes(sizes)
+        yield Part("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
+    tokens, passing = setting.batch.tokens, _passing(setting)
     how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {sizes.layers} outputs"
-    kept_here = tokens * sizes.outputs(share.outputs_on_host)
-    yield Part("expert activations", "GPU", kept_here + work, how)
+    # What passes in a layer is a part of its own; experts take more than that, or nothing beside it.
+    beside = max(
+        tokens * share.token_bytes(sizes, 0) - passing,
+        tokens * sizes.outputs(share.outputs_on_host),
+    )
+    yield Part("expert activations", "GPU", beside, how)
     if share.outputs_on_host:
         away = tokens * 2 * sizes.hidden * sizes.layers
         yield Part("outputs of the experts", "RAM", away, "pinned, until each layer's backward")
@@ -266,22 +268,22 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
 def activation_bytes(setting: Setting) -> tuple[int, int]:
     """What a pass takes outside the experts: while these are computed, and what passes when they are not."""
     kept, most, _ = _activations(setting)
-    passing = passing_bytes(setting)
+    passing = _passing(setting)
     return kept + max(most, loss_bytes(setting.shape, setting.batch)) - passing, passing
 
 
-def passing_bytes(setting: Setting) -> int:
+def _passing(setting: Setting) -> int:
     """The largest that comes and goes within a layer outside its experts."""
-    return max(
-        layer_bytes(
-            setting.shape,
-            layer,
-            lora_paths(setting, layer),
-            setting.config.lora_rank,
-            setting.batch,
-        ).passing
-        for layer in setting.shape.layers
-    )
+    return max(one.passing for one in _layers(setting))
+
+
+def _layers(setting: Setting) -> list[LayerBytes]:
+    """Each decoder layer's bytes in a pass."""
+    shape, rank = setting.shape, setting.config.lora_rank
+    return [
+        layer_bytes(shape, layer, lora_paths(setting, layer), rank, setting.batch)
+        for layer in shape.layers
+    ]
 
 
 def _process_parts(cuda: bool) -> Iterator[Part]:
@@ -300,10 +302,7 @@ def _process_parts(cuda: bool) -> Iterator[Part]:
 def _activations(setting: Setting) -> tuple[int, int, str]:
     """Bytes kept between forward and backward, bytes passing, and how."""
     shape, batch = setting.shape, setting.batch
-    found: list[LayerBytes] = [
-        layer_bytes(shape, layer, lora_paths(setting, layer), setting.config.lora_rank, batch)
-        for layer in shape.layers
-    ]
+    found = _layers(setting)
     size = f"{batch.rows} x {batch.length:,} tokens"
     if setting.config.disable_gradient_checkpointing:
         passing = max(one.passing for one in found)

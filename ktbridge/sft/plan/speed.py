@@ -30,7 +30,6 @@ class Measured:
 
     experts: ExpertTimes
     rates: ProductRates
-    tokens: int
 
 
 def measure(setting: Setting, room: int | None) -> Measured:
@@ -39,9 +38,7 @@ def measure(setting: Setting, room: int | None) -> Measured:
     ``room`` are the bytes that may be taken; a quarter of them is, and at most 3 GB.
     """
     tokens = _tokens(setting)
-    return Measured(
-        measure_experts(setting, tokens, room), measure_products(setting, tokens), tokens
-    )
+    return Measured(measure_experts(setting, tokens, room), measure_products(setting, tokens))
 
 
 def pace_of(setting: Setting, found: Measured, gpu: LayerTimes | None = None) -> Pace:
@@ -70,9 +67,6 @@ def pace_of(setting: Setting, found: Measured, gpu: LayerTimes | None = None) ->
     step = whole + updates
     saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
     written = saves * checkpoint_bytes(setting.config, trained)
-    how = _how(setting, times, rates, updates, saves)
-    if gpu is not None:
-        how = _how_on_gpu(setting, gpu, rates)
     return Pace(
         tokens_per_second=setting.step_rows * setting.sides * setting.lengths.mean / step,
         step_seconds=step,
@@ -80,7 +74,7 @@ def pace_of(setting: Setting, found: Measured, gpu: LayerTimes | None = None) ->
         expert_share=experts / step,
         cold_bytes=setting.shape.expert_bytes if setting.shape.mappable else 0,
         notes=_notes(setting, rates),
-        how=how,
+        how=_how_on_gpu(gpu, rates) if gpu else _how(setting, times, rates, updates, saves),
     )
 
 
@@ -91,7 +85,7 @@ def _tokens(setting: Setting) -> int:
     )
 
 
-def _how_on_gpu(setting: Setting, gpu: LayerTimes, rates: ProductRates) -> str:
+def _how_on_gpu(gpu: LayerTimes, rates: ProductRates) -> str:
     link = f", its weights cross at {gpu.link / 1e9:.0f} GB/s" if gpu.link else ""
     return (
         f"measured: {1000 * gpu.gpu:.1f} ms a layer of experts and pass on the GPU{link}, products at "
