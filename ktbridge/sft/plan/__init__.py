@@ -20,7 +20,7 @@ from pathlib import Path
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.advice import advise
-from ktbridge.sft.plan.choices import Choice, choose, compare
+from ktbridge.sft.plan.choices import choose, compare
 from ktbridge.sft.plan.declared import declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
@@ -64,17 +64,9 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
     setting = Setting(shape, config, lengths, cuda, threads)
-    choices: tuple[Choice, ...] = ()
-    pace = None
-    if measure and not cuda:
-        from ktbridge.sft.plan.speed import measure as measure_machine
-        from ktbridge.sft.plan.speed import pace_of
-
-        pace = pace_of(setting, measure_machine(setting, target.memory))
-    if cuda:
-        choices = compare(setting, target, measure)
-        chosen = choose(choices, config.kt_config.kt_experts)
-        setting, pace = chosen.setting or setting, chosen.pace
+    choices = compare(setting, target, measure)
+    chosen = choose(choices, config.kt_config.kt_experts)
+    setting, pace = chosen.setting or setting, chosen.pace
     parts = predict(setting)
 
     checks: list[tuple[Verdict, tuple[Where, ...]]] = []
@@ -111,7 +103,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         steps=setting.steps,
         pace=pace,
         tokens_per_pass=setting.batch.tokens,
-        experts=tuple(choice.told(setting) for choice in choices),
+        experts=tuple(choice.told(setting) for choice in choices) if cuda else (),
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ktbridge.errors import UsageError
 from ktbridge.sft.plan.memory import Setting, predict
-from ktbridge.sft.plan.modes import possible
+from ktbridge.sft.plan.modes import possible, with_tokens
 from ktbridge.sft.plan.parts import Experts, Pace, total
 from ktbridge.sft.plan.target import Target
 
@@ -34,42 +35,44 @@ class Choice:
 
 
 def compare(setting: Setting, target: Target, measure: bool) -> tuple[Choice, ...]:
-    """cpu, stream and resident on a GPU of ``target``; timed on this machine's where ``measure``."""
-    assert target.gpu_memory is not None
+    """The CPU's kernels and, where ``kt_experts`` leaves it open, the GPU; timed here where ``measure``."""
     config = setting.config
-    if config.kt_config.kt_experts == "cpu":
-        rows = None
-        if config.tokens_per_pass != "auto":
-            rows = max(1, int(config.tokens_per_pass) // (setting.lengths.longest * setting.sides))
-        found: list[tuple[str, Setting | str]] = [("cpu", replace(setting, rows=rows))]
-    elif config.kt_config.kt_backend == "kt-kernel" or config.device_rules:
-        found = [("cpu", setting)]
+    settled = config.kt_config.kt_experts == "cpu" or not setting.cuda
+    if settled or config.kt_config.kt_backend == "kt-kernel" or config.device_rules:
+        tokens = config.tokens_per_pass
+        made = setting if tokens == "auto" else with_tokens(setting, int(tokens))
+        found: list[tuple[str, Setting | str]] = [("cpu", made)]
     else:
+        assert target.gpu_memory is not None
         found = list(possible(setting, target.gpu_memory, target.memory))
-    if not measure:
-        return tuple(
-            Choice(name, None, why=made) if isinstance(made, str) else Choice(name, made)
-            for name, made in found
-        )
-    from ktbridge.sft.plan.measure import measure_gpu_layer
-    from ktbridge.sft.plan.speed import measure as measure_machine
-    from ktbridge.sft.plan.speed import pace_of
+    choices = [
+        Choice(name, None, why=made) if isinstance(made, str) else Choice(name, made)
+        for name, made in found
+    ]
+    return tuple(_timed(choices, target.memory)) if measure else tuple(choices)
 
-    choices, machine = [], None
-    for name, made in found:
-        if isinstance(made, str):
-            choices.append(Choice(name, None, why=made))
+
+def _timed(choices: Sequence[Choice], memory: int | None) -> Iterator[Choice]:
+    """The choices with their pace on this machine, whose ``memory`` may be used for it."""
+    from ktbridge.sft.plan.measure import measure_gpu_layer
+    from ktbridge.sft.plan.speed import measure, pace_of
+
+    machine = None
+    for choice in choices:
+        made = choice.setting
+        if made is None:
+            yield choice
             continue
-        machine = machine or measure_machine(made, target.memory)
+        machine = machine or measure(made, memory)
         if made.share is None:
-            choices.append(Choice(name, made, pace_of(made, machine)))
+            yield replace(choice, pace=pace_of(made, machine))
             continue
         whole = len(made.share.resident) == made.expert_sizes.layers
         times = measure_gpu_layer(made, made.batch.tokens, streamed=not whole)
-        pace = pace_of(made, machine, times) if times else None
-        why = "" if times else "not timed: there is no GPU here"
-        choices.append(Choice(name, made, pace, why))
-    return tuple(choices)
+        if times is None:
+            yield replace(choice, why="not timed: there is no GPU here")
+        else:
+            yield replace(choice, pace=pace_of(made, machine, times))
 
 
 def choose(choices: tuple[Choice, ...], wanted: str) -> Choice:

@@ -104,6 +104,11 @@ def cpu_tokens(setting: Setting, space: Room, memory: int | None) -> int:
     return tokens
 
 
+def with_tokens(setting: Setting, tokens: int) -> Setting:
+    """The same run in passes of as many rows as ``tokens`` take, one at least."""
+    return replace(setting, rows=max(1, tokens // (setting.lengths.longest * setting.sides)))
+
+
 def possible(
     setting: Setting, memory: int, host: int | None
 ) -> Iterator[tuple[str, Setting | str]]:
@@ -114,7 +119,7 @@ def possible(
     space = room(setting, limit_of(setting, memory))
     wanted = setting.config.tokens_per_pass
     tokens = cpu_tokens(setting, space, host) if wanted == "auto" else int(wanted)
-    yield "cpu", replace(setting, rows=max(1, tokens // space.longest))
+    yield "cpu", with_tokens(setting, tokens)
     for mode in ("stream", "resident"):
         try:
             share = share_for(setting, mode, space)
@@ -124,5 +129,4 @@ def possible(
         if mode == "stream" and len(share.resident) == setting.expert_sizes.layers:
             yield mode, "everything fits: resident is faster"
             continue
-        rows = max(1, share.tokens // space.longest)
-        yield mode, replace(setting, rows=rows, share=share)
+        yield mode, replace(with_tokens(setting, share.tokens), share=share)
