@@ -22,10 +22,17 @@ from ktbridge.sft import distributed
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.devices import choose
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
-from ktbridge.sft.plan.modes import OF_ALL, Room, cpu_tokens, room, share_for
+from ktbridge.sft.plan.modes import (
+    OF_ALL,
+    ON_GPU,
+    Room,
+    cpu_tokens,
+    obstacle,
+    refuse_on_gpu,
+    room,
+    share_for,
+)
 from ktbridge.units import size_text
-
-_ON_GPU = ("stream", "resident")
 
 
 @dataclass(frozen=True)
@@ -61,9 +68,9 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     """
     config = setting.config
     device, wanted = choose(config), config.kt_config.kt_experts
-    if obstacle := _obstacle(config, device):
-        if wanted in _ON_GPU:
-            raise UsageError(f"kt_experts: {wanted} {obstacle}.", "Set kt_experts: cpu, or auto.")
+    closed = _obstacle(config, device)
+    refuse_on_gpu(config, closed)
+    if closed:
         return ExpertDevice("cpu", None)
     top_k = setting.shape.config.experts_per_token
     sizes = sizes_of(model, top_k)
@@ -76,11 +83,11 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     try:
         share = share_for(setting, wanted, space, sizes)
     except UsageError as error:
-        if wanted in _ON_GPU:
+        if wanted in ON_GPU:
             raise
         return on_cpu(f", for the GPU's memory is too small: {error.sentence}")
     placed = give_to_gpu(model, device, share)
-    if wanted in _ON_GPU:
+    if wanted in ON_GPU:
         return ExpertDevice(wanted, share.tokens, _describe(share, sizes, placed, ""), placed)
     layer = next(iter(expert_layers(model).values()))
     assert isinstance(layer, MoELoRAExperts)
@@ -96,14 +103,10 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
 
 def _obstacle(config: TrainConfig, device: torch.device) -> str:
     """Why the GPU can't compute the experts of this run, to follow "kt_experts: stream"; "" if it can."""
-    if device.type != "cuda":
-        return "needs a GPU, and there is none to use"
+    if closed := obstacle(config, device.type == "cuda"):
+        return closed
     if distributed.world().size > 1:
         return "is for one process so far"
-    if config.device_rules:
-        return "doesn't go with kt_optimize_rule's devices"
-    if config.kt_config.kt_backend == "kt-kernel":
-        return "doesn't go with kt_backend: kt-kernel"
     if torch.cuda.get_device_capability(device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(device)
         return f"needs bfloat16 tensor cores (sm80 or later; this GPU is sm{major}{minor})"

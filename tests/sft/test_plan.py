@@ -238,6 +238,16 @@ def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
         make_plan(short, replace(ROOMY, gpu_memory=24 * GB), measure=False)
 
 
+def test_a_plan_refuses_what_training_refuses(run_yaml):
+    for experts in ("stream", "resident"):
+        config = load_config(run_yaml, [f"kt_experts={experts}"])
+        with pytest.raises(UsageError, match=f"kt_experts: {experts} needs a GPU"):
+            make_plan(config, ROOMY, measure=False)
+    assert (
+        make_plan(load_config(run_yaml, ["kt_experts=auto"]), ROOMY, measure=False).device == "CPU"
+    )
+
+
 def mapped(plan):
     return sum(part.size for part in plan.parts if part.what == "experts, mapped")
 

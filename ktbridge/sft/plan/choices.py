@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ktbridge.errors import UsageError
 from ktbridge.sft.plan.memory import Setting, predict
-from ktbridge.sft.plan.modes import possible, with_tokens
+from ktbridge.sft.plan.modes import obstacle, possible, refuse_on_gpu, with_tokens
 from ktbridge.sft.plan.parts import Experts, Pace, total
 from ktbridge.sft.plan.target import Target
 
@@ -35,10 +35,14 @@ class Choice:
 
 
 def compare(setting: Setting, target: Target, measure: bool) -> tuple[Choice, ...]:
-    """The CPU's kernels and, where ``kt_experts`` leaves it open, the GPU; timed here where ``measure``."""
+    """The CPU's kernels and, where ``kt_experts`` leaves it open, the GPU; timed here where ``measure``.
+
+    Raises ``UsageError`` where the GPU is asked for and can't be had.
+    """
     config = setting.config
-    settled = config.kt_config.kt_experts == "cpu" or not setting.cuda
-    if settled or config.kt_config.kt_backend == "kt-kernel" or config.device_rules:
+    closed = obstacle(config, setting.cuda)
+    refuse_on_gpu(config, closed)
+    if closed or config.kt_config.kt_experts == "cpu":
         tokens = config.tokens_per_pass
         made = setting if tokens == "auto" else with_tokens(setting, int(tokens))
         found: list[tuple[str, Setting | str]] = [("cpu", made)]
@@ -81,7 +85,7 @@ def choose(choices: tuple[Choice, ...], wanted: str) -> Choice:
     Raises ``UsageError`` where what is wanted can't be had.
     """
     if wanted != "auto":
-        (found,) = [each for each in choices if each.name == wanted] or [choices[0]]
+        found = next(each for each in choices if each.name == wanted)
         if found.setting is None:
             raise UsageError(f"kt_experts: {wanted}: {found.why}", "Set kt_experts: auto.")
         return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.share import Share, Sizes, choose_share
+from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.kernels import host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import (
     CUDA_CONTEXT,
@@ -20,6 +21,8 @@ from ktbridge.sft.plan.memory import (
     nonexpert_lora_elements,
 )
 
+ON_GPU = ("stream", "resident")
+"""Values of kt_experts that ask for the GPU."""
 _LARGE = 8192  # tokens
 OF_ALL = 0.94
 """The part of a GPU's memory that is counted on where no budget is given."""
@@ -104,6 +107,27 @@ def cpu_tokens(setting: Setting, space: Room, memory: int | None) -> int:
     return tokens
 
 
+def obstacle(config: TrainConfig, cuda: bool) -> str:
+    """What of a configuration keeps experts off the GPU, to follow "kt_experts: stream"; "" if nothing does.
+
+    ``cuda``: whether there is a GPU to use.
+    """
+    if not cuda:
+        return "needs a GPU, and there is none to use"
+    if config.device_rules:
+        return "doesn't go with kt_optimize_rule's devices"
+    if config.kt_config.kt_backend == "kt-kernel":
+        return "doesn't go with kt_backend: kt-kernel"
+    return ""
+
+
+def refuse_on_gpu(config: TrainConfig, why: str) -> None:
+    """Raise ``UsageError`` where ``kt_experts`` asks for the GPU, which can't be had because of ``why``."""
+    wanted = config.kt_config.kt_experts
+    if why and wanted in ON_GPU:
+        raise UsageError(f"kt_experts: {wanted} {why}.", "Set kt_experts: cpu, or auto.")
+
+
 def with_tokens(setting: Setting, tokens: int) -> Setting:
     """The same run in passes of as many rows as ``tokens`` take, one at least."""
     return replace(setting, rows=max(1, tokens // (setting.lengths.longest * setting.sides)))
@@ -120,7 +144,7 @@ def possible(
     wanted = setting.config.tokens_per_pass
     tokens = cpu_tokens(setting, space, host) if wanted == "auto" else int(wanted)
     yield "cpu", with_tokens(setting, tokens)
-    for mode in ("stream", "resident"):
+    for mode in ON_GPU:
         try:
             share = share_for(setting, mode, space)
         except UsageError as error:
