@@ -59,18 +59,20 @@ class ExpertDevice:
             self.placed.copier.close()
 
 
+def check_expert_device(config: TrainConfig) -> None:
+    """Raise ``UsageError`` where ``kt_experts`` asks for a GPU that can't be had; needs no weights."""
+    refuse_on_gpu(config, _obstacle(config, choose(config)))
+
+
 def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     """Give the experts of a wrapped, loaded model to the CPU kernels or to the GPU; before the optimizer.
 
-    ``setting`` is the run as the plan knows it, with the lengths of its rows.
-
-    Raises ``UsageError`` where ``kt_experts`` asks for what can't be had here.
+    ``setting`` is the run as the plan knows it, with the lengths of its rows; ``check_expert_device`` had
+    nothing against it. Raises ``UsageError`` where what ``kt_experts`` asks for doesn't fit.
     """
     config = setting.config
     device, wanted = choose(config), config.kt_config.kt_experts
-    closed = _obstacle(config, device)
-    refuse_on_gpu(config, closed)
-    if closed:
+    if _obstacle(config, device):
         return ExpertDevice("cpu", None)
     top_k = setting.shape.config.experts_per_token
     sizes = sizes_of(model, top_k)

@@ -26,6 +26,7 @@ from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
 from ktbridge.sft.devices import places
 from ktbridge.sft.disk import check_room
+from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Resumption, checkpoints_dir, find_checkpoint, identity
 
@@ -69,6 +70,7 @@ def prepare(
     asked = _Failures("this run can't be started as it is.")
     asked.of("output_dir", lambda: check_output_dir(config))
     asked.of("kt_optimize_rule", lambda: places(config))
+    asked.of("kt_experts", lambda: check_expert_device(config))
     base = asked.of("model_name_or_path", lambda: resolve_model(config.model_name_or_path))
     checked = asked.of("model", lambda: check_model(config, base)) if base else None
     tokenizer = asked.of("tokenizer", lambda: _tokenizer(base)) if base else None

@@ -126,10 +126,14 @@ def test_auto_takes_what_its_own_times_say_is_faster(
 
 
 @pytest.mark.usefixtures("run_dir")
-def test_what_needs_a_gpu_is_refused_without_one() -> None:
-    for experts in ("stream", "resident"):
-        with pytest.raises(UsageError, match=f"kt_experts: {experts} needs a GPU"):
-            train(f"kt_experts={experts}", "use_cpu=true")
+def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktbridge.sft import trainer
+
+    with monkeypatch.context() as patch:  # before a byte of weights is read
+        patch.setattr(trainer, "load_trainable", lambda *_: pytest.fail("the model was loaded"))
+        for experts in ("stream", "resident"):
+            with pytest.raises(UsageError, match=f"kt_experts: {experts} needs a GPU"):
+                train(f"kt_experts={experts}", "use_cpu=true")
     assert train("use_cpu=true", "max_steps=1").experts == "cpu"
 
 
