@@ -39,7 +39,8 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config
 from ktbridge.units import parse_size
 
-WHO = ("cpu", "stream", "resident", "hf", "offload")
+OURS = ("cpu", "stream", "resident")
+WHO = (*OURS, "hf", "offload")
 SAME_LOSS = 0.01
 WORKER = Path(__file__).parent / "peers" / "train_worker.py"
 LEGEND = (
@@ -165,7 +166,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
             for each in run["contestants"]
             if each["gpu"]
         ]
-        ours = sorted(point for point in points if point[2] in ("cpu", "stream", "resident"))
+        ours = sorted(point for point in points if point[2] in OURS)
         (line,) = axes.plot(
             [x for x, _, _ in ours], [y for _, y, _ in ours], marker="o", label=f"ktbridge: {label}"
         )

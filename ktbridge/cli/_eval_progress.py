@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ktbridge.cli._ui import clock, stderr
+
 if TYPE_CHECKING:
     from ktbridge.eval.run import Progress
 
@@ -28,10 +30,7 @@ class Pace:
         if done <= before or now <= since:
             return ""
         rate = (done - before) / (now - since)
-        minutes, seconds = divmod(round((total - done) / rate), 60)
-        hours, minutes = divmod(minutes, 60)
-        eta = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-        return f"{rate:.1f}/s, eta {eta}"
+        return f"{rate:.1f}/s, eta {clock((total - done) / rate)}"
 
 
 def describe(progress: Progress, pace: str) -> str:
@@ -49,8 +48,6 @@ def show_progress(label: str) -> Iterator[Callable[[Progress], None]]:
     """A bar on stderr; where that is not a terminal, a line a minute."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bars
-
-    from ktbridge.cli._ui import stderr
 
     columns = (
         TextColumn("{task.description}"),

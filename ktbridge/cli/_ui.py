@@ -70,6 +70,13 @@ def print_problems(problems: Iterable[Problem]) -> None:
             stderr.print(f"    next      {shown(problem.next_step)}", soft_wrap=True)
 
 
+def clock(seconds: float) -> str:
+    """ "1:05", "2:00:09"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 LINE_SECONDS = 15.0  # between two lines of progress in a log
 
 
@@ -91,7 +98,7 @@ class Lines:
         line = f"{self._label}: {100 * done // total} %"
         if done > self._first:
             left = (now - self._started) / (done - self._first) * (total - done)
-            line += f", {int(left) // 60}:{int(left) % 60:02d} left"
+            line += f", {clock(left)} left"
         stderr.print(line, markup=False, soft_wrap=True)
 
     def describe(self, label: str) -> None:

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,9 +29,8 @@ from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
 from ktbridge.experts.gpu.share import borders
 from ktbridge.experts.gpu.unpack import unpack
-from ktbridge.experts.weights import ExpertWeights
+from ktbridge.experts.modules import Triple
 
-Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -197,14 +196,17 @@ class GpuExperts:
         else:
             raw = self.ring.take(layer.first + number, forward, turns)
             assert self._work is not None  # there is one where anything is streamed
-            kept = _first(self._work, len(group.experts))
+            count = len(group.experts)
+            kept = replace(
+                self._work, gate_up=self._work.gate_up[:count], down=self._work.down[:count]
+            )
             try:
                 unpack(group, raw, layer.weights, kept)
             finally:
                 self.ring.give_back(layer.first + number, forward, turns)
         if not self.rank:
             return kept
-        made = Bordered(kept.gate_up, kept.down, kept.hidden, kept.inner, self.rank, lora.scale)
+        made = replace(kept, scale=lora.scale)
         if lora.tensors:
             made.set_lora({name: t[layer.orders[number]] for name, t in lora.tensors.items()})
         else:
@@ -283,12 +285,6 @@ class GpuExperts:
         ends = routing.ends[before:behind] - start
         where = slice(start, routing.bounds[behind])
         return layer_math.Rows(routing.tokens[where], ends, bounds), where
-
-
-def _first(work: Bordered, count: int) -> Bordered:
-    return Bordered(
-        work.gate_up[:count], work.down[:count], work.hidden, work.inner, work.rank, work.scale
-    )
 
 
 @dataclass(frozen=True)
