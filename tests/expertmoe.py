@@ -29,6 +29,12 @@ def normal(random, *size):
     return torch.randn(*size, generator=random) / size[-1] ** 0.5
 
 
+def some_d_out(shape, seed=4):
+    """A gradient of the output, [T, H] bfloat16."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(shape.tokens, shape.hidden, generator=random).bfloat16()
+
+
 def ceil_div(a, b):
     return -(-a // b)
 

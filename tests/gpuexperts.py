@@ -22,6 +22,20 @@ def least_slot(layer):
     return sum(t[0].numel() * t[0].element_size() + 256 for t in tensors) + 256
 
 
+def chain(layers, inputs, d_out):
+    """Output and all gradients of layers one after another."""
+    hidden, ids, routing = (tensor.clone() for tensor in inputs)
+    first, weights = hidden.requires_grad_(), routing.requires_grad_()
+    for layer in layers:
+        layer.zero_grad()
+        hidden = layer(hidden, ids, weights)
+    hidden.backward(d_out)
+    found = {"out": hidden.detach(), "hidden": first.grad, "weights": weights.grad}
+    for index, layer in enumerate(layers):
+        found |= {f"{index}.{name}": p.grad for name, p in layer.named_parameters()}
+    return found
+
+
 def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None):
     """Have ``layers`` (a list) computed on ``device``, numbered in their order."""
     experts = GpuExperts(

@@ -14,8 +14,9 @@ from expertmoe import (
     make_layer,
     outcome,
     same_bits,
+    some_d_out,
 )
-from gpuexperts import give, slot_for
+from gpuexperts import chain, give, slot_for
 from tinymoe import tiny_model
 from torch.utils.checkpoint import checkpoint
 
@@ -35,11 +36,6 @@ SHAPES = [
     Shape(3, 3, 64, 96, 5),
 ]
 SMALL = SHAPES[0]
-
-
-def some_d_out(shape, seed=4):
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn(shape.tokens, shape.hidden, generator=random).bfloat16()
 
 
 @pytest.mark.parametrize("storage", FORMATS)
@@ -107,20 +103,6 @@ def test_ids_that_repeat_experts_without_rows_and_no_tokens():
     assert not any(parameter.grad.any() for parameter in layer.parameters())
     with pytest.raises(IndexError, match="outside 0 to 7"):
         layer(hidden, ids + 1, routing)
-
-
-def chain(layers, inputs, d_out):
-    """Output and all gradients of layers one after another."""
-    hidden, ids, routing = (tensor.clone() for tensor in inputs)
-    first, weights = hidden.requires_grad_(), routing.requires_grad_()
-    for layer in layers:
-        layer.zero_grad()
-        hidden = layer(hidden, ids, weights)
-    hidden.backward(d_out)
-    found = {"out": hidden.detach(), "hidden": first.grad, "weights": weights.grad}
-    for index, layer in enumerate(layers):
-        found |= {f"{index}.{name}": p.grad for name, p in layer.named_parameters()}
-    return found
 
 
 def test_what_is_resident_how_many_slots_and_a_second_run_change_no_bit():

@@ -21,6 +21,7 @@ from expertmoe import (
     outcome,
     rounding_noise,
     same_bits,
+    some_d_out,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,11 +44,6 @@ SHAPES = [
 ]
 SMALL = SHAPES[0]
 SUBSETS = [subset for size in (1, 2, 3) for subset in itertools.combinations(PROJECTIONS, size)]
-
-
-def some_d_out(shape):
-    random = torch.Generator().manual_seed(4)
-    return torch.randn(shape.tokens, shape.hidden, generator=random).bfloat16()
 
 
 @pytest.mark.parametrize("isa", ISAS)

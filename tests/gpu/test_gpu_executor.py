@@ -19,7 +19,7 @@ from expertmoe import (
     randomise,
     same_bits,
 )
-from gpuexperts import give, least_slot
+from gpuexperts import chain, give, least_slot
 
 from ktbridge.experts.gpu import elementwise
 from ktbridge.experts.gpu.copying import Registered, Registration, Staged, register
@@ -104,20 +104,6 @@ def test_outputs_and_gradients_equal_float32_autograd(storage, copier, tmp_path)
             torch.cuda.synchronize()
             layer.move_lora(torch.device("cpu"))
             layer.gpu = None
-
-
-def chain(layers, inputs, d_out):
-    """Output and all gradients of layers one after another."""
-    hidden, ids, routing = (tensor.clone() for tensor in inputs)
-    first, weights = hidden.requires_grad_(), routing.requires_grad_()
-    for layer in layers:
-        layer.zero_grad()
-        hidden = layer(hidden, ids, weights)
-    hidden.backward(d_out)
-    found = {"out": hidden.detach(), "hidden": first.grad, "weights": weights.grad}
-    for index, layer in enumerate(layers):
-        found |= {f"{index}.{name}": p.grad for name, p in layer.named_parameters()}
-    return found
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "int4-32"])
