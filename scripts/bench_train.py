@@ -7,13 +7,14 @@
     scripts/bench_train.py --from-json run.json
     scripts/bench_train.py --from-json run.json --from-json other.json --plot gpu-memory.png
 
-A contestant is who computes the experts, and for ktbridge within how much GPU memory: `cpu`, `stream` and
-`resident` are ktbridge's, `hf` is Hugging Face and PEFT with everything on the GPU, `offload` the placement
-of `cpu` with torch's own operations. peers/train_worker.py is what each runs, in a process of its own. The
-first step, in which memory is touched and caches fill, is not counted. A step's rows go through in --passes
-passes, the same rows in each step; with 0, in as few as ktbridge finds room for. Prints a table, and ends
-with 1 when a contestant fails or the first steps' losses, which are the base model's, differ by more than
-1 %. --plot draws tokens/s over GPU memory. Needs `ktbridge[train]`; without a GPU all are on the CPU.
+A contestant is who computes the experts, and for ktbridge within how much GPU memory: `cpu`, `stream`,
+`hybrid`, `resident` and `auto` are ktbridge's, `hf` is Hugging Face and PEFT with everything on the GPU,
+`offload` the placement of `cpu` with torch's own operations. peers/train_worker.py is what each runs, in a
+process of its own. The first step, in which memory is touched and caches fill, is not counted. A step's rows
+go through in --passes passes, the same rows in each step; with 0, in as few as ktbridge finds room for.
+Prints a table, and ends with 1 when a contestant fails or the first steps' losses, which are the base
+model's, differ by more than 1 %. --plot draws tokens/s over GPU memory. Needs `ktbridge[train]`; without a
+GPU all are on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config
 from ktbridge.units import parse_size
 
-OURS = ("cpu", "stream", "resident")
+OURS = ("cpu", "stream", "hybrid", "resident", "auto")
 WHO = (*OURS, "hf", "offload")
 SAME_LOSS = 0.01
 WORKER = Path(__file__).parent / "peers" / "train_worker.py"
@@ -194,7 +195,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     "names",
     multiple=True,
     metavar="WHO[@GPU_MEMORY]",
-    help="cpu, stream, resident, hf or offload; several.  [default: stream, cpu, hf]",
+    help="cpu, stream, hybrid, resident, auto, hf or offload; several.  [default: stream, cpu, hf]",
 )
 @click.option("--rank", default=8, show_default=True, type=click.IntRange(1))
 @click.option(

@@ -3,7 +3,8 @@
 import torch
 
 from ktbridge.experts.gpu.copying import InPlace
-from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
+from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
 
 CPU = torch.device("cpu")
@@ -36,8 +37,8 @@ def chain(layers, inputs, d_out):
     return found
 
 
-def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None):
-    """Have ``layers`` (a list) computed on ``device``, numbered in their order."""
+def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, cold=()):
+    """Have ``layers`` (a list) computed on ``device``, numbered in order; ``cold`` of each on the CPU."""
     experts = GpuExperts(
         {index: layer.weights for index, layer in enumerate(layers)},
         device,
@@ -47,6 +48,8 @@ def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None):
         copier=copier or InPlace(),
         resident=resident,
     )
+    if cold:
+        experts.set_cold(dict.fromkeys(experts.streamed, cold))
     for index, layer in enumerate(layers):
         layer.gpu = OnGpu(experts, index)
         layer.move_lora(device)

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
+from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing, crossing, queued
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
@@ -41,13 +42,8 @@ class ExpertCall:
     """Host copies of hidden [T, H] and topk_weights [T, K] that came from a GPU."""
 
     def addresses(self, tensors: Iterable[torch.Tensor | None]) -> list[int]:
-        """Addresses by ``LORA_NAMES``; 0 where there is no parameter or no tensor."""
-        at = {
-            name: tensor.data_ptr()
-            for name, tensor in zip(self.names, tensors, strict=True)
-            if tensor is not None
-        }
-        return [at.get(name, 0) for name in LORA_NAMES]
+        """As ``addresses`` of this call's parameters."""
+        return addresses(self.names, tensors)
 
 
 class ExpertFunction(torch.autograd.Function):
@@ -148,6 +144,38 @@ class ExpertFunction(torch.autograd.Function):
             call.saved, call.host = None, ()
         there = (crossing.to_device(d, ctx.device) for d in (d_hidden, d_weights))
         return None, next(there), None, next(there), *told
+
+
+def kernels_of(weights: Sequence[ExpertWeights], isa: str, threads: int | None) -> _kernels.Layer:
+    """The kernels of gate, up and down; the caller keeps ``weights`` alive as long.
+
+    Raises ``UsageError`` where they can't start.
+    """
+    gate, _, down = weights
+    try:
+        return _kernels.Layer(
+            down.rows,
+            gate.rows,
+            gate.storage,
+            [each.for_kernels() for each in weights],
+            gate.scale_is_bf16,
+            gate.row_group,
+            gate.column_group,
+            isa,
+            threads or 0,
+        )
+    except ValueError as error:
+        raise UsageError(f"the expert kernels can't start: {error}.") from error
+
+
+def addresses(names: Sequence[str], tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """Addresses of the tensors of ``names``, by ``LORA_NAMES``; 0 where there is no name or no tensor."""
+    at = {
+        name: tensor.data_ptr()
+        for name, tensor in zip(names, tensors, strict=True)
+        if tensor is not None
+    }
+    return [at.get(name, 0) for name in LORA_NAMES]
 
 
 _seconds = 0.0

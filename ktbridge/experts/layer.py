@@ -19,8 +19,8 @@ from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing
 from ktbridge.experts.backends import ExpertsLayer, check_inputs
-from ktbridge.experts.expert_call import ExpertCall, ExpertFunction
-from ktbridge.experts.gpu.executor import GpuCall, GpuFunction, OnGpu
+from ktbridge.experts.expert_call import ExpertCall, ExpertFunction, kernels_of
+from ktbridge.experts.gpu.gpu_call import GpuCall, GpuFunction, OnGpu
 from ktbridge.experts.rank import MAX_EXPERT_RANK
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
@@ -80,7 +80,7 @@ class MoELoRAExperts(ExpertsLayer):
         activation: str = "retain",
         accumulate_grad: bool = False,
     ) -> None:
-        checked, inner, hidden = checked_layer(gate, up, down)
+        checked, _, _ = checked_layer(gate, up, down)
         _check_options(lora_rank, lora_alpha, isa, threads, activation)
         super().__init__(
             checked,
@@ -89,7 +89,7 @@ class MoELoRAExperts(ExpertsLayer):
             lora_targets=_targets(lora_targets, int(lora_rank)),
             activation=activation,
         )
-        self._layer = _make_layer(self._weights, inner, hidden, isa, threads)
+        self._layer = kernels_of(self._weights, isa, threads)
         self.accumulate_grad = accumulate_grad
         self.run_ahead = False
         self.gpu: OnGpu | None = None
@@ -160,13 +160,14 @@ class MoELoRAExperts(ExpertsLayer):
             tensor.requires_grad for tensor in (hidden, topk_weights, *lora)
         )
         scale = self.lora_alpha / self.lora_rank if names else 0.0
+        keep = _KEEP[self.activation] if needed else _kernels.Keep.nothing
         if self.gpu is not None and hidden.device == self.gpu.experts.device:
             there = GpuCall(
                 self.gpu.experts,
                 self.gpu.index,
                 names,
                 scale,
-                needed,
+                keep,
                 self.accumulate_grad,
                 checkpointing.replayed(),
             )
@@ -184,7 +185,7 @@ class MoELoRAExperts(ExpertsLayer):
             names,
             self.lora_rank if names else 0,
             scale,
-            _KEEP[self.activation] if needed else _kernels.Keep.nothing,
+            keep,
             self.accumulate_grad,
             self.run_ahead,
             checkpointing.replayed(),
@@ -205,9 +206,7 @@ class MoELoRAExperts(ExpertsLayer):
         memo.update({id(self): made, id(self._weights): self._weights})
         state = {name: value for name, value in self.__dict__.items() if name != "_layer"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made._layer = _make_layer(
-            self._weights, self.intermediate_size, self.hidden_size, self.isa, self.threads
-        )
+        made._layer = kernels_of(self._weights, self.isa, self.threads)
         made.saved_bytes = 0
         return made
 
@@ -258,23 +257,3 @@ def _targets(wanted: Any, rank: int) -> tuple[str, ...]:
             "Give a list of names, or lora_rank=0 for no LoRA on the experts.",
         )
     return tuple(name for name in PROJECTIONS if name in wanted and rank > 0)
-
-
-def _make_layer(
-    weights: tuple[ExpertWeights, ...], inner: int, hidden: int, isa: str, threads: int | None
-) -> _kernels.Layer:
-    first = weights[0]
-    try:
-        return _kernels.Layer(
-            hidden,
-            inner,
-            first.storage,
-            [each.for_kernels() for each in weights],
-            first.scale_is_bf16,
-            first.row_group,
-            first.column_group,
-            isa,
-            threads or 0,
-        )
-    except ValueError as error:
-        raise UsageError(f"the expert kernels can't start: {error}.") from error

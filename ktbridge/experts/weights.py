@@ -8,7 +8,7 @@ strides. What the stored bits mean is written down in ``kernels/weights/matrix.h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,6 +134,15 @@ class ExpertWeights:
         if self.scale is not None and self.storage != "int8":
             fits = fits and _matrix(self.scale).shape[1] == -(-columns // self.column_group)
         return fits
+
+    def only(self, experts: Sequence[int]) -> ExpertWeights:
+        """Some of the experts, in that order: views, nothing is copied."""
+
+        def some(stack: Stack) -> tuple[torch.Tensor, ...]:
+            return tuple(stack[expert] for expert in experts)
+
+        scale = None if self.scale is None else some(self.scale)
+        return replace(self, weight=some(self.weight), scale=scale)
 
     def for_kernels(self) -> _kernels.Weights:
         """Addresses and strides. The caller keeps this object alive while they are used."""

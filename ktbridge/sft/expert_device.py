@@ -10,15 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from ktbridge.errors import Problem, UsageError
+from ktbridge.experts.gpu.hybrid import Hybrid
 from ktbridge.experts.gpu.measure import time_layer
-from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of, take_back
-from ktbridge.experts.gpu.share import Share, Sizes, cpu_seconds, gpu_seconds
+from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
+from ktbridge.experts.gpu.share import (
+    Share,
+    Sizes,
+    cpu_seconds,
+    gpu_seconds,
+    hybrid_seconds,
+    paces,
+)
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
+from ktbridge.sft.attach import threads_beside_python
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.devices import choose
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
@@ -27,6 +37,7 @@ from ktbridge.sft.plan.modes import (
     ON_GPU,
     Room,
     cpu_tokens,
+    everything_fits,
     obstacle,
     refuse_on_gpu,
     room,
@@ -34,18 +45,23 @@ from ktbridge.sft.plan.modes import (
 )
 from ktbridge.units import size_text
 
+_GAIN = 1.05
+"""How much faster the hybrid must be predicted to be taken: its CPU is busy with other things too."""
+
 
 @dataclass(frozen=True)
 class ExpertDevice:
     """What was chosen; as a context, its threads and registered pages are let go of at the end."""
 
     mode: str
-    """cpu, stream or resident."""
+    """cpu, stream, hybrid or resident."""
     tokens: int | None
     """Tokens of a pass that there is room for; None where that isn't known."""
     why: str = ""
     """The choice and its reason, for the user; "" where there was none to make."""
     placed: Placed | None = None
+    hybrid: Hybrid | None = None
+    """Chooses what the CPU computes, step by step."""
 
     @property
     def note(self) -> Problem | None:
@@ -57,6 +73,16 @@ class ExpertDevice:
     def __exit__(self, *_: object) -> None:
         if self.placed is not None:
             self.placed.copier.close()
+
+
+class ChooseExperts(TrainerCallback):
+    """Lets ``hybrid`` choose at the start of each optimizer step."""
+
+    def __init__(self, hybrid: Hybrid) -> None:
+        self._hybrid = hybrid
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._hybrid.begin_step(state.global_step)
 
 
 def check_expert_device(config: TrainConfig) -> None:
@@ -82,25 +108,65 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
         tokens = cpu_tokens(setting, space, read_machine().usable_memory)
         return ExpertDevice("cpu", tokens, f"experts on the CPU{why}; {tokens:,} tokens a pass")
 
-    try:
-        share = share_for(setting, wanted, space, sizes)
-    except UsageError as error:
-        if wanted in ON_GPU:
-            raise
-        return on_cpu(f", for the GPU's memory is too small: {error.sentence}")
-    placed = give_to_gpu(model, device, share)
+    shares, why = _shares(setting, wanted, space, sizes)
+    if not shares:
+        return on_cpu(f", for the GPU's memory is too small: {why}")
+    times, seconds = None, {}
+    if wanted == "auto" or any(share.hybrid for share in shares.values()):
+        layer = next(iter(expert_layers(model).values()))
+        assert isinstance(layer, MoELoRAExperts)
+        tokens = max(share.tokens for share in shares.values())
+        times = time_layer(
+            layer,
+            device,
+            sizes.slot,
+            top_k,
+            tokens,
+            cpu=wanted == "auto",
+            cold_threads=threads_beside_python(device),
+        )
+        seconds = {
+            mode: (hybrid_seconds if share.hybrid else gpu_seconds)(times, share, sizes)
+            for mode, share in shares.items()
+        }
+    mode, more = wanted, ""
+    if wanted == "auto":
+        assert times is not None
+        here = cpu_seconds(times, sizes)
+        mode = min(seconds, key=lambda each: seconds[each] * (1 if each != "hybrid" else _GAIN))
+        if here < seconds[mode]:
+            return on_cpu(f": {here:.2f} s a pass predicted, {seconds[mode]:.2f} s on the GPU")
+        others = {**seconds, "cpu": here}
+        del others[mode]
+        told = ", ".join(f"{name} {value:.2f}" for name, value in others.items())
+        more = f"; {seconds[mode]:.2f} s a pass predicted for experts ({told})"
+    share = shares[mode]
+    placed = give_to_gpu(model, device, share, threads_beside_python(device))
+    hybrid = None
+    if share.hybrid:
+        assert times is not None
+        rows = share.tokens * top_k
+        hybrid = Hybrid(placed.experts, paces(times, share, sizes), rows, share.cold)
+        more = f"; the CPU computes {hybrid.cold} of {sizes.layers * sizes.experts} experts at first{more}"
+    if len(share.resident) == sizes.layers:
+        mode = "resident"
+    why = _describe(share, sizes, placed, more)
+    return ExpertDevice(mode, share.tokens, why, placed, hybrid)
+
+
+def _shares(
+    setting: Setting, wanted: str, space: Room, sizes: Sizes
+) -> tuple[dict[str, Share], str]:
+    """What could be done by mode, and why nothing can; raises ``UsageError`` for what is asked for."""
     if wanted in ON_GPU:
-        return ExpertDevice(wanted, share.tokens, _describe(share, sizes, placed, ""), placed)
-    layer = next(iter(expert_layers(model).values()))
-    assert isinstance(layer, MoELoRAExperts)
-    times = time_layer(layer, placed.experts, top_k, share.tokens)
-    there, here = gpu_seconds(times, share, sizes), cpu_seconds(times, sizes)
-    if here < there:
-        take_back(model, placed)
-        return on_cpu(f": {here:.2f} s a pass predicted, {there:.2f} s on the GPU")
-    mode = "resident" if len(share.resident) == sizes.layers else "stream"
-    more = f"; {there:.2f} s a pass predicted, {here:.2f} s on the CPU"
-    return ExpertDevice(mode, share.tokens, _describe(share, sizes, placed, more), placed)
+        return {wanted: share_for(setting, wanted, space, sizes)}, ""
+    try:
+        found = {mode: share_for(setting, mode, space, sizes) for mode in ("stream", "hybrid")}
+    except UsageError as error:
+        return {}, error.sentence
+    if everything_fits(found["stream"], sizes):
+        del found["hybrid"]
+    return found, ""
 
 
 def _obstacle(config: TrainConfig, device: torch.device) -> str:

@@ -22,7 +22,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.gpu.hybrid import Hybrid
 from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
 from ktbridge.sft.resume import (
@@ -37,11 +39,14 @@ from ktbridge.sft.resume import (
 from ktbridge.units import size_text
 
 TENSORS_FILE = "trainable.safetensors"
+HYBRID_FILE = "experts.json"
 
 
 class Resumable(Trainer):
     """A trainer whose checkpoints hold all that is trained and appear whole or not at all."""
 
+    hybrid: Hybrid | None = None
+    """Chooses which experts the CPU computes, where both do: its state is in the checkpoints."""
     last_not_saved: KtbridgeError | None = None
     """Why the checkpoint of the last step could not be written."""
 
@@ -139,6 +144,8 @@ class Resumable(Trainer):
         if distributed.is_main():
             if not self.args.save_only_model:
                 save_file(tensors, directory / TENSORS_FILE)
+                if self.hybrid is not None:
+                    (directory / HYBRID_FILE).write_bytes(dump_json(self.hybrid.state()))
             model: Any = self.model
             save_beside(model, directory, self._base, tensors)
 
@@ -153,6 +160,9 @@ class Resumable(Trainer):
                 raise KtbridgeError(f"{path} and the model differ in what is trained: {odd}.")
             for name, parameter in own.items():
                 distributed.fill(parameter, file.get_tensor(name))
+        chosen = Path(resume_from_checkpoint) / HYBRID_FILE
+        if self.hybrid is not None and chosen.exists():  # else the run was in another mode so far
+            self.hybrid.restore(read_json_file(chosen))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

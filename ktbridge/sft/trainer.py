@@ -32,7 +32,7 @@ from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import REFUSED_FILE, refused_file
 from ktbridge.sft.devices import choose, places
 from ktbridge.sft.dpo import DpoTrainer
-from ktbridge.sft.expert_device import ExpertDevice, place_experts
+from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import write_output
 from ktbridge.sft.passes import tokens_per_pass
@@ -140,8 +140,10 @@ def _train(
         callbacks = [
             *(reporters(config) if main else ()),
             Reporter(on_progress, on_log, interrupts),
+            *([ChooseExperts(placed.hybrid)] if placed.hybrid else ()),
         ]
         trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
+        trainer.hybrid = placed.hybrid
         start = ready.resumption
         if start.checkpoint is None and main:
             set_aside(config)

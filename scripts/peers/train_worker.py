@@ -2,8 +2,8 @@
 
     train_worker.py CASE RESULT        # CASE: JSON as bench_train makes it; RESULT: the JSON file to write
 
-* ``cpu``, ``stream``, ``resident``: ktbridge, attention on the GPU, experts mapped from the checkpoint and
-  computed by our CPU kernels, or on the GPU.
+* ``cpu``, ``stream``, ``hybrid``, ``resident``, ``auto``: ktbridge, attention on the GPU, experts mapped
+  from the checkpoint and computed by our CPU kernels, on the GPU, or by both.
 * ``offload``: the placement of ``cpu`` with torch's own operations for the experts, which are loaded.
 * ``hf``: Hugging Face and PEFT with everything on the GPU, LoRA on the fused experts too.
 
@@ -42,7 +42,7 @@ from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.shape import read_shape
 
-OURS = ("cpu", "stream", "resident")
+OURS = ("cpu", "stream", "hybrid", "resident", "auto")
 HEAD_TOKENS = 256
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -105,7 +105,7 @@ def place(case: dict[str, Any], model: Any) -> None:
     lengths = Lengths(case["rows"], case["rows"], length, length, True, False, each)
     setting = Setting(read_shape(Path(case["checkpoint"])), config, lengths, True, 1)
     found = place_experts(setting, model)
-    case["placed"] = found.why
+    case["placed"], case["hybrid"] = found.why, found.hybrid
     if not passes and found.tokens:
         case["rows_a_pass"] = max(1, min(case["rows"], found.tokens // length))
 
@@ -225,7 +225,9 @@ def main() -> None:
     loaded = time.perf_counter() - started
     vocabulary = model.config.get_text_config().vocab_size
     seconds, losses = [], []
-    for _ in range(case["steps"]):
+    for step in range(case["steps"]):
+        if hybrid := case.get("hybrid"):
+            hybrid.begin_step(step)
         # The same rows in each step, so that losses fall, and the same first ones whatever the passes.
         draw = torch.Generator().manual_seed(1)
         begun = time.perf_counter()

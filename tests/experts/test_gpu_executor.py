@@ -44,13 +44,18 @@ def test_outputs_and_gradients_equal_float32_autograd(storage):
         layer, plain = make_layer(shape, storage)
         inputs = make_inputs(shape)
         exact, d_out = exact_outcome(layer, plain, inputs)
-        for groups, resident in ((3, ()), (1, (0,))):
-            experts = give([layer], groups=groups, resident=resident)
+        for groups, resident, cold in (
+            (3, (), ()),
+            (1, (0,), ()),
+            (2, (), (0, shape.experts - 1)),
+            (1, (), range(shape.experts)),
+        ):
+            experts = give([layer], groups=groups, resident=resident, cold=cold)
             found = outcome(layer, inputs, d_out)
             assert found.keys() == exact.keys()
             far = {name: error(found[name], exact[name]) for name in exact}
-            assert max(far.values()) <= TOLERANCE, (str(shape), groups, far)
-            assert (experts.ring.crossings > 0) == (not resident)
+            assert max(far.values()) <= TOLERANCE, (str(shape), groups, cold, far)
+            assert (experts.ring.crossings > 0) == (not resident and len(cold) < shape.experts)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 8, 40])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.gpu import share as shares
+from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes, Sizes, choose_share
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
@@ -76,29 +79,49 @@ def losses(directory: str) -> list[float]:
 def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stage: Any) -> None:
     notes: list[Any] = []
     found = {}
-    for experts in ("cpu", "stream", "resident"):
+    for experts, number in (("cpu", 0), ("stream", 0), ("hybrid", 3), ("resident", 0)):
         result = train(
             *stage,
             f"kt_experts={experts}",
-            "kt_num_gpu_experts=0",
+            f"kt_num_gpu_experts={number}",
             f"output_dir={experts}",
             on_note=notes.append,
         )
         assert result.experts == experts
         found[experts] = losses(experts)
         assert validate_adapter([run_dir / experts]).ok
-    assert [note.code for note in notes] == 2 * ["KTC024"]  # cpu is no choice of ours
+    assert [note.code for note in notes] == 3 * ["KTC024"]  # cpu is no choice of ours
     assert "streamed to the GPU" in notes[0].found
-    assert "resident on the GPU" in notes[1].found
+    assert re.search(r"the CPU computes \d+ of \d+ experts", notes[1].found)
+    assert "resident on the GPU" in notes[2].found
     assert found["stream"] == found["resident"]  # the same products in the same order
     assert found["stream"] == pytest.approx(found["cpu"], rel=0.05)
+    assert found["hybrid"] == pytest.approx(found["cpu"], rel=0.05)
+    assert found["hybrid"] != found["stream"]
     assert found["cpu"][-1] < found["cpu"][0]
 
 
+def times(gpu: float, cpu: float, cold_row: float = 1e-3) -> LayerTimes:
+    """Seconds of a layer on the GPU and on the CPU; a crossing of an expert takes some 1e-3."""
+    phase = Phase(1e-4, cold_row, gpu / 2)
+    return LayerTimes(phase, phase, cpu, 1e7)
+
+
 @pytest.mark.usefixtures("executor_here")
-def test_a_streamed_run_that_was_stopped_ends_in_the_same_bits(run_dir: Path) -> None:
-    streamed = ("kt_experts=stream", "kt_num_gpu_experts=0", "lora_dropout=0.1")
+@pytest.mark.parametrize("experts", ["stream", "hybrid"])
+def test_a_run_that_was_stopped_ends_in_the_same_bits(
+    run_dir: Path, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_device, "time_layer", lambda *_, **__: times(1e-6, 1e9, 2e-5))
+    monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
+    number = "kt_num_gpu_experts=0" if experts == "stream" else "kt_gpu_memory=1GB"
+    streamed = (f"kt_experts={experts}", number, "lora_dropout=0.1", "save_total_limit=9")
     train(*streamed, "output_dir=whole")
+    chosen = sorted(run_dir.glob("whole.checkpoints/checkpoint-*/experts.json"))
+    states = [json.loads(path.read_text()) for path in chosen]
+    if experts == "hybrid":
+        assert any(one["cold"] != two["cold"] for one, two in itertools.pairwise(states))
+        assert all(state["cold"] for state in states)
 
     def stop(step: int, steps: int) -> None:
         if step == 3:
@@ -116,9 +139,14 @@ def test_a_streamed_run_that_was_stopped_ends_in_the_same_bits(run_dir: Path) ->
 def test_auto_takes_what_its_own_times_say_is_faster(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for gpu, cpu, taken in ((1.0, 2.0, "stream"), (2.0, 1.0, "cpu")):
-        times = LayerTimes(gpu, cpu, 1e12)
-        monkeypatch.setattr(expert_device, "time_layer", lambda *_, times=times: times)
+    for gpu, cpu, row, taken in (
+        (1.0, 2.0, 1.0, "stream"),
+        (2.0, 1.0, 1.0, "cpu"),
+        (1e-6, 1e9, 1e-9, "hybrid"),
+    ):
+        monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
+        found = times(gpu, cpu, row)
+        monkeypatch.setattr(expert_device, "time_layer", lambda *_, found=found, **__: found)
         result = train("kt_experts=auto", "kt_num_gpu_experts=0", f"output_dir={taken}")
         assert result.experts == taken
         (note,) = (note for note in result.notes if note.code == "KTC024")
@@ -140,7 +168,8 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch
 @given(
     layers=st.integers(1, 60), experts=st.integers(1, 300), size=st.integers(1, 4000),
     rank=st.integers(0, 64), free=st.integers(0, 200 * 10**9), token=st.integers(1, 10**6),
-    longest=st.integers(1, 8192), step=st.integers(1, 200_000), mode=st.sampled_from(["stream", "resident"]),
+    longest=st.integers(1, 8192), step=st.integers(1, 200_000),
+    mode=st.sampled_from(["stream", "hybrid", "resident"]),
 )  # fmt: skip
 def test_no_share_takes_more_than_there_is(
     layers: int,

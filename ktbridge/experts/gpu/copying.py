@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from ktbridge.experts.gpu.layout import Group, Span
+from ktbridge.units import size_text
 
 _PAGE = 4096
 _READ_ONLY = 8  # CU_MEMHOSTREGISTER_READ_ONLY
+_STAGING_THREADS = 8
 _PIECE = 32 << 20  # bytes of one copy: what else crosses needn't wait for a whole group
 
 
@@ -262,3 +264,16 @@ def regions(spans: Sequence[Span]) -> list[tuple[int, int]]:
         else:
             found.append((start, end - start))
     return found
+
+
+def copier_for(
+    groups: list[Group], device: torch.device
+) -> tuple[InPlace | Registered | Staged, str]:
+    """What moves ``groups`` to ``device``, to be closed by the caller, and how it does, in words."""
+    if device.type == "cpu":
+        return InPlace(), "copied in memory"
+    done = register(groups)
+    if isinstance(done, Registration):
+        return Registered(device, done), f"read in place ({size_text(done.bytes)} registered)"
+    threads = min(_STAGING_THREADS, torch.get_num_threads())
+    return Staged(device, threads), f"copied through pinned memory by {threads} threads: {done}"

@@ -2,6 +2,7 @@
 
 One ``GpuExperts`` serves all layers of a model. A layer's weights are on the GPU only while they are used,
 unless it is resident; its LoRA is read from the parameters, wherever these are, and its gradients go there.
+Of streamed layers the CPU may compute some experts meanwhile, those with the fewest tokens (``cold``).
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing
-from ktbridge.experts.expert_call import accumulates, graph_is_kept
 from ktbridge.experts.gpu import elementwise, layer_math
-from ktbridge.experts.gpu.gradients import add_gradients
+from ktbridge.experts.gpu.cold import ColdExperts
+from ktbridge.experts.gpu.cold import Saved as SavedCold
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
+from ktbridge.experts.gpu.lora import Lora
 from ktbridge.experts.gpu.outputs import Kept
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
@@ -48,6 +51,7 @@ def _alone(method: _Method) -> _Method:
                 stream = torch.cuda.current_stream(self.device)
                 if self._ended is not None:
                     stream.wait_event(self._ended)
+                self._watch_call(stack, method.__name__)
                 stack.callback(lambda: setattr(self, "_ended", stream.record_event()))
             return method(self, *args)
 
@@ -66,14 +70,22 @@ class _Layer:
     """[E] int64 on the device: each expert's place in the order of computing."""
     orders: tuple[torch.Tensor, ...]
     """The experts of each group, int64 on the device."""
+    cold: ColdExperts | None = None
+    """The experts that the CPU computes, the last in that order."""
     resident: tuple[Bordered, ...] = ()
+
+    @property
+    def hot(self) -> int:
+        """How many experts the GPU computes."""
+        return sum(len(group.experts) for group in self.groups)
 
 
 class GpuExperts:
     """Computes the experts of ``layers`` (gate, up and down by layer number) on ``device``.
 
     ``slots`` slots of ``slot_bytes`` hold what is streamed; the layers in ``resident`` stay on the device.
-    On the CPU as device it computes the same, in the same order, without streams.
+    On the CPU as device it computes the same, in the same order, without streams. ``counts`` has, by layer,
+    how many rows each expert has had in forward passes of training.
     """
 
     def __init__(
@@ -87,45 +99,128 @@ class GpuExperts:
         copier: Copier,
         resident: Sequence[int] = (),
         outputs_on_host: bool = False,
+        cold_threads: int = 1,
     ) -> None:
-        """``outputs_on_host``: outputs of checkpointed layers wait there for the second forward."""
+        """``outputs_on_host``: outputs of checkpointed layers wait there for the second forward.
+
+        ``cold_threads`` threads of the host compute the experts of ``set_cold``.
+        """
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
         self._streams: tuple[Any, Any] | None = None
-        if outputs_on_host and self.device.type == "cuda":
-            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._aside: Any = None
+        if self.device.type == "cuda":
+            self._aside = torch.cuda.Stream(self.device)
+            if outputs_on_host:
+                self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self._kept: dict[int, weakref.ref[Kept]] = {}
         """The last output that each layer has kept."""
         self._lock = threading.RLock()
         self._ended: Any = None
         """The event of the last call's end."""
-        slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
-        self._layers: dict[int, _Layer] = {}
-        streamed: list[Group] = []
-        for index in sorted(layers):
-            groups = layer_groups(layers[index], slot_bytes, f"layer {index}")
-            order = [expert for group in groups for expert in group.experts]
-            place = torch.empty(len(order), dtype=torch.int64)
-            place[torch.tensor(order)] = torch.arange(len(order))
-            self._layers[index] = _Layer(
-                layers[index],
-                groups,
-                -1 if index in resident else len(streamed),
-                place.to(device),
-                tuple(torch.tensor(group.experts, device=device) for group in groups),
-            )
-            if index not in resident:
-                streamed += groups
-        largest = max((len(group.experts) for group in streamed), default=0)
+        self._slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
+        self._cold_threads = cold_threads
+        self._weights = dict(sorted(layers.items()))
         sizes = {(down.rows, gate.rows) for gate, _, down in layers.values()}
         if len(sizes) != 1:
             raise UsageError(f"the layers' experts have different sizes: {sorted(sizes)}.")
         ((self._hidden, self._inner),) = sizes
-        self.ring = Ring(streamed, slot_bytes, slots, self.device, copier)
-        self._work = self._bordered(largest) if streamed else None
+        self.passes: float = 0
+        """Forward passes of training that ``counts`` is of."""
+        self._watched: list[tuple[str, Any, Any]] | None = None
+        self.counts: dict[int, list[float]] = {
+            index: [0.0] * weights[0].count for index, weights in self._weights.items()
+        }
+        self._layers = {index: self._layer(index, ()) for index in self._weights}
+        streamed = self._number(resident)
+        self.ring = Ring(streamed, self._slot_bytes, slots, self.device, copier)
+        self._work: Bordered | None = None
+        self._make_work()
         self._copier = copier
         for index in resident:
             self._settle(self._layers[index])
+
+    @property
+    def cold(self) -> dict[int, tuple[int, ...]]:
+        """The experts of each layer that the CPU computes, where there are any."""
+        found = {index: layer.cold for index, layer in self._layers.items()}
+        return {index: cold.experts for index, cold in found.items() if cold is not None}
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that aren't resident."""
+        return tuple(index for index, layer in self._layers.items() if not layer.resident)
+
+    def set_cold(self, cold: Mapping[int, Sequence[int]]) -> None:
+        """Have the CPU compute these experts of streamed layers, and no others; between passes."""
+        before = self.cold
+        for index in self.streamed:
+            experts = tuple(sorted(cold.get(index, ())))
+            if experts != before.get(index, ()):
+                self._layers[index] = self._layer(index, experts)
+        self.ring.hold(self._number([i for i in self._layers if i not in self.streamed]))
+        self._make_work()
+
+    def _layer(self, index: int, cold: Sequence[int]) -> _Layer:
+        weights, device = self._weights[index], self.device
+        hot = [expert for expert in range(weights[0].count) if expert not in set(cold)]
+        groups = layer_groups(weights, self._slot_bytes, f"layer {index}", hot) if hot else ()
+        order = [*(expert for group in groups for expert in group.experts), *cold]
+        place = torch.empty(len(order), dtype=torch.int64)
+        place[torch.tensor(order)] = torch.arange(len(order))
+        return _Layer(
+            weights,
+            groups,
+            -1,
+            place.to(device),
+            tuple(torch.tensor(group.experts, device=device) for group in groups),
+            ColdExperts(weights, cold, self._cold_threads, self._aside, device) if cold else None,
+        )
+
+    def _number(self, resident: Sequence[int]) -> list[Group]:
+        """Number the groups of the layers that are streamed; all of these, in order."""
+        streamed: list[Group] = []
+        for index, layer in self._layers.items():
+            if index not in resident:
+                layer.first = len(streamed)
+                streamed += layer.groups
+        return streamed
+
+    def _make_work(self) -> None:
+        """The matrices that a streamed group is unpacked into, for the largest."""
+        largest = max((len(group.experts) for group in self.ring.groups), default=0)
+        if largest > (len(self._work.down) if self._work else 0):
+            self._work = None  # its memory first
+            self._work = self._bordered(largest)
+
+    def watch(self) -> None:
+        """Begin to time what the device does between calls."""
+        self._watched = []
+
+    def watched(self) -> tuple[float, float]:
+        """Seconds between the calls of two layers since ``watch``, in forward and in backward; 0: unknown."""
+        calls, self._watched = self._watched or [], None
+        if calls:
+            torch.cuda.synchronize(self.device)
+        between: dict[str, list[float]] = {"forward": [], "backward": []}
+        for (name, _, ended), (following, began, _) in pairwise(calls):
+            if name == following:
+                between[name].append(ended.elapsed_time(began) / 1000)
+        forward, backward = (median(found) if found else 0.0 for found in between.values())
+        return forward, backward
+
+    def _watch_call(self, stack: contextlib.ExitStack, name: str) -> None:
+        calls = self._watched
+        if calls is None or name not in ("forward", "backward"):
+            return
+
+        def now() -> Any:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+            return event
+
+        began = now()
+        stack.callback(lambda: calls.append((name, began, now())))
 
     def keep(self, index: int, out: torch.Tensor) -> Kept:
         """A layer's output, for its second forward."""
@@ -224,17 +319,28 @@ class GpuExperts:
         weights: torch.Tensor,
         routing: Routing,
         lora: Lora,
-        turns: bool,
-    ) -> torch.Tensor:
-        """[T, H] of ``hidden`` [T, H] bfloat16 for layer ``index``; ``turns``: backward will follow."""
-        layer = self._layers[index]
+        keep: _kernels.Keep,
+    ) -> tuple[torch.Tensor, SavedCold]:
+        """[T, H] of ``hidden`` [T, H] bfloat16 for layer ``index``, and what the CPU keeps for backward.
+
+        ``keep``: nothing where no backward follows.
+        """
+        layer, turns = self._layers[index], keep != _kernels.Keep.nothing
         out = hidden.new_empty(routing.bounds[-1], self._hidden)
+        edge, saved = routing.bounds[layer.hot], None
+        if layer.cold is not None:
+            tokens, by_row = routing.tokens[edge:], routing.row_weights(weights)[edge:]
+            ids = routing.owners(edge) - layer.hot
+            coming, saved = layer.cold.forward(hidden, tokens, ids, by_row, lora, keep)
+            weights = torch.where(routing.rows < edge, weights, 1.0)  # theirs are weighted
         for number in range(len(layer.groups)):
             rows, where = self._rows(layer, number, routing)
             w = self._matrices(layer, number, lora, True, turns)
             if where.stop > where.start:
                 out[where] = layer_math.forward(w, hidden, rows)
-        return elementwise.combine(out, routing.rows, weights)
+        if layer.cold is not None:
+            (out[edge:],) = coming.get()
+        return elementwise.combine(out, routing.rows, weights), saved
 
     @_alone
     def backward(
@@ -246,9 +352,18 @@ class GpuExperts:
         routing: Routing,
         lora: Lora,
         wanted: bool,
+        saved: SavedCold,
+        last: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients of hidden [T, H], of the weights [T, K], and the LoRA's [E, ...] float32 by name."""
+        """Gradients of hidden [T, H], of the weights [T, K], and the LoRA's [E, ...] float32 by name.
+
+        ``saved`` is what the forward's CPU has kept; ``last``: no other backward follows.
+        """
         layer = self._layers[index]
+        edge = routing.bounds[layer.hot]
+        if layer.cold is not None:
+            tokens = routing.tokens[edge:]
+            coming = layer.cold.backward(saved, hidden, d_out, tokens, lora, wanted, last)
         by_row = routing.row_weights(weights)
         d_x = hidden.new_empty(routing.bounds[-1], self._hidden)
         d_weights = torch.empty_like(by_row)
@@ -266,6 +381,10 @@ class GpuExperts:
             )
             for name, total in gradients.items():
                 total.index_copy_(0, layer.orders[number], found[name].float())
+        if layer.cold is not None:
+            d_x[edge:], d_weights[edge:], *cold = coming.get()
+            for total, part in zip(gradients.values(), cold, strict=True):
+                total.index_copy_(0, layer.cold.order, part)
         return (
             elementwise.combine(d_x, routing.rows, None),
             d_weights[routing.rows],
@@ -273,8 +392,17 @@ class GpuExperts:
         )
 
     @_alone
-    def route(self, index: int, ids: torch.Tensor) -> Routing:
-        return route(ids, self._layers[index].place)
+    def route(self, index: int, ids: torch.Tensor, counted: bool) -> Routing:
+        """The rows of ``ids`` [T, K]; ``counted`` in ``counts``."""
+        layer = self._layers[index]
+        routing = route(ids, layer.place, layer.hot)
+        if counted:
+            self.passes += index == next(iter(self._layers))
+            order = [expert for group in layer.groups for expert in group.experts]
+            order += layer.cold.experts if layer.cold else ()
+            for expert, count in zip(order, routing.counts, strict=True):
+                self.counts[index][expert] += count
+        return routing
 
     def _rows(self, layer: _Layer, number: int, routing: Routing) -> tuple[layer_math.Rows, slice]:
         """A group's rows, and where they are among all."""
@@ -285,104 +413,3 @@ class GpuExperts:
         ends = routing.ends[before:behind] - start
         where = slice(start, routing.bounds[behind])
         return layer_math.Rows(routing.tokens[where], ends, bounds), where
-
-
-@dataclass(frozen=True)
-class Lora:
-    """A layer's LoRA as a call uses it: tensors [E, ...] on the device by name, and α / r."""
-
-    tensors: dict[str, torch.Tensor]
-    scale: float
-
-
-@dataclass(frozen=True)
-class OnGpu:
-    """Where a layer is computed: by ``experts``, under its number."""
-
-    experts: GpuExperts
-    index: int
-
-
-@dataclass
-class GpuCall:
-    """What a forward and its backward share besides tensors."""
-
-    experts: GpuExperts
-    index: int
-    names: tuple[str, ...]
-    scale: float
-    needed: bool
-    """Whether a backward will follow."""
-    accumulate: bool
-    """Whether gradients are added to the parameters' own, as ``MoELoRAExperts.accumulate_grad`` says."""
-    replayed: tuple[Kept, Routing] | None
-    """Output and routing of this call, where a checkpointed layer runs a second time."""
-
-
-class GpuFunction(torch.autograd.Function):
-    """Binds ``GpuExperts`` to autograd."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        call: GpuCall,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        *lora: torch.Tensor,
-    ) -> torch.Tensor:
-        hidden = hidden.contiguous()
-        if call.replayed is not None:
-            kept, routing = call.replayed
-            out = kept.get()
-        else:
-            routing = call.experts.route(call.index, ids)
-            used = _on_device(call, lora)
-            out = call.experts.forward(call.index, hidden, weights, routing, used, call.needed)
-            if checkpointing.recording():
-                checkpointing.record((call.experts.keep(call.index, out), routing))
-        if call.needed:
-            ctx.call, ctx.routing, ctx.parameters = call, routing, lora
-            ctx.save_for_backward(hidden, weights, *lora)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        call: GpuCall = ctx.call
-        # The LoRA is saved so that autograd refuses one that was changed since.
-        hidden, weights, *lora = ctx.saved_tensors
-        routing = ctx.routing
-        call.experts.fetch_before(call.index)
-        if not graph_is_kept():
-            ctx.routing = None  # a loss that lives on doesn't hold it
-        needed = ctx.needs_input_grad[4:]
-        d_hidden, d_weights, gradients = call.experts.backward(
-            call.index,
-            hidden,
-            d_out.to(torch.bfloat16).contiguous(),
-            weights,
-            routing,
-            _on_device(call, lora),
-            any(needed),
-        )
-        told: list[torch.Tensor | None] = []
-        later = []
-        for name, parameter, wanted in zip(call.names, ctx.parameters, needed, strict=True):
-            if not wanted:
-                told.append(None)
-            elif not (call.accumulate and accumulates(parameter)):
-                told.append(gradients[name].to(parameter.device))
-            else:
-                told.append(None)
-                later.append((parameter, gradients[name]))
-        add_gradients(later)
-        return None, d_hidden, None, d_weights, *told
-
-
-def _on_device(call: GpuCall, parameters: Sequence[torch.Tensor]) -> Lora:
-    tensors = {
-        name: parameter.detach().to(call.experts.device, non_blocking=True)
-        for name, parameter in zip(call.names, parameters, strict=True)
-    }
-    return Lora(tensors, call.scale)

@@ -60,7 +60,7 @@ class Run:
     step: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """Experts of a layer that cross together."""
 
@@ -75,14 +75,19 @@ class Group:
 
 
 def layer_groups(
-    weights: Sequence[ExpertWeights], slot_bytes: int, where: str = "a layer"
+    weights: Sequence[ExpertWeights],
+    slot_bytes: int,
+    where: str = "a layer",
+    experts: Sequence[int] | None = None,
 ) -> tuple[Group, ...]:
     """A layer's experts in groups of at most ``slot_bytes`` each, in the order of their addresses.
 
-    ``weights`` are gate, up and down. The groups are of nearly equal size. Raises ``UsageError`` where one
-    expert alone is larger than a slot, or rows aren't next to each other.
+    ``weights`` are gate, up and down; ``experts`` are those to cross, None for all. The groups are of nearly
+    equal size. Raises ``UsageError`` where one expert alone is larger than a slot, or rows aren't next to
+    each other.
     """
-    pieces = list(_pieces(weights))
+    wanted = range(weights[0].count) if experts is None else experts
+    pieces = list(_pieces(weights, wanted))
     if any(not piece.tensor.is_contiguous() for piece in pieces):
         raise UsageError(
             f"the experts of {where} have gaps between their rows: they can't be streamed."
@@ -107,12 +112,12 @@ def layer_groups(
         count += 1
 
 
-def _pieces(weights: Sequence[ExpertWeights]) -> Iterator[Piece]:
+def _pieces(weights: Sequence[ExpertWeights], experts: Sequence[int]) -> Iterator[Piece]:
     for name, stored in zip(PROJECTIONS, weights, strict=True):
         for kind, stack in ((name, stored.weight), (f"{name}.scale", stored.scale)):
             if stack is None:
                 continue
-            for expert in range(len(stack)):
+            for expert in experts:
                 tensor = stack[expert]
                 yield Piece(kind, expert, tensor.data_ptr(), tensor)
 

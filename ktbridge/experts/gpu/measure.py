@@ -2,59 +2,160 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 
+from ktbridge import _kernels
+from ktbridge.experts.gpu.cold import ColdExperts
+from ktbridge.experts.gpu.copying import copier_for
+from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.gpu.gpu_call import OnGpu
+from ktbridge.experts.gpu.layout import layer_groups
+from ktbridge.experts.gpu.lora import Lora
 from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.experts.layer import MoELoRAExperts
 
 _MOST = 8192  # tokens timed; more take in proportion
 _MOST_ON_CPU = 1024
+_COLD_ROWS = (4, 64)  # of each expert
 _REPEATS = 3
 
 
 def time_layer(
-    layer: MoELoRAExperts, experts: GpuExperts, top_k: int, tokens: int, on_cpu: bool = True
+    layer: MoELoRAExperts,
+    device: torch.device,
+    slot_bytes: int,
+    top_k: int,
+    tokens: int,
+    *,
+    cpu: bool = True,
+    cold_threads: int | None = None,
 ) -> LayerTimes:
-    """Time ``layer``, which ``experts`` computes, there and on the CPU (0 without ``on_cpu``).
+    """Time one layer's experts with ``tokens`` [T] of a pass on ``device``, and how fast they cross.
 
-    Its LoRA gradients are dropped afterwards.
+    Nothing crosses while the GPU is timed. ``cpu``: time the CPU's kernels too; with ``cold_threads``, also
+    so many threads of them (0: their default) while the link is busy, for a cut. The layer is left as it
+    was, without gradients.
     """
-    device, place, masters = experts.device, layer.gpu, layer.lora_device
-
-    def run(count: int, where: torch.device) -> float:
-        inputs = _inputs(layer, top_k, count, where)
-
-        def once() -> None:
-            out = layer(*inputs)
-            out.backward(torch.ones_like(out))
-
-        return _seconds(once, where)
-
-    cpu = 0.0
+    groups = list(layer_groups(layer.weights, slot_bytes))
+    copier, _ = copier_for(groups, device)
+    experts = GpuExperts(
+        {0: layer.weights},
+        device,
+        layer.lora_rank,
+        slot_bytes=slot_bytes,
+        slots=len(groups),
+        copier=copier,
+    )
+    place, masters = layer.gpu, layer.lora_device
     try:
+        layer.gpu = OnGpu(experts, 0)
+        layer.move_lora(device)
         few = min(tokens, _MOST)
-        gpu = run(few, device) * tokens / few
-        if on_cpu:
-            layer.gpu = None
-            layer.move_lora(torch.device("cpu"))
+        forward, backward = (tokens / few * each for each in _run(layer, top_k, few, device))
+        layer.gpu = None
+        layer.move_lora(torch.device("cpu"))
+        on_cpu = 0.0
+        if cpu:
             few = min(tokens, _MOST_ON_CPU)
-            cpu = run(few, torch.device("cpu")) * tokens / few
+            on_cpu = tokens / few * sum(_run(layer, top_k, few, torch.device("cpu")))
+        link = _link(experts)
+        phases: list[tuple[float, float]] = [(0.0, 0.0), (0.0, 0.0)]
+        if cold_threads is not None:
+            with _busy(experts):
+                phases = _cold(layer, cold_threads)
+        return LayerTimes(Phase(*phases[0], forward), Phase(*phases[1], backward), on_cpu, link)
     finally:
-        layer.move_lora(masters, pinned=masters.type == "cpu" and device.type == "cuda")
+        _wait(device)
         layer.gpu = place
-    return LayerTimes(gpu, cpu, _link(experts))
+        layer.move_lora(masters)
+        experts.drop()
+        copier.close()
+
+
+def _run(
+    layer: MoELoRAExperts, top_k: int, tokens: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a forward and of a backward."""
+    inputs = _inputs(layer, top_k, tokens, device)
+
+    def forward() -> torch.Tensor:
+        out: torch.Tensor = layer(*inputs)
+        return out
+
+    def both() -> None:
+        out = forward()
+        out.backward(torch.ones_like(out))
+
+    alone = _seconds(forward, device)
+    return alone, max(0.0, _seconds(both, device) - alone)
+
+
+def _cold(layer: MoELoRAExperts, threads: int) -> list[tuple[float, float]]:
+    """Of forward and of backward: the CPU's seconds for an expert that has rows, and for each row."""
+    names = layer.lora_names
+    tensors = (each.detach() for each in layer.lora_parameters())
+    lora = Lora(dict(zip(names, tensors, strict=True)), 1.0)
+    count, host = layer.num_experts, torch.device("cpu")
+    cold = ColdExperts(layer.weights, range(count), threads, None, host)
+    keep = getattr(_kernels.Keep, layer.activation)
+    draw = torch.Generator().manual_seed(0)
+
+    def timed(rows: int) -> tuple[float, float]:
+        hidden = torch.randn(count * rows, layer.hidden_size, generator=draw).bfloat16()
+        tokens = torch.arange(len(hidden))
+        ids = torch.arange(count).repeat_interleave(rows)
+        weights = torch.ones(len(hidden))
+
+        def forward() -> Any:
+            return cold.forward(hidden, tokens, ids, weights, lora, keep)[1]
+
+        def both() -> None:
+            cold.backward(forward(), hidden, hidden, tokens, lora, True, True)
+
+        alone = _seconds(forward, host)
+        return alone, max(0.0, _seconds(both, host) - alone)
+
+    few, many = _COLD_ROWS
+    found = []
+    for small, large in zip(timed(few), timed(many), strict=True):
+        row = max(0.0, large - small) / (count * (many - few))
+        found.append((max(0.0, small / count - few * row), row))
+    return found
+
+
+@contextmanager
+def _busy(experts: GpuExperts) -> Iterator[None]:
+    """The link busy with crossings meanwhile, as in training."""
+    ring, ended = experts.ring, threading.Event()
+    slot = torch.empty(ring.slot_bytes, dtype=torch.uint8, device=experts.device)
+
+    def work() -> None:
+        while not ended.is_set():
+            ready = ring.copier.start(ring.groups[0], slot, None)
+            if experts.device.type == "cuda":
+                ready.wait()
+                torch.cuda.synchronize(experts.device)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _link(experts: GpuExperts) -> float:
     """Bytes a second of one group's crossing, the second time, when its pages are in memory."""
     ring = experts.ring
-    if not ring.groups:
-        return 0.0
     group = ring.groups[0]
     slot = torch.empty(ring.slot_bytes, dtype=torch.uint8, device=experts.device)
 
@@ -77,7 +178,7 @@ def _inputs(
     return hidden.requires_grad_(), ids, weights
 
 
-def _seconds(once: Callable[[], None], device: torch.device) -> float:
+def _seconds(once: Callable[[], Any], device: torch.device) -> float:
     """The median of some runs after one to warm up."""
     taken = []
     for _ in range(_REPEATS + 1):

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from ktbridge.experts.gpu.copying import InPlace, Registered, Registration, Staged, register
-from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
-from ktbridge.experts.gpu.layout import Group, layer_groups
+from ktbridge.experts.gpu.copying import copier_for
+from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.gpu.gpu_call import OnGpu
+from ktbridge.experts.gpu.layout import layer_groups
 from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.gpu.share import Share, Sizes
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.units import size_text
-
-_STAGING_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,10 @@ def sizes_of(model: Any, top_k: int) -> Sizes:
     )
 
 
-def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
+def give_to_gpu(model: Any, device: torch.device, share: Share, cold_threads: int = 1) -> Placed:
     """Have the experts of a wrapped model computed on ``device``, as ``share`` says.
 
+    Which of them the CPU computes, on ``cold_threads`` threads, is for ``GpuExperts.set_cold`` to say.
     Expert LoRA moves there where ``share.masters``: make the optimizer after this. On the CPU as device the
     same is computed there, without streams. Raises ``UsageError`` where a layer can't cross.
     """
@@ -70,6 +69,7 @@ def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
         copier=copier,
         resident=[numbers[place] for place in share.resident],
         outputs_on_host=share.outputs_on_host,
+        cold_threads=cold_threads,
     )
     for index, layer in layers.items():
         assert isinstance(layer, MoELoRAExperts)
@@ -79,24 +79,3 @@ def give_to_gpu(model: Any, device: torch.device, share: Share) -> Placed:
         elif device.type == "cuda":
             layer.move_lora(torch.device("cpu"), pinned=True)
     return Placed(experts, how, copier)
-
-
-def take_back(model: Any, placed: Placed) -> None:
-    """Have the CPU kernels compute the experts again, as before ``give_to_gpu``."""
-    for layer in expert_layers(model).values():
-        assert isinstance(layer, MoELoRAExperts)
-        layer.gpu = None
-        layer.move_lora(torch.device("cpu"))
-    placed.experts.drop()
-    placed.copier.close()
-
-
-def copier_for(groups: list[Group], device: torch.device) -> tuple[Copier, str]:
-    """What moves ``groups`` to ``device``, to be closed by the caller, and how it does, in words."""
-    if device.type == "cpu":
-        return InPlace(), "copied in memory"
-    done = register(groups)
-    if isinstance(done, Registration):
-        return Registered(device, done), f"read in place ({size_text(done.bytes)} registered)"
-    threads = min(_STAGING_THREADS, torch.get_num_threads())
-    return Staged(device, threads), f"copied through pinned memory by {threads} threads: {done}"

@@ -65,6 +65,13 @@ class Ring:
             # The allocator gives memory that what is queued in this stream may still be using.
             slot.free = self._event()
 
+    def hold(self, groups: list[Group]) -> None:
+        """Have other ``groups`` from now on; what the slots hold of the old ones is forgotten."""
+        if groups != self.groups:
+            self.groups = groups
+            for slot in self._slots:
+                slot.holds = None
+
     def take(self, index: int, forward: bool, turns: bool) -> torch.Tensor:
         """The slot that holds group ``index``, for work in the current stream; ``give_back`` it after.
 

@@ -2,7 +2,8 @@
 
 Every token has K slots, one for each of its experts. Slots are sorted by expert, in the order in which the
 experts are computed, and each expert's rows are padded to a multiple of ``PAD``, which grouped products over
-rows (the LoRA's gradients) ask for. Rows of padding stand for token 0 with weight 0.
+rows (the LoRA's gradients) ask for. Rows of padding stand for token 0 with weight 0. Experts that the CPU
+computes come last, without padding.
 """
 
 from __future__ import annotations
@@ -31,19 +32,26 @@ class Routing:
     counts: tuple[int, ...]
     """Slots of each expert without padding, in the order of computing."""
 
+    def owners(self, first: int) -> torch.Tensor:
+        """[R - first] int64: the experts of the rows from ``first`` on, as places in that order."""
+        rows = torch.arange(first, self.bounds[-1], dtype=torch.int32, device=self.ends.device)
+        return torch.searchsorted(self.ends, rows, right=True)
+
     def row_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights`` [T, K] float32 by row: [R], 0 for padding."""
         flat = torch.cat((weights.reshape(-1), weights.new_zeros(1)))
         return flat[self.slots]
 
 
-def route(ids: torch.Tensor, place: torch.Tensor) -> Routing:
+def route(ids: torch.Tensor, place: torch.Tensor, hot: int | None = None) -> Routing:
     """The routing of ``ids`` [T, K]; ``place`` [E] int64 is each expert's place in the order of computing.
 
+    The first ``hot`` experts of that order (None: all) have their rows padded.
     Waits for the device once: products over a group of experts need their number of rows.
     Raises ``IndexError`` where an id is no expert's.
     """
     slots, experts = ids.numel(), len(place)
+    hot = experts if hot is None else hot
     flat = ids.reshape(-1)
     outside = ((flat < 0) | (flat >= experts)).any()
     at = place[flat.clamp(0, experts - 1)]
@@ -55,9 +63,10 @@ def route(ids: torch.Tensor, place: torch.Tensor) -> Routing:
     if wrong:
         raise IndexError(f"topk_ids has an id outside 0 to {experts - 1}.")
     bounds = [0]
-    for count in host:
-        bounds.append(bounds[-1] + -(-count // PAD) * PAD)
-    padded = (counts + PAD - 1) // PAD * PAD
+    for number, count in enumerate(host):
+        bounds.append(bounds[-1] + (-(-count // PAD) * PAD if number < hot else count))
+    padded = counts.clone()
+    padded[:hot] = (counts[:hot] + PAD - 1) // PAD * PAD
     ends = padded.cumsum(0)
     starts = ends - padded
     row = starts[sorted_at] + torch.arange(slots, device=ids.device) - before[sorted_at]

@@ -6,9 +6,10 @@ optimizer's state, the rest of the ring, and then whole layers that stay residen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktbridge.errors import UsageError
+from ktbridge.experts.gpu.cut import Paces, Phase, layer_seconds
 from ktbridge.units import size_text
 
 _GROUP = 300_000_000  # bytes that cross at once: large enough for the link, small beside a layer
@@ -90,6 +91,10 @@ class Share:
     """Tokens a pass."""
     outputs_on_host: bool = False
     """Whether the layers' outputs wait there for their second forward."""
+    hybrid: bool = False
+    """Whether the CPU computes some experts of each layer."""
+    cold: int | None = None
+    """How many of each layer; None: as many as are best."""
 
     def resident_bytes(self, sizes: Sizes) -> int:
         """What the layers that stay take on the GPU."""
@@ -110,6 +115,18 @@ class Share:
         work = sizes.work(len(self.resident) == sizes.layers)
         return sizes.outputs(self.outputs_on_host) + max(work, passing)
 
+    def spared(self, sizes: Sizes, kept: int, step_tokens: int) -> int:
+        """What the LoRA's gradients don't take on the GPU beside all else.
+
+        In a step of one pass they come while backward lets go of the layers' inputs (``kept`` bytes a token)
+        and outputs, so the larger of both is there. A later pass finds all gradients.
+        """
+        if not self.masters or self.tokens < step_tokens:
+            return 0
+        going = self.tokens * (kept + sizes.outputs(self.outputs_on_host))
+        gradients = 4 * sizes.layers * sizes.lora
+        return min(gradients, going) * (sizes.layers - 1) // sizes.layers
+
     def gpu_bytes(self, sizes: Sizes) -> int:
         """What experts and their LoRA take on the GPU, activations left out."""
         parts = self.resident_bytes, self.streamed_bytes, self.lora_bytes
@@ -118,12 +135,19 @@ class Share:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer's experts, forward and backward, in a pass."""
+    """Seconds of one layer's experts in a pass."""
 
-    gpu: float
+    forward: Phase
+    backward: Phase
     cpu: float
+    """Forward and backward of all of them on the CPU."""
     link: float
-    """Bytes a second from host to GPU; 0 where nothing is streamed."""
+    """Bytes a second from host to GPU."""
+
+    @property
+    def gpu(self) -> float:
+        """Forward and backward of all of them on the GPU."""
+        return self.forward.experts + self.backward.experts
 
 
 def gpu_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0.0) -> float:
@@ -137,6 +161,27 @@ def gpu_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0
     if streamed:
         crossing = 2 * max(0, streamed - share.slots) * share.slot_bytes / times.link
     return max(crossing, sizes.layers * times.gpu + others)
+
+
+def paces(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0.0) -> Paces:
+    """What a layer is cut by; ``others`` are a pass's seconds outside the experts, a third in forward."""
+    outside = others / sizes.layers / 3
+    streamed = max(1, sizes.layers - len(share.resident))
+    return Paces(
+        replace(times.forward, outside=outside),
+        replace(times.backward, outside=2 * outside),
+        sizes.stored / sizes.experts / times.link,
+        share.slots * sizes.experts / sizes.groups / streamed,
+    )
+
+
+def hybrid_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0.0) -> float:
+    """Seconds of a pass whose coldest experts the CPU computes, where tokens go to all alike."""
+    rows = [share.tokens * sizes.top_k / sizes.experts] * sizes.experts
+    cut = paces(times, share, sizes, others)
+    if share.cold is not None:
+        return sizes.layers * layer_seconds(rows, cut)[share.cold]
+    return sizes.layers * min(layer_seconds(rows, cut))
 
 
 def cpu_seconds(times: LayerTimes, sizes: Sizes) -> float:
@@ -160,30 +205,38 @@ def choose_share(
     mode: str = "stream",
     gpu_experts: int | None = None,
     tokens: int | None = None,
+    kept: int = 0,
 ) -> Share:
     """The share for ``free`` bytes of GPU memory, which all but the experts has been taken from.
 
     ``token_bytes`` is what a token takes outside the experts while these are computed, ``passing`` what comes
     and goes in a layer when they are not. ``longest`` are the least tokens of a pass (a whole row),
-    ``step_tokens`` those of an optimizer step. ``mode`` "resident" keeps every layer. ``gpu_experts`` of each
-    layer's experts are kept as so many whole layers; None keeps what fits. ``tokens`` sets those of a pass.
+    ``step_tokens`` those of an optimizer step. ``mode`` "resident" keeps every layer; "hybrid" gives all
+    that is left to the ring. ``gpu_experts`` of each layer's experts are kept as so many whole layers, or in
+    "hybrid" computed by the GPU; None: what fits, what is best. ``tokens`` sets those of a pass. ``kept`` of
+    ``token_bytes`` is let go of as backward goes through the layers.
 
     Raises ``UsageError`` where it doesn't fit, with what is short.
     """
-    whole = mode == "resident"
+    whole, hybrid = mode == "resident", mode == "hybrid"
     layers = sizes.layers if whole else 0
-    if gpu_experts is not None and not whole:
+    cold = None
+    if gpu_experts is not None and hybrid:
+        cold = max(0, sizes.experts - gpu_experts)
+    elif gpu_experts is not None and not whole:
         layers = min(sizes.layers, round(sizes.layers * gpu_experts / sizes.experts))
     slots = 0 if layers == sizes.layers else _LEAST_SLOTS
 
     away = False
 
     def share(tokens: int, slots: int, layers: int, masters: bool) -> Share:
-        return Share(sizes.slot, slots, evenly(layers, sizes.layers), masters, tokens, away)
+        kept = evenly(layers, sizes.layers)
+        return Share(sizes.slot, slots, kept, masters, tokens, away, hybrid, cold)
 
     def taken(found: Share) -> int:
         each = token_bytes + found.token_bytes(sizes, passing)
-        return found.gpu_bytes(sizes) + found.tokens * each
+        whole = found.gpu_bytes(sizes) + found.tokens * each
+        return whole - found.spared(sizes, kept, step_tokens)
 
     def room() -> int:
         one = share(longest, slots, layers, False)
@@ -207,10 +260,12 @@ def choose_share(
     if not tokens and passes > 1:  # passes of equal size
         most = max(longest, min(most, -(-step_tokens // passes) + longest // 2))
     best = share(most, slots, layers, taken(share(most, slots, layers, True)) <= free)
-    full = min(sizes.groups + _AHEAD, sizes.groups * (sizes.layers - layers))
+    full = sizes.groups * (sizes.layers - layers)
+    if not hybrid:  # whole layers are kept instead
+        full = min(sizes.groups + _AHEAD, full)
     while best.slots < full and taken(share(most, best.slots + 1, layers, best.masters)) <= free:
         best = share(most, best.slots + 1, layers, best.masters)
-    if gpu_experts is None and not whole:
+    if gpu_experts is None and not whole and not hybrid:
         while len(best.resident) < sizes.layers:
             more = share(most, best.slots, len(best.resident) + 1, best.masters)
             if taken(more) > free:

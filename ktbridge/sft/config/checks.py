@@ -169,7 +169,7 @@ def _notes_on_experts(block: Mapping[str, Any], kt: Mapping[str, Any], findings:
                 f"kt_config.{key}",
                 f"{block[key]}, while kt_experts is cpu: no expert is on the GPU",
                 "",
-                "Set kt_experts: stream, resident or auto (docs/gpu-experts.md), or leave it out.",
+                "Set kt_experts: stream, hybrid, resident or auto (docs/gpu-experts.md), or leave it out.",
                 code=MEANINGLESS,
             )
     for key in ("kt_backend", "kt_expert_weight_format"):

@@ -65,14 +65,16 @@ class KtConfig:
         one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
     )
     """bf16 with kt-kernel, which is given nothing else; our kernels read what the checkpoint has."""
-    kt_experts: str = _option(one_of("auto", "cpu", "stream", "resident"), "cpu")
+    kt_experts: str = _option(one_of("auto", "cpu", "stream", "hybrid", "resident"), "cpu")
     """What computes the routed experts. cpu: our kernels. stream: the GPU, to which each layer's weights
-    cross from the checkpoint in RAM. resident: the GPU, which keeps them all. auto, where there is a GPU: the
-    fastest that fits, by times measured at the start."""
+    cross from the checkpoint in RAM. hybrid: as stream, but the CPU computes those with the fewest tokens
+    meanwhile. resident: the GPU, which keeps them all. auto, where there is a GPU: the fastest that fits, by
+    times measured at the start."""
     kt_gpu_memory: int | None = _option(size, None)
     """GPU memory that the run may take in all, as 24GB; default: what is free."""
     kt_num_gpu_experts: int | None = _option(gpu_experts, None)
-    """How many of each layer's experts the GPU keeps, as so many whole layers; default: what fits."""
+    """How many of each layer's experts the GPU keeps, as so many whole layers, or in hybrid computes;
+    default: what fits, what is fastest."""
     kt_lora_rank: int | None = _option(whole(1, MAX_EXPERT_RANK), None)
     """Rank of the expert LoRA; default: lora_rank."""
     kt_lora_alpha: float | None = _option(number, None)

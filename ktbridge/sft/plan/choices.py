@@ -71,8 +71,7 @@ def _timed(choices: Sequence[Choice], memory: int | None) -> Iterator[Choice]:
         if made.share is None:
             yield replace(choice, pace=pace_of(made, machine))
             continue
-        whole = len(made.share.resident) == made.expert_sizes.layers
-        times = measure_gpu_layer(made, made.batch.tokens, streamed=not whole)
+        times = measure_gpu_layer(made, made.batch.tokens)
         if times is None:
             yield replace(choice, why="not timed: there is no GPU here")
         else:

@@ -85,18 +85,16 @@ def measure_experts(setting: Setting, tokens: int, room: int | None) -> ExpertTi
     )
 
 
-def measure_gpu_layer(setting: Setting, tokens: int, streamed: bool) -> LayerTimes | None:
+def measure_gpu_layer(setting: Setting, tokens: int) -> LayerTimes | None:
     """A layer's experts on this machine's GPU, and how fast they cross; None where there is no GPU to ask.
 
     Weights are random and in this process's memory, registered with the driver as a mapped file's are.
     """
     import torch
 
-    from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
-    from ktbridge.experts.gpu.layout import layer_groups
     from ktbridge.experts.gpu.measure import time_layer
-    from ktbridge.experts.gpu.place import copier_for
     from ktbridge.experts.layer import MoELoRAExperts
+    from ktbridge.sft.attach import threads_beside_python
 
     if not torch.cuda.is_available():
         return None
@@ -106,25 +104,10 @@ def measure_gpu_layer(setting: Setting, tokens: int, streamed: bool) -> LayerTim
     layer = MoELoRAExperts.from_tensors(
         *_random_layer(storage, size, setting.shape.mappable), lora_rank=size.rank
     )
-    groups = list(layer_groups(layer.weights, sizes.slot))
-    copier, _ = copier_for(groups, device)
-    experts = GpuExperts(
-        {0: layer.weights},
-        device,
-        size.rank,
-        slot_bytes=sizes.slot,
-        slots=len(groups),
-        copier=copier,
-        resident=() if streamed else (0,),
+    threads = threads_beside_python(device) if setting.share and setting.share.hybrid else None
+    return time_layer(
+        layer, device, sizes.slot, size.top_k, tokens, cpu=False, cold_threads=threads
     )
-    layer.gpu = OnGpu(experts, 0)
-    layer.move_lora(device)
-    try:
-        return time_layer(layer, experts, size.top_k, tokens, on_cpu=False)
-    finally:
-        torch.cuda.synchronize()
-        experts.drop()
-        copier.close()
 
 
 @dataclass(frozen=True)

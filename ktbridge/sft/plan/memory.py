@@ -6,6 +6,7 @@ the same function of another configuration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -174,7 +175,12 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
     lora = expert_lora_elements(setting)
     how = f"rank {config.expert_rank}: {lora / 1e6:.1f} M float32 weights, gradients, 2 Adam states"
     masters: Where = "GPU" if setting.share is not None and setting.share.masters else "RAM"
-    yield Part("expert LoRA", masters, 16 * lora, how)
+    spared = 0
+    if setting.share is not None:
+        step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
+        spared = setting.share.spared(setting.expert_sizes, kept_token_bytes(setting), step)
+        how += "; the gradients come as activations go" if spared else ""
+    yield Part("expert LoRA", masters, 16 * lora - spared, how)
     if setting.share is not None:
         yield from _gpu_expert_parts(setting, setting.share)
         return
@@ -270,6 +276,11 @@ def activation_bytes(setting: Setting) -> tuple[int, int]:
     kept, most, _ = _activations(setting)
     passing = _passing(setting)
     return kept + max(most, loss_bytes(setting.shape, setting.batch)) - passing, passing
+
+
+def kept_token_bytes(setting: Setting) -> int:
+    """Bytes a token of what is kept between forward and backward outside the experts."""
+    return _activations(setting)[0] // setting.batch.tokens
 
 
 def _passing(setting: Setting) -> int:

@@ -18,10 +18,11 @@ from ktbridge.sft.plan.memory import (
     GPU_SEGMENTS_SLACK,
     Setting,
     activation_bytes,
+    kept_token_bytes,
     nonexpert_lora_elements,
 )
 
-ON_GPU = ("stream", "resident")
+ON_GPU = ("stream", "hybrid", "resident")
 """Values of kt_experts that ask for the GPU."""
 _LARGE = 8192  # tokens
 OF_ALL = 0.94
@@ -40,6 +41,8 @@ class Room:
     """The least tokens of a pass: a row, or a pair."""
     step: int
     """Tokens of an optimizer step."""
+    kept: int = 0
+    """Of ``token_bytes``, what backward lets go of as it goes through the layers."""
 
     @property
     def most(self) -> int:
@@ -70,7 +73,7 @@ def room(setting: Setting, limit: int, taken: int | None = None) -> Room:
     constant = max(0, sum(small) - (token + passing) * longest)
     step = setting.step_rows * sides * setting.lengths.mean
     free = limit - taken - 3 * width * lora - constant
-    return Room(free, token, passing, longest, math.ceil(step))
+    return Room(free, token, passing, longest, math.ceil(step), kept_token_bytes(setting))
 
 
 def share_for(setting: Setting, mode: str, space: Room, sizes: Sizes | None = None) -> Share:
@@ -86,6 +89,7 @@ def share_for(setting: Setting, mode: str, space: Room, sizes: Sizes | None = No
         mode=mode,
         gpu_experts=config.kt_config.kt_num_gpu_experts,
         tokens=None if config.tokens_per_pass == "auto" else int(config.tokens_per_pass),
+        kept=space.kept,
     )
 
 
@@ -93,6 +97,12 @@ def limit_of(setting: Setting, memory: int) -> int:
     """Bytes for tensors on a GPU of ``memory`` bytes, by the run's budget."""
     budget = setting.config.kt_config.kt_gpu_memory
     return min(budget or round(OF_ALL * memory), memory) - CUDA_CONTEXT
+
+
+def everything_fits(share: Share, sizes: Sizes) -> bool:
+    """Whether nothing crosses any more: every layer is resident, or the ring holds all groups."""
+    streamed = sizes.layers - len(share.resident)
+    return share.cold is None and share.slots >= streamed * sizes.groups
 
 
 def cpu_tokens(setting: Setting, space: Room, memory: int | None) -> int:
@@ -136,7 +146,7 @@ def with_tokens(setting: Setting, tokens: int) -> Setting:
 def possible(
     setting: Setting, memory: int, host: int | None
 ) -> Iterator[tuple[str, Setting | str]]:
-    """cpu, stream and resident, each as the setting that it makes, or why it can't be had.
+    """cpu, stream, hybrid and resident, each as the setting that it makes, or why it can't be had.
 
     ``memory`` are the bytes of the GPU, ``host`` those of RAM.
     """
@@ -150,7 +160,7 @@ def possible(
         except UsageError as error:
             yield mode, error.sentence
             continue
-        if mode == "stream" and len(share.resident) == setting.expert_sizes.layers:
+        if mode != "resident" and everything_fits(share, setting.expert_sizes):
             yield mode, "everything fits: resident is faster"
             continue
         yield mode, replace(with_tokens(setting, share.tokens), share=share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktbridge.experts.gpu.share import LayerTimes, gpu_seconds
+from ktbridge.experts.gpu.share import LayerTimes, gpu_seconds, hybrid_seconds
 from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.plan.measure import (
     ExpertTimes,
@@ -61,7 +61,8 @@ def pace_of(setting: Setting, found: Measured, gpu: LayerTimes | None = None) ->
         updates = times.update * (on_cpu if setting.cuda else trained)
     else:
         assert gpu is not None
-        whole = passes * gpu_seconds(gpu, setting.share, setting.expert_sizes, others)
+        seconds = hybrid_seconds if setting.share.hybrid else gpu_seconds
+        whole = passes * seconds(gpu, setting.share, setting.expert_sizes, others)
         experts = max(0.0, whole - passes * others)
         updates = 0.0 if setting.share.masters else times.update * on_cpu
     step = whole + updates

@@ -1,0 +1,162 @@
+"""A layer's cold experts, which the CPU's kernels compute while the GPU computes the others.
+
+Experts that few tokens go to cost the link as much as any other, and the CPU little. Their rows go to the
+host, sorted by expert as the GPU has them, and come back as rows: the GPU adds up a token's experts, whoever
+computed them. On a CUDA device copies and kernels run in a stream of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ktbridge import _kernels
+from ktbridge.experts import crossing, queued
+from ktbridge.experts.expert_call import addresses, counted, kernels_of
+from ktbridge.experts.gpu.lora import Lora
+from ktbridge.experts.modules import Triple
+
+Saved = Any
+"""What a forward left for its backward; None for no rows."""
+
+
+class Coming:
+    """Tensors that another stream is making."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], event: Any) -> None:
+        self._tensors, self._event = tuple(tensors), event
+
+    def get(self) -> tuple[torch.Tensor, ...]:
+        """They, for the current stream."""
+        if self._event is not None:
+            self._event.wait()
+            for tensor in self._tensors:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return self._tensors
+
+
+class ColdExperts:
+    """The experts ``experts`` of a layer with ``weights``, on ``threads`` threads of the host."""
+
+    def __init__(
+        self,
+        weights: Triple,
+        experts: Sequence[int],
+        threads: int,
+        stream: Any,
+        device: torch.device,
+    ) -> None:
+        """``stream``: of the CUDA ``device`` that has their rows; None where that is the CPU."""
+        self.experts = tuple(experts)
+        self.order = torch.tensor(self.experts, device=device)
+        self._weights = tuple(each.only(experts) for each in weights)
+        self._kernels = kernels_of(self._weights, "auto", threads)
+        self._stream, self._device = stream, device
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        lora: Lora,
+        keep: _kernels.Keep,
+    ) -> tuple[Coming, Saved]:
+        """Weighted outputs by row [S, H] of the rows ``tokens`` [S] of ``hidden`` [T, H].
+
+        ``ids`` [S] int64 are places in ``experts``, ``weights`` [S] float32; ``lora`` has this layer's
+        tensors, of all experts.
+        """
+        with self._aside(hidden, tokens, ids, weights, *lora.tensors.values()):
+            x = hidden[tokens]
+            if not len(x):
+                return self._coming(x), None
+            own = self._own(lora)
+            hosts = crossing.to_host(x, ids, weights, *own.values(), wait=False)
+            out = crossing.host_empty(x, self._stream is not None)
+            arguments: tuple[Any, ...] = (
+                *self._lora(own, hosts[3:], lora.scale),
+                len(x),
+                1,
+                *(tensor.data_ptr() for tensor in (*hosts[:3], out)),
+                keep,
+            )
+            if self._stream is None:
+                with counted():
+                    saved = self._kernels.forward(*arguments)
+            else:
+                start = self._kernels.queue_forward
+                saved = queued.queue(self._stream, start, arguments, (self, hosts, out))
+                if keep == _kernels.Keep.nothing:
+                    queued.finish(self._stream)  # nobody else would tell of a failure
+            return self._coming(crossing.to_device(out, self._device)), saved
+
+    def backward(
+        self,
+        saved: Saved,
+        hidden: torch.Tensor,
+        d_out: torch.Tensor,
+        tokens: torch.Tensor,
+        lora: Lora,
+        wanted: bool,
+        last: bool,
+    ) -> Coming:
+        """By row: gradients of hidden [S, H] bfloat16 and of the weights [S] float32; then the LoRA's.
+
+        Those are [len(experts), ...] float32 in the order of ``lora``'s names, none unless ``wanted``.
+        ``last``: no other backward follows.
+        """
+        with self._aside(hidden, d_out, tokens, *lora.tensors.values()):
+            x, d = hidden[tokens], d_out[tokens]
+            own = self._own(lora)
+            gradients = [torch.zeros_like(tensor) for tensor in own.values()] if wanted else []
+            d_weights = torch.zeros(len(x), device=self._device)
+            if saved is None:
+                return self._coming(torch.zeros_like(x), d_weights, *gradients)
+            hosts = crossing.to_host(x, d, d_weights, *own.values(), *gradients, wait=False)
+            there = hosts[3 + len(own) :]  # zeros, which the kernels add to
+            d_hidden = crossing.host_empty(x, self._stream is not None)
+            arguments: tuple[Any, ...] = (
+                *self._lora(own, hosts[3 : 3 + len(own)], lora.scale),
+                *(tensor.data_ptr() for tensor in (*hosts[:2], d_hidden, hosts[2])),
+                addresses(tuple(own), there) if wanted else addresses((), ()),
+            )
+            if self._stream is None:
+                with counted():
+                    self._kernels.backward(saved, *arguments)
+            else:
+                start = self._kernels.queue_backward
+                alive = self, hosts, d_hidden
+                queued.queue(self._stream, start, (saved, last, *arguments), alive)
+                queued.finish_after_backward(self._stream)
+            back = (d_hidden, hosts[2], *there)
+            return self._coming(*(crossing.to_device(tensor, self._device) for tensor in back))
+
+    def _own(self, lora: Lora) -> dict[str, torch.Tensor]:
+        return {name: tensor[self.order] for name, tensor in lora.tensors.items()}
+
+    @staticmethod
+    def _lora(
+        own: dict[str, torch.Tensor], hosts: Sequence[torch.Tensor], scale: float
+    ) -> tuple[list[int], int, float]:
+        """Addresses, rank and α / r as the kernels take them."""
+        rank = next((t.shape[1] for name, t in own.items() if name.endswith("_a")), 0)
+        return addresses(tuple(own), hosts), rank, scale if own else 0.0
+
+    @contextlib.contextmanager
+    def _aside(self, *used: torch.Tensor) -> Any:
+        """Work in the own stream, once what the current one was asked for so far is there."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in used:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _coming(self, *tensors: torch.Tensor) -> Coming:
+        return Coming(tensors, None if self._stream is None else self._stream.record_event())

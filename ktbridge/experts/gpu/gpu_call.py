@@ -1,0 +1,124 @@
+"""One call of a layer whose experts a ``GpuExperts`` computes, bound to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ktbridge import _kernels
+from ktbridge.experts import checkpointing
+from ktbridge.experts.expert_call import accumulates, graph_is_kept
+from ktbridge.experts.gpu.cold import Saved
+from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.gpu.gradients import add_gradients
+from ktbridge.experts.gpu.lora import Lora
+from ktbridge.experts.gpu.outputs import Kept
+from ktbridge.experts.gpu.routing import Routing
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Where a layer is computed: by ``experts``, under its number."""
+
+    experts: GpuExperts
+    index: int
+
+
+@dataclass
+class GpuCall:
+    """What a forward and its backward share besides tensors."""
+
+    experts: GpuExperts
+    index: int
+    names: tuple[str, ...]
+    scale: float
+    keep: _kernels.Keep
+    """What the CPU keeps of its experts for a backward; nothing where none will follow."""
+    accumulate: bool
+    """Whether gradients are added to the parameters' own, as ``MoELoRAExperts.accumulate_grad`` says."""
+    replayed: tuple[Kept, Routing] | None
+    """Output and routing of this call, where a checkpointed layer runs a second time."""
+    saved: Saved = None
+
+    @property
+    def needed(self) -> bool:
+        """Whether a backward will follow."""
+        return self.keep != _kernels.Keep.nothing
+
+
+class GpuFunction(torch.autograd.Function):
+    """Binds ``GpuExperts`` to autograd."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        call: GpuCall,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *lora: torch.Tensor,
+    ) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        if call.replayed is not None:
+            kept, routing = call.replayed
+            out = kept.get()
+        else:
+            routing = call.experts.route(call.index, ids, call.needed)
+            used = _on_device(call, lora)
+            out, call.saved = call.experts.forward(
+                call.index, hidden, weights, routing, used, call.keep
+            )
+            if checkpointing.recording():
+                checkpointing.record((call.experts.keep(call.index, out), routing))
+        if call.needed:
+            ctx.call, ctx.routing, ctx.parameters = call, routing, lora
+            ctx.save_for_backward(hidden, weights, *lora)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        call: GpuCall = ctx.call
+        # The LoRA is saved so that autograd refuses one that was changed since.
+        hidden, weights, *lora = ctx.saved_tensors
+        routing = ctx.routing
+        call.experts.fetch_before(call.index)
+        saved, last = call.saved, not graph_is_kept()
+        if last:
+            ctx.routing = call.saved = None  # a loss that lives on doesn't hold them
+        needed = ctx.needs_input_grad[4:]
+        d_hidden, d_weights, gradients = call.experts.backward(
+            call.index,
+            hidden,
+            d_out.to(torch.bfloat16).contiguous(),
+            weights,
+            routing,
+            _on_device(call, lora),
+            any(needed),
+            saved,
+            last,
+        )
+        told: list[torch.Tensor | None] = []
+        later = []
+        for name, parameter, wanted in zip(call.names, ctx.parameters, needed, strict=True):
+            if not wanted:
+                told.append(None)
+            elif not (call.accumulate and accumulates(parameter)):
+                told.append(gradients[name].to(parameter.device))
+            else:
+                told.append(None)
+                later.append((parameter, gradients[name]))
+        add_gradients(later)
+        return None, d_hidden, None, d_weights, *told
+
+
+def _on_device(call: GpuCall, parameters: Sequence[torch.Tensor]) -> Lora:
+    tensors = {
+        name: parameter.detach().to(call.experts.device, non_blocking=True)
+        for name, parameter in zip(call.names, parameters, strict=True)
+    }
+    return Lora(tensors, call.scale)
