@@ -33,7 +33,7 @@ def time_layer(
             out = layer(*inputs)
             out.backward(torch.ones_like(out))
 
-        return _seconds(once, where)
+        return median_seconds(once, where)
 
     cpu = 0.0
     try:
@@ -63,7 +63,7 @@ def _link(experts: GpuExperts) -> float:
         if ready is not None:
             ready.wait()
 
-    return group.bytes / _seconds(once, experts.device)
+    return group.bytes / median_seconds(once, experts.device)
 
 
 def _inputs(
@@ -77,7 +77,7 @@ def _inputs(
     return hidden.requires_grad_(), ids, weights
 
 
-def _seconds(once: Callable[[], None], device: torch.device) -> float:
+def median_seconds(once: Callable[[], object], device: torch.device) -> float:
     """The median of some runs after one to warm up."""
     taken = []
     for _ in range(_REPEATS + 1):
