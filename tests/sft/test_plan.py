@@ -370,7 +370,7 @@ def test_the_disk_that_experts_are_read_from_is_timed(run_yaml, tmp_path, briefl
 
     text = told()
     size = f"{mapped(plan) / 1000:.1f} kB"
-    lead = f"the page cache can't hold the experts: reading {size} a pass"
+    lead = f"the page cache can't hold all experts: reading {size} a pass"
     assert f"{lead} at 200.0 kB/s (measured here on model.safetensors): at least 0.98 s" in text
     assert "the first step takes longer" not in text
     found = json.loads(told("--json", "--no-measure"))["disk_reads"]

@@ -87,7 +87,7 @@ class DiskReads:
         return {**asdict(self), "seconds": self.seconds, "text": str(self)}
 
     def __str__(self) -> str:
-        lead = f"the page cache can't hold the experts: reading {size_text(self.size)} a pass"
+        lead = f"the page cache can't hold all experts: reading {size_text(self.size)} a pass"
         if self.rate is None or self.seconds is None:
             return f"{lead} from disk, at a pace that isn't known ({self.how})"
         pace = f"{size_text(round(self.rate))}/s ({self.how})"
