@@ -1,4 +1,4 @@
-"""Sizes as people write and read them. One unit everywhere: GB of 10^9 bytes, as disks and hubs count.
+"""Numbers as people write and read them. One unit of sizes: GB of 10^9 bytes, as disks and hubs count.
 
 Memory is often sold in GiB; both can be given, and 64 GiB are shown as the 68.7 GB that they are.
 """
@@ -36,3 +36,8 @@ def size_text(size: int) -> str:
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"
     return f"{size} bytes"
+
+
+def figures(number: float) -> str:
+    """Two significant figures of small numbers: an estimate has no more."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"

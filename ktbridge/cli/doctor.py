@@ -17,12 +17,15 @@ MARKS = {"ok": "[green]✓[/]", "missing": "[yellow]–[/]", "problem": "[bold r
     metavar="FILE",
     help="Interpreter of SGLang-KT's environment, if it has one of its own.",
 )
-@click.option("--quick", is_flag=True, help="Look packages up without importing them.")
+@click.option(
+    "--quick", is_flag=True, help="Look packages up without importing them, or trying GPUs."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(engine_python: str | None, quick: bool, as_json: bool) -> None:
     """Show CPU, instruction sets, memory, GPUs and packages, with a remedy for what is missing.
 
-    Packages are imported, in a process beside this one, so that a broken one is found here.
+    Packages are imported, in a process beside this one, so that a broken one is found here; in another the
+    GPUs are tried with what routed experts want of them (kt_experts: stream, resident).
 
     Exit code 1 when something is broken; what is merely not installed is no failure.
     """

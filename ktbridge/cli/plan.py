@@ -16,7 +16,7 @@ from ktbridge.cli._machine import described, machine_options
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--no-measure", is_flag=True, help="Don't time the kernels: no tokens/s.")
+@click.option("--no-measure", is_flag=True, help="Don't time kernels or disk: no tokens/s.")
 @machine_options
 def command(
     config: str,
@@ -52,7 +52,7 @@ def _show(plan: Any) -> None:
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
-    from ktbridge.units import size_text
+    from ktbridge.units import figures, size_text
 
     # One unit for all, so that a column can be compared: MB where no part comes to a GB.
     unit, scale = ("GB", 1e9) if max(part.size for part in plan.parts) >= 1e9 else ("MB", 1e6)
@@ -84,17 +84,19 @@ def _show(plan: Any) -> None:
     if plan.pace is not None:
         pace = plan.pace
         console.print(
-            f"about {_figures(pace.tokens_per_second)} tokens/s, {_duration(pace.step_seconds)} a step, "
+            f"about {figures(pace.tokens_per_second)} tokens/s, {_duration(pace.step_seconds)} a step, "
             f"{_duration(pace.seconds)} in all; experts take {pace.expert_share:.0%} of it",
             soft_wrap=True,
         )
-        if pace.cold_bytes:
+        if pace.cold_bytes and plan.disk_reads is None:
             console.print(
                 f"the first step takes longer: {size_text(pace.cold_bytes)} of experts are read from disk, "
                 "at its pace, unless the page cache has them",
                 soft_wrap=True,
             )
         console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
+    if plan.disk_reads is not None:
+        console.print(f"[yellow]{shown(str(plan.disk_reads))}[/]", soft_wrap=True)
     if len(plan.experts) > 1:
         _show_experts(plan)
     for note in plan.notes:
@@ -117,7 +119,7 @@ def _show_experts(plan: Any) -> None:
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
-    from ktbridge.units import size_text
+    from ktbridge.units import figures, size_text
 
     table = Table(box=None, padding=(0, 1), title_justify="left")
     table.title = "who computes the experts (kt_experts)"
@@ -128,21 +130,18 @@ def _show_experts(plan: Any) -> None:
             each.name,
             size_text(each.gpu) if each.gpu is not None else "-",
             f"{each.tokens_per_pass:,}" if each.tokens_per_pass else "-",
-            _figures(each.tokens_per_second) if each.tokens_per_second else "-",
+            figures(each.tokens_per_second) if each.tokens_per_second else "-",
             "taken" if each.chosen else shown(each.why),
         )
     console.print(table)
 
 
-def _figures(number: float) -> str:
-    """Two significant figures of small numbers: an estimate has no more."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-
-
 def _duration(seconds: float) -> str:
     """ "0.34 s", "45 s", "12 min", "3 h 05 min", "2 days 4 h"."""
+    from ktbridge.units import figures
+
     if seconds < 90:
-        return f"{_figures(seconds)} s"
+        return f"{figures(seconds)} s"
     minutes = round(seconds / 60)
     if minutes < 90:
         return f"{minutes} min"

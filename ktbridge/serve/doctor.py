@@ -7,9 +7,11 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ktbridge.experts.gpu.probe import GpuFacts
 from ktbridge.install import reinstall_hint
 from ktbridge.machine import Machine, read_machine
 from ktbridge.serve.doctor_engine import check_engine
+from ktbridge.serve.doctor_experts import try_gpus
 from ktbridge.serve.doctor_gpu import check_gpu
 from ktbridge.serve.doctor_packages import Check, check_packages
 from ktbridge.units import size_text
@@ -19,6 +21,8 @@ from ktbridge.units import size_text
 class Diagnosis:
     machine: Machine
     checks: tuple[Check, ...]
+    gpus: tuple[GpuFacts, ...] = ()
+    """What was measured of each GPU that torch sees."""
 
     @property
     def ok(self) -> bool:
@@ -29,6 +33,7 @@ class Diagnosis:
             "ok": self.ok,
             "machine": self.machine.as_dict(),
             "checks": [asdict(check) for check in self.checks],
+            "gpus": [asdict(gpu) for gpu in self.gpus],
         }
 
 
@@ -40,6 +45,7 @@ def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosi
     """
     machine = read_machine()
     packages, imported = check_packages(imports)
+    gpus, expert_checks = try_gpus(imported)
     checks = [
         Check("CPU", "ok", machine.cpu or "unknown"),
         _isa(machine),
@@ -49,10 +55,11 @@ def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosi
         _numa(machine),
         _huge_pages(machine),
         check_gpu(imported),
+        *expert_checks,
         *packages,
         *check_engine(machine, engine_python, imports),
     ]
-    return Diagnosis(machine, tuple(checks))
+    return Diagnosis(machine, tuple(checks), gpus)
 
 
 def _isa(machine: Machine) -> Check:

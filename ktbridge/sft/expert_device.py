@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from ktbridge.errors import Problem, UsageError
+from ktbridge.experts.gpu.grouped import has_cores
 from ktbridge.experts.gpu.hybrid import Hybrid
 from ktbridge.experts.gpu.measure import time_layer
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
@@ -175,7 +176,7 @@ def _obstacle(config: TrainConfig, device: torch.device) -> str:
         return closed
     if distributed.world().size > 1:
         return "is for one process so far"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if not has_cores(device):
         major, minor = torch.cuda.get_device_capability(device)
         return f"needs bfloat16 tensor cores (sm80 or later; this GPU is sm{major}{minor})"
     return ""

@@ -10,7 +10,8 @@ from expertmoe import pack_int4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktbridge.experts.gpu.copying import InPlace, pages_are_ours, regions
+from ktbridge.experts.gpu import copying, probe
+from ktbridge.experts.gpu.copying import InPlace, Registration, pages_are_ours, regions
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
 from ktbridge.experts.gpu.ring import Ring
@@ -287,3 +288,15 @@ def test_only_pages_that_hold_nothing_else_are_registered(tmp_path):
     assert pages_are_ours([Span(pages, 0, 8192), Span(pages + 8192, 8192, 4096)])
     assert not pages_are_ours([Span(pages + 8, 0, 8184)])
     assert not pages_are_ours([Span(of_file, 0, 20_000), Span(heap, 20_224, 40_000)])
+
+
+@pytest.mark.parametrize("answer", [Registration(), "not permitted"])
+def test_what_doctor_has_registered_is_a_mapped_file(answer, monkeypatch):
+    def register(groups):
+        (span,) = (span for group in groups for span in group.spans)
+        assert pages_are_ours([span])
+        assert (copying.host_bytes(span.address, span.bytes) == ord("x")).all()
+        return answer
+
+    monkeypatch.setattr(copying, "register", register)
+    assert probe.not_in_place() == ("" if isinstance(answer, Registration) else answer)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
+
+from ktbridge.experts.gpu.probe import MARK, GpuFacts
 from ktbridge.machine import NumaNode, read_machine
-from ktbridge.serve.doctor import _huge_pages, _numa
+from ktbridge.serve import doctor_experts
+from ktbridge.serve.doctor import Diagnosis, _huge_pages, _numa
+from ktbridge.serve.doctor_packages import Imports
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -133,6 +139,44 @@ def test_gpus_without_asking_torch(run_cli, tmp_path):
     done = run_cli("doctor", "--quick", "--json", PATH=f"{tmp_path}:{os.environ['PATH']}")
     checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["GPU"]["found"] == "A GPU 85.9 GB (nvidia-smi; torch was not asked)"
+
+
+GOOD = GpuFacts(0, "A GPU", "9.0", True, True, 55.2e9)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "memlock", "said", "remedy"),
+    [
+        ({}, 65536, "work: sm90, bfloat16 tensor cores; grouped GEMM; Triton works; 55.2 GB/s", ""),
+        ({}, None, "mapped files are read in place", ""),
+        ({"not_in_place": "not permitted"}, 65536, "in place (not permitted)", "memlock=-1` (the"),
+        ({"not_in_place": "not supported"}, None, "through pinned memory", "has no limit here"),
+        ({"no_triton": "no compiler"}, None, "Triton doesn't work", "(gcc)"),
+        ({"grouped_gemm": False}, None, "one by one, slower", "newer torch"),
+        ({"tensor_cores": False, "capability": "7.5"}, None, "only kt_experts: cpu: sm75", "sm80"),
+        ({"error": "CUDA out of memory"}, None, "tried: CUDA out of memory", "nothing else uses"),
+    ],
+)
+def test_what_a_gpu_can_do_for_experts(lacking, memlock, said, remedy):
+    check = doctor_experts.expert_check(replace(GOOD, **lacking), memlock)
+    assert said in check.found
+    assert remedy in check.remedy
+    assert (check.state, bool(check.remedy)) == (("missing", True) if remedy else ("ok", False))
+
+
+def test_gpus_are_tried_in_a_process_of_their_own(monkeypatch):
+    """What it said counts even if it ends badly; where torch sees no GPU there is none."""
+    line = f"\n{MARK}{json.dumps(asdict(GOOD))}"
+    program = f"import sys; print({line!r}); sys.exit('driver gone')"
+    monkeypatch.setattr(doctor_experts, "_PROBE", [sys.executable, "-c", program])
+    for cuda in (None, {"error": "no driver"}, {"cuda": None, "gpus": []}):
+        assert doctor_experts.try_gpus(Imports(cuda=cuda)) == ((), [])
+    gpus, checks = doctor_experts.try_gpus(Imports(cuda={"cuda": "13.0", "gpus": [["A GPU", 1]]}))
+    assert gpus == (GOOD,)
+    assert [check.state for check in checks] == ["ok", "problem"]
+    assert checks[1].found == "trying the GPUs ended with code 1: driver gone"
+    told = Diagnosis(read_machine(), tuple(checks), gpus).as_dict()
+    assert told["gpus"][0]["link"] == 55.2e9
 
 
 def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):

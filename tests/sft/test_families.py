@@ -1,123 +1,18 @@
-"""Every family on our kernels, from its own mapped checkpoint: transformers' answers and gradients."""
+"""Every family on our kernels and the GPU's executor, from its own mapped checkpoint: right gradients."""
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from moefamilies import FAMILIES, IDS, everything, randomise, reference
-from torch.func import functional_call
-from torch.nn.functional import cross_entropy
-
-from ktbridge.experts.loading import load_mapped
-from ktbridge.experts.modules import LAYER, experts_modules
-from ktbridge.experts.targets import adaptable
-from ktbridge.sft import expert_layers
-from ktbridge.sft.attach import attach_lora
+from familygradients import EXECUTORS, check_family
+from moefamilies import FAMILIES
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_family(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family(
+    model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With LoRA on all that can have it: every answer and gradient is transformers' and PEFT's rule's."""
-    exact = reference(model_type, tmp_path)
-    # Float32 around the experts, so that no token goes to another expert for a rounding.
-    mapped = load_mapped(tmp_path, torch.float32)
-    assert not [name for name, _ in mapped.named_parameters() if name.endswith("gate_up_proj")]
-    # A multimodal checkpoint's text model alone has other names in the same order.
-    modules = dict(zip(adaptable(mapped).modules, adaptable(exact).modules, strict=True))
-    tuned = attach_lora(mapped, everything(mapped, tmp_path))
-    layers = expert_layers(tuned)
-    random = torch.Generator().manual_seed(3)
-    randomise(tuned, random)
-    weights: dict[str, torch.Tensor] = {}
-    leaves: dict[str, dict[str, torch.Tensor]] = {}
-    ours: dict[str, dict[str, torch.Tensor]] = {}
-    for name, module in experts_modules(exact):
-        ours[name] = dict(layers[int(LAYER.search(name)[1])].named_parameters())
-        own = leaves[name] = copied(ours[name])
-        delta = {
-            part: 2 * own[f"{part}_lora_b"] @ own[f"{part}_lora_a"]
-            for part in ("gate", "up", "down")
-        }
-        gate_up = torch.cat((delta["gate"], delta["up"]), 1)
-        weights[f"{name}.gate_up_proj"] = module.gate_up_proj.detach() + gate_up
-        weights[f"{name}.down_proj"] = module.down_proj.detach() + delta["down"]
-    assert len(leaves) == len(layers)
-    for inner, name in modules.items():
-        layer = mapped.get_submodule(inner)
-        ours[name] = {half: getattr(layer, f"lora_{half}")["default"].weight for half in ("A", "B")}
-        own = leaves[name] = copied(ours[name])
-        weight = exact.get_submodule(name).weight.detach()
-        weights[f"{name}.weight"] = weight + 2 * own["B"] @ own["A"]
-    trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
-    assert len(trained) == sum(map(len, leaves.values()))
-
-    choices = Choices()
-    monkeypatch.setattr(torch, "topk", choices)
-    slope = torch.randn((2, 20, 64), generator=random)
-    expected = outcome(functional_call(exact, weights, (IDS,)).logits, slope, leaves)
-    for _, module in experts_modules(exact):
-        module.register_forward_pre_hook(lambda _, given: (rounded(given[0]), *given[1:]))
-        module.register_forward_hook(lambda _, __, made: rounded(made))
-    choices.again()
-    noisy = outcome(functional_call(exact, weights, (IDS,)).logits, slope, leaves)
-    choices.again()
-    found = outcome(tuned(IDS).logits, slope, ours)
-    choices.again()
-    assert choices.others < 0.02 * choices.all
-    assert expected.keys() == found.keys()
-    # What rounding at the experts' doors alone does; inside, they round a few times more.
-    noise = {key: distance(noisy[key], value) for key, value in expected.items()}
-    usual = statistics.median(noise.values())  # that of a few numbers is a matter of luck
-    for key, value in expected.items():
-        assert value.norm() > 0
-        assert distance(found[key], value) < 6 * max(noise[key], usual) + 1e-3, key
-
-
-class Choices:
-    """``torch.topk`` that chooses as it did at first: routers' ties are for no rounding to decide."""
-
-    def __init__(self) -> None:
-        self.topk, self.made, self.replay = torch.topk, [], None
-        self.all = self.others = 0
-
-    def again(self) -> None:
-        assert self.made
-        assert self.replay is None or next(self.replay, None) is None
-        self.replay = iter(self.made)
-
-    def __call__(self, scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-        own = self.topk(scores, k, dim=dim, **options)
-        if self.replay is None:
-            self.made.append(own.indices)
-            return own
-        indices = next(self.replay)
-        self.all += indices.numel()
-        self.others += int((own.indices.sort(dim).values != indices.sort(dim).values).sum())
-        return torch.return_types.topk((scores.gather(dim, indices), indices))
-
-
-def copied(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
-
-
-def outcome(logits: Any, slope: Any, leaves: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Logits, their loss, and the gradient of every leaf, which are left without."""
-    logits.backward(slope, retain_graph=True)
-    loss = cross_entropy(logits.detach()[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-    results = {"logits": logits.detach(), "loss": loss}
-    for name, own in leaves.items():
-        for key, leaf in own.items():
-            results[f"{name}.{key}"], leaf.grad = leaf.grad, None
-    return results
-
-
-def rounded(value: torch.Tensor) -> torch.Tensor:
-    return value.bfloat16().float()
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
+    check_family(model_type, tmp_path, monkeypatch, executor)

@@ -11,16 +11,18 @@ import pytest
 import torch
 import trl
 import yaml
+from click.testing import CliRunner
 from expertmoe import Shape, make_inputs, make_layer
 from tinymoe import tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import fit_rows, load_rows
-from ktbridge.sft.plan import Target, make_plan, measure
+from ktbridge.sft.plan import Target, disk, make_plan, measure
 from ktbridge.sft.plan.activations import Batch, layer_bytes
 from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes
 from ktbridge.sft.plan.lengths import Lengths, read_lengths
@@ -327,6 +329,70 @@ def test_layers_are_measured_as_far_as_room_allows(run_yaml, storage, briefly):
     assert (storage in whole.how, "2 layers" in whole.how) == (True, True)
     tight = measure.measure_experts(setting, 32, 1)  # no room: as many experts as a token needs
     assert f"1 layer, {shape.config.experts_per_token} experts of 8" in tight.how
+
+
+def test_what_the_page_cache_lacks_is_read_in_each_pass(run_yaml, tmp_path):
+    """By the CPU and dpo's reference; less by the GPU's ring; and not where there is nothing to read."""
+    base = tmp_path / "v2-lite"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(V2_LITE))
+
+    def read(memory, *overrides):
+        there = replace(ROOMY, memory=memory, gpu_memory=24 * GB)
+        config = load_config(run_yaml, [f"model_name_or_path={base}", *overrides])
+        plan = make_plan(config, there, measure=False)
+        lacks = plan.total("RAM") + plan.total("page cache") - memory
+        parts = {part.what: part.size for part in plan.parts}
+        return (plan.disk_reads.size if plan.disk_reads else 0), lacks, parts
+
+    size, lacks, parts = read(20 * GB)
+    assert size == 2 * lacks > 0
+    size, lacks, parts = read(20 * GB, "kt_experts=stream", "kt_num_gpu_experts=0")
+    assert 2 * (lacks - parts["experts, streamed"]) < size < 2 * lacks
+    assert read(64 * GB)[0] == 0
+    assert read(1 * GB)[0] == 0  # where the process itself has no room, nothing is read
+    write_pairs(run_yaml.parent / "rows.jsonl")
+    size, lacks, parts = read(20 * GB, "stage=dpo")
+    assert size == 3 * lacks
+
+
+def test_the_disk_that_experts_are_read_from_is_timed(run_yaml, tmp_path, briefly, monkeypatch):
+    """Told in place of the first step's reading; without a pace under --no-measure."""
+    plan = make_plan(load_config(run_yaml), ROOMY, measure=False)
+    memory = plan.total("RAM") + plan.total("page cache") - mapped(plan) // 2
+    monkeypatch.setattr(disk, "read_rate", lambda shard: 2e5)
+
+    def told(*options):
+        command = [str(run_yaml), "--memory", f"{memory / 1000:.3f}kB", *options]
+        done = CliRunner().invoke(plan_command, command)
+        assert done.exit_code == 1, done.output
+        return done.output
+
+    text = told()
+    size = f"{mapped(plan) / 1000:.1f} kB"
+    lead = f"the page cache can't hold all experts: reading {size} a pass"
+    assert f"{lead} at 200.0 kB/s (measured here on model.safetensors): at least 0.98 s" in text
+    assert "the first step takes longer" not in text
+    found = json.loads(told("--json", "--no-measure"))["disk_reads"]
+    assert (found["rate"], found["seconds"]) == (None, None)
+    assert found["text"] == f"{lead} from disk, at a pace that isn't known (not measured)"
+
+    def refuse(shard):
+        raise OSError("no direct reads here")
+
+    monkeypatch.setattr(disk, "read_rate", refuse)
+    assert "past the page cache: no direct reads here)" in told()
+
+
+def test_a_disk_has_a_rate_or_cant_be_asked(tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "shard").write_bytes(bytes(20_000_001))
+    try:
+        assert disk.read_rate(tmp_path / "shard") > 1e6
+    except OSError as error:
+        pytest.skip(f"this file system reads through the page cache alone: {error}")
+    with pytest.raises(OSError, match="is empty"):
+        disk.read_rate(tmp_path / "empty")
 
 
 def test_a_machine_with_several_gpus_is_told_of_other_processes(run_yaml):

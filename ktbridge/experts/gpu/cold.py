@@ -2,12 +2,14 @@
 
 Experts that few tokens go to cost the link as much as any other, and the CPU little. Their rows go to the
 host, sorted by expert as the GPU has them, and come back as rows: the GPU adds up a token's experts, whoever
-computed them. On a CUDA device copies and kernels run in a stream of their own.
+computed them. On a CUDA device copies and kernels run in a stream of their own, and results are read from
+host memory by the GPU's cores: a copy would wait behind all the weights that are on their way.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +18,29 @@ import torch
 from ktbridge import _kernels
 from ktbridge.experts import crossing, queued
 from ktbridge.experts.expert_call import addresses, counted, kernels_of
+from ktbridge.experts.gpu import elementwise
 from ktbridge.experts.gpu.lora import Lora
 from ktbridge.experts.modules import Triple
 
 Saved = Any
 """What a forward left for its backward; None for no rows."""
+
+
+class Aside:
+    """A CUDA stream for cold experts, with the host memory that it will still read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._held: deque[tuple[Any, Any]] = deque()
+
+    def fetch(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Coming:
+        """Pinned ``tensors`` on the device, when this stream has come so far."""
+        there = [elementwise.from_host(tensor, device) for tensor in tensors]
+        event = self.stream.record_event()
+        while self._held and self._held[0][0].query():
+            self._held.popleft()
+        self._held.append((event, tensors))
+        return Coming(there, event)
 
 
 class Coming:
@@ -46,15 +66,16 @@ class ColdExperts:
         weights: Triple,
         experts: Sequence[int],
         threads: int,
-        stream: Any,
+        aside: Aside | None,
         device: torch.device,
     ) -> None:
-        """``stream``: of the CUDA ``device`` that has their rows; None where that is the CPU."""
+        """``aside``: of the CUDA ``device`` that has their rows; None where that is the CPU."""
         self.experts = tuple(experts)
         self.order = torch.tensor(self.experts, device=device)
         self._weights = tuple(each.only(experts) for each in weights)
         self._kernels = kernels_of(self._weights, "auto", threads)
-        self._stream, self._device = stream, device
+        self._aside, self._device = aside, device
+        self._stream = aside.stream if aside else None
 
     def forward(
         self,
@@ -70,10 +91,10 @@ class ColdExperts:
         ``ids`` [S] int64 are places in ``experts``, ``weights`` [S] float32; ``lora`` has this layer's
         tensors, of all experts.
         """
-        with self._aside(hidden, tokens, ids, weights, *lora.tensors.values()):
+        with self._beside(hidden, tokens, ids, weights, *lora.tensors.values()):
             x = hidden[tokens]
             if not len(x):
-                return self._coming(x), None
+                return self._back(x), None
             own = self._own(lora)
             hosts = crossing.to_host(x, ids, weights, *own.values(), wait=False)
             out = crossing.host_empty(x, self._stream is not None)
@@ -92,7 +113,7 @@ class ColdExperts:
                 saved = queued.queue(self._stream, start, arguments, (self, hosts, out))
                 if keep == _kernels.Keep.nothing:
                     queued.finish(self._stream)  # nobody else would tell of a failure
-            return self._coming(crossing.to_device(out, self._device)), saved
+            return self._back(out), saved
 
     def backward(
         self,
@@ -109,13 +130,13 @@ class ColdExperts:
         Those are [len(experts), ...] float32 in the order of ``lora``'s names, none unless ``wanted``.
         ``last``: no other backward follows.
         """
-        with self._aside(hidden, d_out, tokens, *lora.tensors.values()):
+        with self._beside(hidden, d_out, tokens, *lora.tensors.values()):
             x, d = hidden[tokens], d_out[tokens]
             own = self._own(lora)
             gradients = [torch.zeros_like(tensor) for tensor in own.values()] if wanted else []
             d_weights = torch.zeros(len(x), device=self._device)
             if saved is None:
-                return self._coming(torch.zeros_like(x), d_weights, *gradients)
+                return self._back(torch.zeros_like(x), d_weights, *gradients)
             hosts = crossing.to_host(x, d, d_weights, *own.values(), *gradients, wait=False)
             there = hosts[3 + len(own) :]  # zeros, which the kernels add to
             d_hidden = crossing.host_empty(x, self._stream is not None)
@@ -132,8 +153,7 @@ class ColdExperts:
                 alive = self, hosts, d_hidden
                 queued.queue(self._stream, start, (saved, last, *arguments), alive)
                 queued.finish_after_backward(self._stream)
-            back = (d_hidden, hosts[2], *there)
-            return self._coming(*(crossing.to_device(tensor, self._device) for tensor in back))
+            return self._back(d_hidden, hosts[2], *there)
 
     def _own(self, lora: Lora) -> dict[str, torch.Tensor]:
         return {name: tensor[self.order] for name, tensor in lora.tensors.items()}
@@ -147,7 +167,7 @@ class ColdExperts:
         return addresses(tuple(own), hosts), rank, scale if own else 0.0
 
     @contextlib.contextmanager
-    def _aside(self, *used: torch.Tensor) -> Any:
+    def _beside(self, *used: torch.Tensor) -> Any:
         """Work in the own stream, once what the current one was asked for so far is there."""
         if self._stream is None:
             yield
@@ -158,5 +178,10 @@ class ColdExperts:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _coming(self, *tensors: torch.Tensor) -> Coming:
-        return Coming(tensors, None if self._stream is None else self._stream.record_event())
+    def _back(self, *tensors: torch.Tensor) -> Coming:
+        """``tensors`` of the host, or of the device already, for the device."""
+        if self._aside is None:
+            return Coming(tensors, None)
+        if all(tensor.is_cuda for tensor in tensors):
+            return Coming(tensors, self._aside.stream.record_event())
+        return self._aside.fetch(tensors, self._device)

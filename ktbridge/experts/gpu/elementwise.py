@@ -17,16 +17,22 @@ from torch.nn import functional
 
 def kernels(tensor: torch.Tensor) -> Any:
     """The Triton kernels for tensors that are where ``tensor`` is, or None."""
-    return _working(tensor.device) if tensor.device.type == "cuda" else None
+    if tensor.device.type != "cuda":
+        return None
+    found = tried(tensor.device)
+    return None if isinstance(found, str) else found
 
 
 @functools.cache
-def _working(device: torch.device) -> Any:
-    """The Triton kernels, or None where there is no Triton, or none that works: it wants a C compiler."""
+def tried(device: torch.device) -> Any:
+    """The Triton kernels, or why there are none on a CUDA ``device``: Triton wants a C compiler.
+
+    Warns where it is there and doesn't work.
+    """
     try:
         from ktbridge.experts.gpu import triton_ops
-    except ImportError:
-        return None
+    except ImportError as error:
+        return str(error)
     try:
         source = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
         triton_ops.gather(source, torch.zeros(1, dtype=torch.int64, device=device), 0)
@@ -35,7 +41,7 @@ def _working(device: torch.device) -> Any:
     except Exception as error:  # whatever its compilers raise
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(f"Triton doesn't work here, so experts are slower: {reason}", stacklevel=2)
-        return None
+        return reason
     return triton_ops
 
 

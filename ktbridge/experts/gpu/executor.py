@@ -22,7 +22,7 @@ import torch
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu import elementwise, layer_math
-from ktbridge.experts.gpu.cold import ColdExperts
+from ktbridge.experts.gpu.cold import Aside, ColdExperts
 from ktbridge.experts.gpu.cold import Saved as SavedCold
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
@@ -108,11 +108,10 @@ class GpuExperts:
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
         self._streams: tuple[Any, Any] | None = None
-        self._aside: Any = None
-        if self.device.type == "cuda":
-            self._aside = torch.cuda.Stream(self.device)
-            if outputs_on_host:
-                self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        cuda = self.device.type == "cuda"
+        self._aside = Aside(self.device) if cuda else None
+        if cuda and outputs_on_host:
+            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self._kept: dict[int, weakref.ref[Kept]] = {}
         """The last output that each layer has kept."""
         self._lock = threading.RLock()

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 _BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
 _WIDTH = _BYTES // 2  # in elements
+IN_TORCH = hasattr(functional, "grouped_mm")
+"""Whether this torch has grouped GEMM."""
 
 
 def by_row(
@@ -53,11 +55,16 @@ def over_rows(
     return out
 
 
+def has_cores(device: torch.device) -> bool:
+    """Whether a CUDA ``device`` multiplies bfloat16 in tensor cores: sm80 and later do."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether grouped GEMM takes these operands."""
-    if left.dtype != torch.bfloat16 or not hasattr(functional, "grouped_mm") or not len(left):
+    if left.dtype != torch.bfloat16 or not IN_TORCH or not len(left):
         return False
-    if left.device.type == "cuda" and torch.cuda.get_device_capability(left.device) < (8, 0):
+    if left.device.type == "cuda" and not has_cores(left.device):
         return False
     if any(tensor.data_ptr() % _BYTES for tensor in (left, right)):
         return False

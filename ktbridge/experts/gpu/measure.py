@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ktbridge import _kernels
+from ktbridge.experts.expert_call import kernel_seconds
 from ktbridge.experts.gpu.cold import ColdExperts
 from ktbridge.experts.gpu.copying import copier_for
 from ktbridge.experts.gpu.cut import Phase
@@ -94,8 +95,8 @@ def _run(
         out = forward()
         out.backward(torch.ones_like(out))
 
-    alone = _seconds(forward, device)
-    return alone, max(0.0, _seconds(both, device) - alone)
+    alone = median_seconds(forward, device)
+    return alone, max(0.0, median_seconds(both, device) - alone)
 
 
 def _cold(layer: MoELoRAExperts, threads: int) -> list[tuple[float, float]]:
@@ -114,14 +115,15 @@ def _cold(layer: MoELoRAExperts, threads: int) -> list[tuple[float, float]]:
         ids = torch.arange(count).repeat_interleave(rows)
         weights = torch.ones(len(hidden))
 
-        def forward() -> Any:
-            return cold.forward(hidden, tokens, ids, weights, lora, keep)[1]
-
-        def both() -> None:
-            cold.backward(forward(), hidden, hidden, tokens, lora, True, True)
-
-        alone = _seconds(forward, host)
-        return alone, max(0.0, _seconds(both, host) - alone)
+        forward, backward = [], []
+        for _ in range(_REPEATS + 1):
+            begun = kernel_seconds()  # gathering rows is the GPU's
+            _, saved = cold.forward(hidden, tokens, ids, weights, lora, keep)
+            between = kernel_seconds()
+            cold.backward(saved, hidden, hidden, tokens, lora, True, True)
+            forward.append(between - begun)
+            backward.append(kernel_seconds() - between)
+        return median(forward[1:]), median(backward[1:])
 
     few, many = _COLD_ROWS
     found = []
@@ -164,7 +166,7 @@ def _link(experts: GpuExperts) -> float:
         if ready is not None:
             ready.wait()
 
-    return group.bytes / _seconds(once, experts.device)
+    return group.bytes / median_seconds(once, experts.device)
 
 
 def _inputs(
@@ -178,7 +180,7 @@ def _inputs(
     return hidden.requires_grad_(), ids, weights
 
 
-def _seconds(once: Callable[[], Any], device: torch.device) -> float:
+def median_seconds(once: Callable[[], Any], device: torch.device) -> float:
     """The median of some runs after one to warm up."""
     taken = []
     for _ in range(_REPEATS + 1):

@@ -22,15 +22,17 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.advice import advise
 from ktbridge.sft.plan.choices import choose, compare
 from ktbridge.sft.plan.declared import declare, weights_missing
+from ktbridge.sft.plan.disk import disk_reads
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
-from ktbridge.sft.plan.parts import Advice, Pace, Part, Plan, Verdict, Where, total
+from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.plan.target import Target, existing, this_machine
 from ktbridge.units import size_text
 
 __all__ = [
     "Advice",
+    "DiskReads",
     "Pace",
     "Part",
     "Plan",
@@ -48,8 +50,9 @@ DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan:
     """What the run of ``config`` will need, against what ``target`` has.
 
-    ``measure`` times the kernels on this machine, for tokens/s. Of the model its config.json suffices: where
-    the weights aren't here, their sizes are computed from it by transformers (which imports torch).
+    ``measure`` times the kernels on this machine, for tokens/s, and the disk if each pass reads experts from
+    it. Of the model its config.json suffices: where the weights aren't here, their sizes are computed from it
+    by transformers (which imports torch).
 
     Raises KtbridgeError for a model that is missing, damaged or of an unknown kind, and what reading the
     rows raises.
@@ -57,9 +60,8 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     base = find_model(config.model_name_or_path, NEEDED)
     missing = weights_missing(base)
     other = config.kt_config.kt_weight_path
-    shape = read_shape(
-        base, resolve_model(other) if other else None, declare(base) if missing else None
-    )
+    experts = resolve_model(other) if other else None
+    shape = read_shape(base, experts, declare(base) if missing else None)
     lengths = read_lengths(config, base, render=measure)
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
@@ -104,6 +106,9 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         pace=pace,
         tokens_per_pass=setting.batch.tokens,
         experts=tuple(choice.told(setting) for choice in choices) if cuda else (),
+        disk_reads=disk_reads(
+            setting, parts, target.memory, experts or (None if missing else base), measure
+        ),
     )
 
 

@@ -168,7 +168,7 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         read = layers - (len(setting.share.resident) if setting.share else 0)
         how = f"{read} layers of {shape.config.num_experts}, {shape.expert_storage}, as the files have them"
         if read:
-            yield Part("experts, mapped", "page cache", shape.expert_bytes * read // layers, how)
+            yield Part("experts, mapped", "page cache", mapped_bytes(setting), how)
     else:
         how = f"stored as {shape.expert_storage} in a form the kernels can't map: loaded as bf16"
         yield Part("experts, loaded", "RAM", plain, how)
@@ -202,6 +202,15 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         block = 1 << (tokens * hidden * 2 - 1).bit_length()
         how = f"hidden states, outputs and their gradients of {layers} layers, bf16, pinned"
         yield Part("crossing to the GPU", "RAM", 4 * layers * block + CUDA_PINNED, how)
+
+
+def mapped_bytes(setting: Setting) -> int:
+    """Bytes of experts that every pass reads from the checkpoint's mapped files."""
+    shape = setting.shape
+    if setting.config.kt_config.kt_backend == "kt-kernel" or not shape.mappable:
+        return 0
+    kept = len(setting.share.resident) if setting.share else 0
+    return shape.expert_bytes * (shape.sparse_layers - kept) // shape.sparse_layers
 
 
 def _gpu_expert_parts(setting: Setting, share: Share) -> Iterator[Part]:

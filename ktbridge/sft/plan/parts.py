@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ktbridge.units import size_text
+from ktbridge.units import figures, size_text
 
 Where = Literal["RAM", "page cache", "GPU", "disk"]
 
@@ -67,6 +67,34 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class DiskReads:
+    """What the page cache can't hold of the experts, and the pace at which it comes instead.
+
+    ``size`` bytes at least are read in each pass. ``rate`` is the disk's bytes a second, None where it isn't
+    known; ``how`` says how it was measured, or why not. ``Pace`` doesn't count these seconds.
+    """
+
+    size: int
+    rate: float | None
+    how: str
+
+    @property
+    def seconds(self) -> float | None:
+        """What reading takes of a pass, at least."""
+        return None if self.rate is None else self.size / self.rate
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": self.seconds, "text": str(self)}
+
+    def __str__(self) -> str:
+        lead = f"the page cache can't hold all experts: reading {size_text(self.size)} a pass"
+        if self.rate is None or self.seconds is None:
+            return f"{lead} from disk, at a pace that isn't known ({self.how})"
+        pace = f"{size_text(round(self.rate))}/s ({self.how})"
+        return f"{lead} at {pace}: at least {figures(self.seconds)} s a pass, which tokens/s don't count"
+
+
+@dataclass(frozen=True)
 class Experts:
     """One choice of who computes the experts; None where it can't be had, or was not timed."""
 
@@ -108,6 +136,8 @@ class Plan:
     tokens_per_pass: int
     experts: tuple[Experts, ...] = ()
     """Who may compute the experts, where there is a GPU."""
+    disk_reads: DiskReads | None = None
+    """What each pass reads from disk for want of page cache."""
 
     @property
     def fits(self) -> bool:
@@ -144,6 +174,7 @@ class Plan:
             "pace": None if self.pace is None else asdict(self.pace),
             "tokens_per_pass": self.tokens_per_pass,
             "experts": [asdict(each) for each in self.experts],
+            "disk_reads": self.disk_reads and self.disk_reads.as_dict(),
         }
 
 

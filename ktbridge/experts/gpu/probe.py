@@ -1,0 +1,112 @@
+"""What this machine's GPUs can do for routed experts, tried in a moment on each of them.
+
+``python -m ktbridge.experts.gpu.probe`` prints the facts of each GPU as a line of JSON behind ``MARK``, for
+callers that don't import torch themselves. This module imports it only where GPUs are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+MARK = "ktbridge:"
+_CROSSING = 256 << 20  # bytes: some 5 ms on a fast link, a quarter of a second on a slow one
+_FILE = 16 << 20  # bytes: more than the 8 MiB that many systems let a process lock
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One GPU. Reasons are in the words of who gave them, "" where there is nothing in the way."""
+
+    index: int
+    name: str
+    capability: str = ""
+    """As NVIDIA writes it: "9.0"."""
+    tensor_cores: bool = False
+    """Whether it multiplies bfloat16 in tensor cores, without which experts stay on the CPU."""
+    grouped_gemm: bool = False
+    link: float = 0.0
+    """Bytes a second from pinned host memory."""
+    not_in_place: str = ""
+    """Why the pages of a mapped file can't be registered with the driver."""
+    no_triton: str = ""
+    error: str = ""
+    """Why nothing else is known."""
+
+
+def look() -> Iterator[GpuFacts]:
+    """The facts of each GPU that torch sees. Raises nothing for what is tried on one."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        name = torch.cuda.get_device_properties(index).name
+        try:
+            yield facts_of(index)
+        except (OSError, RuntimeError) as error:  # CUDA's are of the latter
+            reason = str(error).strip().partition("\n")[0]
+            yield GpuFacts(index, name, error=f"{type(error).__name__}: {reason}")
+
+
+def facts_of(index: int) -> GpuFacts:
+    """The facts of one GPU. Raises what CUDA does (out of memory), and OSError without room in /tmp."""
+    import torch
+
+    from ktbridge.experts.gpu import elementwise, grouped
+
+    device = torch.device("cuda", index)
+    found = torch.cuda.get_device_properties(device)
+    cores = grouped.has_cores(device)
+    with torch.cuda.device(device):
+        kernels = elementwise.tried(device)
+        return GpuFacts(
+            index=index,
+            name=found.name,
+            capability=f"{found.major}.{found.minor}",
+            tensor_cores=cores,
+            grouped_gemm=cores and grouped.IN_TORCH,
+            link=_link(device),
+            not_in_place=not_in_place(),
+            no_triton=kernels if isinstance(kernels, str) else "",
+        )
+
+
+def _link(device: torch.device) -> float:
+    """Bytes a second from pinned memory to ``device``."""
+    import torch
+
+    from ktbridge.experts.gpu.measure import median_seconds
+
+    pinned = torch.empty(_CROSSING, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_CROSSING, dtype=torch.uint8, device=device)
+    return _CROSSING / median_seconds(lambda: there.copy_(pinned, non_blocking=True), device)
+
+
+def not_in_place() -> str:
+    """Why the current GPU can't read a file that is mapped as checkpoints are; "" if it can."""
+    import numpy as np
+
+    from ktbridge.experts.gpu.copying import Registration, register
+    from ktbridge.experts.gpu.layout import Group, Span
+
+    with tempfile.TemporaryFile() as file:
+        file.write(b"x" * _FILE)
+        file.flush()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+            address = np.frombuffer(pages, np.uint8).ctypes.data
+            done = register([Group((0,), (Span(address, 0, _FILE),), (), _FILE, ())])
+            if isinstance(done, Registration):
+                done.close()  # before the map goes
+                return ""
+            return done
+
+
+if __name__ == "__main__":
+    for each in look():
+        print(f"\n{MARK}{json.dumps(asdict(each))}", flush=True)

@@ -1,0 +1,18 @@
+"""Every family with its experts on the GPU: the CPU's float32 autograd's answers and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from familygradients import ON_GPU, check_family
+from moefamilies import FAMILIES
+
+
+@pytest.mark.parametrize("executor", ON_GPU)
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_family(
+    model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_family(model_type, tmp_path, monkeypatch, executor, torch.device("cuda", 0))

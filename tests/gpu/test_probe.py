@@ -1,0 +1,21 @@
+"""What `ktbridge doctor` tells of a GPU, tried on one."""
+
+import torch
+
+from ktbridge.experts.gpu.probe import look
+from ktbridge.serve.doctor_experts import try_gpus
+from ktbridge.serve.doctor_packages import Imports
+
+
+def test_each_gpu_is_tried_and_left_as_it_was():
+    found = list(look())
+    assert [gpu.index for gpu in found] == list(range(torch.cuda.device_count()))
+    for gpu in found:
+        assert not gpu.error
+        assert 0.1e9 < gpu.link < 1e12
+        assert gpu.tensor_cores == (float(gpu.capability) >= 8.0)
+    assert (torch.ones(3, device="cuda") + 1).tolist() == [2.0] * 3
+    seen = {"cuda": torch.version.cuda, "gpus": [[gpu.name, 0] for gpu in found]}
+    there, checks = try_gpus(Imports(cuda=seen))
+    assert len(there) == len(checks) == len(found)
+    assert [gpu.not_in_place for gpu in there] == [gpu.not_in_place for gpu in found]
