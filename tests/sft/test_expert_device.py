@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from gpuexperts import allow_on_cpu
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.gpu import share as shares
 from ktbridge.experts.gpu.share import LayerTimes, Sizes, choose_share
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan.modes import Room
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
@@ -54,10 +53,7 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def executor_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's executor may run: on the CPU, in groups of a few experts."""
-    monkeypatch.setattr(shares, "_GROUP", 20_000)
-    monkeypatch.setattr(expert_device, "_obstacle", lambda config, device: "")
-    monkeypatch.setattr(expert_device, "_space", lambda *_: Room(60_000_000, 1000, 100, 64, 128))
+    allow_on_cpu(monkeypatch.setattr)
 
 
 def train(*overrides: str, **options: Any) -> Any:
