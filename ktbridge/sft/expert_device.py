@@ -6,7 +6,7 @@ on the run's own weights; other values are done or refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,18 +68,25 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     """Give the experts of a wrapped, loaded model to the CPU kernels or to the GPU; before the optimizer.
 
     ``setting`` is the run as the plan knows it, with the lengths of its rows; ``check_expert_device`` had
-    nothing against it. Raises ``UsageError`` where what ``kt_experts`` asks for doesn't fit.
+    nothing against it. All ranks call it, and decide the same: by the smallest GPU memory of theirs, and by
+    rank 0's times. ``distributed.prepare`` comes afterwards. Raises ``UsageError`` where what ``kt_experts``
+    asks for doesn't fit.
     """
     config = setting.config
     device, wanted = choose(config), config.kt_config.kt_experts
-    if _obstacle(config, device):
+    if distributed.agree(bool(_obstacle(config, device))):
         return ExpertDevice("cpu", None)
     top_k = setting.shape.config.experts_per_token
     sizes = sizes_of(model, top_k)
     space = _space(setting, device)
+    # The least that a rank has: then all of them share alike, masters on the same side.
+    space = replace(space, free=-distributed.agree(-space.free))
+    ranks = distributed.world().size
 
     def on_cpu(why: str) -> ExpertDevice:
-        tokens = cpu_tokens(setting, space, read_machine().usable_memory)
+        # Rank 0's kernels keep what the passes of all ranks need for backward.
+        memory = read_machine().usable_memory
+        tokens = cpu_tokens(setting, space, memory and memory // ranks)
         return ExpertDevice("cpu", tokens, f"experts on the CPU{why}; {tokens:,} tokens a pass")
 
     try:
@@ -91,10 +98,13 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     placed = give_to_gpu(model, device, share)
     if wanted in ON_GPU:
         return ExpertDevice(wanted, share.tokens, _describe(share, sizes, placed, ""), placed)
-    layer = next(iter(expert_layers(model).values()))
-    assert isinstance(layer, MoELoRAExperts)
-    times = time_layer(layer, placed.experts, top_k, share.tokens)
-    there, here = gpu_seconds(times, share, sizes), cpu_seconds(times, sizes)
+    there = here = 0.0
+    if distributed.is_main():  # alone, with the CPU that would be its own
+        layer = next(iter(expert_layers(model).values()))
+        assert isinstance(layer, MoELoRAExperts)
+        times = time_layer(layer, placed.experts, top_k, share.tokens)
+        there, here = gpu_seconds(times, share, sizes), ranks * cpu_seconds(times, sizes)
+    there, here = distributed.from_main(there), distributed.from_main(here)
     if here < there:
         take_back(model, placed)
         return on_cpu(f": {here:.2f} s a pass predicted, {there:.2f} s on the GPU")
@@ -107,8 +117,6 @@ def _obstacle(config: TrainConfig, device: torch.device) -> str:
     """Why the GPU can't compute the experts of this run, to follow "kt_experts: stream"; "" if it can."""
     if closed := obstacle(config, device.type == "cuda"):
         return closed
-    if distributed.world().size > 1:
-        return "is for one process so far"
     if torch.cuda.get_device_capability(device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(device)
         return f"needs bfloat16 tensor cores (sm80 or later; this GPU is sm{major}{minor})"
