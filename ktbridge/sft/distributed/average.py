@@ -18,8 +18,10 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
 
     All ranks give the same parameters in the same order; a missing gradient counts as 0. They meet on
     ``device``, wherever they are themselves: NCCL on a GPU, gloo on the CPU. Between a whole backward pass
-    and clipping. Raises ``KtbridgeError`` when a rank is lost.
+    and clipping. Does nothing for a process that is alone. Raises ``KtbridgeError`` when a rank is lost.
     """
+    if world().size == 1:
+        return
     for bucket in _buckets(parameters):
         for parameter in bucket:
             if parameter.grad is None:
