@@ -133,6 +133,9 @@ def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, ru
     stopped = launch("fsdp2", "fsdp2", *STREAM, how=(__file__, "stopped"))
     assert stopped.returncode != 0
     assert "interrupted after step 2" in stopped.stderr
+    made = run_dir / "fsdp2.checkpoints" / "checkpoint-2"
+    sizes = [(made / f"optimizer{end}.safetensors").stat().st_size for end in ("", "_1")]
+    assert sizes[1] < sizes[0] / 2  # the experts' state is there once
     resumed = launch(
         "fsdp2", "fsdp2", *STREAM, "resume_from_checkpoint=true", how=(__file__, "watched")
     )
@@ -143,19 +146,26 @@ def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, ru
 
 @quiet
 def test_where_experts_are_computed_may_change_when_a_run_goes_on(launch, run_dir):
-    """From rank 0's alone, whose optimizer has all of the experts' state, to everyone's; without clipping."""
+    """From rank 0's kernels to everyone's executor and the other way round; without clipping."""
     more = ("max_grad_norm=0", "max_steps=5")
-    begun = launch("moved", "ddp", *more, how=(__file__, "owned"))
-    assert "interrupted after step 2" in begun.stderr
-    resumed = launch("moved", "ddp", *more, *STREAM, how=(__file__, "watched"))
-    assert resumed.returncode == 0, resumed.stderr
-    told = json.loads(resumed.stdout)
-    assert (told["first_step"], told["experts"]) == (3, "stream")
     whole = launch("whole", "ddp", *more, *STREAM, how=(__file__, "watched"))
     assert whole.returncode == 0, whole.stderr
-    logs = (run_dir / name / "trainer_log.jsonl" for name in ("moved", "whole"))
-    losses = [[json.loads(line)["loss"] for line in log.read_text().splitlines()] for log in logs]
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    owned, everywhere = ((), (__file__, "owned")), (STREAM, (__file__, "stopped"))
+    for name, begun, then in (
+        ("to-gpu", owned, (STREAM, (__file__, "watched"))),
+        ("to-cpu", everywhere, ((), ("-m", "ktbridge"))),
+    ):
+        first = launch(name, "ddp", *more, *begun[0], how=begun[1])
+        assert "interrupted after step 2" in first.stderr
+        resumed = launch(name, "ddp", *more, *then[0], how=then[1])
+        assert resumed.returncode == 0, resumed.stderr
+        told = json.loads(resumed.stdout)
+        assert (told["first_step"], told["experts"]) == (3, "stream" if then[0] else "cpu")
+        logs = (run_dir / each / "trainer_log.jsonl" for each in (name, "whole"))
+        losses = [
+            [json.loads(line)["loss"] for line in log.read_text().splitlines()] for log in logs
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
 # --- what all ranks agree on ---------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 What differs from a single process: FSDP2 leaves the experts alone, sharded and whole parameters are never
 in one group of the optimizer, the expert LoRA's gradients are averaged here where every rank has it, the
-gradients' norm counts it once and is the same on all ranks, and each rank keeps the optimizer's state for
-its own shards and its own expert LoRA.
+gradients' norm counts it once and is the same on all ranks, and each rank saves the optimizer's state for
+its own shards, rank 0 that of the expert LoRA.
 """
 
 from __future__ import annotations
@@ -103,9 +103,12 @@ class DistributedTrainer:
             return
         os.makedirs(output_dir, exist_ok=True)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        _write_state(
-            _state_file(output_dir), _local(inner.state_dict()), self.lr_scheduler.state_dict()
-        )
+        state = _local(inner.state_dict())
+        if world().rank:  # what it may have of the experts is the same as rank 0's
+            experts = self._expert_parameters()
+            others = [each for each in inner.param_groups if experts.isdisjoint(each["params"])]
+            state = _of_groups(state, len(others))
+        _write_state(_state_file(output_dir), state, self.lr_scheduler.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if world().size == 1 or checkpoint is None:
@@ -201,10 +204,10 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _with_experts(path: Path, groups: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states in a rank's file, for ``groups`` groups, of which the last are the expert LoRA's.
+    """The states in a rank's file for ``groups`` groups, of which the last are the expert LoRA's.
 
-    Where experts are computed may change when a run goes on: a rank that had none finds their state in rank
-    0's file, under the same places, and one that has none any more leaves it out.
+    These are in rank 0's file alone, under the same places, for each rank that has any now: where experts are
+    computed may have changed since.
     """
     state, scheduler = _read_state(path)
     own = state["param_groups"]
@@ -212,11 +215,16 @@ def _with_experts(path: Path, groups: int) -> tuple[dict[str, Any], dict[str, An
         theirs, scheduler = _read_state(path.with_name(_MAIN_STATE))
         own += theirs["param_groups"][len(own) :]
         state["state"] = {**theirs["state"], **state["state"]}
-    del own[groups:]
-    places = {place for group in own for place in group["params"]}
-    state["state"] = {place: each for place, each in state["state"].items() if place in places}
     lists = {key: value[:groups] for key, value in scheduler.items() if isinstance(value, list)}
     return state, {**scheduler, **lists}
+
+
+def _of_groups(state: dict[str, Any], count: int) -> dict[str, Any]:
+    """An optimizer's state without that of the groups behind the first ``count``."""
+    groups = state["param_groups"][:count]
+    places = {place for group in groups for place in group["params"]}
+    kept = {place: each for place, each in state["state"].items() if place in places}
+    return {"state": kept, "param_groups": groups}
 
 
 def _local(value: Any) -> Any:
