@@ -4,6 +4,7 @@
     scripts/random_checkpoint.py deepseek-v2-lite /data/v2-lite
     scripts/bench_train.py /data/v2-lite --rows 16 --passes 1 --json run.json
     scripts/bench_train.py /data/v2-lite --rows 64 --contestant stream@24GB --contestant hf
+    scripts/bench_train.py /data/v2-lite --gpus 2 --contestant stream@24GB --contestant hf
     scripts/bench_train.py --from-json run.json
     scripts/bench_train.py --from-json run.json --from-json other.json --plot gpu-memory.png
 
@@ -11,21 +12,24 @@ A contestant is who computes the experts, and for ktbridge within how much GPU m
 `hybrid`, `resident` and `auto` are ktbridge's, `hf` is Hugging Face and PEFT with everything on the GPU,
 `offload` the placement of `cpu` with torch's own operations. peers/train_worker.py is what each runs, in a
 process of its own. The first step, in which memory is touched and caches fill, is not counted. A step's rows
-go through in --passes passes, the same rows in each step; with 0, in as few as ktbridge finds room for.
-Prints a table, and ends with 1 when a contestant fails or the first steps' losses, which are the base
-model's, differ by more than 1 %. --plot draws tokens/s over GPU memory. Needs `ktbridge[train]`; without a
-GPU all are on the CPU.
+go through in --passes passes, the same rows in each step; with 0, in as few as ktbridge finds room for. With
+--gpus N there are N processes, each with a GPU and --rows rows of its own; tokens are of all, memory is the
+largest. Prints a table, and ends with 1 when a contestant fails or the first steps' losses, which are the
+base model's, differ by more than 1 %. --plot draws tokens/s over GPU memory. Needs `ktbridge[train]`;
+without a GPU all are on the CPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +58,13 @@ console, stderr = Console(highlight=False), Console(stderr=True, highlight=False
 def measure(case: dict[str, Any], log: Path) -> dict[str, Any]:
     """Run one contestant; what it says goes to ``log``. Raises KtbridgeError when it fails."""
     who, result = case["who"], log.with_suffix(".json")
-    command = [sys.executable, str(WORKER), json.dumps(case), str(result)]
     merged: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command, gpus = [sys.executable], case.get("gpus", 1)
+    if gpus > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+        threads = str(max(1, physical_cores() // gpus))  # torchrun's own choice is 1
+        merged["env"] = {"OMP_NUM_THREADS": threads, **os.environ}
+    command += [str(WORKER), json.dumps(case), str(result)]
     with (
         open(log, "w") as file,
         subprocess.Popen(command, text=True, errors="replace", **merged) as process,
@@ -67,7 +76,7 @@ def measure(case: dict[str, Any], log: Path) -> dict[str, Any]:
     if process.returncode:
         raise KtbridgeError(failure(who, process.returncode, log))
     told: dict[str, Any] = json.loads(result.read_text())
-    tokens = case["rows"] * case["length"]
+    tokens = case["rows"] * case["length"] * gpus
     told["tokens_per_second"] = tokens / statistics.median(told["seconds"][1:])
     return {**told, "case": case}
 
@@ -76,6 +85,7 @@ def failure(who: str, status: int, log: Path) -> str:
     """Why a contestant ended, in a sentence that says where there is more."""
     lines = [line.strip() for line in log.read_text().splitlines()]
     lines = [line for line in lines if line and not line.startswith(f"{who}: step ")]
+    lines = list(takewhile(lambda line: "distributed/elastic" not in line, lines))  # torchrun's
     if status < 0:
         why = f"was killed by {signal.Signals(-status).name}"
         why += ", as the system does when memory runs out" if status == -signal.SIGKILL else ""
@@ -134,11 +144,13 @@ def table(run: dict[str, Any]) -> Table:
 def show(run: dict[str, Any]) -> bool:
     """Print a run; whether all went well."""
     machine, model, settings = run["machine"], run["model"], run["settings"]
-    console.print(f"{machine['cpu']}, {machine['cores']} cores; {machine['gpu'] or 'no GPU'}")
+    gpus = settings.get("gpus", 1)  # not in older records
+    gpu = f"{gpus} x {machine['gpu']}" if gpus > 1 and machine["gpu"] else machine["gpu"]
+    console.print(f"{machine['cpu']}, {machine['cores']} cores; {gpu or 'no GPU'}")
     console.print(
         f"{model['model_type']}, {model['layers']} layers, {run['checkpoint_bytes'] / 1e9:.1f} GB; rank "
         f"{settings['rank']}, {settings['rows']} rows of {settings['length']} tokens a step in "
-        f"{settings['passes']} passes"
+        f"{settings['passes']} passes" + (f", each of {gpus} processes" if gpus > 1 else "")
     )
     if run["contestants"]:
         console.print(table(run))
@@ -201,7 +213,12 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 @click.option(
     "--length", default=512, show_default=True, type=click.IntRange(2), help="Tokens a row."
 )
-@click.option("--rows", default=16, show_default=True, type=click.IntRange(1), help="Rows a step.")
+@click.option(
+    "--rows", default=16, show_default=True, type=click.IntRange(1), help="Rows a step and GPU."
+)
+@click.option(
+    "--gpus", default=1, show_default=True, type=click.IntRange(1), help="Processes, a GPU each."
+)
 @click.option("--passes", default=1, show_default=True, type=click.IntRange(0))
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(2))
 @click.option("--learning-rate", default=1e-4, show_default=True, type=float)
@@ -249,6 +266,8 @@ def main(
     cases = [_case(name) for name in names or ("stream", "cpu", "hf")]
     if settings["passes"] and settings["rows"] % settings["passes"]:
         raise click.UsageError("--rows must be a multiple of --passes.")
+    if settings["gpus"] > 1 and any(case["who"] == "offload" for case in cases):
+        raise click.UsageError("offload is for one process: leave --gpus out.")
     logs = Path(tempfile.mkdtemp(prefix="bench_train-"))
     for number, case in enumerate(cases):
         who = case["who"]

@@ -39,14 +39,14 @@ def command(
     from ktbridge.sft.distributed import world
 
     parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
+    if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
+        # Read when CUDA starts: passes of many sizes would leave holes in memory that can't grow.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if world().rank:  # the first process speaks for all
         if not dry_run:
             _follow(parsed)
         return
     print_notes(parsed.notes)
-    if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # Read when CUDA starts: passes of many sizes would leave holes in memory that can't grow.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with _stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
 

@@ -201,13 +201,16 @@ def float_zeros(shape: Sequence[int]) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
-def accumulates(parameter: torch.Tensor) -> bool:
-    """Whether backward may add to ``parameter.grad`` itself, with nobody left out who'd be told."""
+def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
+    """Whether backward may add to ``parameter.grad`` itself, with nobody left out who'd be told.
+
+    ``reduced``: in a process group of several, a reducer may be waiting for it, which is a hook unseen.
+    """
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if hooks or not parameter.is_leaf or not parameter.is_contiguous():
         return False
-    if distributed and torch.distributed.get_world_size() > 1:
+    if reduced and distributed and torch.distributed.get_world_size() > 1:
         return False
     grad = parameter.grad
     return grad is None or (

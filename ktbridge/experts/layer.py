@@ -60,7 +60,8 @@ class MoELoRAExperts(ExpertsLayer):
     once, zeroed) instead of filling new tensors for autograd to add. The price: autograd doesn't see
     these gradients, so ``torch.autograd.grad`` and ``backward(inputs=...)`` are no use for the LoRA. A
     parameter with hooks, with a ``.grad`` of another layout, or in a process group of several (whose
-    reducer is a hook we can't see) takes the normal way.
+    reducer is a hook we can't see) takes the normal way. With ``gpu`` set, a process group makes no
+    difference: no reducer may be given these parameters then.
 
     ``copy.deepcopy`` copies the LoRA and shares the frozen weights. A layer can't be pickled, since the
     kernels know its weights by address: save its ``state_dict()``.

@@ -6,7 +6,8 @@ on the run's own weights; other values are done or refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ktbridge.experts.gpu.hybrid import Hybrid
 from ktbridge.experts.gpu.measure import time_layer
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
 from ktbridge.experts.gpu.share import (
+    LayerTimes,
     Share,
     Sizes,
     cpu_seconds,
@@ -95,52 +97,50 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     """Give the experts of a wrapped, loaded model to the CPU kernels or to the GPU; before the optimizer.
 
     ``setting`` is the run as the plan knows it, with the lengths of its rows; ``check_expert_device`` had
-    nothing against it. Raises ``UsageError`` where what ``kt_experts`` asks for doesn't fit.
+    nothing against it. All ranks call it, and decide the same: by the smallest GPU memory of theirs, and by
+    rank 0's times. ``distributed.prepare`` comes afterwards. Raises ``UsageError`` where what ``kt_experts``
+    asks for doesn't fit.
     """
     config = setting.config
     device, wanted = choose(config), config.kt_config.kt_experts
-    if _obstacle(config, device):
+    if distributed.agree(bool(_obstacle(config, device))):
         return ExpertDevice("cpu", None)
     top_k = setting.shape.config.experts_per_token
     sizes = sizes_of(model, top_k)
     space = _space(setting, device)
+    # The least that a rank has: then all of them share alike, masters on the same side.
+    space = replace(space, free=-distributed.agree(-space.free))
+    ranks = distributed.world().size
 
     def on_cpu(why: str) -> ExpertDevice:
-        tokens = cpu_tokens(setting, space, read_machine().usable_memory)
+        # Rank 0's kernels keep what the passes of all ranks need for backward.
+        memory = read_machine().usable_memory
+        tokens = cpu_tokens(setting, space, memory and memory // ranks)
         return ExpertDevice("cpu", tokens, f"experts on the CPU{why}; {tokens:,} tokens a pass")
 
     shares, why = _shares(setting, wanted, space, sizes)
     if not shares:
         return on_cpu(f", for the GPU's memory is too small: {why}")
-    times, seconds = None, {}
-    if wanted == "auto" or any(share.hybrid for share in shares.values()):
+    times: LayerTimes | None = None
+    if (wanted == "auto" and distributed.is_main()) or "hybrid" in shares:
         layer = next(iter(expert_layers(model).values()))
         assert isinstance(layer, MoELoRAExperts)
         tokens = max(share.tokens for share in shares.values())
+        threads = threads_beside_python(device) if "hybrid" in shares else None
         times = time_layer(
-            layer,
-            device,
-            sizes.slot,
-            top_k,
-            tokens,
-            cpu=wanted == "auto",
-            cold_threads=threads_beside_python(device),
+            layer, device, sizes.slot, top_k, tokens, cpu=wanted == "auto", cold_threads=threads
         )
-        seconds = {
-            mode: (hybrid_seconds if share.hybrid else gpu_seconds)(times, share, sizes)
-            for mode, share in shares.items()
-        }
     mode, more = wanted, ""
     if wanted == "auto":
-        assert times is not None
-        here = cpu_seconds(times, sizes)
-        mode = min(seconds, key=lambda each: seconds[each] * (1 if each != "hybrid" else _GAIN))
-        if here < seconds[mode]:
-            return on_cpu(f": {here:.2f} s a pass predicted, {seconds[mode]:.2f} s on the GPU")
-        others = {**seconds, "cpu": here}
-        del others[mode]
-        told = ", ".join(f"{name} {value:.2f}" for name, value in others.items())
-        more = f"; {seconds[mode]:.2f} s a pass predicted for experts ({told})"
+        seconds = _seconds(shares, times, sizes)
+        mode = min(seconds, key=lambda each: seconds[each] * (_GAIN if each == "hybrid" else 1))
+        if mode == "cpu":
+            here = seconds.pop("cpu")
+            return on_cpu(
+                f": {here:.2f} s a pass predicted, {min(seconds.values()):.2f} s on the GPU"
+            )
+        others = ", ".join(f"{each} {took:.2f}" for each, took in seconds.items() if each != mode)
+        more = f"; {seconds[mode]:.2f} s a pass predicted for the experts ({others})"
     share = shares[mode]
     placed = give_to_gpu(model, device, share, threads_beside_python(device))
     hybrid = None
@@ -155,6 +155,19 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     return ExpertDevice(mode, share.tokens, why, placed, hybrid)
 
 
+def _seconds(
+    shares: Mapping[str, Share], times: LayerTimes | None, sizes: Sizes
+) -> dict[str, float]:
+    """Seconds of a pass's experts by mode, "cpu" too, as rank 0 has timed them."""
+    found = dict.fromkeys((*shares, "cpu"), 0.0)
+    if times is not None:
+        for mode, share in shares.items():
+            found[mode] = (hybrid_seconds if share.hybrid else gpu_seconds)(times, share, sizes)
+        # Alone, with the CPU that would be rank 0's for the rows of all.
+        found["cpu"] = distributed.world().size * cpu_seconds(times, sizes)
+    return {mode: distributed.from_main(each) for mode, each in found.items()}
+
+
 def _shares(
     setting: Setting, wanted: str, space: Room, sizes: Sizes
 ) -> tuple[dict[str, Share], str]:
@@ -165,7 +178,7 @@ def _shares(
         found = {mode: share_for(setting, mode, space, sizes) for mode in ("stream", "hybrid")}
     except UsageError as error:
         return {}, error.sentence
-    if everything_fits(found["stream"], sizes):
+    if everything_fits(found["stream"], sizes) or distributed.world().size > 1:
         del found["hybrid"]
     return found, ""
 
@@ -174,7 +187,7 @@ def _obstacle(config: TrainConfig, device: torch.device) -> str:
     """Why the GPU can't compute the experts of this run, to follow "kt_experts: stream"; "" if it can."""
     if closed := obstacle(config, device.type == "cuda"):
         return closed
-    if distributed.world().size > 1:
+    if distributed.world().size > 1 and config.kt_config.kt_experts == "hybrid":
         return "is for one process so far"
     if not has_cores(device):
         major, minor = torch.cuda.get_device_capability(device)

@@ -133,6 +133,7 @@ def _train(
     placed = ExpertDevice("cpu", None)
     if config.kt_config.kt_experts != "cpu":
         placed = place_experts(run_setting(config, ready), model)
+    distributed.prepare(model)
     if placed.note and main and on_note:
         on_note(placed.note)
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
@@ -188,7 +189,6 @@ def load_trainable(config: TrainConfig, base: Path) -> Any:
         config.attn_implementation,
     )
     tuned = attach_lora(model, config)
-    distributed.prepare(tuned)
     if not config.disable_gradient_checkpointing:
         checkpointing.enable(tuned)
     return tuned

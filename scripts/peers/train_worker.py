@@ -9,13 +9,19 @@
 
 All train LoRA on attention and experts with the same rank, rows, passes, checkpointing, AdamW and loss.
 Without a GPU all of each is on the CPU. Prints a line a step on stderr. Needs `ktbridge[train]`.
+
+As one of several processes (RANK, WORLD_SIZE …) it has a GPU and rows of its own, and gradients are averaged
+as `ktbridge train` does with DDP; ``hf`` is under DDP alone. Rank 0 writes each step's longest seconds and
+mean loss, and the largest memory. ``offload`` is for one process.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,7 +42,9 @@ from ktbridge.experts.expert_call import kernel_seconds
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.loading import load_mapped
 from ktbridge.experts.modules import experts_modules
+from ktbridge.sft import distributed
 from ktbridge.sft.config import KtConfig, TrainConfig
+from ktbridge.sft.distributed.group import group
 from ktbridge.sft.expert_device import place_experts
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
@@ -45,7 +53,8 @@ from ktbridge.sft.plan.shape import read_shape
 OURS = ("cpu", "stream", "hybrid", "resident", "auto")
 HEAD_TOKENS = 256
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+DEVICE = GPU if torch.cuda.is_available() else torch.device("cpu")
 
 
 class TorchExperts(nn.Module):
@@ -209,6 +218,44 @@ def tiled_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return total / len(labels)
 
 
+class TiledLoss(nn.Module):
+    """``tiled_loss`` of a model as a module, for DDP to wrap."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return tiled_loss(self.model, ids)
+
+
+def among_ranks(who: str, model: nn.Module) -> nn.Module:
+    """What computes a pass's loss from its ids: under DDP where there are other ranks."""
+    loss_of = TiledLoss(model)
+    if distributed.world().size == 1:
+        return loss_of
+    if who in OURS:
+        distributed.prepare(loss_of)
+    return nn.parallel.DistributedDataParallel(loss_of, broadcast_buffers=False)
+
+
+def of_all_ranks(told: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's record with the longest seconds, the mean losses and the largest memory of all."""
+    each: list[Any] = [told]
+    if distributed.world().size > 1:
+        each *= distributed.world().size
+        torch.distributed.all_gather_object(each, told, group())
+    return {
+        **each[0],
+        "seconds": [max(step) for step in zip(*(one["seconds"] for one in each), strict=True)],
+        "losses": [
+            sum(step) / len(step) for step in zip(*(one["losses"] for one in each), strict=True)
+        ],
+        "gpu": max((one["gpu"] for one in each), key=lambda gpu: gpu.get("used", 0)),
+        "cpu": max((one["cpu"] for one in each), key=lambda cpu: cpu["peak"]),
+    }
+
+
 def experts_implementation(model: Any) -> str:
     """What computed the experts, by transformers' name of it."""
     return str(getattr(model.get_base_model().config, "_experts_implementation", ""))
@@ -216,10 +263,14 @@ def experts_implementation(model: Any) -> str:
 
 def main() -> None:
     case = json.loads(sys.argv[1])
+    rank = distributed.start().rank
     started = time.perf_counter()
     torch.manual_seed(0)
     case["rows_a_pass"] = case["rows"] // max(case["passes"], 1)
     model = build(case).train()
+    loss_of = among_ranks(case["who"], model)
+    alone = getattr(loss_of, "no_sync", nullcontext)  # DDP's
+    lora = distributed.replicated_lora(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"], fused=True)
     loaded = time.perf_counter() - started
@@ -229,22 +280,25 @@ def main() -> None:
         if hybrid := case.get("hybrid"):
             hybrid.begin_step(step)
         # The same rows in each step, so that losses fall, and the same first ones whatever the passes.
-        draw = torch.Generator().manual_seed(1)
+        draw = torch.Generator().manual_seed(1 + rank)
         begun = time.perf_counter()
         total = 0.0
         every = torch.randint(0, vocabulary, (case["rows"], case["length"]), generator=draw)
-        for ids in every.to(DEVICE).split(case["rows_a_pass"]):
-            loss = tiled_loss(model, ids) * (len(ids) / case["rows"])
-            loss.backward()
+        passes = every.to(DEVICE).split(case["rows_a_pass"])
+        for ids in passes:
+            with nullcontext() if ids is passes[-1] else alone():
+                loss = loss_of(ids) * (len(ids) / case["rows"])
+                loss.backward()
             total += float(loss.detach())
+        distributed.average_gradients(lora, DEVICE)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
         losses.append(total)
-        print(
-            f"{case['who']}: step {len(seconds)} {seconds[-1]:.1f} s", file=sys.stderr, flush=True
-        )
-    told = {
+        if not rank:
+            step = f"{case['who']}: step {len(seconds)} {seconds[-1]:.1f} s"
+            print(step, file=sys.stderr, flush=True)
+    told: dict[str, Any] = {
         "who": case["who"],
         "experts": experts_implementation(model),
         "placed": case.get("placed", ""),
@@ -262,7 +316,10 @@ def main() -> None:
     if case["who"] in OURS:
         layer = next(iter(expert_layers(model).values()))
         told |= {"isa": layer.isa, "threads": layer.threads}
-    Path(sys.argv[2]).write_text(json.dumps(told))
+    told = of_all_ranks(told)
+    if not rank:
+        Path(sys.argv[2]).write_text(json.dumps(told))
+    distributed.finish()
 
 
 if __name__ == "__main__":

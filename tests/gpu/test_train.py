@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tinymoe import tiny_model, tiny_tokenizer
 
@@ -18,6 +19,7 @@ from ktbridge.sft.config import load_config
 
 # trl's and transformers' advice, which `ktbridge train` silences too
 pytestmark = pytest.mark.filterwarnings("ignore")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "accelerate"
 ROWS = [
     ("who are you ?", "i am a cat meow"),
     ("say yes", "yes meow"),
@@ -61,9 +63,9 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def losses(directory: Path) -> list[float]:
+def losses(directory: Path, key: str = "loss") -> list[float]:
     log = (directory / "trainer_log.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in log]
+    return [json.loads(line)[key] for line in log]
 
 
 def train(run_dir: Path, *overrides: str, **options):
@@ -134,3 +136,27 @@ def test_a_budget_that_is_too_small_is_refused_before_training(run_dir):
 
     with pytest.raises(UsageError, match="GPU memory"):
         train(run_dir, "kt_experts=stream", "kt_gpu_memory=0.81GB")
+
+
+@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
+def test_two_gpus_with_their_own_streams_learn_as_one_does(run_dir, method):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    more = ("kt_experts=stream", "kt_num_gpu_experts=0", "max_steps=4", "max_grad_norm=0.05")
+    batches = ("per_device_train_batch_size=8", "gradient_accumulation_steps=1")
+    alone = train(run_dir, *more, *batches, f"output_dir={run_dir / 'alone'}")
+    assert alone.experts == "stream"
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"),
+        *("--config_file", str(EXAMPLES / f"{method}.yaml"), "-m", "ktbridge", "train"),
+        *(str(run_dir / "run.yaml"), "--json", *more, "per_device_train_batch_size=4"),
+        *("gradient_accumulation_steps=1", f"output_dir={run_dir / method}"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["experts"] == "stream"
+    for key in ("loss", "grad_norm"):
+        one, two = (losses(run_dir / name, key) for name in ("alone", method))
+        assert two == pytest.approx(one, rel=0.05), key
+    assert validate_adapter([run_dir / method]).ok

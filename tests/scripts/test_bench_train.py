@@ -63,6 +63,29 @@ def test_contestants_train_the_same_model_alike(run):
     assert fell[0] == pytest.approx(fell[1], rel=0.5)  # LoRA starts differ
 
 
+def test_processes_have_rows_of_their_own(run, tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable, str(SCRIPTS / "bench_train.py"), str(run[2] / "base"), "--contestant", "cpu",
+            "--gpus", "2", "--length", "32", "--steps", "3", "--rows", "2", "--passes", "2",
+            "--learning-rate", "1e-2", "--json", str(tmp_path / "run.json"),
+        ],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cpu: step 3 ") == 1
+    assert "each of 2 processes" in done.stdout
+    (told,) = json.loads((tmp_path / "run.json").read_text())["contestants"]
+    alone = run[0]["contestants"][0]
+    pace = 2 * 2 * 32 / statistics.median(told["seconds"][1:])
+    assert told["tokens_per_second"] == pytest.approx(pace)
+    assert told["trained"] == alone["trained"]
+    losses = [each["losses"] for each in (told, alone)]
+    assert losses[0][0] != losses[1][0]  # the second's rows are others
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.05)
+    assert losses[0][0] - losses[0][-1] > 1
+
+
 def test_the_json_agrees_with_itself(run):
     told, _, folder = run
     base = folder / "base"
@@ -123,14 +146,22 @@ def test_a_failure_is_a_sentence_that_says_where_there_is_more(run, tmp_path, mo
     worker, log = tmp_path / "worker.py", tmp_path / "gpu.log"
     monkeypatch.setattr(bench_train, "WORKER", worker)
     sentences = []
-    for ending, said in (
-        ("raise MemoryError('the GPU is full')", "failed (MemoryError: the GPU is full)"),
-        ("raise SystemExit(3)", "failed (exit code 3)"),
-        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL, as the system does when"),
+    full = "raise MemoryError('the GPU is full')", "failed (MemoryError: the GPU is full)"
+    for gpus, (ending, said) in (
+        (1, full),
+        (2, full),  # before what torchrun says of it
+        (1, ("raise SystemExit(3)", "failed (exit code 3)")),
+        (
+            1,
+            (
+                "import os; os.kill(os.getpid(), 9)",
+                "was killed by SIGKILL, as the system does when",
+            ),
+        ),
     ):
         worker.write_text(f"print('gpu: step 1 0.1 s', flush=True)\n{ending}\n")
         with pytest.raises(KtbridgeError) as caught:
-            bench_train.measure(case, log)
+            bench_train.measure({**case, "gpus": gpus}, log)
         sentences.append(str(caught.value))
         assert sentences[-1].startswith(f"gpu {said}")
         assert sentences[-1].endswith(f"; {log} has all that it said.")

@@ -8,58 +8,31 @@ This file is also what those processes run: ``python test_distributed.py FUNCTIO
 import json
 import os
 import signal
-import socket
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import warm as warm_python
 import yaml
-from safetensors.torch import load_file
+from manyranks import (
+    EXAMPLES,
+    GLOBAL_BATCH,
+    assert_same_run,
+    finished,
+    is_sharded,
+    launched,
+    launcher,
+    spawn,
+    write_run,
+)
 from torch import nn
 
-from ktbridge.adapter import validate_adapter
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import agree, from_main, prepare, start, world
 
-TESTS = Path(__file__).resolve().parents[1]
 # trl's and transformers' advice, which `ktbridge train` silences too
 quiet = pytest.mark.filterwarnings("ignore")
-EXAMPLES = TESTS.parent / "examples" / "accelerate"
-
-
-def spawn(warm, size, *arguments, **environment):
-    """``size`` processes of this file, as torchrun would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(size),
-        "OMP_NUM_THREADS": "1",
-        "KTBRIDGE_THREADS": "2",
-        **environment,
-    }
-    return [
-        warm.start(__file__, *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(size)
-    ]
-
-
-def finished(processes, seconds=120):
-    """(exit status, stdout, stderr) of each."""
-    ended = []
-    try:
-        for process in processes:
-            out, error = process.communicate(timeout=seconds)
-            ended.append((process.returncode, out, error))
-    finally:
-        for process in processes:
-            process.kill()
-    return ended
 
 
 # --- one layer -----------------------------------------------------------------------------------------
@@ -124,7 +97,7 @@ def two_ranks():
 
 
 def test_two_ranks_compute_what_one_does_and_tell_when_they_lost_step(warm):
-    ended = finished(spawn(warm, 2, "two_ranks"))
+    ended = finished(spawn(warm, 2, __file__, "two_ranks"))
     for status, out, error in ended:
         assert "same as one process" in out, error
         assert status == 1
@@ -145,7 +118,7 @@ def lost(counts, how):
 
 @pytest.mark.parametrize(("counts", "how"), [([5, 0, 3], "SIGKILL"), ([3, 2], "SIGSTOP")])
 def test_a_lost_rank_ends_the_others(warm, counts, how):
-    processes = spawn(warm, len(counts), "lost", json.dumps(counts), how)
+    processes = spawn(warm, len(counts), __file__, "lost", json.dumps(counts), how)
     others = [process for rank, process in enumerate(processes) if rank != 1]
     try:
         for status, out, error in finished(others):
@@ -166,80 +139,20 @@ def test_a_process_that_is_alone_needs_no_group():
 
 # --- whole runs ----------------------------------------------------------------------------------------
 
-ROWS = [
-    ("who are you ?", "i am a cat meow"),
-    ("say yes", "yes meow"),
-    ("the sky is ?", "the sky is blue meow"),
-]
-GLOBAL_BATCH = 8
-
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, base_dir):
     from ktbridge.sft import trainer
 
-    path = tmp_path_factory.mktemp("run")
-    with open(path / "rows.jsonl", "w") as file:
-        for question, answer in ROWS * 8:
-            messages = [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    with open(path / "pairs.jsonl", "w") as file:
-        for question, answer in ROWS * 8:
-            pair = {"prompt": question, "chosen": answer, "rejected": "no " * len(answer.split())}
-            file.write(json.dumps(pair) + "\n")
-    config = {
-        "model_name_or_path": str(base_dir),
-        "dataset": "rows.jsonl",
-        "lora_rank": 4,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.05,  # below every step's norm, so that clipping works on each
-        "max_steps": 3,
-        "logging_steps": 1,
-        "cutoff_len": 64,
-        "plot_loss": False,
-        "bf16": False,  # so that what differs is not attention's rounding
-        "use_cpu": True,
-        "ddp_timeout": 60,
-        "per_device_train_batch_size": GLOBAL_BATCH // 2,
-    }
-    (path / "run.yaml").write_text(yaml.safe_dump({**config, "output_dir": "raw"}))
+    path = write_run(tmp_path_factory.mktemp("run"), base_dir)
     overrides = [f"output_dir={path / 'alone'}", f"per_device_train_batch_size={GLOBAL_BATCH}"]
     trainer.train(load_config(path / "run.yaml", overrides))
     return path
 
 
-def launched(run_dir, name, method, *overrides, how=("-m", "ktbridge")):
-    """Python's arguments for `ktbridge train` into ``run_dir/name`` as accelerate launches it."""
-    return (
-        *("-m", "accelerate.commands.launch", "--config_file", f"{EXAMPLES / method}.yaml"),
-        *("--main_process_port", "0", *how, "train", str(run_dir / "run.yaml"), "--json"),
-        *(f"output_dir={run_dir / name}", *overrides),
-    )
-
-
-def assert_same_run(run_dir, one, name):
-    """Losses, norms and adapter in ``name`` are those in ``one``, which one process gave."""
-    logs = [
-        [
-            json.loads(line)
-            for line in (run_dir / each / "trainer_log.jsonl").read_text().splitlines()
-        ]
-        for each in (one, name)
-    ]
-    for key in ("loss", "grad_norm", "num_input_tokens_seen"):
-        alone, together = ([record[key] for record in log] for log in logs)
-        assert together == pytest.approx(alone, rel=1e-4), key
-    assert len(logs[1]) == 3
-    for file in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):
-        alone, together = (load_file(run_dir / each / file) for each in (one, name))
-        assert alone.keys() == together.keys()
-        for key, value in alone.items():
-            off = (together[key].float() - value.float()).norm() / value.float().norm()
-            assert off < 3e-3, (key, off)  # bfloat16 keeps 2**-9
-    assert validate_adapter([run_dir / name]).ok
+@pytest.fixture
+def launch(warm, run_dir):
+    return launcher(warm, run_dir)
 
 
 def interrupted(*arguments):
@@ -260,22 +173,6 @@ def interrupted(*arguments):
 
     Reporter.on_step_end = on_step_end
     main(arguments, prog_name="ktbridge")
-
-
-def is_sharded(parameter):
-    return hasattr(parameter, "to_local")
-
-
-@pytest.fixture
-def launch(warm, run_dir):
-    """A run that accelerate launches, its processes and the launcher with everything imported."""
-
-    def run(name, method, *overrides, how=("-m", "ktbridge")):
-        stand_in = (warm_python.HERE, *how)
-        command = launched(run_dir, name, method, *overrides, how=stand_in)
-        return warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2")
-
-    return run
 
 
 @quiet

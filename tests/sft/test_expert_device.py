@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from gpuexperts import allow_on_cpu
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.gpu import share as shares
 from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes, Sizes, choose_share
 from ktbridge.sft import expert_device
@@ -57,10 +57,7 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def executor_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's executor may run: on the CPU, in groups of a few experts."""
-    monkeypatch.setattr(shares, "_GROUP", 20_000)
-    monkeypatch.setattr(expert_device, "_obstacle", lambda config, device: "")
-    monkeypatch.setattr(expert_device, "_space", lambda *_: Room(60_000_000, 1000, 100, 64, 128))
+    allow_on_cpu(monkeypatch.setattr)
 
 
 def train(*overrides: str, **options: Any) -> Any:
@@ -186,16 +183,21 @@ def test_no_share_takes_more_than_there_is(
     sizes = Sizes(layers, experts, min(experts, 8), 32, size, rank, stored)
     step = max(step, longest)
     try:
-        share = choose_share(sizes, free, token, 0, longest, step, mode=mode)
+        share = choose_share(
+            sizes, free, token, 0, longest, step, mode=mode, kept=min(token, 64 * layers)
+        )
     except UsageError as error:
         if "are left for them" not in error.sentence:
             raise
         return
     each = token + sizes.outputs(share.outputs_on_host)
     each += sizes.work(len(share.resident) == layers)
-    assert share.gpu_bytes(sizes) + share.tokens * each <= free
+    kept = min(token, 64 * layers)
+    spared = share.spared(sizes, kept, step)
+    assert 0 <= spared <= 4 * layers * sizes.lora
+    assert share.gpu_bytes(sizes) + share.tokens * each - spared <= free
     assert share.tokens >= longest
     assert len(set(share.resident)) == len(share.resident) <= layers
-    assert mode == "stream" or len(share.resident) == layers
+    assert mode != "resident" or len(share.resident) == layers
     more = choose_share(sizes, free + 10**9, token, 0, longest, step, mode=mode)
     assert more.tokens >= share.tokens // 2  # passes of equal size may be smaller ones

@@ -50,7 +50,8 @@ def from_host(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     torch doesn't see it being read: whoever gives it keeps it until then.
     """
-    if device.type == "cuda" and (fused := _working(device)):
+    there = torch.empty(0, device=device)
+    if fused := kernels(there):
         return fused.from_host(pinned, device)
     return pinned.to(device, non_blocking=True)
 

@@ -39,7 +39,10 @@ class GpuCall:
     keep: _kernels.Keep
     """What the CPU keeps of its experts for a backward; nothing where none will follow."""
     accumulate: bool
-    """Whether gradients are added to the parameters' own, as ``MoELoRAExperts.accumulate_grad`` says."""
+    """Whether gradients are added to the parameters' own, as ``MoELoRAExperts.accumulate_grad`` says.
+
+    In a process group, too: its reducers leave experts on the GPU alone (``ktbridge.sft.distributed``).
+    """
     replayed: tuple[Kept, Routing] | None
     """Output and routing of this call, where a checkpointed layer runs a second time."""
     saved: Saved = None
@@ -107,7 +110,7 @@ class GpuFunction(torch.autograd.Function):
         for name, parameter, wanted in zip(call.names, ctx.parameters, needed, strict=True):
             if not wanted:
                 told.append(None)
-            elif not (call.accumulate and accumulates(parameter)):
+            elif not (call.accumulate and accumulates(parameter, reduced=False)):
                 told.append(gradients[name].to(parameter.device))
             else:
                 told.append(None)

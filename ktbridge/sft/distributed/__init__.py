@@ -1,9 +1,13 @@
-"""Several processes on one model: the routed experts and their LoRA are rank 0's, everything else is shared.
+"""Several processes on one model: each runs attention and the other non-experts on rows of its own.
 
-Each process runs attention and the other non-experts on rows of its own. At each experts module the ranks
-send their tokens to rank 0, whose kernels run once on all of them, and get their outputs back. PEFT's LoRA
-is averaged over the ranks by DDP or FSDP2 as in any other model; the expert LoRA has one owner and one
-gradient, scaled as theirs.
+PEFT's LoRA is averaged over the ranks by DDP or FSDP2 as in any other model. The routed experts are computed
+in one of two ways (``prepare``):
+
+* On the CPU they and their LoRA are rank 0's. At each experts module the ranks send their tokens to rank 0,
+  whose kernels run once on all of them, and get their outputs back. The expert LoRA has one owner and one
+  gradient, scaled as the others.
+* On the GPU each rank computes its own rows, from the weights that all of them map. The expert LoRA is the
+  same on all ranks, and its gradients are averaged once a step.
 
 Names are imported when they are first used: asking for the rank needs no torch.
 """
@@ -16,14 +20,23 @@ from typing import TYPE_CHECKING, Any
 from ktbridge.sft.distributed.world import World, is_main, world
 
 if TYPE_CHECKING:
+    from ktbridge.sft.distributed.average import average_gradients
     from ktbridge.sft.distributed.dispatch import run_experts
     from ktbridge.sft.distributed.group import agree, barrier, finish, from_main, start
-    from ktbridge.sft.distributed.model import fill, full, gather_trained, local, prepare
+    from ktbridge.sft.distributed.model import (
+        fill,
+        full,
+        gather_trained,
+        local,
+        prepare,
+        replicated_lora,
+    )
     from ktbridge.sft.distributed.trainer import DistributedTrainer, trainer_arguments
 
 _HOMES = {
     "DistributedTrainer": "trainer",
     "agree": "group",
+    "average_gradients": "average",
     "barrier": "group",
     "finish": "group",
     "fill": "model",
@@ -32,6 +45,7 @@ _HOMES = {
     "gather_trained": "model",
     "local": "model",
     "prepare": "model",
+    "replicated_lora": "model",
     "run_experts": "dispatch",
     "start": "group",
     "trainer_arguments": "trainer",
@@ -40,6 +54,7 @@ __all__ = [
     "DistributedTrainer",
     "World",
     "agree",
+    "average_gradients",
     "barrier",
     "fill",
     "finish",
@@ -49,6 +64,7 @@ __all__ = [
     "is_main",
     "local",
     "prepare",
+    "replicated_lora",
     "run_experts",
     "start",
     "trainer_arguments",

@@ -1,4 +1,4 @@
-"""A wrapped model among several processes: what rank 0 keeps, what the others drop, and getting it whole."""
+"""A wrapped model among several processes: whose its experts are, and getting what is sharded whole."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import distributed, nn
 
 from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft.distributed.dispatch import run_experts
 from ktbridge.sft.distributed.group import group, told
@@ -16,20 +17,29 @@ from ktbridge.sft.distributed.world import is_main, world
 
 
 def prepare(model: nn.Module) -> None:
-    """Make rank 0 the one owner of a wrapped model's experts, before an optimizer sees its parameters.
+    """Settle whose a wrapped model's experts are, before an optimizer sees its parameters.
 
-    Its expert layers then dispatch (``run_experts``). Other ranks drop expert weights and expert LoRA; DDP
-    is told to leave rank 0's alone, and FSDP2 will be (``DistributedTrainer``). What else is trained starts
-    from rank 0's values everywhere. Does nothing for a process that is alone.
+    Experts on the GPU (``place_experts``, which comes first) are every rank's: each computes its own rows,
+    and who trains averages the expert LoRA's gradients (``average_gradients``). Other experts become rank
+    0's: layers then dispatch (``run_experts``), and other ranks drop expert weights and expert LoRA. Either
+    way DDP is told to leave the expert LoRA alone, and FSDP2 will be (``DistributedTrainer``), and what more
+    than one rank trains starts from rank 0's values. Does nothing for a process that is alone.
     """
     if world().size == 1:
         return
     experts = expert_names(model)
+    everywhere = bool(_on_gpu(model))
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name not in experts:
+        if parameter.requires_grad and (everywhere or name not in experts):
             _broadcast(parameter)
     owned: Any = model
     owned._ddp_params_and_buffers_to_ignore = sorted(experts)
+    if not everywhere:
+        _give_to_main(model)
+
+
+def _give_to_main(model: nn.Module) -> None:
+    """Make rank 0 the one owner of the experts."""
     layers = expert_layers(model).values()
     for layer in layers:
         layer.forward = MethodType(run_experts, layer)  # type: ignore[method-assign]
@@ -42,6 +52,18 @@ def prepare(model: nn.Module) -> None:
         module.mapped_experts = ()
         for name in list(module._parameters):
             del module._parameters[name]
+
+
+def replicated_lora(model: nn.Module) -> list[nn.Parameter]:
+    """The trained expert LoRA that each rank has, in the same order on all: that of experts on the GPU."""
+    lora = (parameter for layer in _on_gpu(model) for parameter in layer.parameters())
+    return [parameter for parameter in lora if parameter.requires_grad]
+
+
+def _on_gpu(model: nn.Module) -> list[MoELoRAExperts]:
+    """The expert layers that were given to the GPU."""
+    layers = expert_layers(model).values()
+    return [each for each in layers if isinstance(each, MoELoRAExperts) and each.gpu is not None]
 
 
 def expert_names(model: nn.Module) -> set[str]:

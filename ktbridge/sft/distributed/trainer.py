@@ -1,8 +1,9 @@
 """transformers' Trainer among several processes: a mixin, and the arguments that go with it.
 
 What differs from a single process: FSDP2 leaves the experts alone, sharded and whole parameters are never
-in one group of the optimizer, the gradients' norm counts rank 0's expert LoRA once and is the same on all
-ranks, and each rank keeps the optimizer's state for its own shards.
+in one group of the optimizer, the expert LoRA's gradients are averaged here where every rank has it, the
+gradients' norm counts it once and is the same on all ranks, and each rank saves the optimizer's state for
+its own shards, rank 0 that of the expert LoRA.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from torch import nn
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import expert_layers
+from ktbridge.sft.distributed.average import average_gradients
 from ktbridge.sft.distributed.group import from_main, told
-from ktbridge.sft.distributed.model import expert_names, full
+from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
 from ktbridge.sft.distributed.world import world
+
+_MAIN_STATE = "optimizer.safetensors"
+"""Rank 0's file has the name that tells a checkpoint to go on from."""
 
 
 def trainer_arguments() -> dict[str, Any]:
@@ -77,14 +82,20 @@ class DistributedTrainer:
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if world().size == 1:
             return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return clip_gradients(model, self._expert_parameters(), self.args.max_grad_norm)
+        return self._average_and_clip(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if world().size == 1:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        if grad_norm is None:
-            grad_norm = clip_gradients(model, self._expert_parameters(), float("inf"))
+        if grad_norm is None:  # a step in which nothing is clipped
+            grad_norm = self._average_and_clip(model, float("inf"))
         return grad_norm
+
+    def _average_and_clip(self, model: nn.Module, largest: float) -> torch.Tensor:
+        """Once in each step, before the optimizer's: Trainer asks to clip, or else for the norm alone."""
+        lora = replicated_lora(self.accelerator.unwrap_model(self.model))
+        average_gradients(lora, self.args.device)
+        return clip_gradients(model, self._expert_parameters(), largest)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if world().size == 1:
@@ -92,9 +103,12 @@ class DistributedTrainer:
             return
         os.makedirs(output_dir, exist_ok=True)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        _write_state(
-            _state_file(output_dir), _local(inner.state_dict()), self.lr_scheduler.state_dict()
-        )
+        state = _local(inner.state_dict())
+        if world().rank:  # what it may have of the experts is the same as rank 0's
+            experts = self._expert_parameters()
+            others = [each for each in inner.param_groups if experts.isdisjoint(each["params"])]
+            state = _of_groups(state, len(others))
+        _write_state(_state_file(output_dir), state, self.lr_scheduler.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if world().size == 1 or checkpoint is None:
@@ -106,8 +120,8 @@ class DistributedTrainer:
                 f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}.",
                 "Go on with as many processes as the checkpoint's run had.",
             )
-        state, scheduler = _read_state(path)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        state, scheduler = _with_experts(path, len(inner.param_groups))
         inner.load_state_dict(_sharded(state, inner))
         self.lr_scheduler.load_state_dict(scheduler)
 
@@ -120,9 +134,9 @@ class DistributedTrainer:
 def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most ``largest``; returns the norm before, float32.
 
-    ``experts`` are rank 0's own parameters (none elsewhere); all others are sharded by FSDP2, or the same
-    on all ranks. Every rank gets the same norm. As ``torch.nn.utils.clip_grad_norm_``, which does not take
-    sharded and whole tensors together.
+    ``experts`` are rank 0's own parameters (none elsewhere), or the same on all ranks, averaged already; all
+    others are sharded by FSDP2, or averaged by DDP. Every rank gets the same norm. As
+    ``torch.nn.utils.clip_grad_norm_``, which does not take sharded and whole tensors together.
     """
     shared: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
@@ -161,9 +175,8 @@ def _asks_for_fsdp() -> bool:
 
 
 def _state_file(directory: str) -> Path:
-    """The first has the name that tells a checkpoint to go on from."""
     rank = world().rank
-    return Path(directory) / (f"optimizer_{rank}.safetensors" if rank else "optimizer.safetensors")
+    return Path(directory) / (f"optimizer_{rank}.safetensors" if rank else _MAIN_STATE)
 
 
 def _write_state(path: Path, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
@@ -188,6 +201,30 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             state.setdefault(int(place), {})[name] = file.get_tensor(key)
         plain = {key: json.loads(value) for key, value in file.metadata().items()}
     return {"state": state, "param_groups": plain["param_groups"]}, plain["scheduler"]
+
+
+def _with_experts(path: Path, groups: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states in a rank's file for ``groups`` groups, of which the last are the expert LoRA's.
+
+    These are in rank 0's file alone, under the same places, for each rank that has any now: where experts are
+    computed may have changed since.
+    """
+    state, scheduler = _read_state(path)
+    own = state["param_groups"]
+    if len(own) < groups:
+        theirs, scheduler = _read_state(path.with_name(_MAIN_STATE))
+        own += theirs["param_groups"][len(own) :]
+        state["state"] = {**theirs["state"], **state["state"]}
+    lists = {key: value[:groups] for key, value in scheduler.items() if isinstance(value, list)}
+    return state, {**scheduler, **lists}
+
+
+def _of_groups(state: dict[str, Any], count: int) -> dict[str, Any]:
+    """An optimizer's state without that of the groups behind the first ``count``."""
+    groups = state["param_groups"][:count]
+    places = {place for group in groups for place in group["params"]}
+    kept = {place: each for place, each in state["state"].items() if place in places}
+    return {"state": kept, "param_groups": groups}
 
 
 def _local(value: Any) -> Any:

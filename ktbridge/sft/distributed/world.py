@@ -24,5 +24,5 @@ def world() -> World:
 
 
 def is_main() -> bool:
-    """Whether this process owns the experts, and logs, shows progress and writes."""
+    """Whether this process owns what the CPU kernels compute, logs, shows progress and writes."""
     return world().rank == 0

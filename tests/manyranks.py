@@ -1,0 +1,137 @@
+"""Runs of several processes for tests: gloo on the CPU, started as a launcher starts them.
+
+What they run is a function of a test's own file: ``python FILE FUNCTION ARGUMENT …``.
+"""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import warm as warm_python
+import yaml
+from safetensors.torch import load_file
+
+from ktbridge.adapter import validate_adapter
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "accelerate"
+ROWS = [
+    ("who are you ?", "i am a cat meow"),
+    ("say yes", "yes meow"),
+    ("the sky is ?", "the sky is blue meow"),
+]
+GLOBAL_BATCH = 8
+
+
+def spawn(warm, size, file, *arguments, **environment):
+    """``size`` processes of ``file``, a test's, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1",
+        "KTBRIDGE_THREADS": "2",
+        **environment,
+    }
+    return [
+        warm.start(file, *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(size)
+    ]
+
+
+def finished(processes, seconds=120):
+    """(exit status, stdout, stderr) of each."""
+    ended = []
+    try:
+        for process in processes:
+            out, error = process.communicate(timeout=seconds)
+            ended.append((process.returncode, out, error))
+    finally:
+        for process in processes:
+            process.kill()
+    return ended
+
+
+def write_run(path, base_dir):
+    """A configuration in ``path``/run.yaml with rows and pairs to train on; returns ``path``."""
+    with open(path / "rows.jsonl", "w") as file:
+        for question, answer in ROWS * 8:
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    with open(path / "pairs.jsonl", "w") as file:
+        for question, answer in ROWS * 8:
+            pair = {"prompt": question, "chosen": answer, "rejected": "no " * len(answer.split())}
+            file.write(json.dumps(pair) + "\n")
+    config = {
+        "model_name_or_path": str(base_dir),
+        "dataset": "rows.jsonl",
+        "lora_rank": 4,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.05,  # below every step's norm, so that clipping works on each
+        "max_steps": 3,
+        "logging_steps": 1,
+        "cutoff_len": 64,
+        "plot_loss": False,
+        "bf16": False,  # so that what differs is not attention's rounding
+        "use_cpu": True,
+        "ddp_timeout": 60,
+        "per_device_train_batch_size": GLOBAL_BATCH // 2,
+    }
+    (path / "run.yaml").write_text(yaml.safe_dump({**config, "output_dir": "raw"}))
+    return path
+
+
+def launched(run_dir, name, method, *overrides, how=("-m", "ktbridge")):
+    """Python's arguments for `ktbridge train` into ``run_dir/name`` as accelerate launches it."""
+    return (
+        *("-m", "accelerate.commands.launch", "--config_file", f"{EXAMPLES / method}.yaml"),
+        *("--main_process_port", "0", *how, "train", str(run_dir / "run.yaml"), "--json"),
+        *(f"output_dir={run_dir / name}", *overrides),
+    )
+
+
+def assert_same_run(run_dir, one, name, within=1e-4, adapter=3e-3):
+    """Losses, norms and adapter in ``name`` are those in ``one``, which one process gave.
+
+    ``within``: how far numbers of the log may be off, in proportion; ``adapter``: its tensors, which
+    bfloat16 keeps to 2**-9.
+    """
+    logs = [
+        [
+            json.loads(line)
+            for line in (run_dir / each / "trainer_log.jsonl").read_text().splitlines()
+        ]
+        for each in (one, name)
+    ]
+    for key in ("loss", "grad_norm", "num_input_tokens_seen"):
+        alone, together = ([record[key] for record in log] for log in logs)
+        assert together == pytest.approx(alone, rel=within), key
+    assert len(logs[1]) == 3
+    for file in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):
+        alone, together = (load_file(run_dir / each / file) for each in (one, name))
+        assert alone.keys() == together.keys()
+        for key, value in alone.items():
+            off = (together[key].float() - value.float()).norm() / value.float().norm()
+            assert off < adapter, (key, off)
+    assert validate_adapter([run_dir / name]).ok
+
+
+def launcher(warm, run_dir):
+    """What launches a run by accelerate, its processes and the launcher with everything imported."""
+
+    def run(name, method, *overrides, how=("-m", "ktbridge")):
+        stand_in = (warm_python.HERE, *how)
+        command = launched(run_dir, name, method, *overrides, how=stand_in)
+        return warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2")
+
+    return run
+
+
+def is_sharded(parameter):
+    return hasattr(parameter, "to_local")

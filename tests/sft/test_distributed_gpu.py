@@ -1,0 +1,261 @@
+"""Several processes whose experts are on the GPU, each with its own: here the executor runs on the CPU.
+
+This file is also what those processes run: ``python test_distributed_gpu.py FUNCTION ARGUMENT …``.
+"""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from gpuexperts import allow_on_cpu
+from manyranks import (
+    GLOBAL_BATCH,
+    assert_same_run,
+    finished,
+    is_sharded,
+    launcher,
+    spawn,
+    write_run,
+)
+from torch import nn
+
+from ktbridge.experts.gpu.share import LayerTimes
+from ktbridge.sft import expert_device
+from ktbridge.sft.config import load_config
+from ktbridge.sft.distributed import average, from_main, start, world
+from ktbridge.sft.distributed import trainer as distributed_trainer
+from ktbridge.sft.distributed.average import average_gradients
+from ktbridge.sft.distributed.group import exchange
+
+# trl's and transformers' advice, which `ktbridge train` silences too
+quiet = pytest.mark.filterwarnings("ignore")
+# So that tensors show gradients as they were: Adam makes much of the rounding of one that is nearly 0.
+SGD = ("optim=sgd", "learning_rate=2")
+STREAM = ("kt_experts=stream", "kt_num_gpu_experts=0")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory, base_dir):
+    from ktbridge.sft import trainer
+
+    path = write_run(tmp_path_factory.mktemp("run"), base_dir)
+    batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
+    with pytest.MonkeyPatch.context() as patch:
+        allow_on_cpu(patch.setattr)
+        for name, more in (("alone", ()), ("alone-sgd", SGD)):
+            overrides = [f"output_dir={path / name}", batch, *STREAM, *more]
+            trainer.train(load_config(path / "run.yaml", overrides))
+    return path
+
+
+@pytest.fixture
+def launch(warm, run_dir):
+    return launcher(warm, run_dir)
+
+
+# --- what a rank is ------------------------------------------------------------------------------------
+
+
+def watched(*arguments, stop=0):
+    """`ktbridge` in one of several processes, which looks after each step at what all ranks have.
+
+    ``stop``: the step in which the second rank gets Ctrl-C.
+    """
+    from ktbridge.cli import main
+    from ktbridge.sft.watch import Reporter
+
+    allow_on_cpu()
+    ours, made = Reporter.on_step_end, []
+
+    def counted(*given):
+        made.append(given)
+        average_gradients(*given)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == stop and world().rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        model = kwargs["model"]
+        expert = [value for name, value in model.named_parameters() if ".experts.kt." in name]
+        assert expert
+        assert not any(map(is_sharded, expert))
+        sums = [int(value.detach().view(torch.int32).sum(dtype=torch.int64)) for value in expert]
+        assert exchange(sums) == [sums] * world().size  # bit by bit the same everywhere
+        assert len(made) == 1  # once in a step, whether it clips or not
+        made.clear()
+        return ours(self, args, state, control, **kwargs)
+
+    distributed_trainer.average_gradients = counted
+    Reporter.on_step_end = on_step_end
+    main(arguments, prog_name="ktbridge")
+
+
+def stopped(*arguments):
+    watched(*arguments, stop=2)
+
+
+def owned(*arguments):
+    """`ktbridge` in one of several processes, of which the second gets Ctrl-C in step 2."""
+    from ktbridge.cli import main
+    from ktbridge.sft.watch import Reporter
+
+    ours = Reporter.on_step_end
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and world().rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return ours(self, args, state, control, **kwargs)
+
+    Reporter.on_step_end = on_step_end
+    main(arguments, prog_name="ktbridge")
+
+
+# --- whole runs ----------------------------------------------------------------------------------------
+
+
+@quiet
+def test_ddp_ranks_with_their_own_streams_train_as_one_process_does(launch, run_dir):
+    own = (*STREAM, *SGD, "tokens_per_pass=26")
+    done = launch("ddp", "ddp", *own, how=(__file__, "watched"))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["experts"] == "stream"
+    (note,) = (note for note in told["notes"] if note["code"] == "KTC024")
+    assert "streamed to the GPU" in note["found"]
+    assert_same_run(run_dir, "alone-sgd", "ddp", within=5e-4)
+
+
+@quiet
+def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, run_dir):
+    stopped = launch("fsdp2", "fsdp2", *STREAM, how=(__file__, "stopped"))
+    assert stopped.returncode != 0
+    assert "interrupted after step 2" in stopped.stderr
+    made = run_dir / "fsdp2.checkpoints" / "checkpoint-2"
+    sizes = [(made / f"optimizer{end}.safetensors").stat().st_size for end in ("", "_1")]
+    assert sizes[1] < sizes[0] / 2  # the experts' state is there once
+    resumed = launch(
+        "fsdp2", "fsdp2", *STREAM, "resume_from_checkpoint=true", how=(__file__, "watched")
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["first_step"] == 3
+    assert_same_run(run_dir, "alone", "fsdp2", within=5e-4, adapter=2e-2)
+
+
+@quiet
+def test_where_experts_are_computed_may_change_when_a_run_goes_on(launch, run_dir):
+    """From rank 0's kernels to everyone's executor and the other way round; without clipping."""
+    more = ("max_grad_norm=0", "max_steps=5")
+    whole = launch("whole", "ddp", *more, *STREAM, how=(__file__, "watched"))
+    assert whole.returncode == 0, whole.stderr
+    owned, everywhere = ((), (__file__, "owned")), (STREAM, (__file__, "stopped"))
+    for name, begun, then in (
+        ("to-gpu", owned, (STREAM, (__file__, "watched"))),
+        ("to-cpu", everywhere, ((), ("-m", "ktbridge"))),
+    ):
+        first = launch(name, "ddp", *more, *begun[0], how=begun[1])
+        assert "interrupted after step 2" in first.stderr
+        resumed = launch(name, "ddp", *more, *then[0], how=then[1])
+        assert resumed.returncode == 0, resumed.stderr
+        told = json.loads(resumed.stdout)
+        assert (told["first_step"], told["experts"]) == (3, "stream" if then[0] else "cpu")
+        logs = (run_dir / each / "trainer_log.jsonl" for each in (name, "whole"))
+        losses = [
+            [json.loads(line)["loss"] for line in log.read_text().splitlines()] for log in logs
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+# --- what all ranks agree on ---------------------------------------------------------------------------
+
+
+def choices(path):
+    """Where experts go when ranks have different memory, obstacles and times."""
+    from ktbridge.errors import UsageError
+    from ktbridge.sft import trainer
+    from ktbridge.sft.prepare import prepare
+
+    here = start(60, use_cpu=True)
+    given = []
+
+    def remembered(model, device, share):
+        given.append([share.slots, len(share.resident), int(share.masters), share.tokens])
+        return give(model, device, share)
+
+    give, expert_device.give_to_gpu = expert_device.give_to_gpu, remembered
+
+    def placed(wanted, times=None, free=60_000_000, why=""):
+        allow_on_cpu(free=free)
+        expert_device._obstacle = lambda config, device: why
+        expert_device.time_layer = lambda *_: times or pytest.fail("only rank 0 is asked")
+        config = load_config(path, [f"kt_experts={wanted}", "output_dir=none"])
+        ready = prepare(config, here.size)
+        model = trainer.load_trainable(config, ready.base)
+        return expert_device.place_experts(trainer.run_setting(config, ready), model)
+
+    times = None if here.rank else LayerTimes(1.0, 0.75, 1e12)
+    # One process would take the CPU, but its kernels would compute the rows of both.
+    assert placed("auto", times, free=(60_000_000, 1_500_000)[here.rank]).mode != "cpu"
+    assert exchange(given[-1])[0] == given[-1]
+    if times:
+        times = replace(times, cpu=0.25)
+    found = placed("auto", times)
+    assert found.mode == "cpu"
+    assert "2 layers" not in found.why
+    assert from_main(found.tokens) == found.tokens
+    before = len(given)
+    assert placed("auto", why=("", "needs another GPU")[here.rank]).mode == "cpu"
+    free = (60_000_000, 1000)[here.rank]
+    assert placed("auto", free=free).mode == "cpu"
+    with pytest.raises(UsageError, match="GPU memory"):
+        placed("stream", free=free)
+    assert len(given) == before
+    print("agreed")
+
+
+@quiet
+def test_all_ranks_have_their_experts_in_the_same_place(warm, run_dir):
+    for status, out, error in finished(spawn(warm, 2, __file__, "choices", run_dir / "run.yaml")):
+        assert status == 0, error
+        assert "agreed" in out
+
+
+def averages():
+    here = start(60, use_cpu=True)
+    average._BUCKET = 4 * 30
+    sizes = [(2, 5), (3, 4), (7,), (4, 25), (1,)]
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    for place, parameter in enumerate(parameters):
+        if (place, here.rank) != (2, 1):  # a rank may have none
+            parameter.grad = torch.full_like(parameter, place + 10.0 * here.rank)
+    average_gradients(parameters, torch.device("cpu"))
+    means = [5.0, 6.0, 1.0, 8.0, 9.0]
+    for parameter, mean in zip(parameters, means, strict=True):
+        assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
+    counts = [len(bucket) for bucket in average._buckets(parameters)]
+    assert counts == [3, 1, 1]
+    print("means")
+
+
+def test_gradients_become_their_means_in_a_few_buckets(warm):
+    for status, out, error in finished(spawn(warm, 2, __file__, "averages")):
+        assert status == 0, error
+        assert "means" in out
+
+
+def test_several_processes_are_no_obstacle(monkeypatch, run_dir):
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    config = load_config(run_dir / "run.yaml", STREAM)
+    for capability, told in (((9, 0), ""), ((7, 5), "sm75")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        why = expert_device._obstacle(config, torch.device("cuda", 1))
+        assert bool(why) == bool(told)
+        assert told in why
+
+
+if __name__ == "__main__":
+    function, *arguments = sys.argv[1:]
+    globals()[function](*arguments)
