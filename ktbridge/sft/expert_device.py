@@ -127,8 +127,9 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
         assert isinstance(layer, MoELoRAExperts)
         tokens = max(share.tokens for share in shares.values())
         threads = threads_beside_python(device) if "hybrid" in shares else None
+        slot = max(share.slot_bytes for share in shares.values())
         times = time_layer(
-            layer, device, sizes.slot, top_k, tokens, cpu=wanted == "auto", cold_threads=threads
+            layer, device, slot, top_k, tokens, cpu=wanted == "auto", cold_threads=threads
         )
     mode, more = wanted, ""
     if wanted == "auto":

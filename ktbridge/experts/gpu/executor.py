@@ -24,7 +24,7 @@ from ktbridge.errors import UsageError
 from ktbridge.experts.gpu import elementwise, layer_math
 from ktbridge.experts.gpu.cold import Aside, ColdExperts
 from ktbridge.experts.gpu.cold import Saved as SavedCold
-from ktbridge.experts.gpu.layer_math import Bordered
+from ktbridge.experts.gpu.layer_math import Bordered, Borders, make_borders
 from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
 from ktbridge.experts.gpu.lora import Lora
 from ktbridge.experts.gpu.outputs import Kept
@@ -68,8 +68,8 @@ class _Layer:
     """Number of its first group in the ring; −1 where it is resident."""
     place: torch.Tensor
     """[E] int64 on the device: each expert's place in the order of computing."""
-    orders: tuple[torch.Tensor, ...]
-    """The experts of each group, int64 on the device."""
+    order: torch.Tensor | None
+    """The experts that the GPU computes, int64 on the device; None: all, in their own order."""
     cold: ColdExperts | None = None
     """The experts that the CPU computes, the last in that order."""
     resident: tuple[Bordered, ...] = ()
@@ -172,7 +172,9 @@ class GpuExperts:
             groups,
             -1,
             place.to(device),
-            tuple(torch.tensor(group.experts, device=device) for group in groups),
+            None
+            if order == sorted(order) and not cold
+            else torch.tensor(order[: len(hot)], device=device),
             ColdExperts(weights, cold, self._cold_threads, self._aside, device) if cold else None,
         )
 
@@ -281,9 +283,15 @@ class GpuExperts:
         layer.resident = tuple(made)
 
     def _matrices(
-        self, layer: _Layer, number: int, lora: Lora, forward: bool, turns: bool
+        self,
+        layer: _Layer,
+        number: int,
+        given: Borders | None,
+        scale: float,
+        forward: bool,
+        turns: bool,
     ) -> Bordered:
-        """The matrices of a layer's group with the LoRA in their borders, until the next call."""
+        """The matrices of a layer's group with the LoRA ``given`` in their borders, until the next call."""
         group = layer.groups[number]
         if layer.resident:
             kept = layer.resident[number]
@@ -298,14 +306,17 @@ class GpuExperts:
                 unpack(group, raw, layer.weights, kept)
             finally:
                 self.ring.give_back(layer.first + number, forward, turns)
-        if not self.rank:
+        if given is None:
             return kept
-        made = replace(kept, scale=lora.scale)
-        if lora.tensors:
-            made.set_lora({name: t[layer.orders[number]] for name, t in lora.tensors.items()})
-        else:
-            made.clear()
-        return made
+        kept.set_borders(given, sum(len(each.experts) for each in layer.groups[:number]))
+        return replace(kept, scale=scale)
+
+    def _borders(self, layer: _Layer, lora: Lora) -> Borders | None:
+        """The LoRA of the experts that the GPU computes, in their order; None without a rank."""
+        if not self.rank or not layer.groups:
+            return None
+        like = self._work or layer.resident[0]
+        return make_borders(lora.tensors, lora.scale, layer.order, layer.hot, like)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GpuExperts:
         return self  # as the frozen weights, it is shared by the copies of a layer
@@ -332,9 +343,10 @@ class GpuExperts:
             ids = routing.owners(edge) - layer.hot
             coming, saved = layer.cold.forward(hidden, tokens, ids, by_row, lora, keep)
             weights = torch.where(routing.rows < edge, weights, 1.0)  # theirs are weighted
+        given = self._borders(layer, lora)
         for number in range(len(layer.groups)):
             rows, where = self._rows(layer, number, routing)
-            w = self._matrices(layer, number, lora, True, turns)
+            w = self._matrices(layer, number, given, lora.scale, True, turns)
             if where.stop > where.start:
                 out[where] = layer_math.forward(w, hidden, rows)
         if layer.cold is not None:
@@ -366,24 +378,30 @@ class GpuExperts:
         by_row = routing.row_weights(weights)
         d_x = hidden.new_empty(routing.bounds[-1], self._hidden)
         d_weights = torch.empty_like(by_row)
-        gradients = {
-            name: torch.zeros(tensor.shape, device=self.device)
-            for name, tensor in (lora.tensors if wanted else {}).items()
-        }
+        names = tuple(lora.tensors) if wanted else ()
+        parts: list[dict[str, torch.Tensor]] = []  # of the groups, the last first
+        given = self._borders(layer, lora)
         for number in reversed(range(len(layer.groups))):
             rows, where = self._rows(layer, number, routing)
-            w = self._matrices(layer, number, lora, False, True)
+            w = self._matrices(layer, number, given, lora.scale, False, True)
             if where.stop == where.start:
+                count = len(layer.groups[number].experts)
+                parts.append(
+                    {name: by_row.new_zeros(count, *lora.tensors[name].shape[1:]) for name in names}
+                )
                 continue
             d_x[where], d_weights[where], found = layer_math.backward(
-                w, hidden, d_out, by_row[where], rows, bool(gradients)
+                w, hidden, d_out, by_row[where], rows, bool(names)
             )
-            for name, total in gradients.items():
-                total.index_copy_(0, layer.orders[number], found[name].float())
+            parts.append(found)
+        parts.reverse()
         if layer.cold is not None:
             d_x[edge:], d_weights[edge:], *cold = coming.get()
-            for total, part in zip(gradients.values(), cold, strict=True):
-                total.index_copy_(0, layer.cold.order, part)
+            parts.append(dict(zip(names, cold, strict=True)))
+        gradients = {}
+        for name in names:
+            whole = torch.cat([part.pop(name) for part in parts]).float()
+            gradients[name] = whole if layer.order is None else whole[layer.place]
         return (
             elementwise.combine(d_x, routing.rows, None),
             d_weights[routing.rows],

@@ -23,8 +23,6 @@ from ktbridge.experts.gpu import elementwise
 from ktbridge.experts.gpu.grouped import by_row, over_rows
 from ktbridge.experts.gpu.share import borders, padded
 
-_TENSORS = 6  # A and B of three projections
-
 
 @dataclass(frozen=True)
 class Bordered:
@@ -42,35 +40,71 @@ class Bordered:
     """α / r."""
 
     def clear(self) -> None:
-        """Zero what neither weights nor LoRA will fill."""
+        """Zero the borders."""
         twice = 2 * self.inner
         self.gate_up[:, twice:].zero_()
         self.gate_up[:, :, self.hidden :].zero_()
         self.down[:, self.hidden :].zero_()
         self.down[:, :, self.inner :].zero_()
 
-    def set_lora(self, lora: Mapping[str, torch.Tensor]) -> None:
-        """Fill the borders from LoRA tensors [E, ...] of the group's experts, by name; absent ones are 0.
+    def set_borders(self, given: Borders, first: int) -> None:
+        """Fill the borders with those of ``given`` from the expert at place ``first`` on."""
+        hidden, inner, twice = self.hidden, self.inner, 2 * self.inner
+        some = slice(first, first + len(self.down))
+        self.gate_up[:, twice:, :hidden].copy_(given.gate_up_below[some])
+        self.gate_up[:, :twice, hidden:].copy_(given.gate_up_right[some])
+        self.down[:, hidden:, :inner].copy_(given.down_below[some])
+        self.down[:, :hidden, inner:].copy_(given.down_right[some])
 
-        A and B are rounded to bfloat16 before B is scaled, as the adapter is saved.
-        """
-        if not self.rank:
-            return
-        if len(lora) < _TENSORS:
-            self.clear()  # of another layer's, which has them on other projections
-        hidden, inner, rank, half = self.hidden, self.inner, self.rank, padded(self.rank)
-        for index, name in enumerate(("gate", "up")):
-            if f"{name}_lora_a" not in lora:
-                continue
+
+@dataclass(frozen=True)
+class Borders:
+    """A layer's LoRA as the borders of its matrices, bfloat16, for all experts in the order of computing."""
+
+    gate_up_below: torch.Tensor
+    """[E, R, H]"""
+    gate_up_right: torch.Tensor
+    """[E, 2I, R]"""
+    down_below: torch.Tensor
+    """[E, Q, I]"""
+    down_right: torch.Tensor
+    """[E, H, Q]"""
+
+
+def make_borders(
+    lora: Mapping[str, torch.Tensor],
+    scale: float,
+    order: torch.Tensor | None,
+    experts: int,
+    like: Bordered,
+) -> Borders:
+    """The borders of LoRA tensors [E, ...] by name; absent ones are 0. ``order`` [E]: None as they are.
+
+    A and B are rounded to bfloat16 before B is scaled, as the adapter is saved. ``like`` says the sizes.
+    """
+    hidden, inner, rank, half = like.hidden, like.inner, like.rank, padded(like.rank)
+    more, less = borders(rank)
+    made = Borders(
+        *(
+            like.down.new_zeros(experts, *shape)
+            for shape in ((more, hidden), (2 * inner, more), (less, inner), (hidden, less))
+        )
+    )
+
+    def given(name: str, scale: float | None = None) -> torch.Tensor:
+        tensor = lora[name] if order is None else lora[name][order]
+        return tensor if scale is None else tensor.bfloat16() * scale
+
+    for index, name in enumerate(("gate", "up")):
+        if f"{name}_lora_a" in lora:
             first, row = index * half, index * inner
-            below = self.gate_up[:, 2 * inner + first :, :hidden]
-            below[:, :rank].copy_(lora[f"{name}_lora_a"])
-            right = self.gate_up[:, row : row + inner, hidden + first :]
-            right[:, :, :rank].copy_(lora[f"{name}_lora_b"].bfloat16() * self.scale)
-        if "down_lora_a" in lora:
-            self.down[:, hidden : hidden + rank, :inner].copy_(lora["down_lora_a"])
-            right = self.down[:, :hidden, inner : inner + rank]
-            right.copy_(lora["down_lora_b"].bfloat16() * self.scale)
+            made.gate_up_below[:, first : first + rank].copy_(given(f"{name}_lora_a"))
+            right = made.gate_up_right[:, row : row + inner, first : first + rank]
+            right.copy_(given(f"{name}_lora_b", scale))
+    if "down_lora_a" in lora:
+        made.down_below[:, :rank].copy_(given("down_lora_a"))
+        made.down_right[:, :, :rank].copy_(given("down_lora_b", scale))
+    return made
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ktbridge.units import size_text
 
 _GROUP = 300_000_000  # bytes that cross at once: large enough for the link, small beside a layer
 _LEAST_SLOTS = 2
+_FEW = 4096  # tokens of a pass whose products take less time than starting them
 _AHEAD = 2  # groups beyond a layer that cross while the layer before is computed
 _UNEVEN = 1.25  # a group's rows over the mean group's: routers are not even
 _ON_WAY = 3  # outputs that leave or come back while others are used
@@ -44,13 +45,12 @@ class Sizes:
 
     @property
     def groups(self) -> int:
-        """Groups that a layer crosses in."""
+        """Groups that a layer crosses in where memory or many tokens ask for small ones."""
         return min(self.experts, max(1, -(-self.stored // _GROUP)))
 
-    @property
-    def slot(self) -> int:
-        """Bytes of a slot, which holds a group."""
-        return -(-self.experts // self.groups) * (-(-self.stored // self.experts) + 4096)
+    def slot(self, groups: int) -> int:
+        """Bytes of a slot, which holds one of a layer's ``groups`` groups."""
+        return -(-self.experts // groups) * (-(-self.stored // self.experts) + 4096)
 
     @property
     def lora(self) -> int:
@@ -63,12 +63,12 @@ class Sizes:
         gate_up = (2 * self.inner + more) * (self.hidden + more)
         return 2 * experts * (gate_up + (self.hidden + less) * (self.inner + less))
 
-    def work(self, resident: bool) -> int:
-        """Bytes a token that the experts take in one layer's backward."""
+    def work(self, groups: int) -> int:
+        """Bytes a token that the experts take in one layer's backward, in ``groups`` groups."""
         more, less = borders(self.rank)
         width = 2 * (self.hidden + more) + 2 * (2 * self.inner + more) + 2 * (self.inner + less)
         width += self.hidden + less + self.inner
-        share = 1.0 if resident else min(1.0, _UNEVEN / self.groups)
+        share = min(1.0, _UNEVEN / groups)
         return self.top_k * (round(2 * width * share) + 2 * self.hidden + 28)
 
     def outputs(self, on_host: bool) -> int:
@@ -89,6 +89,8 @@ class Share:
     """Whether LoRA weights, gradients and Adam's states are on the GPU."""
     tokens: int
     """Tokens a pass."""
+    groups: int = 1
+    """Groups that a streamed layer crosses in."""
     outputs_on_host: bool = False
     """Whether the layers' outputs wait there for their second forward."""
     hybrid: bool = False
@@ -104,7 +106,7 @@ class Share:
         """The ring, and the matrices of the group that is computed; 0 where nothing is streamed."""
         if len(self.resident) == sizes.layers:
             return 0
-        return self.slots * self.slot_bytes + sizes.matrices(-(-sizes.experts // sizes.groups))
+        return self.slots * self.slot_bytes + sizes.matrices(-(-sizes.experts // self.groups))
 
     def lora_bytes(self, sizes: Sizes) -> int:
         """The LoRA on the GPU: all with its optimizer's states, or one layer's that passes through."""
@@ -112,7 +114,7 @@ class Share:
 
     def token_bytes(self, sizes: Sizes, passing: int) -> int:
         """Bytes a token of the experts' activations; ``passing`` come and go when these aren't computed."""
-        work = sizes.work(len(self.resident) == sizes.layers)
+        work = sizes.work(1 if len(self.resident) == sizes.layers else self.groups)
         return sizes.outputs(self.outputs_on_host) + max(work, passing)
 
     def spared(self, sizes: Sizes, kept: int, step_tokens: int) -> int:
@@ -156,7 +158,7 @@ def gpu_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0
     ``others`` are the seconds of the rest. Each streamed group crosses twice, but for those in the ring
     where the pass turns.
     """
-    streamed = (sizes.layers - len(share.resident)) * sizes.groups
+    streamed = (sizes.layers - len(share.resident)) * share.groups
     crossing = 0.0
     if streamed:
         crossing = 2 * max(0, streamed - share.slots) * share.slot_bytes / times.link
@@ -171,7 +173,7 @@ def paces(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0.0) ->
         replace(times.forward, outside=outside),
         replace(times.backward, outside=2 * outside),
         sizes.stored / sizes.experts / times.link,
-        share.slots * sizes.experts / sizes.groups / streamed,
+        share.slots * sizes.experts / share.groups / streamed,
     )
 
 
@@ -227,11 +229,12 @@ def choose_share(
         layers = min(sizes.layers, round(sizes.layers * gpu_experts / sizes.experts))
     slots = 0 if layers == sizes.layers else _LEAST_SLOTS
 
-    away = False
+    away, groups = False, sizes.groups
 
     def share(tokens: int, slots: int, layers: int, masters: bool) -> Share:
         kept = evenly(layers, sizes.layers)
-        return Share(sizes.slot, slots, kept, masters, tokens, away, hybrid, cold)
+        slot = sizes.slot(groups)
+        return Share(slot, slots, kept, masters, tokens, groups, away, hybrid, cold)
 
     def taken(found: Share) -> int:
         each = token_bytes + found.token_bytes(sizes, passing)
@@ -247,7 +250,11 @@ def choose_share(
         away = True  # for more tokens a pass, or any
     needed = taken(share(least, slots, layers, False))
     if needed > free:
-        what = "all experts resident" if whole else f"groups of experts of {size_text(sizes.slot)}"
+        what = (
+            "all experts resident"
+            if whole
+            else f"groups of experts of {size_text(sizes.slot(groups))}"
+        )
         raise UsageError(
             f"{what} and a pass of {least:,} tokens take {size_text(needed)} of GPU memory "
             f"beside the rest of the model, and {size_text(max(free, 0))} are left for them.",
@@ -259,10 +266,16 @@ def choose_share(
     passes = -(-step_tokens // most)
     if not tokens and passes > 1:  # passes of equal size
         most = max(longest, min(most, -(-step_tokens // passes) + longest // 2))
+    if most <= _FEW:  # what a group costs besides its bytes counts more
+        while groups > 1:
+            groups -= 1
+            if taken(share(most, slots, layers, True)) > free:
+                groups += 1
+                break
     best = share(most, slots, layers, taken(share(most, slots, layers, True)) <= free)
-    full = sizes.groups * (sizes.layers - layers)
+    full = groups * (sizes.layers - layers)
     if not hybrid:  # whole layers are kept instead
-        full = min(sizes.groups + _AHEAD, full)
+        full = min(groups + _AHEAD, full)
     while best.slots < full and taken(share(most, best.slots + 1, layers, best.masters)) <= free:
         best = share(most, best.slots + 1, layers, best.masters)
     if gpu_experts is None and not whole and not hybrid:

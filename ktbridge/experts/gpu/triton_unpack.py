@@ -13,7 +13,7 @@ _KINDS = {"bf16": 0, "fp8": 1, "int8": 2, "int4": 3}
 
 @triton.jit
 def _fill(  # type: ignore[no-untyped-def]
-    stored, scales, out, rows, columns, stored_step, stored_row, scale_step, scale_row, out_step, out_row,
+    stored, scales, places, scale_places, out, rows, columns, stored_row, scale_row, out_step, out_row,
     kind: tl.constexpr, row_group: tl.constexpr, column_group: tl.constexpr,
     tall: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
@@ -24,7 +24,7 @@ def _fill(  # type: ignore[no-untyped-def]
     row = (program // tiles % bands * tall + tl.arange(0, tall))[:, None].to(tl.int64)
     column = (program % tiles * wide + tl.arange(0, wide))[None, :]
     mask = (row < rows) & (column < columns)
-    from_row = stored + expert * stored_step + row * stored_row
+    from_row = stored + tl.load(places + expert) + row * stored_row
     if kind == 0:
         value = tl.load(from_row + column, mask=mask)
     else:
@@ -38,7 +38,7 @@ def _fill(  # type: ignore[no-untyped-def]
         else:
             word = tl.load(from_row + column // 8, mask=mask, other=0)
             plain = ((word >> (column % 8 * 4)) & 15).to(tl.float32) - 8.0
-        at = expert * scale_step + row // row_group * scale_row + column // column_group
+        at = tl.load(scale_places + expert) + row // row_group * scale_row + column // column_group
         scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
         value = (plain * scale).to(tl.bfloat16)
     tl.store(out + expert * out_step + row * out_row + column, value, mask=mask)
@@ -47,17 +47,35 @@ def _fill(  # type: ignore[no-untyped-def]
 def fill(
     weights: ExpertWeights, stored: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor
 ) -> None:
+    each = torch.arange(len(out), device=out.device)
+    given = stored if scales is None else scales
+    rows = stored.stride(1), given.stride(1)
+    fill_at(weights, stored, given, each * stored.stride(0), each * given.stride(0), rows, out)
+
+
+def fill_at(
+    weights: ExpertWeights,
+    stored: torch.Tensor,
+    scales: torch.Tensor,
+    places: torch.Tensor,
+    scale_places: torch.Tensor,
+    row_steps: tuple[int, int],
+    out: torch.Tensor,
+) -> None:
+    """``fill`` of ``out`` [n, rows, columns] from anywhere in ``stored`` and ``scales``, in one kernel.
+
+    ``places`` and ``scale_places`` [n] int64 on the device say where each expert's begin, ``row_steps`` how
+    far apart their rows are, all in elements. For bfloat16 ``scales`` is not read.
+    """
     count, rows, columns = out.shape
     kind = _KINDS[weights.storage]
-    if weights.storage == "fp8":
+    if stored.dtype == torch.float8_e4m3fn:
         stored = stored.view(torch.uint8)
-    given = stored if scales is None else scales
     wide = min(triton.next_power_of_2(columns), 512)
     tall = max(1, 4096 // wide)
     programs = count * triton.cdiv(rows, tall) * triton.cdiv(columns, wide)
     if programs:
         _fill[(programs,)](
-            stored, given, out, rows, columns, stored.stride(0), stored.stride(1), given.stride(0),
-            given.stride(1), out.stride(0), out.stride(1), kind, weights.row_group, weights.column_group,
-            tall, wide,
+            stored, scales, places, scale_places, out, rows, columns, *row_steps, out.stride(0),
+            out.stride(1), kind, weights.row_group, weights.column_group, tall, wide,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,9 +25,47 @@ def unpack(
         into.gate_up[:, into.inner : 2 * into.inner, : into.hidden],
         into.down[:, : into.hidden, : into.inner],
     )
+    fused = elementwise.kernels(into.down)
     for name, stored, target in zip(PROJECTIONS, weights, targets, strict=True):
+        if fused:
+            _unpack_at_once(name, group, raw, stored, target)
+            continue
         for first, values, scales in _stretches(name, group, raw, stored):
             fill(stored, values, scales, target[first : first + len(values)])
+
+
+def _unpack_at_once(
+    name: str, group: Group, raw: torch.Tensor, stored: ExpertWeights, out: torch.Tensor
+) -> None:
+    """One projection of a group in one kernel, wherever its experts are in ``raw``."""
+    from ktbridge.experts.gpu import triton_unpack
+
+    value = stored.weight[0]
+    scale = value if stored.scale is None else stored.scale[0]
+    of_scales = name if scale is value else f"{name}.scale"
+    places = _places(group, name, value.element_size(), out.device)
+    scale_places = _places(group, of_scales, scale.element_size(), out.device)
+    steps = value.shape[1], 1 if scale.dim() == 1 else scale.shape[1]
+    target = out[: len(group.experts)]
+    triton_unpack.fill_at(
+        stored, raw.view(value.dtype), raw.view(scale.dtype), places, scale_places, steps, target
+    )
+
+
+_known: WeakKeyDictionary[Group, dict[tuple[str, torch.device], torch.Tensor]] = WeakKeyDictionary()
+
+
+def _places(group: Group, kind: str, size: int, device: torch.device) -> torch.Tensor:
+    """[n] int64 on the device: where in a slot each expert's tensor of a kind begins, in its elements."""
+    known = _known.setdefault(group, {})
+    if (kind, device) not in known:
+        places = [0] * len(group.experts)
+        for run in group.runs:
+            if run.kind == kind:
+                for number in range(run.count):
+                    places[run.first + number] = (run.offset + number * run.step) // size
+        known[kind, device] = torch.tensor(places, device=device)
+    return known[kind, device]
 
 
 def fill(

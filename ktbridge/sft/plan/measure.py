@@ -98,16 +98,15 @@ def measure_gpu_layer(setting: Setting, tokens: int) -> LayerTimes | None:
 
     if not torch.cuda.is_available():
         return None
-    sizes, device = setting.expert_sizes, torch.device("cuda")
+    sizes, share, device = setting.expert_sizes, setting.share, torch.device("cuda")
+    slot = share.slot_bytes if share else sizes.slot(sizes.groups)
     storage = setting.shape.expert_storage if setting.shape.mappable else "bf16"
     size = setting.expert_pass(tokens)
     layer = MoELoRAExperts.from_tensors(
         *_random_layer(storage, size, setting.shape.mappable), lora_rank=size.rank
     )
-    threads = threads_beside_python(device) if setting.share and setting.share.hybrid else None
-    return time_layer(
-        layer, device, sizes.slot, size.top_k, tokens, cpu=False, cold_threads=threads
-    )
+    threads = threads_beside_python(device) if share and share.hybrid else None
+    return time_layer(layer, device, slot, size.top_k, tokens, cpu=False, cold_threads=threads)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ktbridge.sft.plan.memory import (
     nonexpert_lora_elements,
 )
 
-ON_GPU = ("stream", "hybrid", "resident")
+ON_GPU = ("hybrid", "stream", "resident")
 """Values of kt_experts that ask for the GPU."""
 _LARGE = 8192  # tokens
 OF_ALL = 0.94
@@ -102,7 +102,7 @@ def limit_of(setting: Setting, memory: int) -> int:
 def everything_fits(share: Share, sizes: Sizes) -> bool:
     """Whether nothing crosses any more: every layer is resident, or the ring holds all groups."""
     streamed = sizes.layers - len(share.resident)
-    return share.cold is None and share.slots >= streamed * sizes.groups
+    return share.cold is None and share.slots >= streamed * share.groups
 
 
 def cpu_tokens(setting: Setting, space: Room, memory: int | None) -> int:
@@ -146,7 +146,7 @@ def with_tokens(setting: Setting, tokens: int) -> Setting:
 def possible(
     setting: Setting, memory: int, host: int | None
 ) -> Iterator[tuple[str, Setting | str]]:
-    """cpu, stream, hybrid and resident, each as the setting that it makes, or why it can't be had.
+    """cpu, hybrid, stream and resident, each as the setting that it makes, or why it can't be had.
 
     ``memory`` are the bytes of the GPU, ``host`` those of RAM.
     """
