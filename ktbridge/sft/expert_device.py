@@ -79,13 +79,13 @@ class ExpertDevice:
 
 
 class ChooseExperts(TrainerCallback):
-    """Lets ``hybrid`` choose at the start of each optimizer step."""
+    """Lets ``hybrid`` choose after each optimizer step, before a checkpoint is saved."""
 
     def __init__(self, hybrid: Hybrid) -> None:
         self._hybrid = hybrid
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._hybrid.begin_step(state.global_step)
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._hybrid.end_step(state.global_step)
 
 
 def check_expert_device(config: TrainConfig) -> None:

@@ -277,8 +277,6 @@ def main() -> None:
     vocabulary = model.config.get_text_config().vocab_size
     seconds, losses = [], []
     for step in range(case["steps"]):
-        if hybrid := case.get("hybrid"):
-            hybrid.begin_step(step)
         # The same rows in each step, so that losses fall, and the same first ones whatever the passes.
         draw = torch.Generator().manual_seed(1 + rank)
         begun = time.perf_counter()
@@ -293,6 +291,8 @@ def main() -> None:
         distributed.average_gradients(lora, DEVICE)
         optimizer.step()
         optimizer.zero_grad()
+        if hybrid := case.get("hybrid"):
+            hybrid.end_step(step + 1)
         seconds.append(time.perf_counter() - begun)
         losses.append(total)
         if not rank:

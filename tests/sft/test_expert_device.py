@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts.gpu import hybrid
 from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes, Sizes, choose_share
 from ktbridge.sft import expert_device
@@ -111,6 +112,8 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
 ) -> None:
     monkeypatch.setattr(expert_device, "time_layer", lambda *_, **__: times(1e-6, 1e9, 2e-5))
     monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
+    seconds = itertools.count()  # else no two runs would be alike
+    monkeypatch.setattr(hybrid, "kernel_seconds", lambda: next(seconds) * 1e-3)
     number = "kt_num_gpu_experts=0" if experts == "stream" else "kt_gpu_memory=1GB"
     streamed = (f"kt_experts={experts}", number, "lora_dropout=0.1", "save_total_limit=9")
     train(*streamed, "output_dir=whole")

@@ -26,6 +26,14 @@ class Phase:
     outside: float = 0.0
     """Of the GPU, for what isn't routed experts."""
 
+    def cold(self, experts: float, rows: float) -> float:
+        """Of the CPU, for so many experts with rows and so many rows."""
+        return experts * self.cold_expert + rows * self.cold_row
+
+    def corrected(self, slower: float, outside: float) -> Phase:
+        """With a CPU that is ``slower`` times as slow, and other seconds outside."""
+        return Phase(self.cold_expert * slower, self.cold_row * slower, self.experts, outside)
+
 
 @dataclass(frozen=True)
 class Paces:
@@ -65,13 +73,19 @@ def layer_seconds(counts: Sequence[float], paces: Paces) -> list[float]:
     whole = max(rows[-1], 1.0)
 
     def seconds(phase: Phase, cold: int) -> float:
-        cpu = read[cold] * phase.cold_expert + rows[cold] * phase.cold_row
+        cpu = phase.cold(read[cold], rows[cold])
         gpu = phase.experts * (1 - rows[cold] / whole)
         link = max(0.0, len(order) - cold - paces.kept) * paces.crossing
         return max(link, phase.outside + max(cpu, gpu))
 
     phases = (paces.forward, paces.backward)
     return [sum(seconds(phase, cold) for phase in phases) for cold in range(len(order) + 1)]
+
+
+def cold_seconds(counts: Sequence[float], paces: Paces) -> float:
+    """Seconds of the CPU for experts with ``counts`` rows in a pass, forward and backward."""
+    read = sum(min(1.0, count) for count in counts)
+    return sum(phase.cold(read, sum(counts)) for phase in (paces.forward, paces.backward))
 
 
 def coldest(counts: Sequence[float], paces: Paces, number: int | None = None) -> tuple[int, ...]:

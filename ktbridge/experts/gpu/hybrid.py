@@ -1,19 +1,23 @@
 """Experts on both: which of them the CPU computes, chosen anew as a run learns where its tokens go.
 
-The choice is made at the start of an optimizer step from the steps before, and then again, at fixed steps.
+The choice is made after an optimizer step, from it and those before, and again at fixed steps.
 It goes into checkpoints with all that the next one depends on, so a run that goes on repeats itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktbridge.experts.gpu.cut import Paces, coldest
+from ktbridge.experts.expert_call import kernel_seconds
+from ktbridge.experts.gpu.cut import Paces, cold_seconds, coldest
 from ktbridge.experts.gpu.executor import GpuExperts
 
 _OFTEN = 32
 """Steps between choices, once there were some."""
+_WATCHED = 3
+"""The step by whose times the paces are corrected: nothing is compiled or allocated any more."""
 
 
 class Hybrid:
@@ -24,6 +28,8 @@ class Hybrid:
     ) -> None:
         """``rows``: of a layer's experts in a pass, for the first choice, which spreads them evenly."""
         self._experts, self._paces, self._cold = experts, paces, cold
+        self._before: dict[int, list[float]] = {}
+        self._passes = self._kernels = 0.0
         counts = experts.counts
         self._choose({index: [rows / len(each)] * len(each) for index, each in counts.items()})
 
@@ -32,29 +38,45 @@ class Hybrid:
         """How many experts of how many layers' the CPU computes now."""
         return sum(map(len, self._experts.cold.values()))
 
-    def begin_step(self, step: int) -> None:
-        """Choose again if it is time to; ``step`` optimizer steps have been made."""
+    def end_step(self, step: int) -> None:
+        """Choose for the steps to come, if it is time to; ``step`` optimizer steps have been made."""
         experts = self._experts
-        if step == 1:
-            experts.watch()  # a step that compiles nothing any more
-        if step == 2:
-            forward, backward = experts.watched()
-            self._paces = replace(
-                self._paces,
-                forward=replace(self._paces.forward, outside=forward),
-                backward=replace(self._paces.backward, outside=backward),
+        if step == _WATCHED and self._before:
+            self._learn(self._before)
+            self._before = {}
+        due = step % _OFTEN == 0 or step & (step - 1) == 0 or step == _WATCHED
+        if due and experts.passes:
+            passes = experts.passes
+            self._choose(
+                {index: [n / passes for n in counts] for index, counts in experts.counts.items()}
             )
-        due = step % _OFTEN == 0 or step & (step - 1) == 0
-        if not (step and due and experts.passes):
-            return
-        passes = experts.passes
-        self._choose(
-            {index: [n / passes for n in counts] for index, counts in experts.counts.items()}
+            # What was counted long ago counts less.
+            experts.passes /= 2
+            for counts in experts.counts.values():
+                counts[:] = [count / 2 for count in counts]
+        if step == _WATCHED - 1:
+            self._watch({index: list(counts) for index, counts in experts.counts.items()})
+
+    def _watch(self, counts: dict[int, list[float]]) -> None:
+        self._before, self._passes = counts, self._experts.passes
+        self._kernels = kernel_seconds()
+        self._experts.watch()
+
+    def _learn(self, before: Mapping[int, Sequence[float]]) -> None:
+        """Correct the paces by the step that was watched."""
+        experts, paces = self._experts, self._paces
+        outside = experts.watched()
+        passes = max(1.0, experts.passes - self._passes)
+        predicted = 0.0
+        for index, cold in experts.cold.items():
+            rows = [experts.counts[index][each] - before[index][each] for each in cold]
+            predicted += passes * cold_seconds([each / passes for each in rows], paces)
+        slower = (kernel_seconds() - self._kernels) / predicted if predicted else 1.0
+        self._paces = replace(
+            paces,
+            forward=paces.forward.corrected(slower, outside[0]),
+            backward=paces.backward.corrected(slower, outside[1]),
         )
-        # What was counted long ago counts less.
-        experts.passes /= 2
-        for counts in experts.counts.values():
-            counts[:] = [count / 2 for count in counts]
 
     def state(self) -> dict[str, Any]:
         """For JSON: what makes the next steps the same in a run that goes on."""
@@ -64,6 +86,7 @@ class Hybrid:
             "counts": {str(index): counts for index, counts in experts.counts.items()},
             "passes": experts.passes,
             "paces": self._paces.state(),
+            "watched": {str(index): counts for index, counts in self._before.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -73,6 +96,8 @@ class Hybrid:
         for index, counts in state["counts"].items():
             experts.counts[int(index)][:] = counts
         experts.set_cold({int(index): cold for index, cold in state["cold"].items()})
+        if state["watched"]:
+            self._watch({int(index): counts for index, counts in state["watched"].items()})
 
     def _choose(self, counts: dict[int, list[float]]) -> None:
         experts = self._experts

@@ -56,7 +56,14 @@ class Ring:
     """How many groups have crossed so far."""
     _slots: list[_Slot] = field(default_factory=list)
 
+    bytes: int = field(init=False)
+    """What all slots take."""
+
     def __post_init__(self) -> None:
+        self.bytes = self.slot_bytes * self.count
+        self._make_slots()
+
+    def _make_slots(self) -> None:
         self._slots = [
             _Slot(torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device))
             for _ in range(min(max(self.count, 1), len(self.groups)))
@@ -66,11 +73,21 @@ class Ring:
             slot.free = self._event()
 
     def hold(self, groups: list[Group]) -> None:
-        """Have other ``groups`` from now on; what the slots hold of the old ones is forgotten."""
-        if groups != self.groups:
-            self.groups = groups
+        """Have other ``groups`` from now on, in as many slots of their size as take the same memory.
+
+        What the slots hold of the old ones is forgotten.
+        """
+        if groups == self.groups:
+            return
+        self.groups = groups
+        largest = max((group.bytes for group in groups), default=self.slot_bytes)
+        count = max(1, self.bytes // max(largest, 1))
+        if (largest, count) == (self.slot_bytes, self.count):
             for slot in self._slots:
                 slot.holds = None
+            return
+        self.slot_bytes, self.count, self._slots = largest, count, []  # their memory first
+        self._make_slots()
 
     def take(self, index: int, forward: bool, turns: bool) -> torch.Tensor:
         """The slot that holds group ``index``, for work in the current stream; ``give_back`` it after.
