@@ -166,19 +166,21 @@ def show(run: dict[str, Any]) -> bool:
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Tokens/s over GPU memory in use: ktbridge's as a line for each run, peers as points."""
+    """Tokens/s over GPU memory in use: ktbridge's as a line for each kind of step, peers as points."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.add_subplot()
+    lines: dict[str, list[tuple[float, float, str]]] = {}
     for run in runs:
         model, settings = run["model"], run["settings"]
         label = f"{model['model_type']}, {settings['rows']} x {settings['length']} tokens a step"
-        points = [
+        lines.setdefault(label, []).extend(
             (each["gpu"]["used"] / 1e9, each["tokens_per_second"], each["who"])
             for each in run["contestants"]
             if each["gpu"]
-        ]
+        )
+    for label, points in lines.items():
         ours = sorted(point for point in points if point[2] in OURS)
         (line,) = axes.plot(
             [x for x, _, _ in ours], [y for _, y, _ in ours], marker="o", label=f"ktbridge: {label}"

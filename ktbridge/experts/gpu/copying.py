@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from ktbridge.experts.gpu.layout import Group, Span
+from ktbridge.machine import read_machine
 from ktbridge.units import size_text
 
 _PAGE = 4096
+_OF_MEMORY = 0.9  # the part of RAM that registered pages may take: nothing moves them out
 _READ_ONLY = 8  # CU_MEMHOSTREGISTER_READ_ONLY
 _STAGING_THREADS = 8
 _PIECE = 32 << 20  # bytes of one copy: what else crosses needn't wait for a whole group
@@ -194,6 +196,8 @@ def register(groups: Iterable[Group]) -> Registration | str:
     left alone: a copy whose memory is registered in part is an error of CUDA's, whoever makes it.
     """
     spans = [span for group in groups for span in group.spans]
+    if too_much := more_than_memory(spans, read_machine().usable_memory):
+        return too_much
     if not pages_are_ours(spans):
         return "the experts are in memory of this process whose pages hold other data too"
     done = Registration()
@@ -208,6 +212,14 @@ def register(groups: Iterable[Group]) -> Registration | str:
         done.regions.append((address, size))
         done.bytes += size
     return done
+
+
+def more_than_memory(spans: Sequence[Span], memory: int | None) -> str:
+    """Why so many pages can't all stay in ``memory`` bytes, as registered ones do; "" if they can."""
+    whole = sum(size for _, size in regions(spans))
+    if memory is None or whole <= _OF_MEMORY * memory:
+        return ""
+    return f"{size_text(whole)} of experts can't stay in {size_text(memory)} of memory"
 
 
 @functools.cache

@@ -12,9 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +20,12 @@ import torch
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu import elementwise, layer_math
+from ktbridge.experts.gpu.between import Between
 from ktbridge.experts.gpu.cold import Aside, ColdExperts
 from ktbridge.experts.gpu.cold import Saved as SavedCold
 from ktbridge.experts.gpu.layer_math import Bordered, Borders, make_borders
-from ktbridge.experts.gpu.layout import ALIGNED, Group, layer_groups
+from ktbridge.experts.gpu.layers import Layer, lay_out
+from ktbridge.experts.gpu.layout import ALIGNED, Group
 from ktbridge.experts.gpu.lora import Lora
 from ktbridge.experts.gpu.outputs import Kept
 from ktbridge.experts.gpu.ring import Copier, Ring
@@ -51,33 +51,11 @@ def _alone(method: _Method) -> _Method:
                 stream = torch.cuda.current_stream(self.device)
                 if self._ended is not None:
                     stream.wait_event(self._ended)
-                self._watch_call(stack, method.__name__)
+                stack.enter_context(self.between.call(method.__name__, stream))
                 stack.callback(lambda: setattr(self, "_ended", stream.record_event()))
             return method(self, *args)
 
     return call  # type: ignore[return-value]
-
-
-@dataclass(eq=False)
-class _Layer:
-    """What the executor knows of one layer."""
-
-    weights: Triple
-    groups: tuple[Group, ...]
-    first: int
-    """Number of its first group in the ring; −1 where it is resident."""
-    place: torch.Tensor
-    """[E] int64 on the device: each expert's place in the order of computing."""
-    order: torch.Tensor | None
-    """The experts that the GPU computes, int64 on the device; None: all, in their own order."""
-    cold: ColdExperts | None = None
-    """The experts that the CPU computes, the last in that order."""
-    resident: tuple[Bordered, ...] = ()
-
-    @property
-    def hot(self) -> int:
-        """How many experts the GPU computes."""
-        return sum(len(group.experts) for group in self.groups)
 
 
 class GpuExperts:
@@ -126,11 +104,11 @@ class GpuExperts:
         ((self._hidden, self._inner),) = sizes
         self.passes: float = 0
         """Forward passes of training that ``counts`` is of."""
-        self._watched: list[tuple[str, Any, Any]] | None = None
+        self.between = Between()
         self.counts: dict[int, list[float]] = {
             index: [0.0] * weights[0].count for index, weights in self._weights.items()
         }
-        self._layers = {index: self._layer(index, ()) for index in self._weights}
+        self._layers = {index: self._lay_out(index, ()) for index in self._weights}
         streamed = self._number(resident)
         self.ring = Ring(streamed, self._slot_bytes, slots, self.device, copier)
         self._work: Bordered | None = None
@@ -156,27 +134,17 @@ class GpuExperts:
         for index in self.streamed:
             experts = tuple(sorted(cold.get(index, ())))
             if experts != before.get(index, ()):
-                self._layers[index] = self._layer(index, experts)
+                self._layers[index] = self._lay_out(index, experts)
         self.ring.hold(self._number([i for i in self._layers if i not in self.streamed]))
         self._make_work()
 
-    def _layer(self, index: int, cold: Sequence[int]) -> _Layer:
-        weights, device = self._weights[index], self.device
-        hot = [expert for expert in range(weights[0].count) if expert not in set(cold)]
-        groups = layer_groups(weights, self._slot_bytes, f"layer {index}", hot) if hot else ()
-        order = [*(expert for group in groups for expert in group.experts), *cold]
-        place = torch.empty(len(order), dtype=torch.int64)
-        place[torch.tensor(order)] = torch.arange(len(order))
-        return _Layer(
-            weights,
-            groups,
-            -1,
-            place.to(device),
-            None
-            if order == sorted(order) and not cold
-            else torch.tensor(order[: len(hot)], device=device),
-            ColdExperts(weights, cold, self._cold_threads, self._aside, device) if cold else None,
-        )
+    def _lay_out(self, index: int, cold: Sequence[int]) -> Layer:
+        kernels = None
+        if cold:
+            weights, threads = self._weights[index], self._cold_threads
+            kernels = ColdExperts(weights, cold, threads, self._aside, self.device)
+        where = f"layer {index}"
+        return lay_out(self._weights[index], self._slot_bytes, self.device, kernels, where)
 
     def _number(self, resident: Sequence[int]) -> list[Group]:
         """Number the groups of the layers that are streamed; all of these, in order."""
@@ -193,35 +161,6 @@ class GpuExperts:
         if largest > (len(self._work.down) if self._work else 0):
             self._work = None  # its memory first
             self._work = self._bordered(largest)
-
-    def watch(self) -> None:
-        """Begin to time what the device does between calls."""
-        self._watched = []
-
-    def watched(self) -> tuple[float, float]:
-        """Seconds between the calls of two layers since ``watch``, in forward and in backward; 0: unknown."""
-        calls, self._watched = self._watched or [], None
-        if calls:
-            torch.cuda.synchronize(self.device)
-        between: dict[str, list[float]] = {"forward": [], "backward": []}
-        for (name, _, ended), (following, began, _) in pairwise(calls):
-            if name == following:
-                between[name].append(ended.elapsed_time(began) / 1000)
-        forward, backward = (median(found) if found else 0.0 for found in between.values())
-        return forward, backward
-
-    def _watch_call(self, stack: contextlib.ExitStack, name: str) -> None:
-        calls = self._watched
-        if calls is None or name not in ("forward", "backward"):
-            return
-
-        def now() -> Any:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
-            return event
-
-        began = now()
-        stack.callback(lambda: calls.append((name, began, now())))
 
     def keep(self, index: int, out: torch.Tensor) -> Kept:
         """A layer's output, for its second forward."""
@@ -262,7 +201,7 @@ class GpuExperts:
         return made
 
     @_alone
-    def _settle(self, layer: _Layer) -> None:
+    def _settle(self, layer: Layer) -> None:
         """Bring a resident layer's weights to the device."""
         made = []
         for group in layer.groups:
@@ -284,7 +223,7 @@ class GpuExperts:
 
     def _matrices(
         self,
-        layer: _Layer,
+        layer: Layer,
         number: int,
         given: Borders | None,
         scale: float,
@@ -311,7 +250,7 @@ class GpuExperts:
         kept.set_borders(given, sum(len(each.experts) for each in layer.groups[:number]))
         return replace(kept, scale=scale)
 
-    def _borders(self, layer: _Layer, lora: Lora) -> Borders | None:
+    def _borders(self, layer: Layer, lora: Lora) -> Borders | None:
         """The LoRA of the experts that the GPU computes, in their order; None without a rank."""
         if not self.rank or not layer.groups:
             return None
@@ -415,13 +354,11 @@ class GpuExperts:
         routing = route(ids, layer.place, layer.hot)
         if counted:
             self.passes += index == next(iter(self._layers))
-            order = [expert for group in layer.groups for expert in group.experts]
-            order += layer.cold.experts if layer.cold else ()
-            for expert, count in zip(order, routing.counts, strict=True):
+            for expert, count in zip(layer.experts, routing.counts, strict=True):
                 self.counts[index][expert] += count
         return routing
 
-    def _rows(self, layer: _Layer, number: int, routing: Routing) -> tuple[layer_math.Rows, slice]:
+    def _rows(self, layer: Layer, number: int, routing: Routing) -> tuple[layer_math.Rows, slice]:
         """A group's rows, and where they are among all."""
         before = sum(len(group.experts) for group in layer.groups[:number])
         behind = before + len(layer.groups[number].experts)

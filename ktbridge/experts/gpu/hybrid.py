@@ -60,12 +60,13 @@ class Hybrid:
     def _watch(self, counts: dict[int, list[float]]) -> None:
         self._before, self._passes = counts, self._experts.passes
         self._kernels = kernel_seconds()
-        self._experts.watch()
+        self._experts.between.watch()
 
     def _learn(self, before: Mapping[int, Sequence[float]]) -> None:
         """Correct the paces by the step that was watched."""
         experts, paces = self._experts, self._paces
-        outside = experts.watched()
+        outside = [experts.between.seconds(name) for name in ("forward", "backward")]
+        experts.between.end()
         passes = max(1.0, experts.passes - self._passes)
         predicted = 0.0
         for index, cold in experts.cold.items():
@@ -83,7 +84,7 @@ class Hybrid:
         experts = self._experts
         return {
             "cold": {str(index): list(cold) for index, cold in experts.cold.items()},
-            "counts": {str(index): counts for index, counts in experts.counts.items()},
+            "counts": {str(index): list(counts) for index, counts in experts.counts.items()},
             "passes": experts.passes,
             "paces": self._paces.state(),
             "watched": {str(index): counts for index, counts in self._before.items()},

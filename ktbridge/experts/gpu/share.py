@@ -273,10 +273,8 @@ def choose_share(
                 groups += 1
                 break
     best = share(most, slots, layers, taken(share(most, slots, layers, True)) <= free)
-    full = groups * (sizes.layers - layers)
-    if not hybrid:  # whole layers are kept instead
-        full = min(groups + _AHEAD, full)
-    while best.slots < full and taken(share(most, best.slots + 1, layers, best.masters)) <= free:
+    enough = min(groups + _AHEAD, groups * (sizes.layers - layers))
+    while best.slots < enough and taken(share(most, best.slots + 1, layers, best.masters)) <= free:
         best = share(most, best.slots + 1, layers, best.masters)
     if gpu_experts is None and not whole and not hybrid:
         while len(best.resident) < sizes.layers:
@@ -284,4 +282,11 @@ def choose_share(
             if taken(more) > free:
                 break
             best = more
+    # What is left over holds groups at least.
+    full = groups * (sizes.layers - len(best.resident))
+    while best.slots < full:
+        more = share(most, best.slots + 1, len(best.resident), best.masters)
+        if taken(more) > free:
+            break
+        best = more
     return best

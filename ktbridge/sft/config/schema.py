@@ -65,11 +65,11 @@ class KtConfig:
         one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
     )
     """bf16 with kt-kernel, which is given nothing else; our kernels read what the checkpoint has."""
-    kt_experts: str = _option(one_of("auto", "cpu", "stream", "hybrid", "resident"), "cpu")
-    """What computes the routed experts. cpu: our kernels. stream: the GPU, to which each layer's weights
-    cross from the checkpoint in RAM. hybrid: as stream, but the CPU computes those with the fewest tokens
-    meanwhile. resident: the GPU, which keeps them all. auto, where there is a GPU: the fastest that fits, by
-    times measured at the start."""
+    kt_experts: str = _option(one_of("auto", "cpu", "stream", "hybrid", "resident"), "auto")
+    """What computes the routed experts. auto: without a GPU our kernels on the CPU, with one the fastest that
+    fits its memory, by times measured at the start. cpu: the kernels. stream: the GPU, to which each layer's
+    weights cross from the checkpoint in RAM. hybrid: as stream, but the CPU computes those with the fewest
+    tokens meanwhile. resident: the GPU, which keeps them all."""
     kt_gpu_memory: int | None = _option(size, None)
     """GPU memory that the run may take in all, as 24GB; default: what is free."""
     kt_num_gpu_experts: int | None = _option(gpu_experts, None)
