@@ -170,12 +170,21 @@ def test_kt_keys_mean_the_same_in_the_block_and_outside():
     assert parse_config({**GOOD, "cpu_infer": 1, "kt_config": {}}).kt_config.kt_num_threads == 1
 
 
+@pytest.mark.parametrize("override", ["kt_experts=stream", "kt_config.kt_experts=stream"])
+@pytest.mark.parametrize("given", [{"kt_experts": "cpu"}, {"kt_config": {"kt_experts": "cpu"}}])
+def test_an_override_wins_however_the_file_spells_the_key(tmp_path, given, override):
+    path = written(tmp_path, **given)
+    assert load_config(path, [override]).kt_config.kt_experts == "stream"
+    assert load_config(path).kt_config.kt_experts == "cpu"
+
+
 def test_what_is_for_experts_on_the_gpu_is_noted_where_they_arent():
     block = {"kt_num_gpu_experts": 4, "kt_gpu_memory": "24GB"}
-    parsed = parse_config({**GOOD, "kt_config": block})
+    parsed = parse_config({**GOOD, "kt_config": {**block, "kt_experts": "cpu"}})
     assert set(notes_of(parsed)) == {"kt_config.kt_num_gpu_experts", "kt_config.kt_gpu_memory"}
-    there = parse_config({**GOOD, "kt_config": {**block, "kt_experts": "stream"}})
-    assert not notes_of(there)
+    for wanted in ({}, {"kt_experts": "stream"}):
+        there = parse_config({**GOOD, "kt_config": {**block, **wanted}})
+        assert not notes_of(there)
     assert there.kt_config.kt_gpu_memory == 24 * 10**9
 
 

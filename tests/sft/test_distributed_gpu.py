@@ -23,6 +23,7 @@ from manyranks import (
 )
 from torch import nn
 
+from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
@@ -180,22 +181,22 @@ def choices(path):
     here = start(60, use_cpu=True)
     given = []
 
-    def remembered(model, device, share):
+    def remembered(model, device, share, *rest):
         given.append([share.slots, len(share.resident), int(share.masters), share.tokens])
-        return give(model, device, share)
+        return give(model, device, share, *rest)
 
     give, expert_device.give_to_gpu = expert_device.give_to_gpu, remembered
 
     def placed(wanted, times=None, free=60_000_000, why=""):
         allow_on_cpu(free=free)
         expert_device._obstacle = lambda config, device: why
-        expert_device.time_layer = lambda *_: times or pytest.fail("only rank 0 is asked")
+        expert_device.time_layer = lambda *_, **__: times or pytest.fail("only rank 0 is asked")
         config = load_config(path, [f"kt_experts={wanted}", "output_dir=none"])
         ready = prepare(config, here.size)
         model = trainer.load_trainable(config, ready.base)
         return expert_device.place_experts(trainer.run_setting(config, ready), model)
 
-    times = None if here.rank else LayerTimes(1.0, 0.75, 1e12)
+    times = None if here.rank else LayerTimes(Phase(0, 0, 0.5), Phase(0, 0, 0.5), 0.75, 1e12)
     # One process would take the CPU, but its kernels would compute the rows of both.
     assert placed("auto", times, free=(60_000_000, 1_500_000)[here.rank]).mode != "cpu"
     assert exchange(given[-1])[0] == given[-1]

@@ -73,7 +73,7 @@ def write_run(directory, base, **changes):
     config = {
         "model_name_or_path": str(base), "dataset": "rows.jsonl", "output_dir": "raw", "lora_rank": 4,
         "cutoff_len": 512, "per_device_train_batch_size": 4, "num_train_epochs": 2, "save_steps": 2,
-        **changes,
+        "kt_config": {"kt_experts": "cpu"}, **changes,
     }  # fmt: skip
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(config))

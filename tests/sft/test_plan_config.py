@@ -31,7 +31,9 @@ def run(tmp_path):
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
     path = tmp_path / "run.yaml"
     settings = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}
-    path.write_text(yaml.safe_dump(settings | {"kt_config": {"kt_num_threads": 2}}))
+    path.write_text(
+        yaml.safe_dump(settings | {"kt_config": {"kt_num_threads": 2, "kt_experts": "cpu"}})
+    )
     return path
 
 

@@ -134,9 +134,13 @@ def _override(values: dict[str, Any], text: str) -> None:
             nested = values[block] = {}
         if not isinstance(nested, dict):
             raise UsageError(f"{text!r}: {block} is not a block of keys.")
+        values.pop(inner, None)  # where the file has it by its short name
         nested[inner] = paths.typed(inner, parsed)
-    else:
-        values[key] = paths.typed(key, parsed)
+        return
+    for nested in values.values():  # where the file has it in the block
+        if isinstance(nested, dict):
+            nested.pop(key, None)
+    values[key] = paths.typed(key, parsed)
 
 
 def _yaml(path: Path) -> dict[Any, Any]:
