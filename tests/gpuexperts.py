@@ -16,8 +16,8 @@ def allow_on_cpu(put=setattr, free=60_000_000):
     ``free`` bytes of the GPU memory that there isn't; ``put`` is ``setattr``, or a MonkeyPatch's.
     """
     from ktbridge.experts.gpu import share
+    from ktbridge.experts.gpu.choose import Room
     from ktbridge.sft import expert_device
-    from ktbridge.sft.plan.modes import Room
 
     put(share, "_GROUP", 20_000)
     put(expert_device, "_obstacle", lambda config, device: "")

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from ktbridge.errors import Problem, UsageError
+from ktbridge.experts.gpu.choose import Room
 from ktbridge.experts.gpu.grouped import has_cores
 from ktbridge.experts.gpu.hybrid import Hybrid
 from ktbridge.experts.gpu.measure import time_layer
@@ -38,7 +39,6 @@ from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
 from ktbridge.sft.plan.modes import (
     OF_ALL,
     ON_GPU,
-    Room,
     cpu_tokens,
     everything_fits,
     obstacle,

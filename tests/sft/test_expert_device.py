@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from safetensors.torch import load_file
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.gpu import hybrid
+from ktbridge.experts.gpu.choose import Room, choose_share
 from ktbridge.experts.gpu.cut import Phase
-from ktbridge.experts.gpu.share import LayerTimes, Sizes, choose_share
+from ktbridge.experts.gpu.share import LayerTimes, Sizes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan.modes import Room
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
@@ -185,22 +186,21 @@ def test_no_share_takes_more_than_there_is(
     stored = experts * 6 * size * 32
     sizes = Sizes(layers, experts, min(experts, 8), 32, size, rank, stored)
     step = max(step, longest)
+    kept = min(token, 64 * layers)
+    room = Room(free, token, 0, longest, step, kept)
     try:
-        share = choose_share(
-            sizes, free, token, 0, longest, step, mode=mode, kept=min(token, 64 * layers)
-        )
+        share = choose_share(sizes, room, mode=mode)
     except UsageError as error:
         if "are left for them" not in error.sentence:
             raise
         return
     each = token + sizes.outputs(share.outputs_on_host)
     each += sizes.work(1 if len(share.resident) == layers else share.groups)
-    kept = min(token, 64 * layers)
     spared = share.spared(sizes, kept, step)
     assert 0 <= spared <= 4 * layers * sizes.lora
     assert share.gpu_bytes(sizes) + share.tokens * each - spared <= free
     assert share.tokens >= longest
     assert len(set(share.resident)) == len(share.resident) <= layers
     assert mode != "resident" or len(share.resident) == layers
-    more = choose_share(sizes, free + 10**9, token, 0, longest, step, mode=mode)
+    more = choose_share(sizes, replace(room, free=free + 10**9), mode=mode)
     assert more.tokens >= share.tokens // 2  # passes of equal size may be smaller ones

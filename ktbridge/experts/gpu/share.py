@@ -1,21 +1,12 @@
-"""How much of the experts a GPU-memory budget keeps on the GPU, and how many tokens fit beside it. Pure.
-
-In this order: two slots of the ring, the step's rows in as few passes as may be, the LoRA's masters with the
-optimizer's state, the rest of the ring, and then whole layers that stay resident.
-"""
+"""What of a model's experts is on the GPU: bytes of each part, and seconds of a pass. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.cut import Paces, Phase, layer_seconds
-from ktbridge.units import size_text
 
 _GROUP = 300_000_000  # bytes that cross at once: large enough for the link, small beside a layer
-_LEAST_SLOTS = 2
-_FEW = 4096  # tokens of a pass whose products take less time than starting them
-_AHEAD = 2  # groups beyond a layer that cross while the layer before is computed
 _UNEVEN = 1.25  # a group's rows over the mean group's: routers are not even
 _ON_WAY = 3  # outputs that leave or come back while others are used
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
@@ -189,104 +180,3 @@ def hybrid_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float 
 def cpu_seconds(times: LayerTimes, sizes: Sizes) -> float:
     """Seconds that a pass waits for experts that the CPU computes."""
     return sizes.layers * times.cpu
-
-
-def evenly(count: int, layers: int) -> tuple[int, ...]:
-    """``count`` of ``layers`` numbers, spread evenly, so that the others cross while these are computed."""
-    return tuple((2 * n + 1) * layers // (2 * count) for n in range(count))
-
-
-def choose_share(
-    sizes: Sizes,
-    free: int,
-    token_bytes: int,
-    passing: int,
-    longest: int,
-    step_tokens: int,
-    *,
-    mode: str = "stream",
-    gpu_experts: int | None = None,
-    tokens: int | None = None,
-    kept: int = 0,
-) -> Share:
-    """The share for ``free`` bytes of GPU memory, which all but the experts has been taken from.
-
-    ``token_bytes`` is what a token takes outside the experts while these are computed, ``passing`` what comes
-    and goes in a layer when they are not. ``longest`` are the least tokens of a pass (a whole row),
-    ``step_tokens`` those of an optimizer step. ``mode`` "resident" keeps every layer; "hybrid" gives all
-    that is left to the ring. ``gpu_experts`` of each layer's experts are kept as so many whole layers, or in
-    "hybrid" computed by the GPU; None: what fits, what is best. ``tokens`` sets those of a pass. ``kept`` of
-    ``token_bytes`` is let go of as backward goes through the layers.
-
-    Raises ``UsageError`` where it doesn't fit, with what is short.
-    """
-    whole, hybrid = mode == "resident", mode == "hybrid"
-    layers = sizes.layers if whole else 0
-    cold = None
-    if gpu_experts is not None and hybrid:
-        cold = max(0, sizes.experts - gpu_experts)
-    elif gpu_experts is not None and not whole:
-        layers = min(sizes.layers, round(sizes.layers * gpu_experts / sizes.experts))
-    slots = 0 if layers == sizes.layers else _LEAST_SLOTS
-
-    away, groups = False, sizes.groups
-
-    def share(tokens: int, slots: int, layers: int, masters: bool) -> Share:
-        kept = evenly(layers, sizes.layers)
-        slot = sizes.slot(groups)
-        return Share(slot, slots, kept, masters, tokens, groups, away, hybrid, cold)
-
-    def taken(found: Share) -> int:
-        each = token_bytes + found.token_bytes(sizes, passing)
-        whole = found.gpu_bytes(sizes) + found.tokens * each
-        return whole - found.spared(sizes, kept, step_tokens)
-
-    def room() -> int:
-        one = share(longest, slots, layers, False)
-        return (free - taken(one)) // (taken(share(longest + 1, slots, layers, False)) - taken(one))
-
-    least = tokens or longest
-    if min(step_tokens, longest + room()) < (tokens or step_tokens):
-        away = True  # for more tokens a pass, or any
-    needed = taken(share(least, slots, layers, False))
-    if needed > free:
-        what = (
-            "all experts resident"
-            if whole
-            else f"groups of experts of {size_text(sizes.slot(groups))}"
-        )
-        raise UsageError(
-            f"{what} and a pass of {least:,} tokens take {size_text(needed)} of GPU memory "
-            f"beside the rest of the model, and {size_text(max(free, 0))} are left for them.",
-            "Give more with kt_gpu_memory, "
-            + ("set kt_experts: stream" if whole else "lower cutoff_len, or set kt_experts: cpu")
-            + ".",
-        )
-    most = tokens or max(longest, min(step_tokens, longest + room()))
-    passes = -(-step_tokens // most)
-    if not tokens and passes > 1:  # passes of equal size
-        most = max(longest, min(most, -(-step_tokens // passes) + longest // 2))
-    if most <= _FEW:  # what a group costs besides its bytes counts more
-        while groups > 1:
-            groups -= 1
-            if taken(share(most, slots, layers, True)) > free:
-                groups += 1
-                break
-    best = share(most, slots, layers, taken(share(most, slots, layers, True)) <= free)
-    enough = min(groups + _AHEAD, groups * (sizes.layers - layers))
-    while best.slots < enough and taken(share(most, best.slots + 1, layers, best.masters)) <= free:
-        best = share(most, best.slots + 1, layers, best.masters)
-    if gpu_experts is None and not whole and not hybrid:
-        while len(best.resident) < sizes.layers:
-            more = share(most, best.slots, len(best.resident) + 1, best.masters)
-            if taken(more) > free:
-                break
-            best = more
-    # What is left over holds groups at least.
-    full = groups * (sizes.layers - len(best.resident))
-    while best.slots < full:
-        more = share(most, best.slots + 1, len(best.resident), best.masters)
-        if taken(more) > free:
-            break
-        best = more
-    return best

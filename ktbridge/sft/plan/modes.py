@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu.share import Share, Sizes, choose_share
+from ktbridge.experts.gpu.choose import Room, choose_share
+from ktbridge.experts.gpu.share import Share, Sizes
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.kernels import host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import (
@@ -27,27 +28,6 @@ ON_GPU = ("hybrid", "stream", "resident")
 _LARGE = 8192  # tokens
 OF_ALL = 0.94
 """The part of a GPU's memory that is counted on where no budget is given."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """GPU memory that is left for experts and activations, and bytes a token of what is outside them."""
-
-    free: int
-    token_bytes: int
-    passing: int
-    """What comes and goes of a token in a layer, when experts aren't computed."""
-    longest: int
-    """The least tokens of a pass: a row, or a pair."""
-    step: int
-    """Tokens of an optimizer step."""
-    kept: int = 0
-    """Of ``token_bytes``, what backward lets go of as it goes through the layers."""
-
-    @property
-    def most(self) -> int:
-        """Tokens of a pass that computes experts elsewhere."""
-        return min(self.step, max(self.longest, self.free // (self.token_bytes + self.passing)))
 
 
 def room(setting: Setting, limit: int, taken: int | None = None) -> Room:
@@ -81,15 +61,10 @@ def share_for(setting: Setting, mode: str, space: Room, sizes: Sizes | None = No
     config = setting.config
     return choose_share(
         sizes or setting.expert_sizes,
-        space.free,
-        space.token_bytes,
-        space.passing,
-        space.longest,
-        space.step,
+        space,
         mode=mode,
         gpu_experts=config.kt_config.kt_num_gpu_experts,
         tokens=None if config.tokens_per_pass == "auto" else int(config.tokens_per_pass),
-        kept=space.kept,
     )
 
 
