@@ -14,7 +14,7 @@ FLOORS = (
     "model",
     "adapter",
     "experts",
-    "sft serve eval demo",
+    "sft serve verify eval demo",
     "cli",
     "__main__",
 )

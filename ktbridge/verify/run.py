@@ -8,9 +8,9 @@ from pathlib import Path
 from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config, resolve_model
-from ktbridge.serve.explain import Facts, explain
-from ktbridge.serve.probe import ServerProbe, fixed_prompts
-from ktbridge.serve.verify import Verification, judge
+from ktbridge.verify.hypotheses import Facts, explain
+from ktbridge.verify.logprob_client import LogprobClient, fixed_prompts
+from ktbridge.verify.verdict import Verification, judge
 
 
 def arms_to_ask(
@@ -76,15 +76,15 @@ def verify(
         raise KtbridgeError(
             f"the adapter in {adapter_dir} has no LoRA tensor.", "check it with `ktbridge validate`"
         )
-    probe = ServerProbe(base_url, api_key)
-    arms = arms_to_ask(model, probe.models(), expert_model)
+    server = LogprobClient(base_url, api_key)
+    arms = arms_to_ask(model, server.models(), expert_model)
 
     from ktbridge.experts.loading import load_tokenizer
-    from ktbridge.serve.reference import ReferenceModel, compute_references
+    from ktbridge.verify.reference_model import ReferenceModel, compute_references
 
     vocab_size = read_model_config(base).text["vocab_size"]
     prompts = fixed_prompts(load_tokenizer(base), vocab_size)
-    asked = probe.ask_all(arms, prompts, repeat, needed=(model, expert_model))
+    asked = server.ask_all(arms, prompts, repeat, needed=(model, expert_model))
     reference_model = ReferenceModel(base, adapter, prompts)
     on_stage("computing references")
     references = compute_references(reference_model, halves, on_progress)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.hosts import api_url, is_loopback_url
-from ktbridge.serve.verify import mean_distance
+from ktbridge.verify.verdict import mean_distance
 
 # Ordinary sentences beside random tokens: an adapter may show in one and hardly in the other.
 TEXTS = (
@@ -61,7 +61,7 @@ class Answer:
     spread: float | None
 
 
-class ServerProbe:
+class LogprobClient:
     """Asks one OpenAI-compatible server. Every failure is a KtbridgeError: never an answer."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 120) -> None:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ktbridge.errors import Problem
-from ktbridge.serve.arms import HALVES, Arm, standard_arms
-from ktbridge.serve.verify import (
+from ktbridge.verify.variants import HALVES, Arm, standard_arms
+from ktbridge.verify.verdict import (
     CLEAR_OF_NOISE,
     WITHIN,
     ArmReading,

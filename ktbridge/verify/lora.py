@@ -1,4 +1,4 @@
-"""An adapter's LoRA on a streamed model: for several arms at once, each in its own rows of the batch."""
+"""An adapter's LoRA on a layerwise model: for several arms at once, each in its own rows of the batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.experts.modules import LAYER
 from ktbridge.experts.tensors import to_torch
-from ktbridge.serve.arms import Arm
-from ktbridge.serve.streamed import ExpertCall, StreamedModel
+from ktbridge.verify.layerwise import ExpertCall, LayerwiseModel
+from ktbridge.verify.variants import Arm
 
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
@@ -27,14 +27,14 @@ SWAPPED = {"gate": "up", "up": "gate", "down": "down"}
 
 
 class AdapterLora:
-    """``adapter`` on ``stream``: hooks that add ``scale · B (A x)`` to the rows of the arms present.
+    """``adapter`` on ``model``: hooks that add ``scale · B (A x)`` to the rows of the arms present.
 
     The batch's first dimension is arm by arm, all of one size. A pair is read when its layer runs. Raises
     ProblemsError (KTV001) with every tensor that has no place in the model.
     """
 
-    def __init__(self, stream: StreamedModel, adapter: Adapter) -> None:
-        self._stream, self._adapter = stream, adapter
+    def __init__(self, model: LayerwiseModel, adapter: Adapter) -> None:
+        self._model, self._adapter = model, adapter
         self._arms: Sequence[Arm] = ()
         self._pairs: dict[str, torch.Tensor] = {}  # the experts' of the layer that runs
         self._pairs_of = -1
@@ -47,11 +47,11 @@ class AdapterLora:
         found += self._hang_nonexperts()
         if found:
             raise ProblemsError(
-                f"the LoRA in {adapter.path} does not fit the base model {stream.path}.",
+                f"the LoRA in {adapter.path} does not fit the base model {model.path}.",
                 _grouped(adapter, found),
                 "give the base that it was trained on as --base-model",
             )
-        stream.add_to_expert = self._add_to_expert
+        model.add_to_expert = self._add_to_expert
 
     @contextmanager
     def present(self, arms: Sequence[Arm]) -> Iterator[None]:
@@ -64,7 +64,7 @@ class AdapterLora:
             self._arms, self._pairs, self._pairs_of = (), {}, -1
         if self._unseen:  # computed some other way than by the module's own forward
             raise KtbridgeError(
-                f"LoRA on {min(self._unseen)} can't be followed in {self._stream.path}.",
+                f"LoRA on {min(self._unseen)} can't be followed in {self._model.path}.",
                 "report this model's family",
             )
 
@@ -74,20 +74,20 @@ class AdapterLora:
         if self._head is not None and arm.nonexpert:
             scale = arm.scale("nonexpert", -1) * self._adapter.nonexpert_scale
             a, b = (self._tensor(self._head[half]) for half in "AB")
-            self._stream.add_to_head = lambda x, rows: _delta(x, a, b[rows], scale)
+            self._model.add_to_head = lambda x, rows: _delta(x, a, b[rows], scale)
         try:
             yield
         finally:
-            self._stream.add_to_head = None
+            self._model.add_to_head = None
 
     def _tensor(self, key: str) -> torch.Tensor:
-        return to_torch(self._adapter.nonexpert_tensor(key)).to(self._stream.dtype)
+        return to_torch(self._adapter.nonexpert_tensor(key)).to(self._model.dtype)
 
     def _check_experts(self) -> Iterator[_Finding]:
         """Whether each expert pair fits; reads shapes only."""
         adapter = self._adapter
         for layer in sorted(self._layers):
-            reader = self._stream.experts.get(layer)
+            reader = self._model.experts.get(layer)
             if reader is None:
                 yield f"layer {layer}", "the base has no experts there", ""
                 continue
@@ -113,7 +113,7 @@ class AdapterLora:
             times = arm.scale("expert", call.layer)
             if not times or first == last:
                 continue
-            source = (call.expert + arm.shift) % self._stream.experts[call.layer].count
+            source = (call.expert + arm.shift) % self._model.experts[call.layer].count
             deltas = []
             for name in PARTS[call.part]:
                 origin = SWAPPED[name] if arm.swapped else name
@@ -129,12 +129,12 @@ class AdapterLora:
         for name in SWAPPED:
             for key in (f"{name}_lora_a", f"{name}_lora_b"):
                 tensor = to_torch(self._adapter.expert_tensor(layer, key))
-                self._pairs[key] = tensor.to(self._stream.dtype)
+                self._pairs[key] = tensor.to(self._model.dtype)
         self._pairs_of = layer
 
     def _hang_nonexperts(self) -> Iterator[_Finding]:
         """Hang a hook on each module that has a pair; reads shapes only."""
-        adapter, modules = self._adapter, dict(self._stream.model.named_modules())
+        adapter, modules = self._adapter, dict(self._model.skeleton.named_modules())
         pairs: dict[str, dict[str, str]] = {}
         for key in adapter.nonexpert_keys():
             parsed = parse_key(key)
@@ -163,10 +163,10 @@ class AdapterLora:
         """A text model's module under the name it has here: multimodal wrappers nest it deeper."""
         head, layers, rest = path.partition("layers.")
         known = ("model.", "model.language_model.", "language_model.model.")
-        return f"{self._stream.decoder_name}.{layers}{rest}" if layers and head in known else path
+        return f"{self._model.decoder_name}.{layers}{rest}" if layers and head in known else path
 
     def _hang(self, module: Any, path: str, pair: dict[str, str]) -> None:
-        if module is self._stream.model.get_output_embeddings():
+        if module is self._model.skeleton.get_output_embeddings():
             self._head = pair
             return
         self._hooked.add(path)

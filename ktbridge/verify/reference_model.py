@@ -3,7 +3,7 @@
 transformers' modules run the base in float32 with ``scale · B (A x)`` added where the adapter has a
 pair, and again in bfloat16 for the noise floor: what precision alone may change. Our kernels take no
 part. All arms go through a layer together, so that one reading of the checkpoint serves them all, and no
-more than a layer is in memory (``ktbridge.serve.streamed``).
+more than a layer is in memory (``ktbridge.verify.layerwise``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from ktbridge.adapter import Adapter
-from ktbridge.serve.arms import Arm, standard_arms
-from ktbridge.serve.lora import AdapterLora
-from ktbridge.serve.rotary import keys_left, rotating
-from ktbridge.serve.streamed import StreamedModel
-from ktbridge.serve.verify import References, mean_distance
+from ktbridge.verify.layerwise import LayerwiseModel
+from ktbridge.verify.lora import AdapterLora
+from ktbridge.verify.unrotated_keys import keys_left, rotating
+from ktbridge.verify.variants import Arm, standard_arms
+from ktbridge.verify.verdict import References, mean_distance
 
 TOKENS = 8192  # of all arms together, in one reading of the checkpoint
 
@@ -32,13 +32,13 @@ class ReferenceModel:
 
     def __init__(self, path: Path, adapter: Adapter, prompts: Sequence[Sequence[int]]) -> None:
         self._path, self._adapter, self._prompts = path, adapter, prompts
-        self._streams: dict[torch.dtype, tuple[StreamedModel, AdapterLora]] = {}
-        self._stream(torch.float32)
+        self._models: dict[torch.dtype, tuple[LayerwiseModel, AdapterLora]] = {}
+        self._at(torch.float32)
 
     @property
     def can_leave_keys(self) -> bool:
         """Whether arms with unrotated keys can be computed for this family."""
-        return bool(rotating(self._stream(torch.float32)[0].decoder.layers))
+        return bool(rotating(self._at(torch.float32)[0].decoder.layers))
 
     def logprobs(
         self,
@@ -47,28 +47,28 @@ class ReferenceModel:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[list[float]]:
         """For each arm one natural logprob for every token but the first of each prompt, in order."""
-        stream, lora = self._stream(dtype)
+        model, lora = self._at(dtype)
         length = max(map(len, self._prompts))
         padded = [[*prompt, *[prompt[-1]] * (length - len(prompt))] for prompt in self._prompts]
         many = max(1, TOKENS // (length * len(padded)))
         parts = [arms[start : start + many] for start in range(0, len(arms), many)]
         found: list[list[float]] = []
         for number, part in enumerate(parts):
-            before, whole = number * stream.num_layers, len(parts) * stream.num_layers
+            before, whole = number * model.num_layers, len(parts) * model.num_layers
 
             def on_layer(done: int, _: int, before: int = before, whole: int = whole) -> None:
                 on_progress(before + done, whole)
 
-            stream.on_layer = on_layer
-            found += self._run(stream, lora, part, torch.tensor(padded))
+            model.on_layer = on_layer
+            found += self._run(model, lora, part, torch.tensor(padded))
         return found
 
     def _run(
-        self, stream: StreamedModel, lora: AdapterLora, arms: Sequence[Arm], ids: torch.Tensor
+        self, model: LayerwiseModel, lora: AdapterLora, arms: Sequence[Arm], ids: torch.Tensor
     ) -> list[list[float]]:
-        keys = keys_left(rotating(stream.decoder.layers), [arm.unrotated for arm in arms])
+        keys = keys_left(rotating(model.decoder.layers), [arm.unrotated for arm in arms])
         with lora.present(arms), keys:
-            output = stream.hidden(ids.repeat(len(arms), 1))
+            output = model.hidden(ids.repeat(len(arms), 1))
         found = []
         for arm, hidden in zip(arms, output.last_hidden_state.chunk(len(arms)), strict=True):
             # Padding is behind each prompt, where attention and states of causal models don't see it.
@@ -77,14 +77,14 @@ class ReferenceModel:
             )
             targets = torch.tensor([token for prompt in self._prompts for token in prompt[1:]])
             with lora.in_head(arm):
-                found.append(stream.logprobs(output, states, targets).tolist())
+                found.append(model.logprobs(output, states, targets).tolist())
         return found
 
-    def _stream(self, dtype: torch.dtype) -> tuple[StreamedModel, AdapterLora]:
-        if dtype not in self._streams:
-            stream = StreamedModel(self._path, dtype)
-            self._streams[dtype] = stream, AdapterLora(stream, self._adapter)
-        return self._streams[dtype]
+    def _at(self, dtype: torch.dtype) -> tuple[LayerwiseModel, AdapterLora]:
+        if dtype not in self._models:
+            model = LayerwiseModel(self._path, dtype)
+            self._models[dtype] = model, AdapterLora(model, self._adapter)
+        return self._models[dtype]
 
 
 def compute_references(
