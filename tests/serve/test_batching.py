@@ -15,12 +15,12 @@ from peft.tuners.lora import LoraLayer
 from ktbridge.experts.attach import inject_lora
 from ktbridge.experts.inject import expert_layers, wrap_experts
 from ktbridge.experts.targets import adaptable
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.decode import HEAD, Finish, Picker, Sampling
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.linears import pack_linears, worth_packing
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.served_names import Arm
 
 BASE, EXPERT = Arm("s:base", False, None), Arm("s", True, None)
 BOTH, OTHER = Arm("s:a", True, "a"), Arm("s:b", False, "b")

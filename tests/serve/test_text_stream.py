@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktbridge.errors import UsageError
-from ktbridge.serve.local.arms import check_adapter_name, check_served_name, list_arms
 from ktbridge.serve.local.decode import Answer, Finish, Sampling
 from ktbridge.serve.local.guard import allowed
 from ktbridge.serve.local.text import StopScanner, TextOffsets, TextStream, Tokens
+from ktbridge.served_names import check_adapter_name, check_served_name, list_arms
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ktbridge import __version__
 from ktbridge.serve.local.answers import ClientGone, collect, stopping, stream
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.decode import Sampling
 from ktbridge.serve.local.engine import Engine
@@ -27,6 +26,7 @@ from ktbridge.serve.local.prompts import PromptBuilder
 from ktbridge.serve.local.replies import ChatReply, CompletionReply, Echo
 from ktbridge.serve.local.schema import SEED_RANGE, ChatRequest, CompletionRequest, bounded
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.served_names import Arm
 
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.caches import take_rows
 from ktbridge.serve.local.decode import (
     Answer,
@@ -26,6 +25,7 @@ from ktbridge.serve.local.decode import (
     prompt_logprobs,
 )
 from ktbridge.serve.local.text import Tokens
+from ktbridge.served_names import Arm
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
 from ktbridge.experts.loading import load_for_kernels, load_tokenizer
 from ktbridge.machine import read_machine
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.caches import ATTENTION, batchable, bytes_held, take_rows
 from ktbridge.serve.local.linears import pack_linears
 from ktbridge.serve.local.mixing import Mixer
 from ktbridge.serve.local.plan import ServePlan
 from ktbridge.serve.local.text import Tokens
+from ktbridge.served_names import Arm
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.plan import ServePlan
+from ktbridge.served_names import Arm
 
 _CHUNK = 1 << 20
 _SMALL = 64 << 20

@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.experts.inject import IMPLEMENTATION
 from ktbridge.experts.modules import experts_modules
-from ktbridge.serve.local.arms import Arm
+from ktbridge.served_names import Arm
 
 BY_ROW = "ktbridge-by-row"
 NONE = "__base__"  # PEFT's word for a row without an adapter
