@@ -1,12 +1,12 @@
-"""The names under which one server offers its arms. Pure; imports nothing heavy.
+"""The names under which servers offer their arms: what builds them and what reads them.
 
-``S`` is base + expert LoRA, ``S:NAME`` the whole of adapter NAME, ``S:base`` the base model itself.
-Only arms that the loaded adapters make exist, so that no name ever answers as something else.
+``S`` is base + expert LoRA, ``S:NAME`` the whole of adapter NAME, ``S:base`` the base model itself. The
+embedded engine lists them so. SGLang-KT lists NAME for what is asked as ``S:NAME``, and has no ``S:base``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ktbridge.errors import UsageError
@@ -14,8 +14,49 @@ from ktbridge.errors import UsageError
 BASE = "base"
 
 
+def adapter_name(served: str, adapter: str) -> str:
+    """``S:NAME``."""
+    return f"{served}:{adapter}"
+
+
+def base_name(served: str) -> str:
+    """``S:base``."""
+    return adapter_name(served, BASE)
+
+
+def names_adapter(name: str) -> bool:
+    """Whether ``name`` selects an adapter, or the base, of a served model."""
+    return ":" in name
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """``S:NAME`` -> (S, NAME), ``S`` -> (S, None)."""
+    served, colon, adapter = name.partition(":")
+    return served, adapter if colon else None
+
+
+def served_by(name: str) -> str | None:
+    """``S:base`` -> S; None for every other name."""
+    served, colon, last = name.rpartition(":")
+    return served if colon and last == BASE else None
+
+
+def listed_as(name: str, listed: Collection[str]) -> str | None:
+    """What stands for ``name`` in a server's list: itself, or NAME beside S. None: it isn't offered."""
+    if name in listed:
+        return name
+    served, adapter = split_name(name)
+    return adapter if adapter in listed and served in listed else None
+
+
+def adapters_of(served: str, listed: Iterable[str]) -> list[str]:
+    """The ``S:NAME`` in a list, without ``S:base``."""
+    base = base_name(served)
+    return [name for name in listed if name.startswith(f"{served}:") and name != base]
+
+
 @dataclass(frozen=True)
-class Arm:
+class ServedArm:
     """One way to run the model: which halves of the adapter take part.
 
     ``nonexpert`` is the adapter name whose non-expert LoRA is switched on, or None.
@@ -33,6 +74,17 @@ class Arm:
         if self.nonexpert is not None:
             parts.append(f"non-expert LoRA {self.nonexpert}")
         return " + ".join(parts)
+
+
+def described_halves(description: str) -> tuple[bool, bool]:
+    """Whether a description speaks of an expert and a non-expert half.
+
+    Of one that isn't an arm's nothing is known, and the name is believed: both.
+    """
+    parts = description.split(" + ")
+    if parts[0] != "base":
+        return True, True
+    return "expert LoRA" in parts, any(part.startswith("non-expert LoRA") for part in parts)
 
 
 def check_served_name(served: str) -> None:
@@ -64,16 +116,16 @@ def check_adapter_name(name: str) -> None:
 
 def list_arms(
     served: str, *, expert: bool, whole: Sequence[str] = (), nonexpert: Sequence[str] = ()
-) -> tuple[Arm, ...]:
-    """The arms of one server.
+) -> tuple[ServedArm, ...]:
+    """The arms of one server: those that the loaded adapters make, so that no name answers as another.
 
     ``expert``: an expert LoRA is loaded. ``whole``: names of adapters without a non-expert half;
     ``nonexpert``: names of those that have one. Without any adapter ``S`` is the base model.
     """
     arms = []
     if expert or not (whole or nonexpert):
-        arms.append(Arm(served, expert=expert, nonexpert=None))
-    arms += [Arm(f"{served}:{name}", expert=expert, nonexpert=None) for name in whole]
-    arms += [Arm(f"{served}:{name}", expert=expert, nonexpert=name) for name in nonexpert]
-    arms.append(Arm(f"{served}:{BASE}", expert=False, nonexpert=None))
+        arms.append(ServedArm(served, expert=expert, nonexpert=None))
+    arms += [ServedArm(adapter_name(served, name), expert, None) for name in whole]
+    arms += [ServedArm(adapter_name(served, name), expert, name) for name in nonexpert]
+    arms.append(ServedArm(base_name(served), expert=False, nonexpert=None))
     return tuple(arms)

@@ -18,6 +18,7 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.hosts import api_url, is_loopback_url
+from ktbridge.served_names import split_name
 from ktbridge.verify.verdict import mean_distance
 
 # Ordinary sentences beside random tokens: an adapter may show in one and hardly in the other.
@@ -157,6 +158,7 @@ class LogprobClient:
 
     def _native_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
         """The same from SGLang's /generate, where an adapter goes by its bare name."""
+        _, adapter = split_name(model)
         values: list[float] = []
         for prompt in prompts:
             request: dict[str, Any] = {
@@ -165,9 +167,8 @@ class LogprobClient:
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }
-            _, colon, name = model.partition(":")
-            if colon:
-                request["lora_path"] = name
+            if adapter is not None:
+                request["lora_path"] = adapter
             answer = self._ask("/generate", request, native=True)
             try:
                 rows = answer["meta_info"]["input_token_logprobs"]

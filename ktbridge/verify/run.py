@@ -8,6 +8,7 @@ from pathlib import Path
 from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config, resolve_model
+from ktbridge.served_names import base_name, listed_as, split_name
 from ktbridge.verify.hypotheses import Facts, explain
 from ktbridge.verify.logprob_client import LogprobClient, fixed_prompts
 from ktbridge.verify.verdict import Verification, judge
@@ -21,17 +22,16 @@ def arms_to_ask(
     ``model`` is asked as full. For ``S:NAME`` its neighbours ``S:base`` and ``S`` are measured where
     the server lists them. A name that isn't listed is refused: some engines answer it with the base.
     """
-    served, colon, name = model.partition(":")
+    served, adapter = split_name(model)
     known = set(listed)
-    # SGLang lists an adapter without the served prefix that requests need.
-    if model not in known and not (colon and name in known and served in known):
+    if listed_as(model, known) is None:
         raise _not_listed(model, known, "--model")
     if expert_model is not None and expert_model not in known:
         raise _not_listed(expert_model, known, "--expert-model")
     arms = {}
-    if colon:
-        if f"{served}:base" in known:
-            arms[f"{served}:base"] = "base"
+    if adapter is not None:
+        if base_name(served) in known:
+            arms[base_name(served)] = "base"
         if served in known and expert_model is None:
             arms[served] = "expert"
     if expert_model is not None:

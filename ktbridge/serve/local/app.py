@@ -26,14 +26,14 @@ from ktbridge.serve.local.prompts import PromptBuilder
 from ktbridge.serve.local.replies import ChatReply, CompletionReply, Echo
 from ktbridge.serve.local.schema import SEED_RANGE, ChatRequest, CompletionRequest, bounded
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
-from ktbridge.served_names import Arm
+from ktbridge.served_names import ServedArm
 
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def create_app(
     engine: Engine,
-    arms: tuple[Arm, ...],
+    arms: tuple[ServedArm, ...],
     fingerprints: Mapping[str, str],
     *,
     api_key: str | None = None,
@@ -74,12 +74,14 @@ def create_app(
     app.add_middleware(LimitBody, limit=limits.body, seconds=limits.body_seconds, stopping=stop)
     app.add_middleware(RequireKey, key=api_key)
 
-    def find_arm(name: str) -> Arm:
+    def find_arm(name: str) -> ServedArm:
         if name not in by_name:
             raise model_not_found(name, list(by_name))
         return by_name[name]
 
-    def start(arm: Arm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int) -> Job:
+    def start(
+        arm: ServedArm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int
+    ) -> Job:
         """Queue one request: each of its prompts ``n`` times. Raises ApiError."""
         if n > most_choices:
             raise ApiError(400, f"n must be at most {most_choices} on this server", param="n")
@@ -99,7 +101,7 @@ def create_app(
             raise stopping() from None
         return job
 
-    def describe(arm: Arm) -> dict[str, Any]:
+    def describe(arm: ServedArm) -> dict[str, Any]:
         return {
             "id": arm.name,
             "object": "model",
