@@ -105,7 +105,7 @@ def verify(
         asked[model].logprobs,
         references,
         facts_of(adapter, reference_model.can_leave_keys),
-        lambda arms: reference_model.logprobs(arms, on_progress=on_progress),
+        lambda variants: reference_model.logprobs(variants, on_progress=on_progress),
     )
 
 
