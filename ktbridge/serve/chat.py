@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import api_url, is_loopback
+from ktbridge.hosts import is_loopback, server_url
 from ktbridge.served_names import BASE, adapters_of, base_name, listed_as, split_name
 
 Message = dict[str, str]
@@ -63,12 +63,7 @@ class Server:
 
         Raises KtbridgeError for a URL that is none.
         """
-        try:
-            self.url = api_url(url)
-        except ValueError as error:
-            raise KtbridgeError(
-                f"{url!r} is not a server's URL: {error}.", "give --server http://HOST:PORT"
-            ) from None
+        self.url = server_url(url)
         self._key = key
         self._timeout = timeout
         # A proxy can't reach this machine's own addresses.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import api_url, is_loopback_url
+from ktbridge.hosts import is_loopback_url, server_url
 from ktbridge.served_names import split_name
 from ktbridge.verify.verdict import mean_distance
 
@@ -66,12 +66,7 @@ class LogprobClient:
     """Asks one OpenAI-compatible server. Every failure is a KtbridgeError: never an answer."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 120) -> None:
-        try:
-            root = self._root = api_url(base_url)
-        except ValueError as error:
-            raise KtbridgeError(
-                f"{base_url!r} is not a server's URL: {error}.", "give --server http://HOST:PORT"
-            ) from None
+        root = self._root = server_url(base_url)
         self._headers = {"Content-Type": "application/json"}
         key = (api_key or "").strip()
         if not key.isprintable():  # said here: the library's own message would show the key
