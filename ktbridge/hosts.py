@@ -9,6 +9,8 @@ import ipaddress
 import socket
 import urllib.parse
 
+from ktbridge.errors import KtbridgeError
+
 
 def is_loopback(host: str) -> bool:
     """Whether every address of ``host`` stays on this machine; an unknown host does not."""
@@ -45,3 +47,13 @@ def api_url(text: str) -> str:
     path = parts.path.rstrip("/")
     path = path if path.endswith("/v1") else f"{path}/v1"
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+def server_url(text: str) -> str:
+    """``api_url`` of what --server was given. Raises KtbridgeError."""
+    try:
+        return api_url(text)
+    except ValueError as error:
+        raise KtbridgeError(
+            f"{text!r} is not a server's URL: {error}.", "give --server http://HOST:PORT"
+        ) from None

@@ -10,11 +10,11 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 # From the ground up. What shares a line doesn't import each other, but for the ground itself.
 FLOORS = (
-    "__init__ _kernels errors codes publish units hosts install machine",
+    "__init__ _kernels errors codes publish units hosts install machine served_names",
     "model",
     "adapter",
     "experts",
-    "sft serve eval demo",
+    "sft serve verify eval demo",
     "cli",
     "__main__",
 )

@@ -36,7 +36,7 @@ PRELOADED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate.commands.launch", "tinymoe",
     "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.tensor", "expertmoe", "ktbridge.cli.convert", "ktbridge.cli.validate",
-    "ktbridge.cli.verify", "ktbridge.serve.proof", "ktbridge.serve.reference", "ktbridge.cli.serve",
+    "ktbridge.cli.verify", "ktbridge.verify.run", "ktbridge.verify.reference_model", "ktbridge.cli.serve",
     "ktbridge.serve.local.launch", "ktbridge.serve.local.app", "ktbridge.serve.local.engine", "uvicorn",
 )  # fmt: skip
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ktbridge.served_names import described_halves, names_adapter
+
 
 def half_note(models: Mapping[str, str]) -> str:
     """A warning where the bare served name is half of an adapter; "" where it isn't.
 
     ``models``: name -> what answers, as both engines describe it.
     """
-    whole = [name for name, answers in models.items() if ":" in name and "+ non-expert" in answers]
-    half = [name for name in models if ":" not in name and "+ expert" in models[name]]
+    halves = {name: described_halves(answers) for name, answers in models.items()}
+    whole = [name for name in models if names_adapter(name) and halves[name][1]]
+    half = [name for name in models if not names_adapter(name) and halves[name][0]]
     if not whole or not half:
         return ""
     return (

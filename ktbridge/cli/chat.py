@@ -80,6 +80,7 @@ def command(
     """
     from ktbridge.errors import UsageError
     from ktbridge.serve.chat import Conversation, Server, arms_of
+    from ktbridge.served_names import adapter_name, split_name
 
     if server is None:
         if base_model is not None and model is not None:
@@ -109,8 +110,8 @@ def command(
             asked, listed = Server(child.url, child.key), child.models
             if temperature is None and _is_greedy(base_model):
                 temperature = 0.0
-            served = listed[-1].rpartition(":")[0]
-            wanted = listed[0] if adapter is None else f"{served}:{ADAPTER}"
+            served, _ = split_name(listed[0])
+            wanted = listed[0] if adapter is None else adapter_name(served, ADAPTER)
         else:
             assert server is not None
             child = None

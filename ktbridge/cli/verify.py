@@ -12,7 +12,7 @@ from ktbridge.cli._app import Command
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ktbridge.serve.verify import Verification
+    from ktbridge.verify.verdict import Verification
 
 STYLES = {"applied": "bold green", "can't tell": "yellow"}
 WRONG = "bold red"
@@ -68,7 +68,7 @@ def command(
     only for "applied", with every other arm what its name says.
     """
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar
-    from ktbridge.serve.proof import verify
+    from ktbridge.verify.run import verify
 
     with progress_bar("asking the server", "layers") as bar:
         result = verify(

@@ -20,9 +20,10 @@ from ktbridge import __version__
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError, has_errors
 from ktbridge.publish import write_text
+from ktbridge.served_names import adapter_name, base_name
 
 SERVED, ADAPTER = "tiny", "neko"
-ARMS = {"base": f"{SERVED}:base", "expert": SERVED, "full": f"{SERVED}:{ADAPTER}"}
+ARMS = {"base": base_name(SERVED), "expert": SERVED, "full": adapter_name(SERVED, ADAPTER)}
 STATE = ".ktbridge-demo.json"
 
 CONFIG = """\

@@ -14,6 +14,7 @@ from typing import Any
 
 from ktbridge.errors import UsageError
 from ktbridge.hosts import api_url
+from ktbridge.served_names import split_name
 
 # Arms are always shown and contrasted in this order; others follow as they were given.
 ORDER = ("base", "expert", "full")
@@ -32,12 +33,12 @@ class Arm:
     @property
     def served(self) -> str:
         """The served model's name: what stands before the first ':' of the model."""
-        return self.model.partition(":")[0]
+        return split_name(self.model)[0]
 
     @property
     def adapter(self) -> str:
         """What stands after the first ':' ('' when the arm names no adapter)."""
-        return self.model.partition(":")[2]
+        return split_name(self.model)[1] or ""
 
 
 def parse_arm(text: str) -> Arm:

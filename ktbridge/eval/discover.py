@@ -1,7 +1,6 @@
 """The arms that one server offers, read from its list of models.
 
-The embedded engine lists ``S`` (base and expert LoRA), ``S:NAME`` (the whole of adapter NAME) and
-``S:base``. Where a list doesn't say as plainly which is which, nothing is guessed.
+Where a list doesn't say as plainly as the embedded engine's which is which, nothing is guessed.
 """
 
 from __future__ import annotations
@@ -13,8 +12,14 @@ from typing import Any
 from ktbridge.errors import UsageError
 from ktbridge.eval.arms import Arm, parse_arm
 from ktbridge.eval.client import Client
-
-_BASE = ":base"
+from ktbridge.served_names import (
+    adapter_name,
+    adapters_of,
+    base_name,
+    described_halves,
+    names_adapter,
+    served_by,
+)
 
 
 def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
@@ -42,22 +47,20 @@ async def _list(url: str, api_key: str | None) -> list[dict[str, Any]]:
 def _name(listed: Sequence[Mapping[str, Any]], url: str) -> list[tuple[str, str]]:
     """(arm, model) of each arm in the list; UsageError where it doesn't tell."""
     entries = {str(entry["id"]): entry for entry in listed}
-    bases = [name.removesuffix(_BASE) for name in entries if name.endswith(_BASE)]
+    bases = [served for name in entries if (served := served_by(name)) is not None]
     if len(bases) != 1:
         raise _refusal(entries, url, f"{len(bases)} models named S:base, where one is needed")
     served = bases[0]
     adapters = [
         name
-        for name in entries
-        if name.startswith(f"{served}:")
-        and not name.endswith(_BASE)
+        for name in adapters_of(served, entries)
         # An adapter without a non-expert half is the same as the served name.
-        and not (served in entries and _halves(entries[name]) == (True, False))
+        if not (served in entries and _halves(entries[name]) == (True, False))
     ]
     if len(adapters) > 1:
         raise _refusal(entries, url, f"{len(adapters)} adapters")
     expert = served in entries and _halves(entries[served])[0]
-    found = [("base", served + _BASE)]
+    found = [("base", base_name(served))]
     found += [("expert", served)] if expert else []
     found += [("full", name) for name in adapters]
     if len(found) == 1:
@@ -66,27 +69,22 @@ def _name(listed: Sequence[Mapping[str, Any]], url: str) -> list[tuple[str, str]
 
 
 def _halves(entry: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether the entry's description speaks of an expert and a non-expert half; where there is no
-    such description, the name is believed: both."""
-    parts = str(entry.get("description", "")).split(" + ")
-    if parts[0] != "base":
-        return True, True
-    return "expert LoRA" in parts, any(part.startswith("non-expert LoRA") for part in parts)
+    return described_halves(str(entry.get("description", "")))
 
 
 def _refusal(entries: Mapping[str, Any], url: str, why: str) -> UsageError:
     """Says the --arm lines for what is listed, as far as names tell."""
-    plain = [name for name in entries if ":" not in name]
+    plain = [name for name in entries if not names_adapter(name)]
     lines = []
     for name in entries:
-        if name.endswith(_BASE):
+        if served_by(name) is not None:
             arm, model = "base", name
-        elif ":" in name:
+        elif names_adapter(name):
             arm, model = "full", name
         elif name == plain[0]:
             arm, model = "expert", name
         else:
-            arm, model = "full", f"{plain[0]}:{name}"  # as SGLang lists an adapter
+            arm, model = "full", adapter_name(plain[0], name)  # as SGLang lists an adapter
         lines.append(f"--arm {arm}={model}@{url}")
     listed = ", ".join(entries) or "nothing"
     return UsageError(

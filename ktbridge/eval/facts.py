@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ktbridge.served_names import BASE, split_name
+
 TITLES = {"persona": "Persona", "task": "Task quality", "judge": "Judged quality"}
 _METRICS = {"rouge-1": "ROUGE-1", "rouge-2": "ROUGE-2", "rouge-l": "ROUGE-L"}
 _METRICS |= {"bleu-4": "BLEU-4", "chrf": "chrF"}
@@ -17,10 +19,10 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     imported = any("files" in card["server"] for card in cards)
     models, adapters = [], []
     for card in cards:
-        served, _, adapter = card["model"].partition(":")
+        served, adapter = split_name(card["model"])
         root = str(card["server"].get("root") or "")
         models.append(served if imported or root in ("", served) else f"{served} ({root})")
-        adapters += [adapter] if adapter not in ("", "base") and not imported else []
+        adapters += [adapter] if adapter not in (None, "", BASE) and not imported else []
     plan = results["plan"]
     planned = f"{plan['items']} planned, " if plan else ""
     version = f"{bench['name']} {bench['version']}".strip()

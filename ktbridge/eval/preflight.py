@@ -21,6 +21,7 @@ from ktbridge.eval.asking import build_request as build_request
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.failures import remedies, remedy
+from ktbridge.served_names import adapter_name, listed_as, names_adapter
 
 PROBES = 8
 PROBE_TOKENS = 32
@@ -57,7 +58,7 @@ async def check_arms(
         *(
             _check_invented(arm, clients[arm.url])
             for arm in arms
-            if ":" in arm.model and arm.name in cards
+            if names_adapter(arm.model) and arm.name in cards
         )
     )
     problems += [problem for problem in invented if problem]
@@ -132,10 +133,8 @@ async def _read_cards(
 def _entry(
     arm: Arm, listed: Mapping[str, Any], where: str, option: str, problems: list[Problem]
 ) -> dict[str, Any] | None:
-    entry: dict[str, Any] | None = listed.get(arm.model)
-    # SGLang lists an adapter by its own name, without the `<served>:` of the request.
-    if entry is None and arm.served in listed:
-        entry = listed.get(arm.adapter)
+    name = listed_as(arm.model, listed)
+    entry: dict[str, Any] | None = None if name is None else listed[name]
     if entry is None:
         names = ", ".join(sorted(listed)) or "nothing"
         problems.append(
@@ -152,7 +151,7 @@ def _entry(
 
 
 async def _check_invented(arm: Arm, client: Client) -> Problem | None:
-    invented = f"{arm.served}:no-such-adapter-{secrets.token_hex(4)}"
+    invented = adapter_name(arm.served, f"no-such-adapter-{secrets.token_hex(4)}")
     answer = await client.chat(
         {"model": invented, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 1}
     )

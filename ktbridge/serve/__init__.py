@@ -1,6 +1,5 @@
-"""Serving and its proof.
+"""Serving.
 
-``local``: the embedded engine. ``proof.verify``: did an adapter take effect on a server (``probe``
-asks the server, ``reference`` computes what is right, ``verify`` judges). ``doctor``: what this
-machine can do. Importing this package imports nothing heavy.
+``local``: the embedded engine. ``sglang``: the launcher of SGLang-KT. ``chat``: talking to a server.
+``doctor``: what this machine can do. Importing this package imports nothing heavy.
 """

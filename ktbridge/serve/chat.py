@@ -16,11 +16,11 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import api_url, is_loopback
+from ktbridge.hosts import is_loopback, server_url
+from ktbridge.served_names import BASE, adapters_of, base_name, listed_as, split_name
 
 Message = dict[str, str]
 Piece = str | KtbridgeError | None
-BASE = "base"
 LONGEST = 1024  # tokens of an answer, where the user sets no limit
 
 
@@ -35,22 +35,20 @@ class Refused(KtbridgeError):
 def arms_of(model: str, listed: Sequence[str]) -> dict[str, str]:
     """The arms that go with ``model``: "base", "expert" and "full" -> the name to ask for.
 
-    The embedded engine lists S (base + expert LoRA), S:NAME (the whole adapter) and S:base; SGLang-KT
-    lists S and NAME for what is asked as S:NAME. Where there is one name to ask for only, the arm is
-    "model". Raises KtbridgeError for a name that the server does not offer: some answer it as another.
+    Where there is one name to ask for only, the arm is "model". Raises KtbridgeError for a name that the
+    server does not offer: some answer it as another.
     """
-    served, colon, name = model.partition(":")
-    if model not in listed and not (colon and name in listed and served in listed):
+    if listed_as(model, listed) is None:
         offered = ", ".join(map(repr, listed)) or "nothing"
         raise KtbridgeError(
             f"the server does not list {model!r}; it offers {offered}.", "give one with --model"
         )
-    base = f"{served}:{BASE}"
-    named = [each for each in listed if each.startswith(f"{served}:") and each != base]
+    served, adapter = split_name(model)
+    base, named = base_name(served), adapters_of(served, listed)
     arms = {"base": base} if base in listed else {}
     if served in listed:
         arms["expert"] = served
-    if colon and name != BASE:
+    if adapter not in (None, BASE):
         arms["full"] = model
     elif len(named) == 1:
         arms["full"] = named[0]
@@ -65,12 +63,7 @@ class Server:
 
         Raises KtbridgeError for a URL that is none.
         """
-        try:
-            self.url = api_url(url)
-        except ValueError as error:
-            raise KtbridgeError(
-                f"{url!r} is not a server's URL: {error}.", "give --server http://HOST:PORT"
-            ) from None
+        self.url = server_url(url)
         self._key = key
         self._timeout = timeout
         # A proxy can't reach this machine's own addresses.

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-# The servers of the neighbouring room, with their model and adapter.
-from serve.conftest import adapter, base, launch, make_adapter, server  # noqa: F401
+from tinyserver import adapter, base, launch, make_adapter, server  # noqa: F401
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

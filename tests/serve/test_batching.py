@@ -15,15 +15,15 @@ from peft.tuners.lora import LoraLayer
 from ktbridge.experts.attach import inject_lora
 from ktbridge.experts.inject import expert_layers, wrap_experts
 from ktbridge.experts.targets import adaptable
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.decode import HEAD, Finish, Picker, Sampling
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.linears import pack_linears, worth_packing
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.served_names import ServedArm
 
-BASE, EXPERT = Arm("s:base", False, None), Arm("s", True, None)
-BOTH, OTHER = Arm("s:a", True, "a"), Arm("s:b", False, "b")
+BASE, EXPERT = ServedArm("s:base", False, None), ServedArm("s", True, None)
+BOTH, OTHER = ServedArm("s:a", True, "a"), ServedArm("s:b", False, "b")
 ARMS = (BASE, EXPERT, BOTH, OTHER)
 KINDS = {
     "qwen3_moe": {},
@@ -102,7 +102,7 @@ class Asker:
         return [entry for event in self.said[choice][:-1] for entry in event.logprobs]
 
 
-def ask(arm: Arm, prompt: list[int], tokens: int, **options) -> Ask:
+def ask(arm: ServedArm, prompt: list[int], tokens: int, **options) -> Ask:
     sampling = Sampling(max_tokens=tokens, temperature=0, top_logprobs=0)
     return Ask(arm, prompt, sampling, Asker(), **options)
 

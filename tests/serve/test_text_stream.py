@@ -7,8 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktbridge.errors import UsageError
-from ktbridge.serve.local.arms import check_adapter_name, check_served_name, list_arms
 from ktbridge.serve.local.decode import Answer, Finish, Sampling
 from ktbridge.serve.local.guard import allowed
 from ktbridge.serve.local.text import StopScanner, TextOffsets, TextStream, Tokens
@@ -141,30 +139,6 @@ def test_a_stop_string_takes_its_tokens_with_it(tokens):
         assert ends[0].completion_tokens >= len(sent)
 
     check()
-
-
-def test_arms_exist_only_where_adapters_make_them():
-    def names(**made):
-        return [arm.name for arm in list_arms("s", **made)]
-
-    assert names(expert=False) == ["s", "s:base"]
-    assert names(expert=True) == ["s", "s:base"]
-    assert names(expert=True, nonexpert=["a", "b"]) == ["s", "s:a", "s:b", "s:base"]
-    # Without an expert LoRA nothing may answer as "base + expert LoRA".
-    assert names(expert=False, nonexpert=["a"]) == ["s:a", "s:base"]
-    assert names(expert=True, whole=["a"]) == ["s", "s:a", "s:base"]
-
-
-@pytest.mark.parametrize("name", ["a:b", "", " x", "x\n"])
-def test_unusable_served_names(name):
-    with pytest.raises(UsageError):
-        check_served_name(name)
-
-
-@pytest.mark.parametrize("name", ["base", "", "a:b", "a b"])
-def test_unusable_adapter_names(name):
-    with pytest.raises(UsageError):
-        check_adapter_name(name)
 
 
 @pytest.mark.parametrize(

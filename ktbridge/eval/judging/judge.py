@@ -11,6 +11,7 @@ from ktbridge.errors import UsageError
 from ktbridge.eval.arms import parse_arm
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.judging.anchors import read_anchors
+from ktbridge.served_names import split_name
 
 # Names that model families go by; a model's name may hold several (a distillate's does).
 _FAMILIES = (
@@ -102,7 +103,7 @@ def same_family(
     for card in cards:
         entry = card["server"]
         theirs |= families([card["model"], entry.get("root"), entry.get("parent")])
-        served = card["model"].partition(":")[0]
-        if judge.model.partition(":")[0] == served:
+        served, _ = split_name(card["model"])
+        if split_name(judge.model)[0] == served:
             return {served}
     return mine & theirs

@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ktbridge import __version__
 from ktbridge.serve.local.answers import ClientGone
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.errors import ERRORS, ApiError, from_validation
 from ktbridge.serve.local.guard import LimitBody, RequireKey
@@ -22,13 +21,14 @@ from ktbridge.serve.local.limits import Limits
 from ktbridge.serve.local.metrics import CONTENT_TYPE
 from ktbridge.serve.local.schema import SEED_RANGE, ChatRequest, CompletionRequest, bounded
 from ktbridge.serve.local.service import Service
+from ktbridge.served_names import ServedArm
 
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def create_app(
     engine: Engine,
-    arms: tuple[Arm, ...],
+    arms: tuple[ServedArm, ...],
     fingerprints: Mapping[str, str],
     *,
     api_key: str | None = None,

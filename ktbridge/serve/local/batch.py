@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.caches import take_rows
 from ktbridge.serve.local.decode import (
     Answer,
@@ -26,6 +25,7 @@ from ktbridge.serve.local.decode import (
     prompt_logprobs,
 )
 from ktbridge.serve.local.text import Tokens
+from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ class Model(Protocol):
     chunkable: bool
 
     def prefill(
-        self, arm: Arm, ids: Sequence[int], all_logits: bool, cache: Any = None
+        self, arm: ServedArm, ids: Sequence[int], all_logits: bool, cache: Any = None
     ) -> tuple[torch.Tensor, Any]: ...
 
     def step(
-        self, arms: Sequence[Arm], ids: Sequence[int], lengths: Sequence[int], cache: Any
+        self, arms: Sequence[ServedArm], ids: Sequence[int], lengths: Sequence[int], cache: Any
     ) -> torch.Tensor: ...
 
 
@@ -63,7 +63,7 @@ class Listener(Protocol):
 class Ask:
     """One prompt to continue ``n`` times. Its choices are numbered from ``first``."""
 
-    arm: Arm
+    arm: ServedArm
     prompt: Sequence[int]
     sampling: Sampling
     listener: Listener

@@ -16,12 +16,12 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
 from ktbridge.experts.loading import load_for_kernels, load_tokenizer
 from ktbridge.machine import read_machine
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.caches import ATTENTION, batchable, bytes_held, take_rows
 from ktbridge.serve.local.linears import pack_linears
 from ktbridge.serve.local.mixing import Mixer
 from ktbridge.serve.local.plan import ServePlan
 from ktbridge.serve.local.text import Tokens
+from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Engine:
 
     @torch.inference_mode()
     def prefill(
-        self, arm: Arm, ids: Sequence[int], all_logits: bool, cache: Any = None
+        self, arm: ServedArm, ids: Sequence[int], all_logits: bool, cache: Any = None
     ) -> tuple[torch.Tensor, Any]:
         """Run a prompt: logits [1 or len(ids), V] and the cache of one row that it leaves.
 
@@ -76,7 +76,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(
-        self, arms: Sequence[Arm], ids: Sequence[int], lengths: Sequence[int], cache: Any
+        self, arms: Sequence[ServedArm], ids: Sequence[int], lengths: Sequence[int], cache: Any
     ) -> torch.Tensor:
         """One token for each row: logits [rows, V]. ``cache`` gets it too.
 
@@ -97,7 +97,7 @@ class Engine:
         )
         return output.logits[:, -1]
 
-    def warm_up(self, arms: Sequence[Arm]) -> None:
+    def warm_up(self, arms: Sequence[ServedArm]) -> None:
         """Each arm alone, then all of them in one step: ready means that every arm has run.
 
         Finds out, too, whether this model's caches can be joined, and what a token takes in them.
@@ -121,7 +121,7 @@ class Engine:
         rows = len(arms)
         self._check(self.step(arms, [0] * rows, [len(prompt)] * rows, together), arms)
 
-    def _parts_are_the_whole(self, arm: Arm) -> bool:
+    def _parts_are_the_whole(self, arm: ServedArm) -> bool:
         """Whether this model goes on from a cache with more than one token.
 
         Attention always does; some versions of transformers begin linear attention afresh.
@@ -151,7 +151,7 @@ class Engine:
         free = min(machine.memory_available or 2**40, machine.usable_memory or 2**40)
         return free // 2 // max(self.bytes_per_token, 1)
 
-    def _check(self, logits: torch.Tensor, arms: Sequence[Arm]) -> None:
+    def _check(self, logits: torch.Tensor, arms: Sequence[ServedArm]) -> None:
         for row, arm in zip(logits, arms, strict=True):
             if not bool(torch.isfinite(row).all()):
                 raise KtbridgeError(

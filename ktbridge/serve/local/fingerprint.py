@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.plan import ServePlan
+from ktbridge.served_names import ServedArm
 
 _CHUNK = 1 << 20
 _SMALL = 64 << 20
@@ -41,7 +41,7 @@ def fingerprints(plan: ServePlan) -> dict[str, str]:
 
     nonexpert = dict(plan.nonexpert)
 
-    def one(arm: Arm) -> str:
+    def one(arm: ServedArm) -> str:
         parts = {
             "base": base,
             "expert": adapter(plan.expert) if arm.expert else "",

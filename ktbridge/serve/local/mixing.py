@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.experts.inject import IMPLEMENTATION
 from ktbridge.experts.modules import experts_modules
-from ktbridge.serve.local.arms import Arm
+from ktbridge.served_names import ServedArm
 
 BY_ROW = "ktbridge-by-row"
 NONE = "__base__"  # PEFT's word for a row without an adapter
@@ -32,7 +32,7 @@ class Mixer:
         """``tuned``: PEFT's layers in ``model``; ``slots``: adapter name -> PEFT's name for it."""
         self._slots = dict(slots)
         self._tuned = tuple(tuned)
-        self._selected: tuple[Arm, ...] = ()
+        self._selected: tuple[ServedArm, ...] = ()
         self._experts = []
         # What a mixed forward goes by; both None in a plain one.
         self.names: list[str] | None = None
@@ -47,7 +47,7 @@ class Mixer:
             else:
                 layer.forward = self._by_slot(layer, layer.forward)
 
-    def select(self, arms: Sequence[Arm]) -> None:
+    def select(self, arms: Sequence[ServedArm]) -> None:
         """Switch to one arm for all rows, or to ``arms`` by row."""
         wanted = (arms[0],) if len(set(arms)) == 1 else tuple(arms)
         if wanted == self._selected:

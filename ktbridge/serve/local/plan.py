@@ -14,8 +14,8 @@ from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.serve.doctor_packages import PACKAGES
-from ktbridge.serve.local.arms import Arm, check_adapter_name, check_served_name, list_arms
 from ktbridge.serve.local.limits import Limits
+from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
 
 LAYOUT_OPTION = {
     "raw": "--adapter NAME=DIR",
@@ -36,7 +36,7 @@ class ServePlan:
     threads: int | None
     expert: Path | None
     nonexpert: tuple[tuple[str, Path], ...]
-    arms: tuple[Arm, ...]
+    arms: tuple[ServedArm, ...]
     api_key: str | None = field(default=None, repr=False)
     limits: Limits = field(default_factory=Limits)
     problems: tuple[Problem, ...] = ()

@@ -11,7 +11,6 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from ktbridge.serve.local.answers import collect, stopping, stream
-from ktbridge.serve.local.arms import Arm
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.decode import Sampling
 from ktbridge.serve.local.engine import Engine
@@ -22,6 +21,7 @@ from ktbridge.serve.local.prompts import PromptBuilder
 from ktbridge.serve.local.replies import ChatReply, CompletionReply, Echo
 from ktbridge.serve.local.schema import ChatRequest, CompletionRequest
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.served_names import ServedArm
 
 
 class Service:
@@ -30,7 +30,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        arms: tuple[Arm, ...],
+        arms: tuple[ServedArm, ...],
         fingerprints: Mapping[str, str],
         limits: Limits,
     ) -> None:
@@ -49,13 +49,13 @@ class Service:
             engine.tokenizer, vocab_size=engine.vocab_size, context_length=self.context
         )
 
-    def find_arm(self, name: str) -> Arm:
+    def find_arm(self, name: str) -> ServedArm:
         """Raises ApiError 404 for a name that isn't served."""
         if name not in self.arms:
             raise model_not_found(name, list(self.arms))
         return self.arms[name]
 
-    def describe(self, arm: Arm) -> dict[str, Any]:
+    def describe(self, arm: ServedArm) -> dict[str, Any]:
         """The arm as a model of OpenAI's list."""
         return {
             "id": arm.name,
@@ -129,7 +129,7 @@ class Service:
         return Echo(text, len(prompt) if body.logprobs is not None else 0)
 
     def _start(
-        self, arm: Arm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int
+        self, arm: ServedArm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int
     ) -> Job:
         """Queue one request: each of its prompts ``n`` times. Raises ApiError."""
         most = self.limits.waiting

@@ -14,6 +14,7 @@ from ktbridge.serve.sglang.cache import slot
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.layouts import Choice
 from ktbridge.serve.sglang.request import Request
+from ktbridge.served_names import names_adapter
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def more_arms(
             convert = ["ktbridge", "convert", str(source.path), "--expert-output-dir", directory]
             before = (shlex.join(convert),)
         further("expert", "--expert-adapter", directory, before=before)
-    full = next((name for name in models if ":" in name), None)
+    full = next((name for name in models if names_adapter(name)), None)
     if full is not None:
         arms["full"] = full + here
     words = " ".join(f"--arm {shlex.quote(f'{arm}={where}')}" for arm, where in arms.items())

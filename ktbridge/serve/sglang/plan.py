@@ -29,6 +29,7 @@ from ktbridge.serve.sglang.replicas import Launch, replicate, router_argv
 from ktbridge.serve.sglang.request import Request
 from ktbridge.serve.sglang.resources import METHOD_OF, Threads, plan_threads
 from ktbridge.serve.sglang.sources import Source
+from ktbridge.served_names import ServedArm, adapter_name
 
 RUNNING_REQUESTS = 16
 # These read experts as kt-kernel's own converter writes them; the others read the checkpoint.
@@ -329,10 +330,10 @@ def _server_words(request: Request, facts: Facts, expert: bool) -> Words:
 
 def _models(served: str, choice: Choice, contract: Contract) -> dict[str, str]:
     """Names that requests may use. The engine answers other ones too, as something else."""
-    base = "base + expert LoRA" if choice.expert is not None else "base"
-    models = {}
+    expert = choice.expert is not None
+    arms = []
     if choice.layout != "merged" or contract.base_requests:
-        models[served] = base
-    for source in choice.nonexpert:
-        models[f"{served}:{source.name}"] = f"{base} + non-expert LoRA {source.name}"
-    return models
+        arms.append(ServedArm(served, expert, None))
+    for name in (str(source.name) for source in choice.nonexpert):
+        arms.append(ServedArm(adapter_name(served, name), expert, name))
+    return {arm.name: arm.description for arm in arms}

@@ -18,6 +18,7 @@ from ktbridge.serve.sglang.layouts import Choice
 from ktbridge.serve.sglang.problems import problem
 from ktbridge.serve.sglang.request import Request
 from ktbridge.serve.sglang.resources import memory_needed
+from ktbridge.served_names import BASE
 from ktbridge.units import size_text
 
 # What is about this machine: no fault of a plan that is made for another one.
@@ -67,7 +68,7 @@ def _names(request: Request, facts: Facts) -> Iterator[Problem]:
         if bad or not name:
             expected = "letters, digits, '-', '_' and '.'"
             yield problem("KTB963", name, "can't stand in NAME=DIR for the engine", expected)
-        if name == "base":
+        if name == BASE:
             found = "reads as the base model, and is none"
             yield problem("KTB963", name, found)
     for name in sorted({name for name in names if names.count(name) > 1}):

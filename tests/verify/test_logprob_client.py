@@ -1,4 +1,4 @@
-"""The probe against servers that are none: one sentence each, and no detour over a proxy."""
+"""The client against servers that are none: one sentence each, and no detour over a proxy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.serve.probe import ServerProbe
+from ktbridge.verify.logprob_client import LogprobClient
 
 
 @contextmanager
@@ -42,19 +42,19 @@ def answering(data: bytes) -> Iterator[str]:
 )
 def test_what_is_no_answer_is_said_in_a_sentence(data):
     with answering(data) as url, pytest.raises(KtbridgeError, match=r"cannot be asked: [^.]"):
-        ServerProbe(url, timeout=10).models()
+        LogprobClient(url, timeout=10).models()
 
 
 def test_a_broken_error_is_still_that_error():
     data = b"HTTP/1.1 500 Oh no\r\nContent-Length: 100\r\n\r\n{"
     with answering(data) as url, pytest.raises(KtbridgeError, match="answered 500: "):
-        ServerProbe(url, timeout=10).models()
+        LogprobClient(url, timeout=10).models()
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1", "http://a b/", "http://:1"])
 def test_an_address_that_is_none(url):
     with pytest.raises(KtbridgeError, match=r"not a server's URL|cannot be asked"):
-        ServerProbe(url, timeout=1).models()
+        LogprobClient(url, timeout=1).models()
 
 
 def test_this_machine_is_asked_without_the_proxy(monkeypatch):
@@ -64,10 +64,10 @@ def test_this_machine_is_asked_without_the_proxy(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     data = b'HTTP/1.1 200 OK\r\nContent-Length: 26\r\n\r\n{"data": [{"id": "tiny"}]}'
     with answering(data) as url:
-        assert ServerProbe(url, timeout=10).models() == ["tiny"]
+        assert LogprobClient(url, timeout=10).models() == ["tiny"]
 
 
 def test_a_key_is_never_shown():
     with pytest.raises(KtbridgeError) as caught:
-        ServerProbe("http://127.0.0.1:9", "hush\nhush")
+        LogprobClient("http://127.0.0.1:9", "hush\nhush")
     assert "hush" not in str(caught.value)

@@ -15,12 +15,12 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from ktbridge.adapter import merge_adapter, read_adapter
 from ktbridge.experts.loading import load_model, load_tokenizer
-from ktbridge.serve.arms import Arm
-from ktbridge.serve.explain import explain
-from ktbridge.serve.probe import fixed_prompts
-from ktbridge.serve.proof import facts_of
-from ktbridge.serve.reference import ReferenceModel, compute_references
-from ktbridge.serve.verify import Verification, judge
+from ktbridge.verify.hypotheses import explain
+from ktbridge.verify.logprob_client import fixed_prompts
+from ktbridge.verify.reference_model import ReferenceModel, compute_references
+from ktbridge.verify.run import facts_of
+from ktbridge.verify.variants import Variant
+from ktbridge.verify.verdict import Verification, judge
 
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
 Tensors = dict[str, torch.Tensor]
@@ -65,9 +65,9 @@ class Bench:
         if not result.in_doubt:
             return result
 
-        def compute(arms: list[Arm]) -> list[list[float]]:
+        def compute(variants: list[Variant]) -> list[list[float]]:
             self.passes += 1
-            return self.model.logprobs(arms)
+            return self.model.logprobs(variants)
 
         facts = facts_of(read_adapter(self.adapter), self.model.can_leave_keys)
         return explain(result, served["m"][1], self.references, facts, compute)
@@ -214,8 +214,8 @@ def test_drift_is_applied_with_a_warning(bench):
 
 
 def test_references_are_transformers_own(bench):
-    """Streamed with LoRA at the side against a merged checkpoint loaded whole, both in float32."""
-    exact = bench.model.logprobs([Arm(expert=1, nonexpert=1), Arm()])
+    """Layer by layer with LoRA at the side, against a merged checkpoint loaded whole, both in float32."""
+    exact = bench.model.logprobs([Variant(expert=1, nonexpert=1), Variant()])
     base = whole_logprobs(bench.base, bench.prompts, torch.float32)
     assert max(abs(a - b) for a, b in zip(exact[1], base, strict=True)) < 1e-4
     model = load_model(bench.base, torch.float32)

@@ -13,18 +13,18 @@ from transformers.models.minimax_m2 import modeling_minimax_m2
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import load_model
-from ktbridge.serve.rotary import keys_left, rotating
-from ktbridge.serve.streamed import StreamedModel
+from ktbridge.verify.layerwise import LayerwiseModel
+from ktbridge.verify.unrotated_keys import keys_left, rotating
 
 FAMILIES = ("qwen3_5_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_vl_moe")
 
 
 def logprobs(path, dtype=torch.float32):
-    stream = StreamedModel(path, dtype)
-    output = stream.hidden(IDS)
+    model = LayerwiseModel(path, dtype)
+    output = model.hidden(IDS)
     hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
-    found = stream.logprobs(output, hidden, IDS[:, 1:].flatten())
-    left = [name for name, p in stream.decoder.layers.named_parameters() if not p.is_meta]
+    found = model.logprobs(output, hidden, IDS[:, 1:].flatten())
+    left = [name for name, p in model.decoder.layers.named_parameters() if not p.is_meta]
     assert left == []  # nothing of a layer stays behind
     return found
 
@@ -44,12 +44,12 @@ def test_families(family, tmp_path):
 def test_keys_are_left_unrotated_in_some_rows_alone(tmp_path, monkeypatch):
     """Where a part of each head is rotated, and not where the family may take another function."""
     reference("minimax_m2", tmp_path / "partial")
-    stream = StreamedModel(tmp_path / "partial", torch.float32)
-    attention = rotating(stream.decoder.layers)
+    model = LayerwiseModel(tmp_path / "partial", torch.float32)
+    attention = rotating(model.decoder.layers)
     with keys_left(attention, [True, False]):
-        output = stream.hidden(IDS)
+        output = model.hidden(IDS)
     hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
-    found = stream.logprobs(output, hidden, IDS[:, 1:].flatten()).chunk(2)
+    found = model.logprobs(output, hidden, IDS[:, 1:].flatten()).chunk(2)
     right = whole(tmp_path / "partial").chunk(2)
     rotate = modeling_minimax_m2.apply_rotary_pos_emb
     leave = lambda q, k, *rest: (rotate(q, k, *rest)[0], k)  # noqa: E731
@@ -59,8 +59,8 @@ def test_keys_are_left_unrotated_in_some_rows_alone(tmp_path, monkeypatch):
     torch.testing.assert_close(found[0], left[0], atol=2e-5, rtol=0)
     torch.testing.assert_close(found[1], right[1], atol=2e-5, rtol=0)
     reference("deepseek_v3", tmp_path / "interleaved")
-    stream = StreamedModel(tmp_path / "interleaved", torch.float32)
-    assert rotating(stream.decoder.layers) == []
+    model = LayerwiseModel(tmp_path / "interleaved", torch.float32)
+    assert rotating(model.decoder.layers) == []
 
 
 def test_block_fp8(tmp_path):
@@ -95,7 +95,7 @@ def test_what_is_not_read_is_refused(tmp_path):
     def refusal(change):
         save_file({k: t for k, t in (tensors | change).items() if t is not None}, file)
         with pytest.raises(KtbridgeError) as caught:
-            StreamedModel(tmp_path, torch.float32)
+            LayerwiseModel(tmp_path, torch.float32)
         return f"{caught.value} {caught.value.next_step}"
 
     assert f"lacks {name}" in refusal({name: None})

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import api_url, is_loopback_url
-from ktbridge.serve.verify import mean_distance
+from ktbridge.hosts import is_loopback_url, server_url
+from ktbridge.served_names import split_name
+from ktbridge.verify.verdict import mean_distance
 
 # Ordinary sentences beside random tokens: an adapter may show in one and hardly in the other.
 TEXTS = (
@@ -61,16 +62,11 @@ class Answer:
     spread: float | None
 
 
-class ServerProbe:
+class LogprobClient:
     """Asks one OpenAI-compatible server. Every failure is a KtbridgeError: never an answer."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 120) -> None:
-        try:
-            root = self._root = api_url(base_url)
-        except ValueError as error:
-            raise KtbridgeError(
-                f"{base_url!r} is not a server's URL: {error}.", "give --server http://HOST:PORT"
-            ) from None
+        root = self._root = server_url(base_url)
         self._headers = {"Content-Type": "application/json"}
         key = (api_key or "").strip()
         if not key.isprintable():  # said here: the library's own message would show the key
@@ -157,6 +153,7 @@ class ServerProbe:
 
     def _native_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
         """The same from SGLang's /generate, where an adapter goes by its bare name."""
+        _, adapter = split_name(model)
         values: list[float] = []
         for prompt in prompts:
             request: dict[str, Any] = {
@@ -165,9 +162,8 @@ class ServerProbe:
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }
-            _, colon, name = model.partition(":")
-            if colon:
-                request["lora_path"] = name
+            if adapter is not None:
+                request["lora_path"] = adapter
             answer = self._ask("/generate", request, native=True)
             try:
                 rows = answer["meta_info"]["input_token_logprobs"]

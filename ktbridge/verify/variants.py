@@ -9,7 +9,7 @@ HALVES = ("expert", "nonexpert")
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """The base with some of an adapter, done right or wrong.
 
     ``expert`` and ``nonexpert`` multiply the scale that the adapter asks for: 0 leaves that half out.
@@ -25,7 +25,7 @@ class Arm:
     without: frozenset[tuple[str, int]] = frozenset()
     unrotated: bool = False
 
-    def scaled(self, scales: Mapping[str, float]) -> Arm:
+    def scaled(self, scales: Mapping[str, float]) -> Variant:
         """The same with these halves at these multiples."""
         return replace(
             self,
@@ -41,18 +41,18 @@ class Arm:
 
 
 STANDARD = {
-    "base": Arm(),
-    "expert": Arm(expert=1),
-    "nonexpert": Arm(nonexpert=1),
-    "full": Arm(expert=1, nonexpert=1),
+    "base": Variant(),
+    "expert": Variant(expert=1),
+    "nonexpert": Variant(nonexpert=1),
+    "full": Variant(expert=1, nonexpert=1),
 }
 """What a server may rightly be, by name."""
 
 
-def standard_arms(expert: bool, nonexpert: bool) -> dict[str, Arm]:
+def standard_variants(expert: bool, nonexpert: bool) -> dict[str, Variant]:
     """Those that an adapter with these halves makes."""
     return {
-        name: arm
-        for name, arm in STANDARD.items()
-        if (expert or not arm.expert) and (nonexpert or not arm.nonexpert)
+        name: variant
+        for name, variant in STANDARD.items()
+        if (expert or not variant.expert) and (nonexpert or not variant.nonexpert)
     }

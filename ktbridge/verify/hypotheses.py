@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ktbridge.errors import Problem
-from ktbridge.serve.arms import HALVES, Arm, standard_arms
-from ktbridge.serve.verify import (
+from ktbridge.verify.variants import HALVES, Variant, standard_variants
+from ktbridge.verify.verdict import (
     CLEAR_OF_NOISE,
     WITHIN,
     ArmReading,
@@ -42,7 +42,7 @@ UNROTATED = (
     "sglang-kt before 0.7.0 with triton or flashinfer, or its kernels in a later one's cache"
 )
 Vector = Sequence[float]
-Compute = Callable[[Sequence[Arm]], Sequence[Vector]]
+Compute = Callable[[Sequence[Variant]], Sequence[Vector]]
 NAMES = {"expert": "experts", "nonexpert": "attention"}
 OWNS = {"expert": "the experts' LoRA", "nonexpert": "attention's LoRA"}
 
@@ -69,7 +69,7 @@ def explain(
     """``first``, with the explanation that fits ``vector``, the asked arm's logprobs, if one does.
 
     Without one, an applied adapter that is far above the noise floor gets a warning (KTV002).
-    ``compute`` gives the logprobs of arms, in order.
+    ``compute`` gives the logprobs of variants, in order.
     """
     search = _Search(first, vector, references, facts, compute)
     if first.told_by == "base":  # the adapter can't be blamed for what is wrong without it
@@ -99,66 +99,66 @@ class _Search:
         # A half that isn't there at all is left out of every explanation of the other one.
         absent = {half.half for half in first.halves if half.verdict == "not applied"}
         self.present = [half for half in facts.halves if half not in absent] or list(facts.halves)
-        self.right = Arm().scaled(dict.fromkeys(self.present, 1.0))
-        self.tried: dict[Arm, Vector] = {}
-        self.distance: dict[Arm, float] = {}
-        self.groups: dict[Arm, tuple[str, tuple[int, ...]]] = {}
+        self.right = Variant().scaled(dict.fromkeys(self.present, 1.0))
+        self.tried: dict[Variant, Vector] = {}
+        self.distance: dict[Variant, float] = {}
+        self.groups: dict[Variant, tuple[str, tuple[int, ...]]] = {}
         self.standard = min(first.arm.distances.values())
         self.step = math.sqrt(2)
 
-    def attempt(self, arms: Sequence[Arm]) -> None:
-        new = [arm for arm in dict.fromkeys(arms) if arm not in self.tried]
-        for arm, vector in zip(new, self.compute(new), strict=True):
-            self.tried[arm] = vector
-            self.distance[arm] = mean_distance(self.vector, vector)
+    def attempt(self, variants: Sequence[Variant]) -> None:
+        new = [variant for variant in dict.fromkeys(variants) if variant not in self.tried]
+        for variant, vector in zip(new, self.compute(new), strict=True):
+            self.tried[variant] = vector
+            self.distance[variant] = mean_distance(self.vector, vector)
 
-    def guesses(self) -> list[Arm]:
+    def guesses(self) -> list[Variant]:
         """What goes wrong in practice with an adapter, each at once or in a first coarse step."""
-        arms = [self.right]
+        variants = [self.right]
         for count in range(1, len(self.present) + 1):
             for some in itertools.combinations(self.present, count):
                 roots = {math.sqrt(self.facts.ranks[half]) for half in some}
                 for k in (*SCALES, *sorted(roots), *(1 / root for root in sorted(roots))):
-                    arms.append(self.right.scaled(dict.fromkeys(some, k)))
+                    variants.append(self.right.scaled(dict.fromkeys(some, k)))
         if self.right.expert:
-            for arm in (self.right, replace(self.right, nonexpert=0.0)):
-                arms.append(replace(arm, swapped=True))
-                arms += [replace(arm, shift=shift) for shift in (1, -1)]
+            for variant in (self.right, replace(self.right, nonexpert=0.0)):
+                variants.append(replace(variant, swapped=True))
+                variants += [replace(variant, shift=shift) for shift in (1, -1)]
         for half in self.present:
-            arms += self._left_out(half, tuple(self.facts.layers[half]))
+            variants += self._left_out(half, tuple(self.facts.layers[half]))
         if len(self.present) == 2:
             both = sorted(set(self.facts.layers["expert"]) & set(self.facts.layers["nonexpert"]))
-            arms += self._left_out("both", tuple(both))
-        return arms
+            variants += self._left_out("both", tuple(both))
+        return variants
 
-    def engines_mistakes(self) -> list[Arm]:
+    def engines_mistakes(self) -> list[Variant]:
         """What an engine does wrong to every arm, the base among them."""
         if not self.facts.can_leave_keys:
             return []
-        arms = standard_arms(*(half in self.facts.ranks for half in HALVES))
-        return [replace(arm, unrotated=True) for arm in arms.values()]
+        variants = standard_variants(*(half in self.facts.ranks for half in HALVES))
+        return [replace(variant, unrotated=True) for variant in variants.values()]
 
-    def fitting(self) -> list[Arm]:
+    def fitting(self) -> list[Variant]:
         """Explanations that fit, the best first, with those that can't be told from it."""
         if not self.tried:
             return []
         fits = sorted((a for a in self.tried if self._fits(a)), key=lambda a: self.distance[a])
-        kinds: dict[str, Arm] = {}
-        for arm in fits:
-            if self.distance[arm] <= max(RIVAL * self.distance[fits[0]], self.noise):
-                kinds.setdefault(_kind(arm), arm)
+        kinds: dict[str, Variant] = {}
+        for variant in fits:
+            if self.distance[variant] <= max(RIVAL * self.distance[fits[0]], self.noise):
+                kinds.setdefault(_kind(variant), variant)
         return list(kinds.values())
 
-    def _fits(self, arm: Arm) -> bool:
-        if arm == self.right:
+    def _fits(self, variant: Variant) -> bool:
+        if variant == self.right:
             return False
         away = min(
-            mean_distance(self.tried[arm], logprobs)
+            mean_distance(self.tried[variant], logprobs)
             for logprobs in self.references.logprobs.values()
         )
-        distance = self.distance[arm]
+        distance = self.distance[variant]
         return (
-            len(arm.without) <= len(self.facts.halves)  # one layer, not a group of them
+            len(variant.without) <= len(self.facts.halves)  # one layer, not a group of them
             and distance <= max(CLEAR_OF_NOISE * self.noise, WITHIN * away)
             and distance <= BETTER * self.standard
         )
@@ -174,11 +174,11 @@ class _Search:
         """Whether nothing that was tried is much nearer than what a server may rightly be."""
         return min(self.distance.values()) > NEARER * self.standard
 
-    def refined(self) -> list[Arm]:
+    def refined(self) -> list[Variant]:
         """Arms around what came nearest: finer scales, smaller groups of layers."""
         return self._scales() + self._layers()
 
-    def _scales(self) -> list[Arm]:
+    def _scales(self) -> list[Variant]:
         """The nearest scale's neighbours, at half the step of the round before, for each half by itself."""
         best = self.nearest_scale()
         self.step = math.sqrt(self.step)
@@ -189,64 +189,68 @@ class _Search:
             for move in moves
         ]
 
-    def nearest_scale(self) -> Arm:
-        """The arm nearest to what was served among those that differ from the right one in scale alone."""
-        scales = [arm for arm in self.tried if _kind(arm) == "scale"]
-        return min(scales, key=lambda arm: self.distance[arm])
+    def nearest_scale(self) -> Variant:
+        """The nearest to what was served of those that differ from the right variant in scale alone."""
+        scales = [variant for variant in self.tried if _kind(variant) == "scale"]
+        return min(scales, key=lambda variant: self.distance[variant])
 
-    def _layers(self) -> list[Arm]:
+    def _layers(self) -> list[Variant]:
         """Parts of the group of layers whose absence points the way of what is missing."""
         at_right = self.tried[self.right]
         missing = [v - r for v, r in zip(self.vector, at_right, strict=True)]
         scored = {
-            arm: _cosine(missing, [g - r for g, r in zip(self.tried[arm], at_right, strict=True)])
-            for arm, (_, layers) in self.groups.items()
+            variant: _cosine(
+                missing, [g - r for g, r in zip(self.tried[variant], at_right, strict=True)]
+            )
+            for variant, (_, layers) in self.groups.items()
             if len(layers) > 1
         }
         if not scored:
             return []
-        best = max(scored, key=lambda arm: scored[arm])
+        best = max(scored, key=lambda variant: scored[variant])
         half, layers = self.groups.pop(best)
         return self._left_out(half, layers) if scored[best] > 0 else []
 
-    def _left_out(self, half: str, layers: tuple[int, ...]) -> list[Arm]:
-        """The right arm without LoRA in a part of ``layers``, for each of up to GROUPS parts."""
+    def _left_out(self, half: str, layers: tuple[int, ...]) -> list[Variant]:
+        """The right variant without LoRA in a part of ``layers``, for each of up to GROUPS parts."""
         if not layers:
             return []
         size = math.ceil(len(layers) / GROUPS)
-        arms = []
+        variants = []
         for start in range(0, len(layers), size):
             part = layers[start : start + size]
             halves = HALVES if half == "both" else (half,)
-            arm = replace(
+            variant = replace(
                 self.right, without=frozenset((h, layer) for h in halves for layer in part)
             )
-            self.groups[arm] = half, part
-            arms.append(arm)
-        return arms
+            self.groups[variant] = half, part
+            variants.append(variant)
+        return variants
 
-    def described(self, arm: Arm) -> str:
-        """What an arm looks like to a reader."""
-        if arm.unrotated:
+    def described(self, variant: Variant) -> str:
+        """What a variant looks like to a reader."""
+        if variant.unrotated:
             text = "the engine leaves keys unrotated in prompts"
-        elif arm.swapped:
+        elif variant.swapped:
             text = "gate and up swapped"
-        elif arm.shift:
-            where = "next" if arm.shift > 0 else "previous"
+        elif variant.shift:
+            where = "next" if variant.shift > 0 else "previous"
             text = f"experts permuted by one: each has the LoRA of the {where} one"
-        elif arm.without:
-            layers = sorted({layer for _, layer in arm.without})
-            halves = {half for half, _ in arm.without}
+        elif variant.without:
+            layers = sorted({layer for _, layer in variant.without})
+            halves = {half for half, _ in variant.without}
             what = OWNS[halves.pop()] if len(halves) == 1 else "all LoRA"
             where = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
             text = f"{what} missing in {where}"
         else:
-            text = f"scale {self.scale_text(arm)}"
-        gone = [half for half in self.facts.halves if not getattr(arm, half)]
+            text = f"scale {self.scale_text(variant)}"
+        gone = [half for half in self.facts.halves if not getattr(variant, half)]
         return text + "".join(f", and no LoRA in the {NAMES[half]}" for half in gone)
 
-    def scale_text(self, arm: Arm) -> str:
-        scales = {half: getattr(arm, half) for half in self.facts.halves if getattr(arm, half)}
+    def scale_text(self, variant: Variant) -> str:
+        scales = {
+            half: getattr(variant, half) for half in self.facts.halves if getattr(variant, half)
+        }
         if len(scales) == len(self.facts.halves) and _alike(list(scales.values())):
             return f"≈ ×{sum(scales.values()) / len(scales):.3g}"
         wrong = {half: k for half, k in scales.items() if abs(k - 1) > SAME_SCALE} or scales
@@ -255,17 +259,17 @@ class _Search:
 
 def _concluded(first: Verification, search: _Search) -> Verification:
     fits = search.fitting()
-    nearest = sorted(search.tried, key=lambda arm: search.distance[arm])
+    nearest = sorted(search.tried, key=lambda variant: search.distance[variant])
     described: dict[str, float] = {}
-    for arm in nearest:
-        if arm != search.right:  # scales that read alike are one explanation, at its nearest
-            described.setdefault(search.described(arm), search.distance[arm])
+    for variant in nearest:
+        if variant != search.right:  # scales that read alike are one explanation, at its nearest
+            described.setdefault(search.described(variant), search.distance[variant])
     hypotheses = tuple(Hypothesis(text, away) for text, away in described.items())[:8]
     found = replace(first, hypotheses=hypotheses)
     if not fits:
         return _drifted(found, search)
     best = fits[0]
-    looks_like = ", or ".join(search.described(arm) for arm in fits)
+    looks_like = ", or ".join(search.described(variant) for variant in fits)
     verdict: Verdict = "not applied"
     scale = None
     reason = f"not as trained; it looks like {looks_like}"
@@ -305,7 +309,7 @@ def _drifted(found: Verification, search: _Search) -> Verification:
     if found.verdict != "applied":
         return found
     if not search.hopeless():
-        nearest = min(search.tried, key=lambda arm: search.distance[arm])
+        nearest = min(search.tried, key=lambda variant: search.distance[variant])
         reason = (
             f"{search.distance[nearest]:.3g} nats from {search.described(nearest)}, nearer than from "
             f"what is right ({search.standard:.3g}), and not the same"
@@ -335,14 +339,14 @@ def _drifted(found: Verification, search: _Search) -> Verification:
     return replace(found, problems=(*found.problems, problem))
 
 
-def _kind(arm: Arm) -> str:
-    if arm.unrotated:
+def _kind(variant: Variant) -> str:
+    if variant.unrotated:
         return "unrotated"
-    if arm.swapped:
+    if variant.swapped:
         return "swapped"
-    if arm.shift:
-        return f"shift {arm.shift}"
-    return f"without {sorted(arm.without)}" if arm.without else "scale"
+    if variant.shift:
+        return f"shift {variant.shift}"
+    return f"without {sorted(variant.without)}" if variant.without else "scale"
 
 
 def _alike(scales: Sequence[float]) -> bool:

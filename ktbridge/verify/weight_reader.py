@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.tensors import DTYPES
 from ktbridge.model import Entry, ModelConfig, open_checkpoint
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import expert_home, module_weights
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 FP8 = "F8_E4M3"
 _MOVED = {".gate.moe_statics.": ".moe_statics."}
 """What transformers keeps in another module than the checkpoint does (ERNIE 4.5)."""
 PACKED = (".weight_packed", ".qweight", "_blocks", ".weight.absmax")
 
 
-class Reader:
+class WeightReader:
     """The tensors of the checkpoint in ``path``, by the checkpoint's own names."""
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class Reader:
 class ExpertReader:
     """The routed experts of one layer, one at a time: gate_up [2I, H] (gate rows first), down [H, I]."""
 
-    def __init__(self, reader: Reader, config: ModelConfig, layer: int) -> None:
+    def __init__(self, reader: WeightReader, config: ModelConfig, layer: int) -> None:
         home = expert_home(reader.checkpoint, config, layer)
         if home is None or home.interleaved:
             what = "no experts" if home is None else "interleaved experts"

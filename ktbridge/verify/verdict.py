@@ -4,7 +4,7 @@ A served arm gives one logprob for each fixed token. It is held against referenc
 ``expert`` (expert LoRA only), ``nonexpert`` (the other half only), ``full``. A half of the adapter
 counts as applied when the served numbers are those of the reference that has this half and not of the
 one that lacks it, and their share of the half's effect is 1, on a separation that stands clear of the
-noise floor. What this can't name goes to ``ktbridge.serve.explain``, which tries what may be wrong.
+noise floor. What this can't name goes to ``ktbridge.verify.hypotheses``, which tries what may be wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ktbridge.errors import Problem
-from ktbridge.serve.arms import HALVES
+from ktbridge.verify.variants import HALVES
 
 Verdict = Literal[
     "applied", "not applied", "only experts", "only attention", "wrong scale", "can't tell"

@@ -1,4 +1,4 @@
-"""An adapter's LoRA on a streamed model: for several arms at once, each in its own rows of the batch."""
+"""An adapter's LoRA on a layerwise model: for several variants at once, each in its own rows of the batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ktbridge.adapter.keys import parse_key
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.experts.modules import LAYER
 from ktbridge.experts.tensors import to_torch
-from ktbridge.serve.arms import Arm
-from ktbridge.serve.streamed import ExpertCall, StreamedModel
+from ktbridge.verify.layerwise import ExpertCall, LayerwiseModel
+from ktbridge.verify.variants import Variant
 
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
@@ -27,15 +27,15 @@ SWAPPED = {"gate": "up", "up": "gate", "down": "down"}
 
 
 class AdapterLora:
-    """``adapter`` on ``stream``: hooks that add ``scale · B (A x)`` to the rows of the arms present.
+    """``adapter`` on ``model``: hooks that add ``scale · B (A x)`` to the rows of the variants present.
 
-    The batch's first dimension is arm by arm, all of one size. A pair is read when its layer runs. Raises
-    ProblemsError (KTV001) with every tensor that has no place in the model.
+    The batch's first dimension is variant by variant, all of one size. A pair is read when its layer runs.
+    Raises ProblemsError (KTV001) with every tensor that has no place in the model.
     """
 
-    def __init__(self, stream: StreamedModel, adapter: Adapter) -> None:
-        self._stream, self._adapter = stream, adapter
-        self._arms: Sequence[Arm] = ()
+    def __init__(self, model: LayerwiseModel, adapter: Adapter) -> None:
+        self._model, self._adapter = model, adapter
+        self._variants: Sequence[Variant] = ()
         self._pairs: dict[str, torch.Tensor] = {}  # the experts' of the layer that runs
         self._pairs_of = -1
         self._head: dict[str, str] | None = None
@@ -47,47 +47,47 @@ class AdapterLora:
         found += self._hang_nonexperts()
         if found:
             raise ProblemsError(
-                f"the LoRA in {adapter.path} does not fit the base model {stream.path}.",
+                f"the LoRA in {adapter.path} does not fit the base model {model.path}.",
                 _grouped(adapter, found),
                 "give the base that it was trained on as --base-model",
             )
-        stream.add_to_expert = self._add_to_expert
+        model.add_to_expert = self._add_to_expert
 
     @contextmanager
-    def present(self, arms: Sequence[Arm]) -> Iterator[None]:
-        """These arms are the batch, in this order, as long as it lasts."""
-        self._arms = arms
+    def present(self, variants: Sequence[Variant]) -> Iterator[None]:
+        """These variants are the batch, in this order, as long as it lasts."""
+        self._variants = variants
         self._unseen = set(self._hooked)
         try:
             yield
         finally:
-            self._arms, self._pairs, self._pairs_of = (), {}, -1
+            self._variants, self._pairs, self._pairs_of = (), {}, -1
         if self._unseen:  # computed some other way than by the module's own forward
             raise KtbridgeError(
-                f"LoRA on {min(self._unseen)} can't be followed in {self._stream.path}.",
+                f"LoRA on {min(self._unseen)} can't be followed in {self._model.path}.",
                 "report this model's family",
             )
 
     @contextmanager
-    def in_head(self, arm: Arm) -> Iterator[None]:
-        """The output head has the LoRA of this arm, if the adapter has any there."""
-        if self._head is not None and arm.nonexpert:
-            scale = arm.scale("nonexpert", -1) * self._adapter.nonexpert_scale
+    def in_head(self, variant: Variant) -> Iterator[None]:
+        """The output head has the LoRA of this variant, if the adapter has any there."""
+        if self._head is not None and variant.nonexpert:
+            scale = variant.scale("nonexpert", -1) * self._adapter.nonexpert_scale
             a, b = (self._tensor(self._head[half]) for half in "AB")
-            self._stream.add_to_head = lambda x, rows: _delta(x, a, b[rows], scale)
+            self._model.add_to_head = lambda x, rows: _delta(x, a, b[rows], scale)
         try:
             yield
         finally:
-            self._stream.add_to_head = None
+            self._model.add_to_head = None
 
     def _tensor(self, key: str) -> torch.Tensor:
-        return to_torch(self._adapter.nonexpert_tensor(key)).to(self._stream.dtype)
+        return to_torch(self._adapter.nonexpert_tensor(key)).to(self._model.dtype)
 
     def _check_experts(self) -> Iterator[_Finding]:
         """Whether each expert pair fits; reads shapes only."""
         adapter = self._adapter
         for layer in sorted(self._layers):
-            reader = self._stream.experts.get(layer)
+            reader = self._model.experts.get(layer)
             if reader is None:
                 yield f"layer {layer}", "the base has no experts there", ""
                 continue
@@ -102,21 +102,21 @@ class AdapterLora:
                     yield f"layer {layer} {name}", "expert LoRA of another size", shapes
 
     def _add_to_expert(self, call: ExpertCall, y: torch.Tensor) -> torch.Tensor:
-        if call.layer not in self._layers or not self._arms:
+        if call.layer not in self._layers or not self._variants:
             return y
         self._read_layer(call.layer)
         scale = self._adapter.alpha / self._adapter.rank
-        # Rows of a choice ascend and arms follow one another, so an arm's rows are neighbours.
-        bounds = torch.arange(len(self._arms) + 1) * (call.tokens // len(self._arms))
+        # Rows of a choice ascend and variants follow one another, so a variant's rows are neighbours.
+        bounds = torch.arange(len(self._variants) + 1) * (call.tokens // len(self._variants))
         ends = torch.searchsorted(call.rows, bounds).tolist()
-        for arm, first, last in zip(self._arms, ends, ends[1:], strict=False):
-            times = arm.scale("expert", call.layer)
+        for variant, first, last in zip(self._variants, ends, ends[1:], strict=False):
+            times = variant.scale("expert", call.layer)
             if not times or first == last:
                 continue
-            source = (call.expert + arm.shift) % self._stream.experts[call.layer].count
+            source = (call.expert + variant.shift) % self._model.experts[call.layer].count
             deltas = []
             for name in PARTS[call.part]:
-                origin = SWAPPED[name] if arm.swapped else name
+                origin = SWAPPED[name] if variant.swapped else name
                 a, b = (self._pairs[f"{origin}_lora_{half}"][source] for half in "ab")
                 deltas.append(_delta(call.x[first:last], a, b, times * scale))
             y[first:last] += torch.cat(deltas, -1)
@@ -129,12 +129,12 @@ class AdapterLora:
         for name in SWAPPED:
             for key in (f"{name}_lora_a", f"{name}_lora_b"):
                 tensor = to_torch(self._adapter.expert_tensor(layer, key))
-                self._pairs[key] = tensor.to(self._stream.dtype)
+                self._pairs[key] = tensor.to(self._model.dtype)
         self._pairs_of = layer
 
     def _hang_nonexperts(self) -> Iterator[_Finding]:
         """Hang a hook on each module that has a pair; reads shapes only."""
-        adapter, modules = self._adapter, dict(self._stream.model.named_modules())
+        adapter, modules = self._adapter, dict(self._model.skeleton.named_modules())
         pairs: dict[str, dict[str, str]] = {}
         for key in adapter.nonexpert_keys():
             parsed = parse_key(key)
@@ -163,17 +163,17 @@ class AdapterLora:
         """A text model's module under the name it has here: multimodal wrappers nest it deeper."""
         head, layers, rest = path.partition("layers.")
         known = ("model.", "model.language_model.", "language_model.model.")
-        return f"{self._stream.decoder_name}.{layers}{rest}" if layers and head in known else path
+        return f"{self._model.decoder_name}.{layers}{rest}" if layers and head in known else path
 
     def _hang(self, module: Any, path: str, pair: dict[str, str]) -> None:
-        if module is self._stream.model.get_output_embeddings():
+        if module is self._model.skeleton.get_output_embeddings():
             self._head = pair
             return
         self._hooked.add(path)
         if isinstance(module, nn.Linear):
             module.register_forward_hook(self._after_linear(path, pair))
         else:  # a router: what it makes of its product is its own business
-            module.forward = self._arm_by_arm(module, module.forward, path, pair)
+            module.forward = self._variant_by_variant(module, module.forward, path, pair)
 
     def _after_linear(self, path: str, pair: dict[str, str]) -> Callable[..., torch.Tensor]:
         def add(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -181,8 +181,8 @@ class AdapterLora:
             a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
             for scale, x, y in zip(
                 self._scales(path),
-                args[0].chunk(len(self._arms)),
-                output.chunk(len(self._arms)),
+                args[0].chunk(len(self._variants)),
+                output.chunk(len(self._variants)),
                 strict=True,
             ):
                 if scale:
@@ -191,14 +191,14 @@ class AdapterLora:
 
         return add
 
-    def _arm_by_arm(
+    def _variant_by_variant(
         self, module: Any, forward: Callable[..., Any], path: str, pair: dict[str, str]
     ) -> Callable[..., Any]:
         def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self._unseen.discard(path)
             a, b = self._tensor(pair["A"]).float(), self._tensor(pair["B"]).float()
             own, outputs = module.weight, []
-            for scale, x in zip(self._scales(path), hidden.chunk(len(self._arms)), strict=True):
+            for scale, x in zip(self._scales(path), hidden.chunk(len(self._variants)), strict=True):
                 changed = (own.float() + scale * (b @ a)).to(own.dtype) if scale else own
                 module.weight = nn.Parameter(changed, requires_grad=False)
                 outputs.append(forward(x, *args, **kwargs))
@@ -212,7 +212,7 @@ class AdapterLora:
     def _scales(self, path: str) -> list[float]:
         layer = match.group(1) if (match := LAYER.search(path)) else -1
         own = self._adapter.nonexpert_scale
-        return [arm.scale("nonexpert", int(layer)) * own for arm in self._arms]
+        return [variant.scale("nonexpert", int(layer)) * own for variant in self._variants]
 
 
 def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

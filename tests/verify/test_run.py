@@ -11,17 +11,19 @@ import time
 import openai
 import pytest
 from safetensors.torch import load_file, save_file
+from tinyserver import Server
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.serve.proof import arms_to_ask, verify
+from ktbridge.verify.run import arms_to_ask, verify
 
 KEY = "a key of its own"
 
 
 @pytest.fixture(scope="module")
-def servers(warm, server, base, make_adapter):
-    """Three servers started side by side: each was given only part of what `right` holds."""
+def servers(warm, base, adapter, make_adapter):
+    """Servers started side by side: each but `right`, which asks for no key, was given only part of it."""
     given = {
+        "right": adapter,
         "expert": make_adapter("expert-half", nonexpert=False),
         "nonexpert": make_adapter("nonexpert-half", expert=False),
         "zero": make_adapter("zero", strength=0.0),
@@ -37,23 +39,28 @@ def servers(warm, server, base, make_adapter):
         "1",
         "--json",
     )
-    environment = {"KTBRIDGE_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
-    starting = {
-        name: warm.start(
+    starting = {}
+    for name, path in given.items():
+        key = "" if name == "right" else KEY
+        environment = {"KTBRIDGE_API_KEY": key, "OMP_NUM_THREADS": "1"}
+        starting[name] = warm.start(
             "-m", "ktbridge", "serve", *args, "--adapter", f"neko={path}", **environment
         )
-        for name, path in given.items()
-    }
     try:
         ready = {name: readiness(process) for name, process in starting.items()}
         yield {
-            name: type(server)(process, ready[name]["base_url"], ready[name]["models"])
+            name: Server(process, ready[name]["base_url"], ready[name]["models"])
             for name, process in starting.items()
         }
     finally:
         for process in starting.values():
             process.kill()
             process.communicate(20)
+
+
+@pytest.fixture(scope="module")
+def server(servers):
+    return servers["right"]
 
 
 def readiness(process) -> dict:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ktbridge.serve.verify import References, judge
+from ktbridge.verify.verdict import References, judge
 
 SIZE = 200
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config, resolve_model
-from ktbridge.serve.explain import Facts, explain
-from ktbridge.serve.probe import ServerProbe, fixed_prompts
-from ktbridge.serve.verify import Verification, judge
+from ktbridge.served_names import base_name, listed_as, split_name
+from ktbridge.verify.hypotheses import Facts, explain
+from ktbridge.verify.logprob_client import LogprobClient, fixed_prompts
+from ktbridge.verify.verdict import Verification, judge
 
 
 def arms_to_ask(
@@ -21,17 +22,16 @@ def arms_to_ask(
     ``model`` is asked as full. For ``S:NAME`` its neighbours ``S:base`` and ``S`` are measured where
     the server lists them. A name that isn't listed is refused: some engines answer it with the base.
     """
-    served, colon, name = model.partition(":")
+    served, adapter = split_name(model)
     known = set(listed)
-    # SGLang lists an adapter without the served prefix that requests need.
-    if model not in known and not (colon and name in known and served in known):
+    if listed_as(model, known) is None:
         raise _not_listed(model, known, "--model")
     if expert_model is not None and expert_model not in known:
         raise _not_listed(expert_model, known, "--expert-model")
     arms = {}
-    if colon:
-        if f"{served}:base" in known:
-            arms[f"{served}:base"] = "base"
+    if adapter is not None:
+        if base_name(served) in known:
+            arms[base_name(served)] = "base"
         if served in known and expert_model is None:
             arms[served] = "expert"
     if expert_model is not None:
@@ -76,15 +76,15 @@ def verify(
         raise KtbridgeError(
             f"the adapter in {adapter_dir} has no LoRA tensor.", "check it with `ktbridge validate`"
         )
-    probe = ServerProbe(base_url, api_key)
-    arms = arms_to_ask(model, probe.models(), expert_model)
+    server = LogprobClient(base_url, api_key)
+    arms = arms_to_ask(model, server.models(), expert_model)
 
     from ktbridge.experts.loading import load_tokenizer
-    from ktbridge.serve.reference import ReferenceModel, compute_references
+    from ktbridge.verify.reference_model import ReferenceModel, compute_references
 
     vocab_size = read_model_config(base).text["vocab_size"]
     prompts = fixed_prompts(load_tokenizer(base), vocab_size)
-    asked = probe.ask_all(arms, prompts, repeat, needed=(model, expert_model))
+    asked = server.ask_all(arms, prompts, repeat, needed=(model, expert_model))
     reference_model = ReferenceModel(base, adapter, prompts)
     on_stage("computing references")
     references = compute_references(reference_model, halves, on_progress)
@@ -105,7 +105,7 @@ def verify(
         asked[model].logprobs,
         references,
         facts_of(adapter, reference_model.can_leave_keys),
-        lambda arms: reference_model.logprobs(arms, on_progress=on_progress),
+        lambda variants: reference_model.logprobs(variants, on_progress=on_progress),
     )
 
 

@@ -23,7 +23,7 @@ from ktbridge.experts.loading import told_in_a_sentence
 from ktbridge.experts.modules import LAYER, experts_modules, odd_traits
 from ktbridge.experts.skeleton import skeleton
 from ktbridge.model import read_model_config
-from ktbridge.serve.stored import ExpertReader, Reader
+from ktbridge.verify.weight_reader import ExpertReader, WeightReader
 
 HEAD_TOKENS = 256  # logits of so many tokens are in memory at once
 HEAD_ROWS = 16_384  # and so many rows of the output head
@@ -52,10 +52,10 @@ class Weight(NamedTuple):
     dtype: torch.dtype
 
 
-class StreamedModel:
+class LayerwiseModel:
     """The language model in ``path``, run in ``dtype`` (float32 or bfloat16) on the CPU.
 
-    ``model`` is the skeleton, for forward hooks. ``add_to_expert(call, y)`` gets every product of a
+    ``skeleton`` is transformers' model, for forward hooks. ``add_to_expert(call, y)`` gets every product of a
     routed expert and gives what goes on in its place, ``on_layer(done, all)`` is called after each decoder
     layer. Raises KtbridgeError for a model that does not load, lacks weights, or stores them in a form
     that isn't read here.
@@ -63,20 +63,20 @@ class StreamedModel:
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.path, self.dtype = path, dtype
-        self.model = skeleton(path).eval().requires_grad_(False)
-        self.inner: Any = getattr(self.model, self.model.base_model_prefix)
-        self.decoder: Any = self.model.get_decoder()
-        self.decoder_name = next(n for n, m in self.model.named_modules() if m is self.decoder)
+        self.skeleton = skeleton(path).eval().requires_grad_(False)
+        self.inner: Any = getattr(self.skeleton, self.skeleton.base_model_prefix)
+        self.decoder: Any = self.skeleton.get_decoder()
+        self.decoder_name = next(n for n, m in self.skeleton.named_modules() if m is self.decoder)
         self.num_layers = len(self.decoder.layers)
         self.experts: dict[int, ExpertReader] = {}
         self.add_to_expert: Callable[[ExpertCall, torch.Tensor], torch.Tensor] = lambda call, y: y
         self.add_to_head: Callable[[torch.Tensor, slice], torch.Tensor] | None = None
         self.on_layer: Callable[[int, int], None] = lambda done, whole: None
-        self.reader = Reader(path)
+        self.reader = WeightReader(path)
         with told_in_a_sentence(path):
             self._fill_buffers()
-        self._strict = tuple(self.model._keep_in_fp32_modules_strict or ())
-        self._stream_experts()
+        self._strict = tuple(self.skeleton._keep_in_fp32_modules_strict or ())
+        self._replace_experts()
         self._plan()
 
     def hidden(self, ids: torch.Tensor) -> Any:
@@ -102,7 +102,7 @@ class StreamedModel:
     @contextmanager
     def _headed(self, output: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """The model with its decoder's answer given: final hidden states [N, H] to logits [N, V]."""
-        lm_head = self.model.get_output_embeddings()
+        lm_head = self.skeleton.get_output_embeddings()
         name = self._head_name
         rows = self.reader.entry(name).shape[0]
         given = copy.copy(output)
@@ -120,7 +120,7 @@ class StreamedModel:
         def head(states: torch.Tensor) -> torch.Tensor:
             given.last_hidden_state = states[None]
             ids = torch.zeros(1, len(states), dtype=torch.int64)
-            logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+            logits: torch.Tensor = self.skeleton(input_ids=ids, use_cache=False).logits
             return logits[0]
 
         self.inner.forward = lambda *args, **kwargs: given
@@ -132,17 +132,17 @@ class StreamedModel:
 
     def _fill_buffers(self) -> None:
         """What the modules compute for themselves, such as rotary frequencies: as transformers does it."""
-        for module in self.model.modules():
+        for module in self.skeleton.modules():
             own = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
             for name in own:
                 module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
             if own:
-                self.model._init_weights(module)
+                self.skeleton._init_weights(module)
 
-    def _stream_experts(self) -> None:
+    def _replace_experts(self) -> None:
         """Replace each routed experts' forward by one that reads an expert when tokens reach it."""
         config = read_model_config(self.path)
-        for name, module in experts_modules(self.model):
+        for name, module in experts_modules(self.skeleton):
             match = LAYER.search(name)
             odd = odd_traits(module) or ([] if match else ["no decoder layer"])
             if odd or match is None:
@@ -181,8 +181,8 @@ class StreamedModel:
     def _plan(self) -> None:
         """Find every weight before anything runs, and hang the hooks that put them in."""
         embeddings = self.decoder.get_input_embeddings()
-        head = self.model.get_output_embeddings()
-        names = {module: name for name, module in self.model.named_modules()}
+        head = self.skeleton.get_output_embeddings()
+        names = {module: name for name, module in self.skeleton.named_modules()}
         missing: list[str] = []
         for number, layer in enumerate(self.decoder.layers):
             weights = self._weights(names[layer], layer, missing)

@@ -1,0 +1,131 @@
+"""The names under which servers offer their arms: what builds them and what reads them.
+
+``S`` is base + expert LoRA, ``S:NAME`` the whole of adapter NAME, ``S:base`` the base model itself. The
+embedded engine lists them so. SGLang-KT lists NAME for what is asked as ``S:NAME``, and has no ``S:base``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from ktbridge.errors import UsageError
+
+BASE = "base"
+
+
+def adapter_name(served: str, adapter: str) -> str:
+    """``S:NAME``."""
+    return f"{served}:{adapter}"
+
+
+def base_name(served: str) -> str:
+    """``S:base``."""
+    return adapter_name(served, BASE)
+
+
+def names_adapter(name: str) -> bool:
+    """Whether ``name`` selects an adapter, or the base, of a served model."""
+    return ":" in name
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """``S:NAME`` -> (S, NAME), ``S`` -> (S, None)."""
+    served, colon, adapter = name.partition(":")
+    return served, adapter if colon else None
+
+
+def served_by(name: str) -> str | None:
+    """``S:base`` -> S; None for every other name."""
+    served, colon, last = name.rpartition(":")
+    return served if colon and last == BASE else None
+
+
+def listed_as(name: str, listed: Collection[str]) -> str | None:
+    """What stands for ``name`` in a server's list: itself, or NAME beside S. None: it isn't offered."""
+    if name in listed:
+        return name
+    served, adapter = split_name(name)
+    return adapter if adapter in listed and served in listed else None
+
+
+def adapters_of(served: str, listed: Iterable[str]) -> list[str]:
+    """The ``S:NAME`` in a list, without ``S:base``."""
+    base = base_name(served)
+    return [name for name in listed if name.startswith(f"{served}:") and name != base]
+
+
+@dataclass(frozen=True)
+class ServedArm:
+    """One way to run the model: which halves of the adapter take part.
+
+    ``nonexpert`` is the adapter name whose non-expert LoRA is switched on, or None.
+    """
+
+    name: str
+    expert: bool
+    nonexpert: str | None
+
+    @property
+    def description(self) -> str:
+        parts = ["base"]
+        if self.expert:
+            parts.append("expert LoRA")
+        if self.nonexpert is not None:
+            parts.append(f"non-expert LoRA {self.nonexpert}")
+        return " + ".join(parts)
+
+
+def described_halves(description: str) -> tuple[bool, bool]:
+    """Whether a description speaks of an expert and a non-expert half.
+
+    Of one that isn't an arm's nothing is known, and the name is believed: both.
+    """
+    parts = description.split(" + ")
+    if parts[0] != "base":
+        return True, True
+    return "expert LoRA" in parts, any(part.startswith("non-expert LoRA") for part in parts)
+
+
+def check_served_name(served: str) -> None:
+    """Refuse a served name that requests could not select unambiguously (UsageError)."""
+    if ":" in served:
+        raise UsageError(
+            f"the served model name {served!r} contains ':'.",
+            "choose a name without ':'; what follows a ':' in a request names the adapter",
+        )
+    if not served.strip() or served != served.strip() or not served.isprintable():
+        raise UsageError(
+            f"the served model name {served!r} is empty or has spaces around it.",
+            "give a printable name with --served-model-name",
+        )
+
+
+def check_adapter_name(name: str) -> None:
+    """Refuse an adapter name that cannot stand after ``S:`` (UsageError)."""
+    if name == BASE:
+        raise UsageError(
+            "an adapter cannot be named 'base': that name selects the base model itself.",
+            "choose another NAME in NAME=DIR",
+        )
+    if not name or ":" in name or any(c.isspace() or not c.isprintable() for c in name):
+        raise UsageError(
+            f"{name!r} cannot be an adapter name.", "use letters, digits, '-', '_' and '.' in NAME"
+        )
+
+
+def list_arms(
+    served: str, *, expert: bool, whole: Sequence[str] = (), nonexpert: Sequence[str] = ()
+) -> tuple[ServedArm, ...]:
+    """The arms of one server: those that the loaded adapters make, so that no name answers as another.
+
+    ``expert``: an expert LoRA is loaded. ``whole``: names of adapters without a non-expert half;
+    ``nonexpert``: names of those that have one. Without any adapter ``S`` is the base model.
+    """
+    arms = []
+    if expert or not (whole or nonexpert):
+        arms.append(ServedArm(served, expert=expert, nonexpert=None))
+    arms += [ServedArm(adapter_name(served, name), expert, None) for name in whole]
+    arms += [ServedArm(adapter_name(served, name), expert, name) for name in nonexpert]
+    arms.append(ServedArm(base_name(served), expert=False, nonexpert=None))
+    return tuple(arms)

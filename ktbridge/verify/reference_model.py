@@ -1,0 +1,118 @@
+"""What the adapter should do: prompt logprobs computed here, apart from any serving code.
+
+transformers' modules run the base in float32 with ``scale · B (A x)`` added where the adapter has a
+pair, and again in bfloat16 for the noise floor: what precision alone may change. Our kernels take no
+part. All variants go through a layer together, so that one reading of the checkpoint serves them all, and
+no more than a layer is in memory (``ktbridge.verify.layerwise``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ktbridge.adapter import Adapter
+from ktbridge.verify.layerwise import LayerwiseModel
+from ktbridge.verify.lora import AdapterLora
+from ktbridge.verify.unrotated_keys import keys_left, rotating
+from ktbridge.verify.variants import Variant, standard_variants
+from ktbridge.verify.verdict import References, mean_distance
+
+TOKENS = 8192  # of all variants together, in one reading of the checkpoint
+
+
+class ReferenceModel:
+    """Prompt logprobs of a base in ``path`` with any variants of one adapter.
+
+    ``prompts`` are token ids. Raises ProblemsError for adapter tensors that have no place in the
+    model, and KtbridgeError for a base that can't be read.
+    """
+
+    def __init__(self, path: Path, adapter: Adapter, prompts: Sequence[Sequence[int]]) -> None:
+        self._path, self._adapter, self._prompts = path, adapter, prompts
+        self._models: dict[torch.dtype, tuple[LayerwiseModel, AdapterLora]] = {}
+        self._at(torch.float32)
+
+    @property
+    def can_leave_keys(self) -> bool:
+        """Whether variants with unrotated keys can be computed for this family."""
+        return bool(rotating(self._at(torch.float32)[0].decoder.layers))
+
+    def logprobs(
+        self,
+        variants: Sequence[Variant],
+        dtype: torch.dtype = torch.float32,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[list[float]]:
+        """For each variant one natural logprob for every token but the first of each prompt, in order."""
+        model, lora = self._at(dtype)
+        length = max(map(len, self._prompts))
+        padded = [[*prompt, *[prompt[-1]] * (length - len(prompt))] for prompt in self._prompts]
+        many = max(1, TOKENS // (length * len(padded)))
+        parts = [variants[start : start + many] for start in range(0, len(variants), many)]
+        found: list[list[float]] = []
+        for number, part in enumerate(parts):
+            before, whole = number * model.num_layers, len(parts) * model.num_layers
+
+            def on_layer(done: int, _: int, before: int = before, whole: int = whole) -> None:
+                on_progress(before + done, whole)
+
+            model.on_layer = on_layer
+            found += self._run(model, lora, part, torch.tensor(padded))
+        return found
+
+    def _run(
+        self,
+        model: LayerwiseModel,
+        lora: AdapterLora,
+        variants: Sequence[Variant],
+        ids: torch.Tensor,
+    ) -> list[list[float]]:
+        keys = keys_left(
+            rotating(model.decoder.layers), [variant.unrotated for variant in variants]
+        )
+        with lora.present(variants), keys:
+            output = model.hidden(ids.repeat(len(variants), 1))
+        found = []
+        for variant, hidden in zip(
+            variants, output.last_hidden_state.chunk(len(variants)), strict=True
+        ):
+            # Padding is behind each prompt, where attention and states of causal models don't see it.
+            states = torch.cat(
+                [h[: len(p) - 1] for h, p in zip(hidden, self._prompts, strict=True)]
+            )
+            targets = torch.tensor([token for prompt in self._prompts for token in prompt[1:]])
+            with lora.in_head(variant):
+                found.append(model.logprobs(output, states, targets).tolist())
+        return found
+
+    def _at(self, dtype: torch.dtype) -> tuple[LayerwiseModel, AdapterLora]:
+        if dtype not in self._models:
+            model = LayerwiseModel(self._path, dtype)
+            self._models[dtype] = model, AdapterLora(model, self._adapter)
+        return self._models[dtype]
+
+
+def compute_references(
+    model: ReferenceModel,
+    halves: tuple[bool, bool],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> References:
+    """References of the variants that an adapter with these halves (expert, non-expert) makes.
+
+    With the noise floor of each: its mean |bfloat16 - float32|.
+    """
+    variants = standard_variants(*halves)
+    found: list[dict[str, list[float]]] = []
+    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+
+        def heard(done: int, total: int, before: int = number) -> None:
+            on_progress(before * total + done, 2 * total)
+
+        vectors = model.logprobs(tuple(variants.values()), dtype, heard)
+        found.append(dict(zip(variants, vectors, strict=True)))
+    exact, rounded = found
+    noise = {name: mean_distance(exact[name], rounded[name]) for name in exact}
+    return References(exact, noise)

@@ -1,0 +1,309 @@
+"""A tiny random Qwen3-MoE, raw adapters for it, and real servers in processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+from readydocument import read_document
+
+LAYERS, HIDDEN, INNER, EXPERTS, RANK, ALPHA = 2, 64, 32, 8, 4, 8
+TEXTS = [
+    "The cat sleeps on the warm stone. How are you today? I am fine, thank you.",
+    "今天天气很好，我们去公园散步吧。你喜欢吃苹果吗？我很喜欢。",
+    "user system assistant answer question yes no maybe",
+]
+TEMPLATE = (
+    "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message comes first') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_model(directory: Path, seed: int) -> Path:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+    )
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=len(fast),
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        initializer_range=0.12,
+        tie_word_embeddings=False,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=fast.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    fast.save_pretrained(directory)
+    return directory
+
+
+def save_adapter(
+    directory: Path,
+    base: Path,
+    *,
+    expert: bool = True,
+    nonexpert: bool = True,
+    strength: float = 0.3,
+    hidden: int = HIDDEN,
+    seed: int = 7,
+) -> Path:
+    """A raw adapter as another tool would write it; ``strength`` 0 is the zero-B control."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+    fused, plain = {}, {}
+    for layer in range(LAYERS):
+        sizes = {"gate": (hidden, INNER), "up": (hidden, INNER), "down": (INNER, hidden)}
+        for name, (inputs, outputs) in sizes.items():
+            key = f"layers.{layer}.experts.{name}_lora_"
+            fused[key + "a"] = draw(EXPERTS, RANK, inputs, scale=inputs**-0.5)
+            fused[key + "b"] = draw(EXPERTS, outputs, RANK, scale=strength)
+        sizes = {"q_proj": (hidden, 64), "v_proj": (hidden, 32), "o_proj": (64, hidden)}
+        for name, (inputs, outputs) in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+            plain[key + "A.weight"] = draw(RANK, inputs, scale=inputs**-0.5)
+            plain[key + "B.weight"] = draw(outputs, RANK, scale=strength)
+    directory.mkdir(parents=True)
+    files = {}
+    if expert:
+        files["fused_expert_lora.safetensors"] = fused
+    if nonexpert:
+        files["adapter_model.safetensors"] = plain
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": ["q_proj", "v_proj", "o_proj"],
+        "bias": "none",
+        "lora_dropout": 0.0,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    artifacts: dict[str, dict] = {}
+    for name, tensors in files.items():
+        save_file(tensors, directory / name)
+        data = (directory / name).read_bytes()
+        artifacts[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        if name.startswith("fused"):
+            listed = {k: {"shape": list(t.shape), "dtype": "BF16"} for k, t in tensors.items()}
+            artifacts[name] |= {"tensor_count": len(listed), "tensors": listed}
+    manifest = {
+        "version": 1,
+        "status": "ready",
+        "expert_weight_format": "bf16",
+        "base": {"model_name_or_path": str(base)},
+        "lora": {"rank": RANK, "alpha": ALPHA},
+        "artifacts": artifacts,
+    }
+    (directory / "kt_adapter_manifest.json").write_text(json.dumps(manifest))
+    return directory
+
+
+def cli(*args: str) -> list[str]:
+    return [sys.executable, "-c", "from ktbridge.cli import main; main()", *args]
+
+
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "KTBRIDGE_API_KEY"} | {
+    "OMP_NUM_THREADS": "1"
+}
+
+
+@pytest.fixture(scope="session")
+def cli_command() -> Callable[..., list[str]]:
+    return cli
+
+
+@pytest.fixture(scope="session")
+def cli_environment() -> dict[str, str]:
+    return ENVIRONMENT
+
+
+@dataclass
+class Server:
+    """A running `ktbridge serve`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    models: dict[str, str]
+
+    @property
+    def root(self) -> str:
+        return self.url.removesuffix("/v1")
+
+    @property
+    def port(self) -> int:
+        return int(self.root.rpartition(":")[2])
+
+    def client(self, key: str = "unused") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=30)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(20)
+
+
+class Launcher:
+    """Starts servers; all of those still alive end with the session."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def begin(self, *args: str, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            cli("serve", "--port", "0", "--threads", "1", "--json", *args),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT | environment,
+        )
+        self._processes.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str]) -> Server:
+        """Wait for readiness, which the server says in one JSON document."""
+        ready = read_document(process, timeout=180)
+        return Server(process, ready["base_url"], ready["models"])
+
+    def __call__(self, *args: str, **environment: str) -> Server:
+        return self.finish(self.begin(*args, **environment))
+
+    def end(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait(10)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def make_adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    root = tmp_path_factory.mktemp("adapters")
+
+    def make(name: str, **options: object) -> Path:
+        directory = root / name
+        return directory if directory.exists() else save_adapter(directory, base, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def adapter(make_adapter: Callable[..., Path]) -> Path:
+    return make_adapter("right")
+
+
+@pytest.fixture(scope="session")
+def launch() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.end()
+
+
+@pytest.fixture(scope="session")
+def server(launch: Launcher, base: Path, adapter: Path) -> Server:
+    return launch(
+        "--model", str(base), "--adapter", f"neko={adapter}", "--served-model-name", "tiny"
+    )
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def begin_answer() -> Callable[..., socket.socket]:
+    """Ask a server for a long answer on a bare socket, and leave it unread."""
+
+    def begin(server: Server, *, stream: bool, **headers: str) -> socket.socket:
+        body = json.dumps(
+            {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 450,
+                "temperature": 0,
+                "stream": stream,
+            }
+        ).encode()
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        return connection
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            cli(*args), capture_output=True, text=True, timeout=180, env=ENVIRONMENT | environment
+        )
+
+    return run
