@@ -23,8 +23,8 @@ Severity = Literal["error", "warning", "info"]
 class Problem:
     """One finding of a check.
 
-    ``code`` is stable ("KTB101"), ``where`` is a file, key or line, ``found`` and ``expected`` are
-    short phrases, ``next_step`` is an instruction or a command.
+    ``code`` is stable and a row of ``ktbridge.codes`` ("KTB101"), ``where`` is a file, key or line,
+    ``found`` and ``expected`` are short phrases, ``next_step`` is an instruction or a command.
     """
 
     code: str

@@ -1,4 +1,4 @@
-"""Write docs/rules.md from the table of rules: ``python scripts/make_rules.py``.
+"""Write docs/rules.md from the registry of problem codes: ``python scripts/make_rules.py``.
 
 A test fails when the file is not what this prints.
 """
@@ -6,32 +6,42 @@ A test fails when the file is not what this prints.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from ktbridge.adapter import RULES
+from ktbridge.codes import CODES, SUBJECTS, Subject
 
 PATH = Path(__file__).parents[1] / "docs" / "rules.md"
 
 HEAD = """\
-<!-- Written by scripts/make_rules.py from ktbridge/adapter/rules.py; edit there. -->
-# What `ktbridge validate` finds
+<!-- Written by scripts/make_rules.py from ktbridge/codes; edit there. -->
+# Problem codes
 
-Every finding has a code, and codes never change their meaning. The hundreds tell the subject; KTB8xx
-are those of `ktbridge eval`.
+Every finding has a code, and codes never change their meaning. Here are all of them, by the part of
+ktbridge that reports them.
 
-- **error**: an engine would serve something other than what was trained, nothing at all, or not
-  start. Exit code 1.
-- **warning**: the adapter may well be served as trained, but something in it is rarely meant. Exit
-  code 1 with `--strict`.
+- **error**: the command fails with exit code 1. Of an adapter: an engine would serve something other
+  than what was trained, nothing at all, or not start.
+- **warning**: the work goes on, but something in it is rarely meant. Of an adapter: it may well be served
+  as trained. Exit code 1 with `ktbridge validate --strict`.
 - **info**: worth knowing; never changes the exit code.
 
 A command that makes no sense (an unknown engine, no directory) ends with exit code 2.
 
-The severity below is the one for serving. It differs where the place does: in a raw adapter rsLoRA
+The severity is the usual one; where it depends on the extent or on the place, the row or the text above
+its table says so. A message may have a next step that fits its case better than the one here.
+"""
+
+ADAPTERS = """\
+The severity is the one for serving. It differs where the place does: in a raw adapter rsLoRA
 (KTB107), a second alpha (KTB104) and alpha_pattern (KTB109) are infos where `ktbridge convert` folds
 them exactly, and a head (KTB213) is a warning, because `ktbridge merge` takes it; KTB502 is a warning
 against the source, because conversion may rename the base; KTB608 is an error with `--engine`, because
-then SGLang-KT is what will serve.
+then SGLang-KT is what will serve. Milder too: a pickle beside safetensors (KTB004) and one tensor that
+alone has another shape (KTB302) are warnings; a further file in an expert directory, or a training
+checkpoint's own beside its adapter (KTB007), is an info. Of a conversion, these are warnings: rsLoRA with
+per-expert tensors and no manifest (KTB107), a merged output without one half (KTB704), a `--lora-alpha`
+that isn't used (KTB707).
 
 **Zeros.** Training starts with B = 0. A half whose pairs are all zero changes nothing, so it is an
 error (KTB402). One projection, layer or module that is zero beside others that are not (KTB403) is
@@ -70,33 +80,57 @@ summary a directory, in the order given, with `layout` null where it can't be re
 errors first.
 """
 
-SUBJECTS = {
-    0: "Files and manifest",
-    1: "Configuration",
-    2: "Keys and inventory",
-    3: "Shapes and dtypes",
-    4: "Values",
-    5: "Several directories together",
-    6: "Against the base model",
-    7: "Conversion",
-    9: "Against an engine version",
+# A room's title, and what its tables don't say.
+ROOMS = {
+    "adapter": ("Adapters: `ktbridge validate`, `convert`, `merge`", ADAPTERS),
+    "serve": (
+        "Serving: `ktbridge serve`, `verify`",
+        """\
+`serve` checks before it starts an engine, and `--dry-run` shows what it found
+([serving.md](serving.md)). `--allow CODE` turns an error of the first table into a warning. What
+`verify` concludes is in [verify.md](verify.md).
+""",
+    ),
+    "sft": (
+        "Training: `ktbridge train`, `plan`",
+        """\
+Errors are reported all at once, before anything is started ([train.md](train.md), [data.md](data.md)). A
+message of KTC001 to KTC006 names the key, and its next step is about that key.
+""",
+    ),
+    "experts": (
+        "Routed experts: `ktbridge.sft` as a library, and `ktbridge train`",
+        "Raised where a model is wrapped or given an adapter ([library.md](library.md)).\n",
+    ),
+    "eval": (
+        "Evaluation: `ktbridge eval`, `report`",
+        """\
+When answers and judges make a run fail is in [eval.md](eval.md) and [judge.md](judge.md).
+""",
+    ),
 }
 
 
 def render() -> str:
     """The whole file."""
-    lines = [HEAD]
-    for number, subject in SUBJECTS.items():
-        lines += [f"## {number}xx {subject}", "", "| code | severity | reported when | next step |"]
-        lines.append("| --- | --- | --- | --- |")
-        for rule in RULES:
-            if rule.code[3] == str(number):
-                cells = (rule.code, rule.severity, rule.meaning, rule.next_step)
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip("\n") + "\n"
+    parts = [HEAD]
+    for room, (title, text) in ROOMS.items():
+        parts.append(f"## {title}\n\n{text}")
+        parts += ["\n".join(table(one)) + "\n" for one in SUBJECTS if one.room == room]
+    return "\n".join(parts)
+
+
+def table(subject: Subject) -> Iterator[str]:
+    """A subject's heading and its codes, a line each."""
+    first, last = subject.codes[0].code, subject.codes[-1].code
+    yield f"### {subject.title} ({first if first == last else f'{first} – {last}'})"
+    yield from ("", "| code | severity | reported when | next step |", "| --- | --- | --- | --- |")
+    for row in subject.codes:
+        yield (
+            "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) + " |"
+        )
 
 
 if __name__ == "__main__":
     PATH.write_text(render(), encoding="utf-8")
-    sys.stdout.write(f"{PATH}: {len(RULES)} rules\n")
+    sys.stdout.write(f"{PATH}: {len(CODES)} codes\n")

@@ -203,8 +203,3 @@ def read(run, rows=None):
     found = read_judgements(run, read_snapshot(run / "bench"), rows)
     assert found is not None
     return found
-
-
-def codes(problems, severity=None):
-    rows = [one if isinstance(one, dict) else one.as_dict() for one in problems]
-    return {one["code"] for one in rows if severity in (None, one["severity"])}

@@ -13,7 +13,8 @@ from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.check_inventory import by_shape
 from ktbridge.adapter.check_layers import numbers, other_layer, targeted
 from ktbridge.adapter.check_shapes import linear_sizes
-from ktbridge.adapter.rules import many, problem
+from ktbridge.adapter.rules import many
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
 from ktbridge.model import ModelConfig
 

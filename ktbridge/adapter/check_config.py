@@ -13,8 +13,8 @@ from dataclasses import replace
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, convert_step, is_number, last_part
 from ktbridge.adapter.check_foreign import is_foreign
 from ktbridge.adapter.manifest import MANIFEST_FILE
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import fold_patterns
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
 # Fields that change what the adapter computes and that no engine reads.

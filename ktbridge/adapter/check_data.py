@@ -15,7 +15,8 @@ import numpy as np
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.check_values import FORMATS, Flags, Run, scan_run
-from ktbridge.adapter.rules import many, problem
+from ktbridge.adapter.rules import many
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import TensorFile
 

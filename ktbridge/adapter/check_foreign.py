@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from shlex import quote
 
 from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
 FOREIGN = ("peft-fused", "sglang-3d")

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 
 _BUFFER = 1 << 18  # small enough to stay in the cache between reading and hashing

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ktbridge.adapter.adapter import Adapter, last_part
 from ktbridge.adapter.manifest import trained_on
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity
 from ktbridge.model import Checkpoint, Fingerprint, fingerprint
 from ktbridge.model.identity import Weights, config_differences

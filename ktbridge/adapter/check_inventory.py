@@ -16,7 +16,8 @@ from ktbridge.adapter.check_files import check_files
 from ktbridge.adapter.check_foreign import FOREIGN, check_foreign
 from ktbridge.adapter.check_layers import check_uneven
 from ktbridge.adapter.keys import FUSED_NAMES
-from ktbridge.adapter.rules import many, problem
+from ktbridge.adapter.rules import many
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig
 

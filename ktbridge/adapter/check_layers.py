@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
 _ATTENTION = ("self_attn", "attn", "attention")

@@ -14,8 +14,8 @@ from itertools import combinations
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice, last_part
 from ktbridge.adapter.check_config import folded
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.values import scaled_exactly, to_bf16
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 
 

@@ -30,11 +30,11 @@ from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key
 from ktbridge.adapter.lora_config import build_config, kept_fields, peft_findings
 from ktbridge.adapter.publish import PathLike, check_halves, check_places, check_request
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import Numbers, apply_alpha, common_scale, fold_patterns, plain_alpha
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.validate import check_structure
 from ktbridge.adapter.values import rounding_findings
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
 from ktbridge.model import TensorFile
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header

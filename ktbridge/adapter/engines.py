@@ -5,7 +5,7 @@ a version is found by ``contract_for``. `make test-engine` reads the wheels agai
 methods, flags and the modules that old versions miss. In particular, post-releases are told apart: the
 change from the split to the merged contract came with 0.7.0.post4.
 What the loaders ignore (rsLoRA, alpha_pattern, DoRA, ...) is the same in all versions seen, so it is
-no column here but a rule each, see ``ktbridge.adapter.rules``.
+no column here but a rule each, see ``ktbridge.codes``.
 
 Example::
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
 # Where non-expert LoRA is attached: kept, so that whoever loads the result does the same.

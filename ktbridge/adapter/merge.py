@@ -25,9 +25,9 @@ from ktbridge.adapter.check_identity import Base, check_identity
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
 from ktbridge.adapter.publish import explained
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.sources import guarded
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import Checkpoint, open_checkpoint, read_model_config
 from ktbridge.model.replace import why_not_replaceable

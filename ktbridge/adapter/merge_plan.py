@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice, is_number
 from ktbridge.adapter.keys import PROJECTIONS
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.validate import check_structure
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.model import Checkpoint, Entry, ModelConfig
 from ktbridge.model.locate import ExpertHome, expert_home, module_weights

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ktbridge.adapter.adapter import is_number
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.units import size_text

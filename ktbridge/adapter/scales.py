@@ -15,8 +15,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.values import is_power_of_two
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
 # A name or a dotted path. PEFT takes any regular expression; what isn't plain is refused.

@@ -25,7 +25,8 @@ from ktbridge.adapter.adapter import (
 )
 from ktbridge.adapter.keys import parse_key, peft_key
 from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
-from ktbridge.adapter.rules import many, problem
+from ktbridge.adapter.rules import many
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import TensorFile, open_tensor_file
 from ktbridge.model.stamps import take_stamps

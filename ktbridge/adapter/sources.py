@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.model.stamps import Stamps, difference, stamp
 

@@ -39,9 +39,9 @@ from ktbridge.adapter.publish import (
     explained,
     stage_adapter,
 )
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import overridden
 from ktbridge.adapter.sources import guarded
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import Fingerprint, ModelConfig
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header

@@ -1,7 +1,7 @@
 """``validate_adapter``: would an engine serve what was trained? All findings, then one verdict.
 
 Headers are checked first; then, unless only structure is asked for, values are streamed once. See
-``ktbridge.adapter.rules`` for every finding there is.
+``ktbridge.codes`` for every finding there is.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ktbridge.adapter.check_inventory import check_inventory
 from ktbridge.adapter.check_layers import check_gaps
 from ktbridge.adapter.check_set import check_set, source_of
 from ktbridge.adapter.engines import contract_for
-from ktbridge.adapter.rules import many, problem
+from ktbridge.adapter.rules import many
 from ktbridge.adapter.scan import scan_adapter
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig, read_model_config
 

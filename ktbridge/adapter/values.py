@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model.tensor import bf16_as_float32
 

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 import ktbridge
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.bench_checks import (
     BENCH_DEFAULTS,
@@ -208,7 +209,7 @@ def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> Any
         return value
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())
-        problems.append(Problem("KTB810", "error", name, found, "YAML in UTF-8", f"edit {name}"))
+        problems.append(problem("KTB810", name, found, "YAML in UTF-8", f"edit {name}"))
         return {}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.persona import Persona
 from ktbridge.eval.scorers import SCORERS, check_faults
@@ -82,9 +83,7 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
     """Check bench.yaml's content; what is wrong goes to ``problems``. Returns the sound slices."""
 
     def complain(key: str, found: str, expected: str) -> None:
-        problems.append(
-            Problem("KTB811", "error", f"bench.yaml: {key}", found, expected, "edit bench.yaml")
-        )
+        problems.append(problem("KTB811", f"bench.yaml: {key}", found, expected))
 
     if not isinstance(head, Mapping):
         complain("(file)", type(head).__name__, "a mapping")
@@ -208,13 +207,15 @@ def check_items(
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             problems.append(
-                Problem("KTB812", "error", where, f"not JSON: {error}", "one JSON object a line")
+                problem(
+                    "KTB812", where, f"not JSON: {error}", "one JSON object a line", next_step=""
+                )
             )
             continue
         if not is_json(row):
             fault = "NaN, an infinity or half a character"
             problems.append(
-                Problem("KTB813", "error", where, fault, "finite numbers and whole characters")
+                problem("KTB813", where, fault, "finite numbers and whole characters", next_step="")
             )
             continue
         name = row.get("id") if isinstance(row, dict) else None
@@ -225,13 +226,15 @@ def check_items(
                 found.append((f"the id {row['id']!r} of line {first_line[row['id']]}", "a new id"))
             first_line.setdefault(row["id"], number)
         problems.extend(
-            Problem("KTB813", "error", f"{where} ({name})" if name else where, fault, expected)
+            problem("KTB813", f"{where} ({name})" if name else where, fault, expected, next_step="")
             for fault, expected in found
         )
         if not found:
             items.append(_item(row, head, lists, persona))
     if not first_line:
-        problems.append(Problem("KTB812", "error", "items.jsonl", "no items", "one item a line"))
+        problems.append(
+            problem("KTB812", "items.jsonl", "no items", "one item a line", next_step="")
+        )
     return items
 
 

@@ -14,7 +14,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from ktbridge.errors import Problem, ProblemsError, UsageError
+from ktbridge.codes import problem
+from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval.bench import Bench, Item, benches_root, parse_bench
 from ktbridge.eval.fence import fence
 from ktbridge.eval.sources import file_card, read_records
@@ -158,7 +159,7 @@ def load_compat(name: str, items: Path) -> Bench:
             fault = (f"the question of record {seen[key]} again", "600 different ones")
         if fault:
             where = f"{items.name}: record {number}"
-            problems.append(Problem("KTB815", "error", where, *fault, "use an unchanged copy"))
+            problems.append(problem("KTB815", where, *fault))
             continue
         seen[module + normalise(question)] = number
         turn[module] += 1

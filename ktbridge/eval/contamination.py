@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.scoring.overlap import unicode_tokens
@@ -88,13 +89,11 @@ class Contamination:
     def problems(self) -> list[Problem]:
         """A warning for each slice that the training data touches."""
         return [
-            Problem(
+            problem(
                 "KTB825",
-                "warning",
                 f"slice {name}",
                 f"{one.overlap} of {one.items} items overlap with {self.file} ({one.exact} exactly)",
                 "no item of the bench in the training data",
-                "take these items out of the training data, or read this slice as memory",
             )
             for name, one in self.slices.items()
             if one.overlap

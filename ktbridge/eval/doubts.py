@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.failures import AGAIN, remedies
 from ktbridge.eval.runplan import NOT_RUN
@@ -65,26 +66,22 @@ def _incomplete(results: Mapping[str, Any]) -> list[Problem]:
             "planned answers (repeats) were not"
         )
     return [
-        Problem(
+        problem(
             "KTB827",
-            "error",
             "the run is incomplete",
             found,
             "all of them; what follows is about a part of the bench only",
-            f"{AGAIN}; or ask for fewer items with --limit or --slices",
         )
     ]
 
 
 def _left_out(results: Mapping[str, Any]) -> list[Problem]:
     return [
-        Problem(
+        problem(
             "KTB823",
-            "error",
             f"arm {name}",
             f"left out of the comparison: {results['refused'].get(name, 'no answer of it is stored')}",
             "answers from every arm of the run",
-            "run the same eval again with this arm, or delete it from run.json",
         )
         for name in results["left_out"]
     ]
@@ -99,13 +96,11 @@ def _scorers(results: Mapping[str, Any]) -> list[Problem]:
                 if one["outcome"] == SCORE_ERROR:
                     faults.setdefault(arm, []).append((row["id"], one.get("detail", "")))
     return [
-        Problem(
+        problem(
             "KTB828",
-            "error",
             f"arm {arm}",
             f"{len(found)} answer(s) could not be scored, {found[0][0]} first: {found[0][1]}",
             "a mark for every answer; these are left out for all arms",
-            "report this with the answer; `ktbridge report` scores again once it is corrected",
         )
         for arm, found in faults.items()
     ]
@@ -136,13 +131,13 @@ def _unusable(results: Mapping[str, Any]) -> list[Problem]:
         )
         few = 2 * ok < asked or 2 * valid < asked
         problems.append(
-            Problem(
+            problem(
                 "KTB820",
-                "error" if few or failed > (1 - _ENOUGH_OK) * asked else "warning",
                 f"arm {name}",
                 f"{asked - ok} of {asked} answers cannot be scored: {rest}",
                 "ok answers; items missing in one arm are left out for all",
                 "; ".join(dict.fromkeys(steps[one] for one in counts if one != "ok")),
+                severity="error" if few or failed > (1 - _ENOUGH_OK) * asked else "warning",
             )
         )
     return problems
@@ -155,13 +150,12 @@ def _failed_repeats(results: Mapping[str, Any]) -> list[Problem]:
         failed, total = counts.get("http-error", 0), sum(counts.values())
         if failed > results["outcomes"][name].get("http-error", 0):
             problems.append(
-                Problem(
+                problem(
                     "KTB820",
-                    "error" if failed > (1 - _ENOUGH_OK) * total else "warning",
                     f"arm {name}, repeats",
                     f"{failed} of {total} answers failed: http-error",
                     "an answer to every repeat",
-                    AGAIN,
+                    severity="error" if failed > (1 - _ENOUGH_OK) * total else "warning",
                 )
             )
     return problems
@@ -174,26 +168,23 @@ def _uneven(results: Mapping[str, Any]) -> list[Problem]:
         return []
     spread = ", ".join(f"{name} {count}" for name, count in ok.items())
     return [
-        Problem(
+        problem(
             "KTB821",
-            "warning",
             "missing answers",
             f"arms differ in how many of {asked} answers are ok: {spread}",
             "about the same number; what is left may not be a fair sample",
-            "do what KTB820 says of the arm with fewer, else read the comparison with care",
         )
     ]
 
 
 def _identical(results: Mapping[str, Any]) -> list[Problem]:
     return [
-        Problem(
+        problem(
             "KTB822",
-            "error" if pair["share"] == 1 and pair["n"] >= _FEW_PAIRS else "warning",
             "arms " + " and ".join(pair["arms"]),
             f"{pair['share']:.0%} of {pair['n']} answers are byte-identical",
             "answers that differ, if an adapter was applied",
-            "run `ktbridge verify`",
+            severity="error" if pair["share"] == 1 and pair["n"] >= _FEW_PAIRS else "warning",
         )
         for pair in results["identical"]
         if pair["share"] is not None and pair["share"] >= _NEARLY_ALL
@@ -212,13 +203,11 @@ def _unread(results: Mapping[str, Any]) -> list[Problem]:
         if low:
             told = ", ".join(f"{arm} {one['read']} of {one['asked']}" for arm, one in low.items())
             problems.append(
-                Problem(
+                problem(
                     "KTB824",
-                    "warning",
                     f"slice {slice_title(results, name)}",
                     f"few answers hold the letter, number or JSON to mark: {told}",
                     f"at least {_READABLE:.0%}; an answer without one is marked 0",
-                    "look at these answers: a low score here is a failure of format first",
                 )
             )
     return problems
@@ -242,13 +231,11 @@ def _noisy(results: Mapping[str, Any]) -> list[Problem]:
         floor = math.sqrt(squares / (2 * results["repeat"]["n"]))
         if abs(one["mean"]) <= floor:
             found.append(
-                Problem(
+                problem(
                     "KTB826",
-                    "warning",
                     f"{one['axis']}: {one['of']} − {one['minus']}",
                     f"{signed(one['mean'])} is no more than the noise of these repeats ({floor:.2f})",
                     "a difference that two runs of one arm do not show",
-                    "ask more repeats, or a server that answers the same every time",
                 )
             )
     return found

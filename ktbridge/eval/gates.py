@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.scored.rows import has_persona
@@ -55,13 +56,11 @@ class Gate:
                 failed.append(f"{axis}:{name} {interval(one)} ({names[-1]} − {names[0]})")
         if not failed:
             return None
-        return Problem(
+        return problem(
             "KTB840",
-            "error",
             f"{results['bench']['name']}: --fail-on {self.text}",
             "; ".join(failed),
             f"not {self.side} {self.sign} {self.value:g}",
-            "see the report for the items that moved",
         )
 
     def _contrasts(self, results: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import BadReplyError, read_completion
@@ -87,12 +88,14 @@ def import_answers(sources: Sequence[Source], directory: Path) -> None:
         for row in found:
             _join(items, source, row, problems)
     if not problems and not items:
-        problems.append(Problem("KTB841", "error", "the files", "no rows", "one answer a line"))
+        problems.append(
+            problem("KTB841", "the files", "no rows", "one answer a line", next_step="")
+        )
     if not problems and not any(one["answers"].keys() == arms.keys() for one in items.values()):
         told = "; ".join(f"{name} answers {_kinds(items.values(), name)}" for name in arms)
         fault = f"no question is in the files of every arm: {told}"
         wanted, next_step = "the same data for every arm", "give each arm its answers to one task"
-        problems.append(Problem("KTB842", "error", "the files", fault, wanted, next_step))
+        problems.append(problem("KTB842", "the files", fault, wanted, next_step))
     if problems:
         raise ProblemsError(
             f"the import has {len(problems)} problem(s); nothing was written.",
@@ -121,7 +124,7 @@ def _join(
     elif source.arm in item["answers"]:
         fault = (f"a second answer of {source.arm} to {row['id']}", "one answer an item and arm")
     if fault:
-        problems.append(Problem("KTB842", "error", where, *fault))
+        problems.append(problem("KTB842", where, *fault, next_step=""))
     else:
         item["answers"][source.arm] = answer
 
@@ -142,7 +145,7 @@ def _parse_lines(
                 raise ValueError(f"a JSON {type(row).__name__}")
         except (ValueError, RecursionError) as error:
             found = " ".join(f"no JSON object: {error}".split())[:120]
-            problems.append(Problem("KTB841", "error", where, found, "one JSON object a line"))
+            problems.append(problem("KTB841", where, found, "one JSON object a line", next_step=""))
             continue
         rows.append((where, row))
     return rows
@@ -159,7 +162,7 @@ def _read_lf(
         missing = [key for key in keys if not isinstance(row.get(key), str)]
         if missing:
             fault = f"no text under {', '.join(missing)}"
-            problems.append(Problem("KTB841", "error", where, fault, ", ".join(keys)))
+            problems.append(problem("KTB841", where, fault, ", ".join(keys), next_step=""))
             continue
         pair = sha256([row["prompt"], row["label"]])[:16]
         turn[pair] += 1

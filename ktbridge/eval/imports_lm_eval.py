@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.arms import sha256
 
@@ -35,7 +36,7 @@ def read_lm_eval(
         elif not marks:
             fault = ("no metric of it is a number from 0 to 1", "acc, exact_match, f1, …")
         if fault:
-            problems.append(Problem("KTB841", "error", where, *fault))
+            problems.append(problem("KTB841", where, *fault, next_step=""))
             continue
         kind = str(row.get("filter", "none"))
         slice_name = task if kind == "none" else f"{task} ({kind})"

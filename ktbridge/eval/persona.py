@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.text import sentences
 
@@ -94,9 +95,7 @@ def parse_persona(data: Any, where: str, problems: list[Problem]) -> Persona | N
     before = len(problems)
 
     def complain(key: str, found: str, expected: str) -> None:
-        problems.append(
-            Problem("KTB814", "error", f"{where}: {key}", found, expected, f"edit {where}")
-        )
+        problems.append(problem("KTB814", f"{where}: {key}", found, expected, f"edit {where}"))
 
     if not isinstance(data, Mapping):
         complain("(file)", f"{type(data).__name__}", "a mapping of rules")

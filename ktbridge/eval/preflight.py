@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import Arm, arm_card
 from ktbridge.eval.asking import build_request as build_request
@@ -71,8 +72,8 @@ async def check_arms(
     problems += blank.values()
     if len(blank) == len(arms):
         _stop_on_errors(problems)
-    for name, problem in blank.items():
-        cards[name]["refused"] = problem.found
+    for name, silent in blank.items():
+        cards[name]["refused"] = silent.found
     arms = [arm for arm in arms if arm.name not in blank]
     _compare_arms(arms, answers, result)
     for arm in arms:
@@ -110,9 +111,8 @@ async def _read_cards(
             listed = {entry["id"]: entry for entry in await client.models()}
         except KtbridgeError as error:
             problems.append(
-                Problem(
+                problem(
                     "KTB801",
-                    "error",
                     url,
                     error.sentence.removeprefix(url).strip().rstrip("."),
                     "a list of models",
@@ -138,9 +138,8 @@ def _entry(
     if entry is None:
         names = ", ".join(sorted(listed)) or "nothing"
         problems.append(
-            Problem(
+            problem(
                 "KTB802",
-                "error",
                 where,
                 f"the server does not list {arm.model!r}",
                 f"one of: {names}",
@@ -156,19 +155,15 @@ async def _check_invented(arm: Arm, client: Client) -> Problem | None:
         {"model": invented, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 1}
     )
     if answer.outcome != "http-error":
-        return Problem(
+        return problem(
             "KTB803",
-            "error",
             f"arm {arm.name}",
             f"the server answered for {invented!r}, an adapter that does not exist",
             "a refusal",
-            "it would answer as the base model for a mistyped name too: serve with an engine "
-            "that checks adapter names",
         )
     if answer.status not in (400, 404, 422):
-        return Problem(
+        return problem(
             "KTB804",
-            "error",
             f"arm {arm.name}",
             f"asked for an invented adapter, the server gave: {answer.detail}",
             "HTTP 400 or 404, which shows that it checks names",
@@ -197,13 +192,13 @@ async def _probe(
         errors = [one for one in given if one.outcome == "http-error"]
         if errors:
             problems.append(
-                Problem(
+                problem(
                     "KTB805",
-                    "error" if len(errors) == len(given) else "warning",
                     f"arm {arm.name}",
                     f"{len(errors)} of {len(given)} probes failed: {errors[0].detail}",
                     "an answer to each",
                     remedies((one.status, one.detail) for one in errors),
+                    severity="error" if len(errors) == len(given) else "warning",
                 )
             )
     return answers
@@ -212,13 +207,11 @@ async def _probe(
 def _blank_arms(answers: Mapping[str, Mapping[str, Answer]]) -> dict[str, Problem]:
     """A problem for each arm that had nothing to say to any probe."""
     return {
-        name: Problem(
+        name: problem(
             "KTB805",
-            "error",
             f"arm {name}",
             f"all of {len(given)} probes were answered with nothing",
             "some text",
-            "try the model by hand: its chat template or its weights may be at fault",
         )
         for name, given in answers.items()
         if given and all(one.outcome == "empty" for one in given.values())
@@ -244,13 +237,11 @@ def _compare_arms(
         where = f"arms {one.name} and {other.name}"
         if same == len(pairs):
             result.problems.append(
-                Problem(
+                problem(
                     "KTB806",
-                    "error",
                     where,
                     f"adapter not applied: all {same} probe answers are byte-identical",
                     "answers that differ",
-                    "run `ktbridge verify`, and see whether the server loaded the adapter",
                 )
             )
         drift = [
@@ -260,13 +251,11 @@ def _compare_arms(
         ]
         if drift:
             result.problems.append(
-                Problem(
+                problem(
                     "KTB807",
-                    "error",
                     where,
                     f"the same messages make {drift[0][0]} and {drift[0][1]} prompt tokens",
                     "one chat template for all arms",
-                    "serve all arms with the same tokenizer and chat template",
                 )
             )
 
@@ -279,12 +268,11 @@ def _compare_times(
     changed = sum(before[key] != now[key] for key in both)
     if changed:
         problems.append(
-            Problem(
+            problem(
                 "KTB808",
-                "error" if 2 * changed > len(both) else "warning",
                 f"arm {arm.name}",
                 f"{changed} of {len(both)} probe answers differ from those of the stored run",
                 "the same model and chat template as before behind the same name and URL",
-                "use another --output for a changed model; stored answers are the old one's",
+                severity="error" if 2 * changed > len(both) else "warning",
             )
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key, build_request, is_dialogue
@@ -239,13 +240,11 @@ class _Run:
         }
         for name, other in others.items():
             preflight.problems.append(
-                Problem(
+                problem(
                     "KTB809",
-                    "warning",
                     f"arm {name}",
                     f"its dialogues were held with {other}",
                     "one partner for all arms",
-                    "ask this arm again with the same --partner",
                 )
             )
 
@@ -292,13 +291,13 @@ class _Run:
         record = self._store.records[(smallest or largest).key]
         which = "even its smallest request" if smallest else "its largest request"
         limit = build_request(largest.arm, (smallest or largest).item, self._bench)["max_tokens"]
-        return Problem(
+        return problem(
             "KTB805",
-            "error" if smallest else "warning",
             f"arm {largest.arm.name}",
             f"{which} ({limit} answer tokens) is refused: {record['detail']}",
             "an answer to every request",
             remedy(record["status"], record["detail"]),
+            severity="error" if smallest else "warning",
         )
 
     def _is_dialogue(self, ask: Ask) -> bool:

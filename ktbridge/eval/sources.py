@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.loaders import LOADERS, Record, Row
 from ktbridge.eval.text import language_of
@@ -89,7 +90,9 @@ def read_records(data: bytes, name: str) -> list[Record]:
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            problems.append(Problem("KTB815", "error", where, f"not JSON: {error}", "rows as JSON"))
+            problems.append(
+                problem("KTB815", where, f"not JSON: {error}", "rows as JSON", next_step="")
+            )
 
     records: list[Any]
     if name.lower().endswith(".csv"):
@@ -106,7 +109,9 @@ def read_records(data: bytes, name: str) -> list[Record]:
         records = whole if isinstance(whole, list) else [whole]
     if not problems:
         problems = [
-            Problem("KTB815", "error", f"{name}: record {n}", type(one).__name__, "a JSON object")
+            problem(
+                "KTB815", f"{name}: record {n}", type(one).__name__, "a JSON object", next_step=""
+            )
             for n, one in enumerate(records, 1)
             if not isinstance(one, dict)
         ]
@@ -127,8 +132,8 @@ def _last_text(messages: Any) -> str:
 
 
 def _bad_file(name: str, found: str, loader: str) -> ProblemsError:
-    problem = Problem("KTB815", "error", name, found, f"a file in the layout of {loader}")
-    return ProblemsError(f"{name!r} cannot be used; nothing was asked.", [problem])
+    wrong = problem("KTB815", name, found, f"a file in the layout of {loader}", next_step="")
+    return ProblemsError(f"{name!r} cannot be used; nothing was asked.", [wrong])
 
 
 def _check_columns(
@@ -139,5 +144,5 @@ def _check_columns(
     if columns and not any(set(wanted) <= seen for wanted in columns):
         wanted = " or ".join("{" + ", ".join(group) + "}" for group in columns)
         found = "it has the fields " + (", ".join(sorted(map(str, seen))[:12]) or "none")
-        problem = Problem("KTB815", "error", name, found, f"{wanted}, as {loader} has")
-        raise ProblemsError(f"{name!r} cannot be used; nothing was asked.", [problem])
+        wrong = problem("KTB815", name, found, f"{wanted}, as {loader} has", next_step="")
+        raise ProblemsError(f"{name!r} cannot be used; nothing was asked.", [wrong])

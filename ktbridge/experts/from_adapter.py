@@ -15,6 +15,7 @@ from ktbridge.adapter import Adapter, read_adapter, validate_adapter
 from ktbridge.adapter.adapter import last_part
 from ktbridge.adapter.keys import parse_key
 from ktbridge.adapter.manifest import trained_on
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.experts.targets import Adaptable
 from ktbridge.experts.tensors import to_torch
@@ -22,7 +23,6 @@ from ktbridge.model import resolve_model
 from ktbridge.model.identity import config_differences
 from ktbridge.model.jsonfile import read_json_file
 
-_ANOTHER_BASE = "Use the base model that the adapter was trained on."
 # Of adapter_config.json, what decides how tensors act; the rest is about training.
 ACTING = (
     "lora_alpha",
@@ -121,7 +121,7 @@ def _check_base(adapter: Adapter, base: Path) -> None:
         raise KtbridgeError(
             f"{adapter.path} was trained on {named}, whose config.json differs from that of {base} "
             f"in {', '.join(different[:6])}.",
-            _ANOTHER_BASE,
+            "Use the base model that the adapter was trained on.",
         )
 
 
@@ -148,7 +148,7 @@ def _misplaced(start: Start, model: nn.Module, found: Adaptable) -> Iterator[Pro
         where = next(iter(halves.values()))
         if name not in known:
             lacking = "a module of the decoder layers"
-            yield misfit("KTL007", adapter, where, "no such module", lacking, _ANOTHER_BASE)
+            yield misfit("KTL007", adapter, where, "no such module", lacking)
             continue
         weight: Any = model.get_submodule(name).weight
         for half, axis in (("A", 1), ("B", 0)):
@@ -156,10 +156,11 @@ def _misplaced(start: Start, model: nn.Module, found: Adaptable) -> Iterator[Pro
             if shape[axis] != weight.shape[axis]:
                 expected = f"{'in' if axis else 'out'} = {weight.shape[axis]}"
                 found_shape = f"shape {list(shape)}"
-                yield misfit("KTL002", adapter, halves[half], found_shape, expected, _ANOTHER_BASE)
+                yield misfit("KTL002", adapter, halves[half], found_shape, expected)
 
 
 def misfit(
-    code: str, adapter: Adapter, where: str, found: str, expected: str, step: str
+    code: str, adapter: Adapter, where: str, found: str, expected: str, step: str | None = None
 ) -> Problem:
-    return Problem(code, "error", f"{adapter.path}: {where}", found, expected, step)
+    """A place in an adapter at which it doesn't go with a model or a configuration."""
+    return problem(code, f"{adapter.path}: {where}", found, expected, step)

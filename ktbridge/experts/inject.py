@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.adapter import Adapter
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts.backends import ExpertsLayer
 from ktbridge.experts.expert_call import LORA_NAMES
@@ -155,15 +156,13 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
     layers, source = expert_layers(model), set(adapter.expert_layers())
     where = str(adapter.path)
     problems = [
-        Problem(
+        problem(
             "KTL001",
-            "error",
             f"{where}: layer {layer}",
             "expert LoRA for a layer that has no routed experts in the model"
             if layer in source
             else "no expert LoRA for a layer that has routed experts in the model",
             f"layers {list(layers)}",
-            "Use the base model that the adapter was trained on.",
         )
         for layer in sorted(source ^ set(layers))
     ]
@@ -176,13 +175,11 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
                 loaded.append((parameter, to_torch(tensor)))
             else:
                 problems.append(
-                    Problem(
+                    problem(
                         "KTL002",
-                        "error",
                         f"{where}: layer {index} {name}",
                         f"shape {list(tensor.shape)}",
                         f"{list(parameter.shape)}",
-                        "Use the base model that the adapter was trained on.",
                     )
                 )
     if problems:
@@ -198,13 +195,11 @@ def _untargeted(layer: ExpertsLayer, adapter: Adapter, index: int) -> Iterator[P
     for projection in PROJECTIONS:
         b = f"{projection}_lora_b"
         if b in names and bool(to_torch(adapter.expert_tensor(index, b)).any()):
-            yield Problem(
+            yield problem(
                 "KTL005",
-                "error",
                 f"{adapter.path}: layer {index} {projection}",
                 "LoRA on a projection that the model has none for",
                 f"only {', '.join(layer.lora_targets) or 'the base'}",
-                "Wrap the experts with this projection in lora_targets.",
             )
 
 
@@ -246,44 +241,29 @@ def _base(model: Any) -> Any:
 
 def _unserved(name: str, module: Any) -> Iterator[Problem]:
     """Why the kernels can't compute this experts module, if they can't."""
-
     where = f"{name} ({type(module).__name__})"
-
-    def problem(found: str, expected: str, step: str = _UNSERVED) -> Problem:
-        return Problem("KTL003", "error", where, found, expected, step)
-
     if ".base_layer" in name:
-        yield Problem(
-            "KTL004",
-            "error",
-            name,
-            "PEFT's own LoRA on the fused experts",
-            "experts that PEFT left alone",
-            'Call wrap_experts before get_peft_model, or name target_modules other than "all-linear", '
-            "gate_proj, up_proj and down_proj.",
+        yield problem(
+            "KTL004", name, "PEFT's own LoRA on the fused experts", "experts that PEFT left alone"
         )
         return
     if traits := odd_traits(module):
-        yield problem(", ".join(traits), "gated, bias-free experts with [E, 2I, H] weights")
+        expected = "gated, bias-free experts with [E, 2I, H] weights"
+        yield problem("KTL003", where, ", ".join(traits), expected)
         return
     activation = type(getattr(module, "act_fn", None)).__name__
     if "silu" not in activation.lower():
-        yield problem(f"activation {activation}", "SiLU")
+        yield problem("KTL003", where, f"activation {activation}", "SiLU")
     if type(module)._apply_gate.__name__ != "_default_apply_gate" or getattr(
         module, "has_post_expert_norm", False
     ):
-        yield problem("a gating or norm of its own", "silu(gate) * up")
+        yield problem("KTL003", where, "a gating or norm of its own", "silu(gate) * up")
     if given_experts(module) is not None:
         return
     weight = module.gate_up_proj
     if weight.dtype != torch.bfloat16:
         step = "Load the model with dtype=torch.bfloat16, then wrap its experts."
-        yield problem(str(weight.dtype), "torch.bfloat16", step)
+        yield problem("KTL003", where, str(weight.dtype), "torch.bfloat16", step)
     if weight.device.type != "cpu":
         step = "Load the model without device_map, wrap its experts, then move it: they stay on the CPU."
-        yield problem(f"weights on {weight.device}", "weights on the CPU", step)
-
-
-_UNSERVED = (
-    "Use a model whose experts are gated SiLU MLPs without biases (README.md, 'Not supported yet')."
-)
+        yield problem("KTL003", where, f"weights on {weight.device}", "weights on the CPU", step)

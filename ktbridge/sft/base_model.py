@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.skeleton import skeleton
@@ -124,12 +125,10 @@ def _left_out(config: TrainConfig, model: Any, found: Adaptable) -> list[Problem
     if not left:
         return []
     return [
-        Problem(
+        problem(
             "KTC013",
-            "info",
             "lora_target",
             f"all leaves out {', '.join(left)}: SGLang-KT applies no LoRA there",
-            "",
-            f"Nothing, or lora_target: all, {', '.join(left)} if the adapter is served elsewhere.",
+            next_step=f"Nothing, or lora_target: all, {', '.join(left)} if the adapter is served elsewhere.",
         )
     ]

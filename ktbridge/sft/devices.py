@@ -10,7 +10,8 @@ import re
 
 import torch
 
-from ktbridge.errors import Problem, ProblemsError
+from ktbridge.codes import problem
+from ktbridge.errors import ProblemsError
 from ktbridge.experts.placement import CPU, Place, on_cpu
 from ktbridge.sft.config import TrainConfig
 
@@ -36,13 +37,11 @@ def places(config: TrainConfig) -> Place:
         raise ProblemsError(
             "the optimize rules ask for devices that aren't there.",
             [
-                Problem(
+                problem(
                     "KTC020",
-                    "error",
                     f"kt_optimize_rule: {device}",
                     f"{torch.cuda.device_count()} GPU",
                     "one for each device named",
-                    "Leave kt_optimize_rule out to put everything on the first.",
                 )
                 for device in absent
             ],

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.choose import Room
 from ktbridge.experts.gpu.grouped import has_cores
@@ -68,7 +69,7 @@ class ExpertDevice:
 
     @property
     def note(self) -> Problem | None:
-        return Problem("KTC024", "info", "kt_experts", self.why) if self.why else None
+        return problem("KTC024", "kt_experts", self.why, next_step="") if self.why else None
 
     def __enter__(self) -> ExpertDevice:
         return self

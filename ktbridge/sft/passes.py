@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed import agree, world
@@ -207,13 +208,11 @@ class Passes(Trainer):
 
     def _tell(self) -> None:
         now = self.tokens_per_pass
-        note = Problem(
+        note = problem(
             "KTC023",
-            "warning",
             f"step {self.state.global_step + 1}: tokens_per_pass",
             f"the GPU ran out of memory in a pass of {self._too_many:,} tokens; from here on it is {now:,}",
-            "",
-            f"Nothing is lost, the step was made again; tokens_per_pass: {now} begins with that.",
+            next_step=f"Nothing is lost, the step was made again; tokens_per_pass: {now} begins with that.",
         )
         self.notes = (*self.notes, note)
         if self._on_note:

@@ -15,6 +15,7 @@ from transformers.utils import (
     is_kernels_available,
 )
 
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
@@ -135,7 +136,7 @@ class _Failures:
 def _problems(where: str, error: KtbridgeError) -> tuple[Problem, ...]:
     if isinstance(error, ProblemsError) and error.problems:
         return error.problems
-    return (Problem("KTC014", "error", where, error.sentence.rstrip("."), "", error.next_step),)
+    return (problem("KTC014", where, error.sentence.rstrip("."), next_step=error.next_step),)
 
 
 def count_steps(config: TrainConfig, rows: int, processes: int = 1) -> int:
@@ -219,4 +220,4 @@ def _stage_notes(config: TrainConfig) -> list[Problem]:
 
 
 def _note(key: str, found: str, expected: str = "", next_step: str = "") -> Problem:
-    return Problem("KTC012", "warning", key, found, expected, next_step)
+    return problem("KTC012", key, found, expected, next_step)

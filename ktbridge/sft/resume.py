@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Rows
@@ -229,13 +230,13 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
                 return place, ()
             named = ", ".join(sorted({Path(problem.where).parent.name for problem in problems}))
             return place, (
-                Problem(
+                problem(
                     "KTC019",
-                    "warning",
                     problems[0].where,
                     problems[0].found + (f", and {len(problems) - 1} more" if problems[1:] else ""),
                     problems[0].expected,
                     f"{named} is damaged: the run goes on from {place.name}, the one before.",
+                    severity="warning",
                 ),
             )
         problems += damage
@@ -268,7 +269,7 @@ def _damage(place: Path) -> list[Problem]:
             )
         else:
             continue
-        problems.append(Problem("KTC019", "error", str(place / name), found, wanted))
+        problems.append(problem("KTC019", str(place / name), found, wanted, next_step=""))
     return problems
 
 
@@ -308,42 +309,33 @@ def _set_aside_note(root: Path) -> list[Problem]:
         return []
     kept = _free_name(root)
     return [
-        Problem(
+        problem(
             "KTC022",
-            "warning",
             str(root),
             f"checkpoints of an earlier run, the last at step {step_of(found[-1])}; this run starts anew",
-            "",
-            f"They are kept as {kept.name}: delete that directory when you don't need them.",
+            next_step=f"They are kept as {kept.name}: delete that directory when you don't need them.",
         )
     ]
 
 
 def _going_on(place: Path) -> Problem:
-    return Problem(
-        "KTC021",
-        "info",
-        str(place),
-        f"a checkpoint of this run: it goes on after step {step_of(place)}",
-        "",
-        "resume_from_checkpoint=false starts anew and keeps the checkpoints under another name.",
+    return problem(
+        "KTC021", str(place), f"a checkpoint of this run: it goes on after step {step_of(place)}"
     )
 
 
 def _another(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
     found, expected = f"{theirs.get(key)!r} in the checkpoint's run", f"{own.get(key)!r}, as now"
-    return Problem("KTC010", "error", f"{place}: {key}", found, expected)
+    return problem("KTC010", f"{place}: {key}", found, expected, next_step="")
 
 
 def _changed(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
     step = "Restore it if the run should end in the same bits as one that was never stopped."
     if key in _LENGTH:
         step = "The learning rate goes on by the schedule of the new length, so it may jump."
-    return Problem(
+    return problem(
         "KTC011",
-        "warning",
         f"{place}: {key}",
         f"{theirs.get(key)!r} until here, {own.get(key)!r} from here on",
-        "",
-        step,
+        next_step=step,
     )

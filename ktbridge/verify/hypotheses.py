@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ktbridge.errors import Problem
+from ktbridge.codes import problem
 from ktbridge.verify.variants import HALVES, Variant, standard_variants
 from ktbridge.verify.verdict import (
     CLEAR_OF_NOISE,
@@ -322,21 +322,14 @@ def _drifted(found: Verification, search: _Search) -> Verification:
         for arm in found.arms
         if arm.model != found.model
     )
-    problem = Problem(
-        code="KTV002",
-        severity="warning",
-        where=found.model,
-        found=(
-            f"{distance:.3g} nats from its reference, {distance / max(found.floor, 1e-12):.0f} times "
-            f"the noise floor{f' (other arms from theirs: {others})' if others else ''}"
-        ),
-        expected=f"at most {CLEAR_OF_NOISE * found.floor:.3g} nats",
-        next_step=(
-            "nothing if the engine holds experts in INT8 or INT4; else compare with another "
-            "attention backend, and with another machine"
-        ),
+    drift = problem(
+        "KTV002",
+        found.model,
+        f"{distance:.3g} nats from its reference, {distance / max(found.floor, 1e-12):.0f} times "
+        f"the noise floor{f' (other arms from theirs: {others})' if others else ''}",
+        f"at most {CLEAR_OF_NOISE * found.floor:.3g} nats",
     )
-    return replace(found, problems=(*found.problems, problem))
+    return replace(found, problems=(*found.problems, drift))
 
 
 def _kind(variant: Variant) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.experts.modules import LAYER
 from ktbridge.experts.tensors import to_torch
@@ -19,7 +20,6 @@ from ktbridge.verify.variants import Variant
 
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
-STEP = "check that --base-model is the base this adapter was trained on"
 SHOWN = 2  # places that are named beside the first
 _Finding = tuple[str, str, str]
 """Where, what, and the shapes there (or "")."""
@@ -236,4 +236,4 @@ def _grouped(adapter: Adapter, found: Sequence[_Finding]) -> Iterator[Problem]:
             named = ", ".join(where for where, _ in others[:SHOWN])
             rest = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
             text += f"; {len(places):,} like it: also {named}{rest}"
-        yield Problem("KTV001", "error", f"{adapter.path}: {first}", text, "", STEP)
+        yield problem("KTV001", f"{adapter.path}: {first}", text)

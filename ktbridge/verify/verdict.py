@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.verify.variants import HALVES
 
@@ -181,9 +182,7 @@ def judge(
 
 def _not_themselves(arms: Sequence[ArmReading], model: str, told_by: str) -> Iterator[Problem]:
     """KTV003 for each arm beside ``model`` that isn't what its name says; of a wrong base, for that alone."""
-    step = "check what the server serves under this name before comparing arms"
-    if told_by == "base":
-        step = "give as --base-model what the server serves"
+    step = "give as --base-model what the server serves" if told_by == "base" else None
     for arm in arms:
         if arm.model == model or arm.as_expected or (told_by == "base" and arm.expected != "base"):
             continue
@@ -191,7 +190,7 @@ def _not_themselves(arms: Sequence[ArmReading], model: str, told_by: str) -> Ite
         found = (
             f"{arm.distances[arm.expected]:.3g} nats from its reference, {arm.expected}: {nearest}"
         )
-        yield Problem("KTV003", "error", arm.model, found, "no more than noise", step)
+        yield problem("KTV003", arm.model, found, "no more than noise", step)
 
 
 def _whole(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from findings import codes, placed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -61,10 +62,6 @@ def values(adapter: Adapter) -> dict[str, bytes]:
         {key: bytes(adapter.nonexpert_tensor(key).data) for key in adapter.nonexpert_keys()}
     )
     return table
-
-
-def codes(error: pytest.ExceptionInfo[ProblemsError]) -> set[str]:
-    return {p.code for p in error.value.problems if p.severity == "error"}
 
 
 def no_leftovers(directory: Path) -> bool:
@@ -184,7 +181,7 @@ def test_either_half_alone(make_raw: Make, tmp_path: Path) -> None:
     ):
         with pytest.raises(ProblemsError) as caught:
             convert_adapter(raw, **kwargs)
-        assert codes(caught) == {"KTB704"}
+        assert codes(caught, "error") == {"KTB704"}
     assert not (tmp_path / "x").exists()
     for raw in (only_experts, only_rest):  # one directory with what there is, and a warning
         report = convert_adapter(raw, merged_output_dir=tmp_path / "m", overwrite=True)
@@ -237,7 +234,7 @@ def test_split_directories_carry_their_own_alpha(make_raw: Make, tmp_path: Path)
     assert validate_adapter([raw, tmp_path / "e", tmp_path / "n"]).ok
     with pytest.raises(ProblemsError) as caught:
         convert_adapter(raw, merged_output_dir=tmp_path / "m")
-    assert codes(caught) == {"KTB703"}
+    assert codes(caught, "error") == {"KTB703"}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +275,7 @@ def test_rslora_folds_into_alpha_of_the_nonexpert_directory(make_raw: Make, tmp_
     assert validate_adapter([raw, tmp_path / "e", tmp_path / "n"]).ok
     with pytest.raises(ProblemsError) as caught:
         convert_adapter(raw, merged_output_dir=tmp_path / "m")
-    assert codes(caught) == {"KTB703"}
+    assert codes(caught, "error") == {"KTB703"}
 
 
 def test_alpha_pattern_folds_into_b_where_that_is_exact(make_raw: Make, tmp_path: Path) -> None:
@@ -389,7 +386,7 @@ def test_what_cannot_be_served_is_refused_by_name(
     raw = make_raw(**config)
     with pytest.raises(ProblemsError) as caught:
         convert_adapter(raw, expert_output_dir=tmp_path / "e", nonexpert_output_dir=tmp_path / "n")
-    assert codes(caught) == {code}
+    assert codes(caught, "error") == {code}
     assert all(problem.next_step for problem in caught.value.problems)
     assert not (tmp_path / "e").exists()
 
@@ -398,7 +395,7 @@ def test_merged_needs_one_rank(make_raw: Make, tmp_path: Path, nonexperts: Any) 
     raw = make_raw(nonexpert=nonexperts(rank=2), r=2)
     with pytest.raises(ProblemsError) as caught:
         convert_adapter(raw, merged_output_dir=tmp_path / "m")
-    assert codes(caught) == {"KTB702"}
+    assert codes(caught, "error") == {"KTB702"}
     convert_adapter(raw, expert_output_dir=tmp_path / "e", nonexpert_output_dir=tmp_path / "n")
     assert [config_of(tmp_path / name)["r"] for name in "en"] == [4, 2]
 
@@ -429,7 +426,7 @@ def test_overwrite_replaces_an_adapter_and_nothing_else(make_raw: Make, tmp_path
     first = digests(target)
     with pytest.raises(ProblemsError, match="can't be converted") as caught:
         convert_adapter(raw, merged_output_dir=target)
-    assert codes(caught) == {"KTB701"}
+    assert codes(caught, "error") == {"KTB701"}
     other = make_raw("other", alpha=16.0, lora_alpha=16)
     convert_adapter(other, merged_output_dir=target, overwrite=True)
     assert config_of(target)["lora_alpha"] == 16
@@ -437,13 +434,14 @@ def test_overwrite_replaces_an_adapter_and_nothing_else(make_raw: Make, tmp_path
     (target / "notes.txt").write_text("mine")
     with pytest.raises(ProblemsError) as caught:
         convert_adapter(raw, merged_output_dir=target, overwrite=True)
+    assert placed(caught)[-1] == ("KTB701", str(target))
     assert "notes.txt" in caught.value.problems[-1].found
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "cat.jpg").write_text("meow")
     with pytest.raises(ProblemsError) as caught:
         convert_adapter(raw, merged_output_dir=photos, overwrite=True)
-    assert "not an adapter" in caught.value.problems[-1].found
+    assert placed(caught)[-1] == ("KTB701", str(photos))
     assert (photos / "cat.jpg").read_text() == "meow"
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "linked", target_is_directory=True)
@@ -464,7 +462,7 @@ def test_outputs_may_not_overlap(make_raw: Make, tmp_path: Path) -> None:
     ):
         with pytest.raises(ProblemsError) as caught:
             convert_adapter(raw, overwrite=True, **kwargs)
-        assert "KTB706" in codes(caught)
+        assert "KTB706" in codes(caught, "error")
 
 
 @pytest.mark.parametrize("to", ["kt-merged", "vllm"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
@@ -159,15 +158,3 @@ def test_json_is_as_its_schema_says(make_raw: Make, ktbridge: Callable[..., Any]
         assert {problem["code"] for problem in document["problems"]} <= known
     with pytest.raises(jsonschema.ValidationError):
         check.validate({**document, "ok": "yes"})
-
-
-def test_the_page_of_rules_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("make_rules", ROOT / "scripts" / "make_rules.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    page = module.PATH.read_text(encoding="utf-8")
-    assert page == module.render(), "run: python scripts/make_rules.py"
-    for rule in RULES:
-        assert page.count(f"| {rule.code} | {rule.severity} | ") == 1

@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
+from findings import codes
 from scriptedjudge import (
     BENCH,
     ITEMS,
     World,
     checks,
-    codes,
     fair,
     gather,
     judge_it,

@@ -8,7 +8,8 @@ import re
 
 import numpy as np
 import pytest
-from scriptedjudge import BENCH, World, checks, codes, gather, judge_it, make_bench, parts_of, read
+from findings import codes
+from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, parts_of, read
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import collect, load_bench, parse_arms, score_run

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from findings import codes
 from peft import LoraConfig, get_peft_model
 from tinymoe import tiny_model
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -206,6 +207,7 @@ def test_models_the_kernels_dont_serve_are_refused_by_name():
     )
     with pytest.raises(ProblemsError) as caught:
         wrap_experts(gpt_oss)
+    assert codes(caught) == {"KTL003"}
     assert "biases, transposed weights, interleaved gate and up" in caught.value.problems[0].found
     for dtype in (torch.float32, torch.float16):
         with pytest.raises(ProblemsError) as caught:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from findings import codes
 from tinymoe import tiny_model, tiny_tokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -165,6 +166,7 @@ def test_what_is_not_read_is_noted_and_with_strict_data_refused(tmp_path):
     assert len(rows.conversations) == 4
     assert not rows.refused
     unread, again = rows.notes
+    assert codes(rows.notes) == {"KTD003"}
     assert "score (2 rows)" in unread.found
     assert "name of a message (2 rows)" in unread.found
     assert "1 of 4 rows have the id of an earlier one (first 'x')" in again.found
@@ -250,6 +252,7 @@ def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     with pytest.raises(ProblemsError) as caught:
         load_rows(settings(*info, "hubb", dataset_dir=str(tmp_path)))
+    assert codes(caught) == {"KTD002"}
     told = {
         f"{problem.where.rsplit(' ')[-1]}: {problem.found}": problem
         for problem in caught.value.problems

@@ -29,7 +29,7 @@ from ktbridge.adapter.dialects.source import Bits, Block, Source, check_source, 
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
 from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object, trained_on
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.model import ModelConfig
 from ktbridge.model.stamps import take_stamps

@@ -40,8 +40,8 @@ from ktbridge.adapter.dialects.source import (
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
 from ktbridge.adapter.manifest import fused_record, trained_on
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import Numbers, common_scale
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig, open_tensor_file
 

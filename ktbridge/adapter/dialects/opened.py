@@ -14,8 +14,8 @@ from ktbridge.adapter.dialects.source import BITS, Source, block_of
 from ktbridge.adapter.keys import parse_key, peft_key
 from ktbridge.adapter.lora_config import kept_fields
 from ktbridge.adapter.manifest import trained_on
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scan import scan_adapter
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, has_errors
 from ktbridge.model import ModelConfig, read_model_config
 

@@ -52,7 +52,7 @@ from ktbridge.adapter.dialects.source import (
     note,
     refusal,
 )
-from ktbridge.adapter.rules import problem
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ktbridge.adapter.adapter import CONFIG_FILE
 from ktbridge.adapter.keys import HALVES, PROJECTIONS
-from ktbridge.adapter.rules import problem
 from ktbridge.adapter.scales import Numbers, plain_alpha
 from ktbridge.adapter.values import rounding_findings, scaled_exactly, to_bf16
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import Entry, Fingerprint, Tensor, TensorFile
 from ktbridge.model.stamps import Stamps

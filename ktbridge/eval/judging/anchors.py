@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench, Item
@@ -60,10 +61,7 @@ def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
             rows = [rows]
         for number, one in enumerate(rows, 1):
             faults, questions = _check(one, str(name), lists, compat.is_compat(bench))
-            problems += [
-                Problem("KTB874", "error", f"{where}[{number}]", *fault, "edit bench.yaml")
-                for fault in faults
-            ]
+            problems += [problem("KTB874", f"{where}[{number}]", *fault) for fault in faults]
             if not faults:
                 anchors += _make(one, f"{name}#{number}", str(name), questions)
     if problems:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.bench import Item
 from ktbridge.eval.client import Client
@@ -66,13 +67,11 @@ def judge_run(
         pairs = pairs or before["pairs"]
     asks = make_plan(bench, rows, judge, pairs=pairs).mixed()
     if not asks:
-        nothing = Problem(
+        nothing = problem(
             "KTB887",
-            "warning",
             f"judge {judge.model}",
             f"the bench {bench.name!r} has no ok answer to an item with questions for a judge",
             "items with `judge`",
-            "give some a `judge`, see eval/README.md, or leave --judge out",
         )
         return Judged(0, 0, (nothing,))
     options = {"timeout": timeout, "backoff": backoff, "api_key": api_key}
@@ -216,17 +215,10 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
             if judge.model not in names:
                 found = f"the server does not list {judge.model!r}"
                 expected = "one of: " + (", ".join(sorted(names)[:20]) or "nothing")
-                problems.append(
-                    Problem("KTB871", "error", where, found, expected, "name a listed model")
-                )
+                problems.append(problem("KTB871", where, found, expected))
         except KtbridgeError as error:
-            unlisted = Problem(
-                "KTB870",
-                "warning",
-                where,
-                error.sentence,
-                "a list that names the judge",
-                error.next_step,
+            unlisted = problem(
+                "KTB870", where, error.sentence, "a list that names the judge", error.next_step
             )
             problems.append(unlisted)
         if has_errors(problems):
@@ -242,17 +234,14 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
             problems, next_step = [], "start its server, or correct the URL in --judge"
         expected = "JSON with evidence and verdicts"
         found = f"no answer from {judge.url}: {judgement.detail}"
-        problems.append(Problem("KTB872", "error", where, found, expected, next_step))
+        problems.append(problem("KTB872", where, found, expected, next_step))
     elif judgement.outcome != "ok":
         problems.append(
-            Problem(
+            problem(
                 "KTB872",
-                "error",
                 where,
                 f"no verdict that can be read: {judgement.detail}",
                 "JSON with evidence and verdicts",
-                "choose a judge that keeps to a form; where it thinks first, --judge-extra-body can "
-                "raise max_tokens or switch that off",
             )
         )
     else:
@@ -260,13 +249,11 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
         if said != _CANARY_RIGHT:
             words = " and ".join("yes" if one else "no" for one in said)
             problems.append(
-                Problem(
+                problem(
                     "KTB873",
-                    "warning",
                     where,
                     f"asked whether {_CANARY_ANSWER!r} gives four and names a capital, it said {words}",
                     "yes and no",
-                    "choose a stronger judge, see docs/judge.md",
                 )
             )
     return problems

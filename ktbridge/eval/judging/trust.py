@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.eval.judging.bias import Comparison
 from ktbridge.eval.judging.plan import Ask, Plan
@@ -90,13 +91,11 @@ def trust(
     problems += _biases(where, card)
     if family:
         problems.append(
-            Problem(
+            problem(
                 "KTB884",
-                "warning",
                 where,
                 f"it is of the family that it judges ({', '.join(sorted(family))})",
                 "a judge of another family: models favour their own kind",
-                "run once more with a judge of another family and compare",
             )
         )
     pairs_refused = has_errors(pairs)
@@ -116,39 +115,37 @@ def _missing(
     failed = outcomes.get("parse-fail", 0)
     if failed and card["parse_fail_rate"] > _MANY_PARSE_FAILS:
         problems.append(
-            Problem(
+            problem(
                 "KTB879",
-                "warning" if outcomes.get("ok") else "error",
                 where,
                 f"{failed} of {total} replies could not be read, not even when told so:"
                 f" {detail('parse-fail')}",
                 "the form that was asked for; what can't be read is no score",
-                "choose a judge that keeps to a form, or a server that takes response_format",
+                severity="warning" if outcomes.get("ok") else "error",
             )
         )
     errors = outcomes.get("judge-error", 0)
     if errors:
         problems.append(
-            Problem(
+            problem(
                 "KTB880",
-                "warning" if outcomes.get("ok") and errors <= _FEW_ERRORS * total else "error",
                 where,
                 f"{errors} of {total} judgements failed: {detail('judge-error')}",
                 "a reply to each",
-                "see its server's log and run the same command again; only these are asked again",
+                severity="warning"
+                if outcomes.get("ok") and errors <= _FEW_ERRORS * total
+                else "error",
             )
         )
     waiting = outcomes.get("not-run", 0)
     if waiting:
         problems.append(
-            Problem(
+            problem(
                 "KTB885",
-                "error",
                 where,
                 f"{waiting} of {total} judgements were not asked for"
                 + (f" ({card['outdated']})" if "outdated" in card else ""),
                 "a judgement of every answer",
-                "run the same `ktbridge eval --judge` again; it goes on where it stopped",
             )
         )
     return problems
@@ -172,15 +169,14 @@ def _always(where: str, card: Mapping[str, Any], digits: Sequence[bool]) -> list
             f", and {wrong['asked'] - wrong['right']} of {wrong['asked']} on known-{known} answers"
         )
     return [
-        Problem(
+        problem(
             "KTB878",
-            "error" if convicted else "warning",
             where,
             found,
             "verdicts that tell answers apart; these judgements are useless"
             if convicted or not wrong["asked"]
             else "verdicts that tell answers apart",
-            "choose another judge, see docs/judge.md",
+            severity="error" if convicted else "warning",
         )
     ]
 
@@ -189,39 +185,33 @@ def _anchors(where: str, card: Mapping[str, Any], plan: Plan) -> list[Problem]:
     counts = card["anchors"]
     if not plan.anchors:
         return [
-            Problem(
+            problem(
                 "KTB875",
-                "warning",
                 where,
                 "the bench has no anchors, so nothing shows what this judge is worth",
                 "a few known-good and known-bad answers a slice",
-                "add `anchors` to the slices of bench.yaml, see eval/README.md",
             )
         ]
     if not counts["asked"]:
         # Parse failures or errors have left none; unless all failed, that is not yet told as error.
         found = "none of the anchors got a verdict"
         next_step = "see why its replies can't be read or didn't come, above; else choose another"
-        return [Problem("KTB876", "error", where, found, "verdicts on known answers", next_step)]
+        return [problem("KTB876", where, found, "verdicts on known answers", next_step)]
     if any(one["asked"] and one["right"] < PASS * one["asked"] for one in _kinds(counts)):
         return [
-            Problem(
+            problem(
                 "KTB876",
-                "error",
                 where,
                 f"it fails on answers of known worth: {_words(counts)}",
                 f"at least {PASS:.0%} of each; its judgements are left out",
-                "choose another judge, see docs/judge.md",
             )
         ]
     return [
-        Problem(
+        problem(
             "KTB877",
-            "warning",
             f"{where}, slice {name}",
             f"it does no better than a coin on answers of known worth: {_words(one)}",
             "a judge that tells good from bad in every slice",
-            "do not rely on its judgements of this slice",
         )
         for name, one in counts["slices"].items()
         if any(
@@ -237,14 +227,12 @@ def _known_pairs(where: str, card: Mapping[str, Any], plan: Plan) -> list[Proble
     if counts["right"] >= PASS * counts["asked"] and counts["asked"]:
         return []
     return [
-        Problem(
+        problem(
             "KTB886",
-            "error",
             where,
             f"the good answer won over the bad one, in both orders, in {counts['right']} of"
             f" {counts['asked']} known pairs",
             f"at least {PASS:.0%}; its comparisons are left out",
-            "choose another judge, see docs/judge.md",
         )
     ]
 
@@ -256,37 +244,31 @@ def _biases(where: str, card: Mapping[str, Any]) -> list[Problem]:
         which = "first" if place["low"] > 0.5 else "second"
         share = place["first_share"] if which == "first" else 1 - place["first_share"]
         problems.append(
-            Problem(
+            problem(
                 "KTB881",
-                "warning",
                 where,
                 f"position bias: {share:.0%} of {place['n']} verdicts chose the answer shown {which}",
                 "half; both orders were asked, and where they disagree it is a tie",
-                "another judge may decide more of the pairs, see docs/judge.md",
             )
         )
     if card["flip_rate"] is not None and card["flip_rate"] > _MANY_FLIPS:
         problems.append(
-            Problem(
+            problem(
                 "KTB882",
-                "warning",
                 where,
                 f"{card['flip_rate']:.0%} of its comparisons change with the order",
                 f"at most {_MANY_FLIPS:.0%}; these are ties, so differences look smaller",
-                "another judge may decide more of the pairs, see docs/judge.md",
             )
         )
     if length and length["low"] > 0.5:
         ends = f"[{length['low']:.0%}, {length['high']:.0%}]"
         problems.append(
-            Problem(
+            problem(
                 "KTB883",
-                "warning",
                 where,
                 f"length bias: of {length['n']} decisions between two answers"
                 f" {length['longer_share']:.0%} {ends} went to the longer one",
                 "about half, unless longer answers are better here",
-                "look at answers where the longer one lost, and at the lengths by arm",
             )
         )
     return problems

@@ -11,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.experts.attach import inject_lora
 from ktbridge.experts.from_adapter import ACTING
@@ -79,13 +80,7 @@ def _copy(model: Any, adapter: Adapter, pairs: dict[str, dict[str, str]], slot: 
 
 
 def _problem(adapter: Adapter, key: str, found: str) -> Problem:
-    return Problem(
-        code="KTS001",
-        severity="error",
-        where=f"{adapter.path}: {key}",
-        found=found,
-        next_step="check that --base-model is the base this adapter was trained on",
-    )
+    return problem("KTS001", f"{adapter.path}: {key}", found)
 
 
 def _fail(adapter: Adapter, problems: list[Problem]) -> None:

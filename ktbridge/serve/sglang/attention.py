@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ktbridge.adapter.engines import ENGINE, version_order
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.flags import EngineFlag, value_of
-from ktbridge.serve.sglang.problems import problem
 
 _MENDED = version_order("0.7.0")
 _MODEL_TYPE = "qwen3_moe"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ktbridge.adapter.engines import Contract
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.serve.sglang.problems import problem
 
 # Flags that ktbridge's own options stand for: what they say must be known to plan and to supervise.
 OWNED = {
@@ -195,7 +195,7 @@ def check_flags(
                 yield problem("KTB953", str(flag), f"contradicts the contract: {why}")
         elif parser is not None and flag.name not in parser:
             near = difflib.get_close_matches(flag.name, parser, n=1)
-            step = f"did you mean {near[0]}?" if near else ""
+            step = f"did you mean {near[0]}?" if near else None
             yield problem("KTB954", flag.name, "is no flag of the installed engine", next_step=step)
         elif parser is None and meant:
             found = f"is short for {' or '.join(meant)}"

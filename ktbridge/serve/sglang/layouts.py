@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.serve.sglang.problems import problem
 from ktbridge.serve.sglang.request import LayoutWish
 from ktbridge.serve.sglang.sources import Source
 
@@ -41,7 +41,7 @@ def choose_layout(sources: Sequence[Source], wish: LayoutWish, contract: Contrac
     problems: list[Problem] = []
     where = f"{ENGINE} {contract.name}"
 
-    def refuse(found: str, versions: str, step: str = "") -> None:
+    def refuse(found: str, versions: str, step: str | None = None) -> None:
         problems.append(problem("KTB952", where, found, versions, step))
 
     if len(experts) > 1:
@@ -78,7 +78,9 @@ def choose_layout(sources: Sequence[Source], wish: LayoutWish, contract: Contrac
             found = "refuses --kt-expert-lora-path together with --lora-paths"
             if several and wish == "auto":
                 found += ", and several non-expert adapters need both"
-            refuse(found, granting(lambda row: row.split), "" if several else "use --layout merged")
+            refuse(
+                found, granting(lambda row: row.split), None if several else "use --layout merged"
+            )
     else:
         layout = "merged"
         if several:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.hosts import is_loopback
 from ktbridge.serve.sglang.attention import check_attention
@@ -23,7 +24,7 @@ from ktbridge.serve.sglang.preflight import (
     served_name,
     unknown_flags,
 )
-from ktbridge.serve.sglang.problems import allow, problem
+from ktbridge.serve.sglang.problems import allow
 from ktbridge.serve.sglang.ready import Conditions
 from ktbridge.serve.sglang.replicas import Launch, replicate, router_argv
 from ktbridge.serve.sglang.request import Request

@@ -11,11 +11,11 @@ from ktbridge.adapter.engines import (
     install_engine,
     version_order,
 )
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.hosts import is_loopback
 from ktbridge.serve.sglang.facts import LOGGING, Facts
 from ktbridge.serve.sglang.layouts import Choice
-from ktbridge.serve.sglang.problems import problem
 from ktbridge.serve.sglang.request import Request
 from ktbridge.serve.sglang.resources import memory_needed
 from ktbridge.served_names import BASE
@@ -77,7 +77,7 @@ def _names(request: Request, facts: Facts) -> Iterator[Problem]:
 
 def _network(request: Request, facts: Facts, version: str) -> Iterator[Problem]:
     if facts.port_fault:
-        step = "bind to 127.0.0.1 with --host" if "address" in facts.port_fault else ""
+        step = "bind to 127.0.0.1 with --host" if "address" in facts.port_fault else None
         yield problem("KTB955", f"{request.host}:{request.port}", facts.port_fault, "", step)
     public = not is_loopback(request.host)
     if public and not request.api_key and request.node_rank == 0:

@@ -9,8 +9,8 @@ from pathlib import Path
 from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.adapter.adapter import Layout
 from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.serve.sglang.problems import problem
 from ktbridge.serve.sglang.request import Request
 
 _OPTION = {
@@ -67,7 +67,8 @@ def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
             problems += error.problems
             continue
         except KtbridgeError as error:
-            problems.append(problem("KTB951", directory, error.sentence, next_step=error.next_step))
+            step = error.next_step or None
+            problems.append(problem("KTB951", directory, error.sentence, next_step=step))
             continue
         if layout is not None and adapter.layout != layout:
             step = f"pass it as {_OPTION[adapter.layout]}"

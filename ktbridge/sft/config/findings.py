@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, Severity
 
 UNKNOWN, WRONG, MISSING, MEANINGLESS, AT_ODDS, NOT_THERE = (
@@ -39,7 +40,7 @@ class Findings:
 
     def _problem(self, severity: Severity, key: str, *rest: str) -> Problem:
         found, expected, next_step, code = rest
-        return Problem(code, severity, f"{self.where}: {key}", found, expected, next_step)
+        return problem(code, f"{self.where}: {key}", found, expected, next_step, severity)
 
 
 def shown(value: Any) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
 from ktbridge.sft.data.chat import TrainingText
 from ktbridge.sft.data.rows import REFUSED_FILE, Refused
@@ -42,51 +43,46 @@ class Forms:
         if self._rewritten and split:
             yield _template_note(
                 "KTD005",
-                "info",
                 f"writes earlier answers differently once the conversation goes on: {self._rewritten:,} of "
                 f"{self._rows:,} conversations are trained as several sequences ({self._texts:,} in all), so "
                 "that each answer is trained as it is served",
-                "Nothing, or split_turns: false for one sequence per conversation, which is faster.",
             )
         elif self._rewritten:
             yield _template_note(
                 "KTD005",
-                "warning",
                 "writes earlier answers differently once the conversation goes on, and split_turns is false: "
                 f"in {self._rewritten:,} of {self._rows:,} conversations earlier answers are trained in "
                 "another form than the model writes them when it is served",
                 "Leave split_turns out to train each answer as it is served.",
+                "warning",
             )
         for text, count in self._added.most_common(1):
             if count:
                 yield _template_note(
                     "KTD006",
-                    "info",
                     f"puts {text!r} in front of {count:,} of {self._answers:,} answers, and the model learns "
                     "to write it",
-                    "Nothing: it is what a server's template expects of such answers.",
                 )
         for text, count in self._unmatched.most_common(1):
             if count:
                 yield _template_note(
                     "KTD007",
-                    "warning",
                     f"has a server end its prompt in {text!r}, which {count:,} of {self._answers:,} answers "
                     "don't go on from: they are trained without it",
-                    "Put thoughts (<think>…</think>) into these answers, or serve with thinking off.",
                 )
 
 
-def _template_note(code: str, severity: Severity, found: str, next_step: str) -> Problem:
-    return Problem(code, severity, "chat template", found, "", next_step)
+def _template_note(
+    code: str, found: str, next_step: str | None = None, severity: Severity | None = None
+) -> Problem:
+    return problem(code, "chat template", found, "", next_step, severity)
 
 
 def refused_note(refused: list[Refused], total: int) -> Iterator[Problem]:
     """A warning where many rows are left out; a few are only counted in the summary line."""
     if len(refused) > LOUD * total:
-        yield Problem(
+        yield problem(
             "KTD008",
-            "warning",
             "dataset",
             f"{len(refused):,} of {total:,} rows ({len(refused) / total:.0%}) can't be used: "
             f"{reasons(refused)}",
@@ -110,11 +106,9 @@ def stop_note(last: int | None, tokenizer: PreTrainedTokenizerBase) -> Iterator[
     word = str(tokenizer.decode([last]))
     if not word.strip():
         return
-    yield Problem(
+    yield problem(
         "KTD004",
-        "warning",
         "chat template",
         f"answers end in {word!r}, so that the model does not learn to stop",
         "an end-of-turn token within the assistant's part",
-        "Move the end-of-turn token before {% endgeneration %} in chat_template.jinja.",
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.files import Line, read_lines
@@ -81,7 +82,7 @@ def load_rows(config: TrainConfig) -> Rows:
 def _problems(error: KtbridgeError) -> Sequence[Problem]:
     if isinstance(error, ProblemsError):
         return error.problems
-    return [Problem("KTD002", "error", "dataset", error.sentence.rstrip("."), "", error.next_step)]
+    return [problem("KTD002", "dataset", error.sentence.rstrip("."), next_step=error.next_step)]
 
 
 def unusable(refused: Sequence[Refused], total: int) -> ProblemsError:
@@ -92,7 +93,7 @@ def unusable(refused: Sequence[Refused], total: int) -> ProblemsError:
         kind = item.why.partition(":")[0]
         seen[kind] += 1
         if seen[kind] <= ALIKE and len(shown) < SHOWN:
-            shown.append(Problem("KTD001", "error", item.where, item.why))
+            shown.append(problem("KTD001", item.where, item.why, next_step=""))
     hidden = len(refused) - len(shown)
     more = f" ({hidden} more are not shown)" if hidden else ""
     return ProblemsError(
@@ -171,9 +172,8 @@ def _notes(
 ) -> Iterable[Problem]:
     if unused:
         told = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))
-        yield Problem(
+        yield problem(
             "KTD003",
-            "warning",
             source.name,
             f"fields that are not trained on: {told}",
             next_step="To train on them, name them in the columns of dataset_info.json.",
@@ -181,9 +181,8 @@ def _notes(
     again = sum(count - 1 for count in ids.values())
     if again:
         name = next(name for name, count in ids.items() if count > 1)
-        yield Problem(
+        yield problem(
             "KTD003",
-            "warning",
             source.name,
             f"{again} of {total} rows have the id of an earlier one (first {name!r}), and are used too",
             next_step="Remove them if they are the same rows.",

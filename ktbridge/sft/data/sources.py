@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.layout import COLUMNS, Layout
@@ -206,4 +207,4 @@ def _files(
 
 
 def _problem(where: str, found: str, expected: str = "", next_step: str = "") -> Problem:
-    return Problem("KTD002", "error", where, found, expected, next_step)
+    return problem("KTD002", where, found, expected, next_step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
 _UNSET = ("", "no", "false")
@@ -16,7 +17,7 @@ _UNSET = ("", "no", "false")
 def launch_problems() -> list[Problem]:
     """An error for each setting of ``accelerate launch`` that would train otherwise than asked, or fail."""
     return [
-        Problem("KTC005", "error", f"accelerate's configuration: {key}", found, expected, step)
+        problem("KTC005", f"accelerate's configuration: {key}", found, expected, step)
         for key, found, expected, step in _refused()
     ]
 

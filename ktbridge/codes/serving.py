@@ -1,0 +1,61 @@
+"""Findings about servers: before an engine is started, and when ``verify`` compares what it answers.
+
+``ktbridge serve --allow CODE`` turns an error of ``LAUNCH`` into a warning, where the user knows better
+than an estimate does.
+"""
+
+from __future__ import annotations
+
+from ktbridge.codes.table import Code, Subject
+
+_ITS_BASE = "check that --base-model is the base this adapter was trained on"
+
+LAUNCH = Subject("Launching an engine", "serve", (
+    Code("KTB951", "error", "an adapter can't be opened as its option says", "check the path"),
+    Code("KTB952", "error", "the engine version doesn't support what is asked for",
+         "use a version that does"),
+    Code("KTB953", "error", "an engine flag contradicts what the launch needs", "leave it out"),
+    Code("KTB954", "error", "the engine's parser doesn't know a flag", "see the engine's --help"),
+    Code("KTB955", "error", "the server can't listen on this address and port",
+         "choose another with --port"),
+    Code("KTB956", "error", "the experts' weights don't fit into RAM (a warning where they fit once other"
+         " programs end)", "use a machine with more memory"),
+    Code("KTB957", "error", "there are too few GPUs, or they are too small",
+         "use a GPU machine, or --engine local"),
+    Code("KTB958", "error", "kt-kernel can't compute expert LoRA on this CPU (a warning where it was not"
+         " tried)", "use a CPU with AMX, or --engine local"),
+    Code("KTB959", "info", "this engine version has known vulnerabilities (a warning where other machines"
+         " reach it)", "keep its ports off untrusted networks"),
+    Code("KTB960", "error", "the model brings its own Python code, which loading it would run",
+         "read it, then pass --trust-remote-code"),
+    Code("KTB961", "error", "other machines can reach the server and no API key is set, or the key can't"
+         " be used", "set KTBRIDGE_API_KEY, or bind to 127.0.0.1"),
+    Code("KTB962", "warning", "kt-kernel is of another version than the engine",
+         "install matching versions"),
+    Code("KTB963", "error", "a name is one that requests can't select", "choose another name"),
+    Code("KTB964", "error", "nodes, ranks and GPUs don't go together", "correct it"),
+    Code("KTB965", "warning", "an environment variable may hide the log line that shows the LoRA was"
+         " loaded", "unset it"),
+    Code("KTB966", "error", "the engine, or kt-kernel beside it, is not installed",
+         "name the interpreter that has it with --engine-python"),
+    Code("KTB967", "error", "the engine version computes prompts wrongly with this attention backend: as"
+         " if keys had no position",
+         "use sglang-kt 0.7.0 or newer, or -- --attention-backend torch_native"),
+))  # fmt: skip
+
+EMBEDDED = Subject("Embedded engine", "serve", (
+    Code("KTS001", "error", "a tensor of the non-expert LoRA has no place in the base model, or another"
+         " shape", _ITS_BASE),
+))  # fmt: skip
+
+VERIFY = Subject("Verifying a server", "serve", (
+    Code("KTV001", "error", "a tensor of the adapter has no place in the base model, or another shape: no"
+         " reference can be computed", _ITS_BASE),
+    Code("KTV002", "warning", "the adapter is applied, but the answers are further from the reference than"
+         " noise explains", "nothing if the engine holds experts in INT8 or INT4; else compare with another"
+         " attention backend, and with another machine"),
+    Code("KTV003", "error", "another arm than the verified one isn't what its name says",
+         "check what the server serves under this name before comparing arms"),
+))  # fmt: skip
+
+SUBJECTS = (LAUNCH, EMBEDDED, VERIFY)

@@ -1,0 +1,85 @@
+"""Findings about training: the configuration, the run, the data, and a model's experts."""
+
+from __future__ import annotations
+
+from ktbridge.codes.table import Code, Subject
+
+_ITS_BASE = "Use the base model that the adapter was trained on."
+
+CONFIGURATION = Subject("Configuration of a run", "sft", (
+    Code("KTC001", "error", "a key of the configuration is unknown",
+         "Correct its spelling, or leave it out."),
+    Code("KTC002", "error", "a value is not one that its key takes", "Give a value that it takes."),
+    Code("KTC003", "error", "a key that every run needs is missing", "Set it."),
+    Code("KTC004", "warning", "a key means nothing here, as written or as other tools read it",
+         "Leave it out."),
+    Code("KTC005", "error", "keys contradict each other, or the settings of accelerate launch",
+         "Leave one of the two out."),
+    Code("KTC006", "error", "a file or directory that the configuration names isn't there",
+         "Correct the path."),
+))  # fmt: skip
+
+RUN = Subject("Starting and continuing a run", "sft", (
+    Code("KTC010", "error", "the checkpoint belongs to a run with another setting",
+         "Restore the setting, or start anew with resume_from_checkpoint=false."),
+    Code("KTC011", "warning", "a setting is another one from this checkpoint on",
+         "Restore it if the run should end in the same bits as one that was never stopped."),
+    Code("KTC012", "warning", "a setting doesn't act in this stage as it does in others",
+         "Leave it out, or check that it is meant."),
+    Code("KTC013", "info", "lora_target: all leaves out modules on which SGLang-KT applies no LoRA",
+         "Nothing, or name them beside all if the adapter is served elsewhere."),
+    Code("KTC014", "error", "one of several checks before the start failed",
+         "Do what the finding says."),
+    Code("KTC019", "error", "a file of a checkpoint is missing or damaged (a warning where an earlier"
+         " checkpoint is taken)", "Copy the checkpoint again, or go on from an earlier one."),
+    Code("KTC020", "error", "kt_optimize_rule names a GPU that this machine doesn't have",
+         "Leave kt_optimize_rule out to put everything on the first."),
+    Code("KTC021", "info", "the run goes on from a checkpoint of its own",
+         "resume_from_checkpoint=false starts anew and keeps the checkpoints under another name."),
+    Code("KTC022", "warning", "the run starts anew beside checkpoints of an earlier one",
+         "Delete the directory that they were moved to when you don't need them."),
+    Code("KTC023", "warning", "the GPU ran out of memory in a pass: the step was made again with fewer"
+         " tokens in a pass", "Set tokens_per_pass to the number that it gives."),
+    Code("KTC024", "info", "kt_experts chose where the routed experts are computed",
+         "Nothing; kt_experts and kt_gpu_memory choose otherwise."),
+))  # fmt: skip
+
+DATA = Subject("Training data", "sft", (
+    Code("KTD001", "error", "a row can't be trained on", "Correct the row, or take it out."),
+    Code("KTD002", "error", "a dataset can't be found or read as its entry says",
+         "Correct the entry in dataset_info.json, or give the file's path."),
+    Code("KTD003", "warning", "rows have fields that aren't trained on, or the id of an earlier row",
+         "Name such fields in the columns of dataset_info.json; remove rows that are there twice."),
+    Code("KTD004", "warning", "the chat template ends answers in no stop token: the model does not learn to"
+         " stop",
+         "Move the end-of-turn token before {% endgeneration %} in chat_template.jinja."),
+    Code("KTD005", "info", "the chat template writes earlier answers differently later in a conversation (a"
+         " warning where split_turns is false)",
+         "Nothing, or split_turns: false for one sequence per conversation, which is faster."),
+    Code("KTD006", "info", "the chat template puts text in front of answers, and the model learns to write"
+         " it", "Nothing: it is what a server's template expects of such answers."),
+    Code("KTD007", "warning", "a server's prompt ends in text that answers don't go on from: they are"
+         " trained without it",
+         "Put thoughts (<think>…</think>) into these answers, or serve with thinking off."),
+    Code("KTD008", "warning", "more than a tenth of the rows can't be used",
+         "Read the file of refused rows in output_dir, or the lines that --dry-run lists."),
+))  # fmt: skip
+
+EXPERTS = Subject("Routed experts and their LoRA", "experts", (
+    Code("KTL001", "error", "expert LoRA and routed experts are in different layers", _ITS_BASE),
+    Code("KTL002", "error", "a tensor of the adapter has another shape than its place in the model",
+         _ITS_BASE),
+    Code("KTL003", "error", "the kernels can't compute this model's experts, as they are or as they were"
+         " loaded", "Use a model whose experts are gated SiLU MLPs without biases (README.md, 'Not supported"
+         " yet')."),
+    Code("KTL004", "error", "PEFT has put LoRA of its own on the fused experts",
+         "Call wrap_experts before get_peft_model, or name target_modules other than "
+         '"all-linear", gate_proj, up_proj and down_proj.'),
+    Code("KTL005", "error", "the adapter has LoRA on a projection that the model has none for",
+         "Wrap the experts with this projection in lora_targets."),
+    Code("KTL006", "error", "the adapter to go on from has another rank, alpha or modules than are"
+         " configured", "Set what the adapter has."),
+    Code("KTL007", "error", "the adapter has LoRA on a module that the model doesn't have", _ITS_BASE),
+))  # fmt: skip
+
+SUBJECTS = (CONFIGURATION, RUN, DATA, EXPERTS)
