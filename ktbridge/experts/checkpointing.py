@@ -1,7 +1,7 @@
 """Gradient checkpointing around CPU experts: what the GPU computed is computed again, the experts are not.
 
 A checkpointed decoder layer drops its activations and runs forward once more in backward. For the experts
-that would be the dearest part of a step, and needless: what their backward needs (``activation`` says how
+that would be the most expensive part of a step, and needless: what their backward needs (``activation``: how
 much) is kept by the kernels, on the host, and their output, [T, H] bfloat16 a layer, is kept here and
 handed out again. Same results, a forward of the experts saved.
 """

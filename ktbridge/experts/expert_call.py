@@ -109,16 +109,16 @@ class ExpertFunction(torch.autograd.Function):
         crosses = ctx.device.type != "cpu"
         d_hidden = crossing.host_empty(hidden, crosses)
         d_weights = crossing.host_empty(topk_weights, crosses)
-        # Where each gradient is added up, and what autograd is told of it.
+        # Where each gradient is accumulated, and what is returned to autograd.
         targets: list[torch.Tensor | None] = []
-        told: list[torch.Tensor | None] = []
+        returned: list[torch.Tensor | None] = []
         for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[4:], strict=True):
             straight = call.accumulate and needed and accumulates(parameter)
             if straight and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             fresh = needed and not straight
-            told.append(float_zeros(parameter.shape) if fresh else None)
-            targets.append(parameter.grad if straight else told[-1])
+            returned.append(float_zeros(parameter.shape) if fresh else None)
+            targets.append(parameter.grad if straight else returned[-1])
         arguments: tuple[Any, ...] = (
             call.addresses(lora),
             call.rank,
@@ -132,7 +132,7 @@ class ExpertFunction(torch.autograd.Function):
             alive = call, hidden, d_out, d_hidden, d_weights, lora, targets
             start = call.layer.queue_backward
             queued.queue(stream, start, (call.saved, last, *arguments), alive)
-            if any(gradient is not None for gradient in told):
+            if any(gradient is not None for gradient in returned):
                 queued.finish(stream)  # autograd adds these up at once
             else:
                 queued.finish_after_backward(stream)
@@ -143,7 +143,7 @@ class ExpertFunction(torch.autograd.Function):
             # Like saved tensors: a loss that lives on doesn't hold the activations.
             call.saved, call.host = None, ()
         there = (crossing.to_device(d, ctx.device) for d in (d_hidden, d_weights))
-        return None, next(there), None, next(there), *told
+        return None, next(there), None, next(there), *returned
 
 
 def kernels_of(weights: Sequence[ExpertWeights], isa: str, threads: int | None) -> _kernels.Layer:
@@ -202,7 +202,7 @@ def float_zeros(shape: Sequence[int]) -> torch.Tensor:
 
 
 def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
-    """Whether backward may add to ``parameter.grad`` itself, with nobody left out who'd be told.
+    """Whether backward may add to ``parameter.grad`` itself, without bypassing a hook or a reducer.
 
     ``reduced``: in a process group of several, a reducer may be waiting for it, which is a hook unseen.
     """
@@ -223,6 +223,6 @@ def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward that is running was asked to retain_graph; if torch can't say, yes."""
+    """Whether the backward that is running was asked to retain_graph; True where torch can't report it."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return ask is None or bool(ask())

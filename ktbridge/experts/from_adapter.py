@@ -75,7 +75,7 @@ def fit(
     """
     if base is not None:
         _check_base(adapter, base)
-    # Where PEFT's half goes is told by its keys, whatever its configuration calls the places.
+    # The keys of PEFT's half decide where it goes, whatever its configuration lists.
     problems = [
         problem
         for problem in validate_adapter([adapter.path], base_model=base).problems
@@ -98,7 +98,7 @@ def copy_nonexpert(model: nn.Module, start: Start) -> None:
 def _check_base(adapter: Adapter, base: Path) -> None:
     """Compare the base model that the adapter names with the one it is to be trained on.
 
-    The configurations; ``validate_adapter`` compares the weights where the manifest tells of them.
+    The configurations; ``validate_adapter`` compares the weights where the manifest has their hashes.
     """
     named, recorded = adapter.base_model, trained_on(adapter.manifest)
     if recorded is not None:

@@ -1,4 +1,4 @@
-"""What a wrapped model is watched for: that its expert LoRA is trained and saved, or somebody is told.
+"""Checks on a wrapped model: its expert LoRA is trained and saved, or a warning is raised.
 
 PEFT, Trainer, trl, accelerate or a user's own loop may freeze what they didn't add, save what they know,
 and be called in any order. ``watch`` is called once for each model, by ``wrap_experts``.
@@ -32,8 +32,8 @@ def watch(base: Any) -> None:
     # merged or taken away anything.
     base.unload_and_optionally_merge_module = _refuse_unload
     base.ktbridge_layers = tuple(layers_of(base))  # to be found without a walk in every forward
-    # PEFT says so of any model that has a tuner layer. One that it has really been put on before it
-    # recognises by its configuration as well, and says that too.
+    # PEFT warns for any model that has a tuner layer. A model it was really applied to before is
+    # recognised by its configuration as well, which gives a second warning.
     warnings.filterwarnings(
         "ignore", "You are trying to modify a model with PEFT for a second time", UserWarning
     )

@@ -42,11 +42,11 @@ class MoELoRAExperts(ExpertsLayer):
     parameters. Without gradients to compute (``torch.no_grad()``, or nothing that requires one) a forward
     keeps nothing.
 
-    ``activation`` says what a forward keeps for its backward: "retain" keeps each expert's activations,
+    ``activation`` decides what a forward keeps for its backward: "retain" keeps each expert's activations,
     "recompute" only the routing and the LoRA's thin products, for one more gate and up product in backward.
     Both give the same bits; ``saved_bytes`` is what the last forward kept (0
-    where it was queued in a GPU's stream, as it hasn't run yet). Gradient checkpointing has nothing
-    to say here: what the kernels keep is ``activation``'s to decide. Switch it on with
+    where it was queued in a GPU's stream, as it hasn't run yet). Gradient checkpointing has no effect
+    here: ``activation`` decides what the kernels keep. Switch it on with
     ``ktbridge.experts.checkpointing.enable``, which spares the experts' second forward.
 
     ``run_ahead = True`` queues passes whose inputs are on a GPU in its stream, so that Python goes on while

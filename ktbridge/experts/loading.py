@@ -44,7 +44,7 @@ def load_for_kernels(
 ) -> Any:
     """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
 
-    Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``place`` says on which device
+    Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``place`` on which device
     it goes, ``experts`` names another checkpoint of the same experts to map, ``attention`` transformers'
     attention implementation (default: its own choice). Raises as ``load_model``.
     """
@@ -137,7 +137,7 @@ def _attending(attention: str | None) -> dict[str, Any]:
 
 
 def _loaded(cls: Any, path: Path, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    logging.disable_progress_bar()  # callers have their own way to tell
+    logging.disable_progress_bar()  # callers show progress themselves
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # the experts that are left out are no surprise
     try:

@@ -1,6 +1,6 @@
 """Where everything that isn't a routed expert lives: on the GPU if there is one, layer by layer if asked.
 
-The routed experts stay on the CPU in any case. A ``Place`` says which device a module goes to.
+The routed experts stay on the CPU in any case. A ``Place`` maps a module to its device.
 """
 
 from __future__ import annotations

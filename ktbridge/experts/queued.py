@@ -59,7 +59,7 @@ def launcher() -> int:
 def queue(stream: Stream, start: Callable[..., Any], arguments: tuple[Any, ...], alive: Any) -> Any:
     """The job of ``start(cuLaunchHostFunc, stream, *arguments)``; ``alive`` is kept until it has run.
 
-    Raises what ``start`` raises, and what an earlier job of the stream raised that nobody was told of.
+    Raises what ``start`` raises, and what an earlier job of the stream raised and nobody has seen yet.
     """
     _settle(stream)  # first, for what is queued must not be forgotten because of another's failure
     # Kept before the start: an interrupt right after it must not free what the job works on.

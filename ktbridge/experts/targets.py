@@ -1,4 +1,4 @@
-"""Which modules non-expert LoRA goes to, and how PEFT is told of them.
+"""Which modules get non-expert LoRA, and how they are listed for PEFT.
 
 PEFT translates names for families whose experts were single modules before transformers 5: a target called
 gate_proj, up_proj or down_proj becomes LoRA on the fused experts, whose LoRA is ours, though shared
@@ -119,7 +119,7 @@ def as_peft_finds_them(
 ) -> dict[str, Any]:
     """target_modules and target_parameters with which PEFT finds ``names``, given the whole model.
 
-    Names that it takes for the routed experts' are told as parameters, which it takes as they are:
+    Names that it would take for the routed experts' are listed as parameters, which it uses unchanged:
     the tensors are the same.
     """
     every = [name for name, _ in model.named_modules()]

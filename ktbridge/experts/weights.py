@@ -277,7 +277,7 @@ def _stack_problems(
         return
 
     first = experts[0]
-    # Each expert's first complaint; experts that share one are told together.
+    # Each expert's first problem; experts that share one are reported together.
     complaints: dict[str, list[int]] = {}
     for index, tensor in enumerate(experts):
         found = ""

@@ -1,9 +1,9 @@
-"""One layer of kt-kernel's as its sources and runs of it say that it must be driven, bound to autograd.
+"""One layer of kt-kernel, driven as its sources and test runs require, bound to autograd.
 
 What a ``KTMoEWrapper`` in "sft" mode wants of its caller, and what is done about it here:
 
 * LoRA is bfloat16, and part of it is copied when ``update_lora_weights`` is called. So masters are rounded
-  into buffers, and each change is told.
+  into buffers, and each change is announced to it.
 * A backward overwrites six bfloat16 gradient buffers, and clears only the experts that it filled the time
   before. So the buffers live as long as the layer, nobody else writes them, and gradients leave as
   float32 copies, which autograd adds up.
@@ -108,7 +108,7 @@ class KtLayer:
             _buffer_shape = shape
 
     def _tell(self, lora: Sequence[torch.Tensor]) -> None:
-        """Round the masters into the buffers, and say so if that changed anything; no LoRA is B = 0."""
+        """Round the masters into the buffers, and announce it if that changed anything; no LoRA is B = 0."""
         changed = False
         with torch.no_grad():
             for at, (name, buffer) in enumerate(self._lora.items()):
@@ -189,14 +189,14 @@ class KtFunction(torch.autograd.Function):
                 d_hidden, d_weights, gradients = call.layer.backward(inputs, lora, call, d_out)
         if not graph_is_kept():
             call.host = ()
-        told = [
+        returned = [
             gradients.get(name, torch.zeros_like(parameter)) if needed else None
             for name, parameter, needed in zip(
                 LORA_NAMES if lora else (), lora, ctx.needs_input_grad[4:], strict=True
             )
         ]
         there = (crossing.to_device(d, ctx.device) for d in (d_hidden, d_weights))
-        return None, next(there), None, next(there), *told
+        return None, next(there), None, next(there), *returned
 
 
 def _zeros(shape: Sequence[int]) -> torch.Tensor:

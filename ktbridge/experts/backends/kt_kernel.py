@@ -34,7 +34,7 @@ INSTALL = f"pip install --no-deps kt-kernel=={VERSION} gguf"
 _STEP = 32  # rows and columns that its packed weights come in
 _ACTIVATIONS = ("retain", "recompute")
 
-_indices = itertools.count()  # kt-kernel tells layers apart by number, over all models of a process
+_indices = itertools.count()  # kt-kernel identifies layers by number, over all models of a process
 _pool: tuple[int, int] | None = None
 
 
@@ -53,9 +53,9 @@ def load_kt_kernel(moe_class: str = "AMXBF16_SFT_MOE") -> Any:
     try:
         module: Any = importlib.import_module("kt_kernel")
     except Exception as error:  # it loads its extension by hand, so anything may come
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"kt-kernel is installed but does not import: {said}",
+            f"kt-kernel is installed but does not import: {reason}",
             f"Install what it lacks, or {leave}.",
         ) from error
     if module.__version__ != VERSION:
@@ -225,7 +225,7 @@ class KtKernelExperts(ExpertsLayer):
     def forward(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As ``ExpertsLayer`` says. Raises ``UsageError`` for other dtypes, shapes or more than
+        """See ``ExpertsLayer``. Raises ``UsageError`` for other dtypes, shapes or more than
         ``max_tokens``, and ``IndexError`` when an id is not an expert's."""
         check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
         self._check_limits(topk_ids)
@@ -282,7 +282,7 @@ class KtKernelExperts(ExpertsLayer):
 
 
 def _one_pool(threads: int, pools: int) -> None:
-    """Refuse a second choice of threads: kt-kernel would keep to the first and say nothing."""
+    """Refuse a second choice of threads: kt-kernel would silently keep the first."""
     global _pool
     if _pool is not None and _pool != (threads, pools):
         raise UsageError(
@@ -306,7 +306,7 @@ def _stacked(weight: Stack) -> torch.Tensor:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Keep what kt-kernel's C++ prints to stdout off it; what it has to say as it dies is on stderr."""
+    """Keep what kt-kernel's C++ prints to stdout off it; its last words in a crash are on stderr."""
     flush = ctypes.CDLL(None).fflush
     sys.stdout.flush()
     before = os.dup(1)

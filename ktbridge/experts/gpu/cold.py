@@ -112,7 +112,7 @@ class ColdExperts:
                 start = self._kernels.queue_forward
                 saved = queued.queue(self._stream, start, arguments, (self, hosts, out))
                 if keep == _kernels.Keep.nothing:
-                    queued.finish(self._stream)  # nobody else would tell of a failure
+                    queued.finish(self._stream)  # nothing else would report a failure
             return self._back(out), saved
 
     def backward(

@@ -39,7 +39,7 @@ class GpuCall:
     keep: _kernels.Keep
     """What the CPU keeps of its experts for a backward; nothing where none will follow."""
     accumulate: bool
-    """Whether gradients are added to the parameters' own, as ``MoELoRAExperts.accumulate_grad`` says.
+    """Whether gradients are added to the parameters' own, see ``MoELoRAExperts.accumulate_grad``.
 
     In a process group, too: its reducers leave experts on the GPU alone (``ktbridge.sft.distributed``).
     """
@@ -105,18 +105,18 @@ class GpuFunction(torch.autograd.Function):
             saved,
             last,
         )
-        told: list[torch.Tensor | None] = []
+        returned: list[torch.Tensor | None] = []
         later = []
         for name, parameter, wanted in zip(call.names, ctx.parameters, needed, strict=True):
             if not wanted:
-                told.append(None)
+                returned.append(None)
             elif not (call.accumulate and accumulates(parameter, reduced=False)):
-                told.append(gradients[name].to(parameter.device))
+                returned.append(gradients[name].to(parameter.device))
             else:
-                told.append(None)
+                returned.append(None)
                 later.append((parameter, gradients[name]))
         add_gradients(later)
-        return None, d_hidden, None, d_weights, *told
+        return None, d_hidden, None, d_weights, *returned
 
 
 def _on_device(call: GpuCall, parameters: Sequence[torch.Tensor]) -> Lora:

@@ -23,7 +23,7 @@ def by_row(
 ) -> torch.Tensor:
     """[R, in] rows and [E, out, in] matrices -> [R, out]: row r times its expert's matrix, transposed.
 
-    ``ends`` [E] int32 on the device and ``bounds`` (E + 1 numbers from 0) say where each expert's rows are.
+    ``ends`` [E] int32 on the device and ``bounds`` (E + 1 numbers from 0) delimit each expert's rows.
     """
     if _grouped(rows, matrices):
         return functional.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)

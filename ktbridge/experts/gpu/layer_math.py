@@ -80,7 +80,7 @@ def make_borders(
 ) -> Borders:
     """The borders of LoRA tensors [E, ...] by name; absent ones are 0. ``order`` [E]: None as they are.
 
-    A and B are rounded to bfloat16 before B is scaled, as the adapter is saved. ``like`` says the sizes.
+    A and B are rounded to bfloat16 before B is scaled, as the adapter is saved. ``like`` has the sizes.
     """
     hidden, inner, rank, half = like.hidden, like.inner, like.rank, padded(like.rank)
     more, less = borders(rank)

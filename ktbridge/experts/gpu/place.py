@@ -45,9 +45,9 @@ def sizes_of(model: Any, top_k: int) -> Sizes:
 
 
 def give_to_gpu(model: Any, device: torch.device, share: Share, cold_threads: int = 1) -> Placed:
-    """Have the experts of a wrapped model computed on ``device``, as ``share`` says.
+    """Have the experts of a wrapped model computed on ``device``, following ``share``.
 
-    Which of them the CPU computes, on ``cold_threads`` threads, is for ``GpuExperts.set_cold`` to say.
+    ``GpuExperts.set_cold`` selects those that the CPU computes, on ``cold_threads`` threads.
     Expert LoRA moves there where ``share.masters``: make the optimizer after this. On the CPU as device the
     same is computed there, without streams. Raises ``UsageError`` where a layer can't cross.
     """

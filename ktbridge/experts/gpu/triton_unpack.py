@@ -64,7 +64,7 @@ def fill_at(
 ) -> None:
     """``fill`` of ``out`` [n, rows, columns] from anywhere in ``stored`` and ``scales``, in one kernel.
 
-    ``places`` and ``scale_places`` [n] int64 on the device say where each expert's begin, ``row_steps`` how
+    ``places`` and ``scale_places`` [n] int64 on the device are where each expert's begin, ``row_steps`` how
     far apart their rows are, all in elements. For bfloat16 ``scales`` is not read.
     """
     count, rows, columns = out.shape

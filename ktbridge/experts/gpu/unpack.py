@@ -76,7 +76,7 @@ def fill(
     ``stored`` [n, rows, columns], or [n, rows, words] for int4; ``scales`` [n, row groups, column groups],
     None for bfloat16. All have any steps between experts and rows, and none within a row. Values are
     multiplied by their scales in float32 and rounded to bfloat16 once, as in the CPU kernels. ``weights``
-    says what the bits mean.
+    has the storage format.
     """
     if elementwise.kernels(out):
         from ktbridge.experts.gpu import triton_unpack
