@@ -128,9 +128,16 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
         assert isinstance(layer, MoELoRAExperts)
         tokens = max(share.tokens for share in shares.values())
         threads = threads_beside_python(device) if "hybrid" in shares else None
-        slot = max(share.slot_bytes for share in shares.values())
+        smallest = min(shares.values(), key=lambda share: share.slots * share.slot_bytes)
         times = time_layer(
-            layer, device, slot, top_k, tokens, cpu=wanted == "auto", cold_threads=threads
+            layer,
+            device,
+            smallest.slot_bytes,
+            top_k,
+            tokens,
+            slots=max(1, smallest.slots),
+            cpu=wanted == "auto",
+            cold_threads=threads,
         )
     mode, more = wanted, ""
     if wanted == "auto":

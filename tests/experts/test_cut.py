@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 from expertmoe import Shape, make_inputs, make_layer, some_d_out
-from gpuexperts import chain, give
+from gpuexperts import CPU, chain, give, slot_for
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ktbridge.experts.gpu import hybrid
 from ktbridge.experts.gpu.cut import Paces, Phase, coldest, layer_seconds
 from ktbridge.experts.gpu.hybrid import Hybrid
+from ktbridge.experts.gpu.measure import time_layer
 
 SHAPE = Shape(8, 2, 64, 32, 70)
 seconds = st.floats(0, 1e-2)
@@ -79,6 +80,21 @@ def test_the_choice_follows_the_counts_and_a_restored_one_goes_on_alike(
             again.end_step(step)
             assert again.state()["cold"] == states[step - 1]["cold"], (from_step, step)
             assert again.state()["counts"] == states[step - 1]["counts"]
+
+
+def test_a_layer_is_timed_by_some_of_its_experts_and_left_as_it_is() -> None:
+    layer, _ = make_layer(SHAPE)
+    before = {name: value.clone() for name, value in layer.named_parameters()}
+    slot = slot_for(layer, 4)
+    for slots in (1, None):
+        found = time_layer(layer, CPU, slot, 2, 300, slots=slots, cold_threads=1)
+        assert min(found.gpu, found.cpu, found.link) > 0
+        assert found.forward.cold_expert + found.forward.cold_row > 0
+        assert found.backward.cold_expert + found.backward.cold_row > 0
+    assert layer.gpu is None
+    for name, value in layer.named_parameters():
+        assert torch.equal(value, before[name])
+        assert value.grad is None
 
 
 def test_slots_grow_in_number_as_what_crosses_shrinks() -> None:

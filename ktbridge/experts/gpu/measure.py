@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -36,49 +36,70 @@ def time_layer(
     top_k: int,
     tokens: int,
     *,
+    slots: int | None = None,
     cpu: bool = True,
     cold_threads: int | None = None,
 ) -> LayerTimes:
-    """Time one layer's experts with ``tokens`` [T] of a pass on ``device``, and how fast they cross.
+    """Time a layer's experts with ``tokens`` [T] of a pass on ``device``, and how fast they cross.
 
-    Nothing crosses while the GPU is timed. ``cpu``: time the CPU's kernels too; with ``cold_threads``, also
-    so many threads of them (0: their default) while the link is busy, for a cut. The layer is left as it
-    was, without gradients.
+    What is timed are the experts of ``slots`` groups (None: all), with as many tokens for each as in the
+    layer, so that GPU memory is bounded; times are in proportion. Nothing crosses while the GPU is timed.
+    ``cpu``: time the CPU's kernels too; with ``cold_threads``, also so many threads of them (0: their
+    default) while the link is busy, for a cut. ``layer`` itself is not run.
     """
-    groups = list(layer_groups(layer.weights, slot_bytes))
+    groups = list(layer_groups(layer.weights, slot_bytes))[:slots]
+    part = _part(layer, [expert for group in groups for expert in group.experts])
+    share = part.num_experts / layer.num_experts
+    top_k = min(top_k, part.num_experts)
     copier, _ = copier_for(groups, device)
     experts = GpuExperts(
-        {0: layer.weights},
+        {0: part.weights},
         device,
-        layer.lora_rank,
+        part.lora_rank,
         slot_bytes=slot_bytes,
         slots=len(groups),
         copier=copier,
     )
-    place, masters = layer.gpu, layer.lora_device
+
+    def run(most: int, where: torch.device) -> list[float]:
+        few = min(tokens, most)
+        found = _run(part, top_k, max(1, round(few * share)), where)
+        return [each * tokens / few / share for each in found]
+
     try:
-        layer.gpu = OnGpu(experts, 0)
-        layer.move_lora(device)
-        few = min(tokens, _MOST)
-        forward, backward = (tokens / few * each for each in _run(layer, top_k, few, device))
-        layer.gpu = None
-        layer.move_lora(torch.device("cpu"))
-        on_cpu = 0.0
-        if cpu:
-            few = min(tokens, _MOST_ON_CPU)
-            on_cpu = tokens / few * sum(_run(layer, top_k, few, torch.device("cpu")))
+        part.gpu = OnGpu(experts, 0)
+        part.move_lora(device)
+        forward, backward = run(_MOST, device)
+        part.gpu = None
+        part.move_lora(torch.device("cpu"))
+        on_cpu = sum(run(_MOST_ON_CPU, torch.device("cpu"))) if cpu else 0.0
         link = _link(experts)
         phases: list[tuple[float, float]] = [(0.0, 0.0), (0.0, 0.0)]
         if cold_threads is not None:
             with _busy(experts):
-                phases = _cold(layer, cold_threads)
+                phases = _cold(part, cold_threads)
         return LayerTimes(Phase(*phases[0], forward), Phase(*phases[1], backward), on_cpu, link)
     finally:
         _wait(device)
-        layer.gpu = place
-        layer.move_lora(masters)
         experts.drop()
         copier.close()
+
+
+def _part(layer: MoELoRAExperts, experts: Sequence[int]) -> MoELoRAExperts:
+    """A layer of some of the ``experts`` of ``layer``, with a LoRA of its own."""
+    gate, up, down = (each.only(experts) for each in layer.weights)
+    return MoELoRAExperts.from_tensors(
+        gate,
+        up,
+        down,
+        lora_rank=layer.lora_rank,
+        lora_alpha=layer.lora_alpha,
+        isa=layer.isa,
+        threads=layer.threads,
+        lora_targets=layer.lora_targets,
+        activation=layer.activation,
+        accumulate_grad=True,
+    )
 
 
 def _run(

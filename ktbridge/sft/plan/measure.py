@@ -106,7 +106,10 @@ def measure_gpu_layer(setting: Setting, tokens: int) -> LayerTimes | None:
         *_random_layer(storage, size, setting.shape.mappable), lora_rank=size.rank
     )
     threads = threads_beside_python(device) if share and share.hybrid else None
-    return time_layer(layer, device, slot, size.top_k, tokens, cpu=False, cold_threads=threads)
+    slots = share.slots or None if share else None
+    return time_layer(
+        layer, device, slot, size.top_k, tokens, slots=slots, cpu=False, cold_threads=threads
+    )
 
 
 @dataclass(frozen=True)
