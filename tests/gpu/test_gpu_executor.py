@@ -18,6 +18,7 @@ from expertmoe import (
     quantise,
     randomise,
     same_bits,
+    some_d_out,
 )
 from gpuexperts import chain, give, least_slot
 
@@ -95,15 +96,44 @@ def test_outputs_and_gradients_equal_float32_autograd(storage, copier, tmp_path)
         layer, plain = mapped_layer(tmp_path / str(number), shape, storage)
         inputs = make_inputs(shape)
         exact, d_out = exact_outcome(layer, plain, inputs)
-        for groups, resident in ((1, ()), (3, ()), (3, (0,))):
-            give([layer], CUDA, groups=groups, resident=resident, copier=copier([layer]))
+        some, every = (0, shape.experts - 1), range(shape.experts)
+        for groups, resident, cold in (
+            (1, (), ()),
+            (3, (), ()),
+            (3, (0,), ()),
+            (2, (), some),
+            (1, (), every),
+        ):
+            made = copier([layer])
+            give([layer], CUDA, groups=groups, resident=resident, copier=made, cold=cold)
             found = outcome(layer, there(inputs), d_out.to(CUDA))
             assert all(value.device == CUDA for value in found.values())
             far = {name: error(found[name].cpu(), exact[name]) for name in exact}
-            assert max(far.values()) <= TOLERANCE, (str(shape), groups, far)
+            assert max(far.values()) <= TOLERANCE, (str(shape), groups, cold, far)
             torch.cuda.synchronize()
             layer.move_lora(torch.device("cpu"))
             layer.gpu = None
+
+
+def test_layers_split_with_the_cpu_repeat_their_bits_and_equal_the_gpu_alone(tmp_path):
+    layers = [mapped_layer(tmp_path / str(n), BIG, seed=n)[0] for n in range(3)]
+    inputs, d_out = there(make_inputs(BIG)), some_d_out(BIG).to(CUDA)
+    copier = Staged(CUDA, 2)
+    experts = give(layers, CUDA, groups=4, slots=3, copier=copier)
+    alone = chain(layers, inputs, d_out)
+    results = []
+    for cold in (range(0, 64, 3), range(40), range(0, 64, 3)):
+        experts.set_cold(dict.fromkeys(range(3), tuple(cold)))
+        results += [chain(layers, inputs, d_out) for _ in range(3)]
+    assert same_bits([*results[:3], *results[6:]])
+    assert same_bits(results[3:6])
+    for found in (results[0], results[3]):
+        for name, expected in alone.items():
+            far = (found[name].float() - expected.float()).norm()
+            assert far <= 0.03 * expected.float().norm(), name
+    assert sum(experts.counts[0]) == 10 * BIG.tokens * BIG.top_k
+    torch.cuda.synchronize()
+    copier.close()
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "int4-32"])
