@@ -33,7 +33,6 @@ from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
-from ktbridge.sft.attach import threads_beside_python
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.devices import choose
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
@@ -122,23 +121,7 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     shares, why = _shares(setting, wanted, space, sizes)
     if not shares:
         return on_cpu(f", for the GPU's memory is too small: {why}")
-    times: LayerTimes | None = None
-    if (wanted == "auto" and distributed.is_main()) or "hybrid" in shares:
-        layer = next(iter(expert_layers(model).values()))
-        assert isinstance(layer, MoELoRAExperts)
-        tokens = max(share.tokens for share in shares.values())
-        threads = threads_beside_python(device) if "hybrid" in shares else None
-        smallest = min(shares.values(), key=lambda share: share.slots * share.slot_bytes)
-        times = time_layer(
-            layer,
-            device,
-            smallest.slot_bytes,
-            top_k,
-            tokens,
-            slots=max(1, smallest.slots),
-            cpu=wanted == "auto",
-            cold_threads=threads,
-        )
+    times = _timed(model, shares, device, top_k, wanted == "auto")
     mode, more = wanted, ""
     if wanted == "auto":
         seconds = _seconds(shares, times, sizes)
@@ -150,18 +133,52 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
             )
         others = ", ".join(f"{each} {took:.2f}" for each, took in seconds.items() if each != mode)
         more = f"; {seconds[mode]:.2f} s a pass predicted for the experts ({others})"
-    share = shares[mode]
-    placed = give_to_gpu(model, device, share, threads_beside_python(device))
+    return _given(model, mode, shares[mode], times, more, device=device, sizes=sizes)
+
+
+def _timed(
+    model: Any, shares: Mapping[str, Share], device: torch.device, top_k: int, auto: bool
+) -> LayerTimes | None:
+    """A layer's times, where they decide something: rank 0's for ``auto``, or paces for a hybrid."""
+    if not ((auto and distributed.is_main()) or "hybrid" in shares):
+        return None
+    layer = next(iter(expert_layers(model).values()))
+    assert isinstance(layer, MoELoRAExperts)
+    smallest = min(shares.values(), key=lambda share: share.slots * share.slot_bytes)
+    return time_layer(
+        layer,
+        device,
+        smallest.slot_bytes,
+        top_k,
+        max(share.tokens for share in shares.values()),
+        slots=max(1, smallest.slots),
+        cpu=auto,
+        cold_threads=layer.threads if "hybrid" in shares else None,
+    )
+
+
+def _given(
+    model: Any,
+    mode: str,
+    share: Share,
+    times: LayerTimes | None,
+    more: str,
+    *,
+    device: torch.device,
+    sizes: Sizes,
+) -> ExpertDevice:
+    """The experts given to ``device``; ``more``: the reason for it, in words."""
+    threads = next(iter(expert_layers(model).values())).threads
+    placed = give_to_gpu(model, device, share, threads)
     hybrid = None
     if share.hybrid:
         assert times is not None
-        rows = share.tokens * top_k
+        rows = share.tokens * sizes.top_k
         hybrid = Hybrid(placed.experts, paces(times, share, sizes), rows, share.cold)
         more = f"; the CPU computes {hybrid.cold} of {sizes.layers * sizes.experts} experts at first{more}"
     if len(share.resident) == sizes.layers:
         mode = "resident"
-    why = _describe(share, sizes, placed, more)
-    return ExpertDevice(mode, share.tokens, why, placed, hybrid)
+    return ExpertDevice(mode, share.tokens, _describe(share, sizes, placed, more), placed, hybrid)
 
 
 def _seconds(
