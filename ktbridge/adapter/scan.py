@@ -167,7 +167,7 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, Any] | None
         return None
     version, status = manifest.get("version"), manifest.get("status")
     if version != 1 or status != "ready":
-        found = f"says version {version!r}, status {status!r}"
+        found = f"has version {version!r}, status {status!r}"
         problems.append(problem("KTB010", str(file), found, "version 1, status 'ready'"))
     return manifest
 

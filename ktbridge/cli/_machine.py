@@ -1,4 +1,4 @@
-"""The options that describe another machine: the same in every command that plans for one."""
+"""The options that describe another machine, shared by the commands that plan for one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("cores", "memory", "gpus", "gpu_memory")
 
 
 class Size(click.ParamType):
-    """Bytes, written with their unit: 24GB or 24GiB."""
+    """Bytes with a unit: 24GB or 24GiB."""
 
     name = "size"
 
@@ -51,7 +51,7 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def described(options: dict[str, Any]) -> Described:
-    """Take the four options out of a command's keywords."""
+    """Pop the four options from a command's keywords."""
     from ktbridge.machine import Described
 
     return Described(**{name: options.pop(name) for name in NAMES})

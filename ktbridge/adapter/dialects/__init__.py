@@ -36,7 +36,7 @@ DIALECTS: tuple[Dialect, ...] = (
     ),
     Dialect(
         "unsloth-legacy", True, False, "older Unsloth",
-        "bits as they are; not written, because nothing in it tells it from peft-fused",
+        "bits as they are; not written, because nothing distinguishes it from peft-fused",
     ),
     Dialect("vllm", True, True, "vLLM with per-expert LoRA", _SCALE),
     Dialect("sglang-3d", True, True, "SGLang 0.5.2x and later on GPUs", _SCALE),

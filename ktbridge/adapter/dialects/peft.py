@@ -176,7 +176,7 @@ def _pairs(
                 where = halves["A"].where
                 findings.append(problem("KTB302", where, "or its counterpart is not a matrix"))
             elif parameter is None:
-                found_text = "is LoRA on a parameter that target_parameters doesn't tell"
+                found_text = "is LoRA on a parameter that target_parameters doesn't identify"
                 expected = f"{GATE_UP} or {DOWN}"
                 findings.append(problem("KTB201", halves["A"].where, found_text, expected))
             else:
@@ -222,7 +222,9 @@ def _orientation(
             reason = "PEFT and older Unsloth write the same keys and shapes with B in another order"
             flags = "--from peft-fused or --from unsloth-legacy"
         else:
-            reason = "neither keys nor shapes tell which of three dialects wrote its expert LoRA"
+            reason = (
+                "neither keys nor shapes identify which of three dialects wrote its expert LoRA"
+            )
             flags = "--from peft-fused, --from peft-0.18 or --from unsloth-legacy"
         raise UsageError(f"{opened.path} is ambiguous: {reason}", f"pass {flags}")
     if dialect == "peft-fused" and verdict is True:
