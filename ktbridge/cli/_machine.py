@@ -40,7 +40,10 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--gpu-memory", type=SIZE, metavar="SIZE", help="Of each GPU, as 24GB."),
         click.option("--gpus", type=click.IntRange(0, 1024), help="Plan for so many GPUs."),
         click.option(
-            "--memory", type=SIZE, metavar="SIZE", help="Plan for a machine with 64GB, say."
+            "--memory",
+            type=SIZE,
+            metavar="SIZE",
+            help="Plan for a machine with, for example, 64GB.",
         ),
         click.option(
             "--cores", type=click.IntRange(1, 4096), help="Plan for a machine with so many cores."

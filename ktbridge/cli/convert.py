@@ -37,7 +37,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     default="auto",
     show_default=True,
     metavar="FORMAT",
-    help="The format of RAW_DIR where it can't be told: any of --to, unsloth-legacy or peft-0.18.",
+    help="The format of RAW_DIR if it is ambiguous: any of --to, unsloth-legacy or peft-0.18.",
 )
 @click.option(
     "--output",

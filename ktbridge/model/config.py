@@ -30,9 +30,9 @@ class ModelConfig:
     ``prefix`` precedes ``layers.N`` in checkpoint keys. ``hidden_size`` is H, ``intermediate_size``
     is one routed expert's I, ``num_experts`` is E.
     ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry per
-    layer ("full_attention", "linear_attention", ...) if the config or the family defines them. ``text`` is the
-    text model's unmodified part of config.json; ``auto_map``: loading would run remote code; ``tied``:
-    input and output embeddings share one weight.
+    layer ("full_attention", "linear_attention", ...) if the config or the family defines them.
+    ``text`` is the text model's unmodified part of config.json; ``auto_map``: loading would run remote
+    code; ``tied``: input and output embeddings share one weight.
     """
 
     path: Path
