@@ -1,13 +1,13 @@
-"""What can go wrong, said once.
+"""Exceptions and findings shared by all packages.
 
 Exception tree::
 
     KtbridgeError            the work failed; exit code 1
-    ├── UsageError           the request itself makes no sense; exit code 2
-    └── ProblemsError        a check collected problems, then failed once; exit code 1
+    ├── UsageError           the request itself is invalid; exit code 2
+    └── ProblemsError        a check collected problems, then raised once; exit code 1
 
-``sentence`` is one sentence that says what and where; ``next_step`` says what to do about it.
-Nothing below ``ktbridge.cli`` prints or exits: it raises one of these.
+``sentence`` states the error and its location; ``next_step`` is the remedy.
+Code outside ``ktbridge.cli`` never prints or exits: it raises one of these.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Problem:
 
 
 class KtbridgeError(Exception):
-    """The work failed. ``sentence`` says what and where, ``next_step`` what to do next.
+    """The work failed. ``sentence`` states the error and its location, ``next_step`` the remedy.
 
-    ``str(error)``, and so a traceback, shows both. Compose other messages from ``sentence``.
+    ``str(error)``, and so a traceback, shows both. Build other messages from ``sentence``.
     """
 
     exit_code = 1
@@ -67,13 +67,13 @@ class KtbridgeError(Exception):
 
 
 class UsageError(KtbridgeError):
-    """The request makes no sense as given (unknown key, impossible combination)."""
+    """The request is invalid (unknown key, impossible combination)."""
 
     exit_code = 2
 
 
 class ProblemsError(KtbridgeError):
-    """A check found problems. All of them are in ``problems``; none was acted upon.
+    """A check found problems, all of them in ``problems``; nothing was changed.
 
     ``str(error)`` shows the first ``SHOWN`` of them, each with its next step, and how many more there are.
     """
@@ -88,7 +88,7 @@ class ProblemsError(KtbridgeError):
         yield self.sentence
         step = ""
         for problem in self.problems[: self.SHOWN]:
-            if step and problem.next_step != step:  # once for neighbours that share it
+            if step and problem.next_step != step:  # once for consecutive problems that share it
                 yield f"    next: {step}"
             step = problem.next_step
             yield f"  {problem.severity} {problem.code}  {problem}"

@@ -1,6 +1,6 @@
-"""URLs of servers, and which hosts are this machine.
+"""URLs of servers, and loopback detection.
 
-What binds beyond this machine needs a key, and no proxy is asked for an address on it.
+Servers that bind beyond loopback need a key, and loopback requests bypass proxies.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ def is_loopback_url(url: str) -> bool:
 def api_url(text: str) -> str:
     """The root of an OpenAI-compatible API, ending in /v1: "http://h:8000", ".../v1" and ".../v1/" are one.
 
-    Raises ValueError, which says why, for what is no http or https URL of a host alone and a path.
+    Raises ValueError with the reason unless it is an http or https URL of only a host and a path.
     """
     parts = urllib.parse.urlsplit(text.strip())
     if parts.scheme not in ("http", "https"):
         raise ValueError("it does not begin with http:// or https://")
-    if (
-        not parts.hostname or parts.port == 0
-    ):  # a port that is no number raises ValueError by itself
+    if not parts.hostname or parts.port == 0:  # a port that is not a number raises ValueError here
         raise ValueError("it names no host")
     if parts.query or parts.fragment:
         raise ValueError("it has a query or a fragment")
@@ -50,7 +48,7 @@ def api_url(text: str) -> str:
 
 
 def server_url(text: str) -> str:
-    """``api_url`` of what --server was given. Raises KtbridgeError."""
+    """``api_url`` of the value of --server. Raises KtbridgeError."""
     try:
         return api_url(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How to install ktbridge itself: it isn't on PyPI, so every hint names the checkout that it came from."""
+"""How to install ktbridge itself: it isn't on PyPI, so install hints name its checkout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = "ktbridge"
 
 
 def install_hint(extra: str = "all") -> str:
-    """The command that brings what ``extra`` ("train", "serve", "eval", "gguf", "all") needs.
+    """The command that installs ``extra`` ("train", "serve", "eval", "gguf", "all").
 
     "pip install -e '/home/u/ktbridge[train]'" where the checkout is known from the installed package's
     metadata; else "pip install '.[train]' in the ktbridge checkout".
@@ -25,7 +25,7 @@ def install_hint(extra: str = "all") -> str:
 
 
 def reinstall_hint() -> str:
-    """The command that builds and installs ktbridge again, its dependencies left alone."""
+    """The command that rebuilds and reinstalls ktbridge without its dependencies."""
     found = _checkout()
     if found is None:
         return "pip install --force-reinstall --no-deps . in the ktbridge checkout"
@@ -34,9 +34,9 @@ def reinstall_hint() -> str:
 
 
 def _checkout() -> tuple[str, bool] | None:
-    """The directory that ktbridge was installed from, and whether as editable; None if not known.
+    """The directory that ktbridge was installed from, and whether it is editable; None if unknown.
 
-    pip leaves direct_url.json (PEP 610) for whatever it installs from a path.
+    pip writes direct_url.json (PEP 610) for installations from a path.
     """
     try:
         record = json.loads(metadata.distribution(_NAME).read_text("direct_url.json") or "{}")

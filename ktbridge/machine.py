@@ -1,6 +1,6 @@
-"""What this machine has, read from the kernel's own files. Linux; standard library only.
+"""Hardware of this machine, read from /proc and /sys. Linux; standard library only.
 
-Every function takes the root of the file tree, so that other machines' files can be read in tests.
+Every function takes the root of the file tree, so that tests can read other machines' files.
 A fact that cannot be read is None, never a guess.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path("/")
-# The instructions that decide which kernel path runs, ours or an engine's.
+# Instruction sets that select the kernel path, ours or an engine's.
 ISA_FLAGS = (
     "avx2",
     "fma",
@@ -31,7 +31,7 @@ ISA_FLAGS = (
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One memory node: its CPUs as the kernel lists them ("0-15") and its bytes.
+    """One NUMA node: its CPUs as the kernel lists them ("0-15") and its bytes.
 
     ``usable`` counts those CPUs that this process's affinity allows.
     """
@@ -44,9 +44,9 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU and memory. Sizes are bytes; ``usable_cpus`` are CPUs, a quota may make it fractional.
+    """CPU and memory. Sizes are bytes; ``usable_cpus`` may be fractional under a quota.
 
-    ``huge_pages`` are bytes set aside for them; ``transparent_huge_pages`` is the kernel's setting.
+    ``huge_pages`` are bytes reserved for them; ``transparent_huge_pages`` is the kernel's setting.
     """
 
     cpu: str | None
@@ -69,12 +69,12 @@ class Machine:
 
     @property
     def usable_cores(self) -> int:
-        """Physical cores that this process can keep busy, one at least."""
+        """Physical cores that this process can keep busy, at least one."""
         return max(1, int(min(self.usable_cpus, self.physical_cores or self.logical_cpus)))
 
     @property
     def usable_memory(self) -> int | None:
-        """Bytes that this process may fill: the cgroup's limit where it is below the RAM."""
+        """Bytes that this process may use: the cgroup's limit if below the RAM."""
         sizes = [size for size in (self.memory, self.memory_limit) if size is not None]
         return min(sizes) if sizes else None
 
@@ -95,9 +95,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Described:
-    """Another machine as a user describes it; None for what isn't given. ``gpu_memory`` is bytes of each GPU.
+    """Another machine as a user describes it; None if not given. ``gpu_memory`` is bytes per GPU.
 
-    Cores or memory make it another machine; GPUs alone are other GPUs in this one.
+    Cores or memory make it another machine; GPUs alone mean other GPUs in this one.
     """
 
     cores: int | None = None
@@ -111,11 +111,11 @@ class Described:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is another machine, so that nothing of this one says anything about it."""
+        """Whether it is another machine, to which this one's facts don't apply."""
         return self.cores is not None or self.memory is not None
 
     def machine(self, here: Machine) -> Machine:
-        """What is known of it: ``here``, or a machine of these cores (not given: ``here``'s) and memory."""
+        """Its known facts: ``here``, or a machine with these cores (default: ``here``'s) and memory."""
         if not self.elsewhere:
             return here
         cores = self.cores or here.usable_cores
@@ -146,7 +146,7 @@ def read_machine(root: Path = ROOT) -> Machine:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that nvidia-smi lists; none without it. Leaves CUDA alone, so nothing is initialised."""
+    """The GPUs that nvidia-smi lists; none without it. Doesn't initialise CUDA."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -166,7 +166,7 @@ def _isa(cpuinfo: str) -> tuple[str, ...]:
 
 
 def _physical_cores(root: Path) -> int | None:
-    """Cores, not hyperthreads: distinct (package, core) pairs."""
+    """Number of cores, not hyperthreads: distinct (package, core) pairs."""
     pairs = set()
     for topology in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
         package, core = _text(topology / "physical_package_id"), _text(topology / "core_id")
@@ -178,7 +178,7 @@ def _physical_cores(root: Path) -> int | None:
 def _cgroups(root: Path) -> list[Path]:
     """This process's cgroup directories, innermost first: any of them may set a limit.
 
-    Version 2 has one tree; version 1 one a controller. In a container the tree is often mounted at
+    Version 2 has one tree; version 1 one per controller. In a container the tree is often mounted at
     its own root, so the root directories are read too.
     """
     mount = root / "sys/fs/cgroup"
@@ -208,7 +208,7 @@ def _limit(group: Path) -> int | None:
     """Bytes that a cgroup allows: memory.max (v2) or memory.limit_in_bytes (v1)."""
     for name in ("memory.max", "memory.limit_in_bytes"):
         text = _text(group / name)
-        # Version 1 spells "no limit" as a number near 2^63.
+        # Version 1 represents "no limit" as a number near 2^63.
         if text is not None and text.isdigit() and int(text) < 2**60:
             return int(text)
     return None

@@ -1,9 +1,9 @@
-"""Files and directories that appear whole or not at all (rule 3 of the house).
+"""Atomic writes of files and directories.
 
-Everything is written into a hidden directory beside the target, flushed, and renamed into place;
-an existing target is exchanged for the new one in a single step where the kernel can
-(``renameat2``), so a kill at any moment leaves the old directory or the new one. What a killed run
-left behind is recognised by its lock, which died with it, and is removed by the next run.
+Everything is written into a hidden directory beside the target, fsynced, and renamed into place;
+an existing target is exchanged atomically if the kernel supports it (``renameat2``), so a kill at
+any moment leaves the old directory or the new one. Leftovers of a killed run are recognised by their
+released lock, and are removed by the next run.
 Modes follow the umask: nothing here comes from ``tempfile``, whose files are private.
 """
 
@@ -33,7 +33,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 Refusal = Callable[[Path], "tuple[str, str] | None"]
 
 
-# What there is to object to in a directory with these entries, as (found, next step).
+# The objection to replacing a directory with these entries, as (found, next step).
 Objection = Callable[[list[str]], "tuple[str, str] | None"]
 ELSEWHERE = "choose another output directory"
 
@@ -41,8 +41,8 @@ ELSEWHERE = "choose another output directory"
 def why_not_replaced(target: Path, overwrite: bool, objection: Objection) -> tuple[str, str] | None:
     """Why ``target`` may not be (re)placed, as (found, next step); None when it may.
 
-    A missing or empty directory is free. Another is replaced only with ``overwrite``, and only
-    where there is no ``objection`` to its entries: replacing deletes what was there.
+    A missing or empty directory may be used. Another is replaced only with ``overwrite``, and only
+    if there is no ``objection`` to its entries: replacing deletes what was there.
     """
     if not os.path.lexists(target):
         return None
@@ -77,12 +77,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 class Staging:
-    """A directory being made: write into ``path``, then ``commit()``; without it, nothing stays.
+    """A directory being written: write into ``path``, then ``commit()``; without it, all is removed.
 
-    ``committed`` tells whether the new directory is in place.
-    ``target`` may be a symlink to a directory: the directory it points to is replaced. ``refusal`` says
-    which existing targets may be; what they hold is deleted. A missing target is always free.
-    Raises ``KtbridgeError`` where ``refusal`` objects, here or at the commit.
+    ``committed`` is True once the new directory is in place.
+    ``target`` may be a symlink to a directory: the directory it points to is replaced. ``refusal``
+    decides which existing targets may be; their content is deleted. A missing target is always allowed.
+    Raises ``KtbridgeError`` if ``refusal`` objects, here or at the commit.
     """
 
     def __init__(self, target: str | os.PathLike[str], refusal: Refusal) -> None:
@@ -111,14 +111,14 @@ class Staging:
         self.discard()
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Write and flush one small file."""
+        """Write and fsync one small file."""
         with open(self.path / name, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
 
     def flush(self) -> None:
-        """Make durable what libraries wrote into ``path``, with modes that follow the umask.
+        """Fsync the files that libraries wrote into ``path``, and set their modes by the umask.
 
         safetensors' own files are 0600: another Unix user would find "no model there".
         """
@@ -142,7 +142,7 @@ class Staging:
         self.committed = True
         fsync_directory(self.target.parent)
         if old is not None:
-            # The new one is in place; what can't be removed now is the next run's to sweep up.
+            # The new one is in place; the next run removes leftovers that can't be removed now.
             shutil.rmtree(old, ignore_errors=True)
         self._release()
 
@@ -152,7 +152,7 @@ class Staging:
             shutil.rmtree(self.path, ignore_errors=True)
             self._release()
             if not self.committed:
-                with contextlib.suppress(OSError):  # something else may have moved in
+                with contextlib.suppress(OSError):  # another process may have created it
                     for parent in self._made:
                         parent.rmdir()
 
@@ -168,7 +168,7 @@ class Staging:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames inside ``path`` durable."""
+    """Fsync ``path``, so that renames inside it are durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -177,9 +177,9 @@ def fsync_directory(path: Path) -> None:
 
 
 def start_writeback(descriptor: int, start: int, count: int) -> None:
-    """Let the disk begin with a written range now, so that a later fsync finds little left to do.
+    """Start write-back of a written range now, so that a later fsync has little left to do.
 
-    Only a hint: durability is fsync's, and where the call is missing nothing happens.
+    Only a hint: fsync gives durability, and without the system call nothing happens.
     """
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
@@ -187,10 +187,10 @@ def start_writeback(descriptor: int, start: int, count: int) -> None:
 
 
 def _exchange(new: Path, target: Path) -> Path:
-    """Swap two directories; return where the old one is now."""
+    """Exchange two directories; return the old one's new path."""
     if _renameat2_exchange(new, target):
         return new
-    # A file system without exchange: there is an instant in which the target is absent.
+    # File system without exchange: the target is absent for an instant.
     old = new.with_name(new.name.replace(".partial-", ".replaced-"))
     os.rename(target, old)
     os.rename(new, target)
@@ -210,7 +210,7 @@ def _renameat2_exchange(first: Path, second: Path) -> bool:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove half-made directories of runs that were killed (their lock is free)."""
+    """Remove incomplete directories of killed runs (their lock is free)."""
     for path in target.parent.glob(f".{_glob_literal(target.name)}.partial-*"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

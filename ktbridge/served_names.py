@@ -1,7 +1,7 @@
-"""The names under which servers offer their arms: what builds them and what reads them.
+"""Build and parse the model names under which servers offer their arms.
 
 ``S`` is base + expert LoRA, ``S:NAME`` the whole of adapter NAME, ``S:base`` the base model itself. The
-embedded engine lists them so. SGLang-KT lists NAME for what is asked as ``S:NAME``, and has no ``S:base``.
+embedded engine lists them so. SGLang-KT lists NAME for requests to ``S:NAME``, and has no ``S:base``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def served_by(name: str) -> str | None:
 
 
 def listed_as(name: str, listed: Collection[str]) -> str | None:
-    """What stands for ``name`` in a server's list: itself, or NAME beside S. None: it isn't offered."""
+    """The entry for ``name`` in a server's list: itself, or NAME if S is listed. None: not offered."""
     if name in listed:
         return name
     served, adapter = split_name(name)
@@ -77,9 +77,9 @@ class ServedArm:
 
 
 def described_halves(description: str) -> tuple[bool, bool]:
-    """Whether a description speaks of an expert and a non-expert half.
+    """Whether a description mentions an expert and a non-expert half.
 
-    Of one that isn't an arm's nothing is known, and the name is believed: both.
+    If it isn't an arm's description, both are assumed, as the name suggests.
     """
     parts = description.split(" + ")
     if parts[0] != "base":
@@ -102,7 +102,7 @@ def check_served_name(served: str) -> None:
 
 
 def check_adapter_name(name: str) -> None:
-    """Refuse an adapter name that cannot stand after ``S:`` (UsageError)."""
+    """Refuse an adapter name that cannot follow ``S:`` (UsageError)."""
     if name == BASE:
         raise UsageError(
             "an adapter cannot be named 'base': that name selects the base model itself.",
@@ -117,7 +117,7 @@ def check_adapter_name(name: str) -> None:
 def list_arms(
     served: str, *, expert: bool, whole: Sequence[str] = (), nonexpert: Sequence[str] = ()
 ) -> tuple[ServedArm, ...]:
-    """The arms of one server: those that the loaded adapters make, so that no name answers as another.
+    """The arms of one server, only those of loaded adapters, so that no two names are the same arm.
 
     ``expert``: an expert LoRA is loaded. ``whole``: names of adapters without a non-expert half;
     ``nonexpert``: names of those that have one. Without any adapter ``S`` is the base model.

@@ -1,6 +1,6 @@
-"""Numbers as people write and read them. One unit of sizes: GB of 10^9 bytes, as disks and hubs count.
+"""Human-readable numbers. Sizes are shown in GB of 10^9 bytes, as disk vendors and hubs do.
 
-Memory is often sold in GiB; both can be given, and 64 GiB are shown as the 68.7 GB that they are.
+Memory is often sold in GiB; both are accepted, and 64 GiB are shown as 68.7 GB.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _STEPS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 def parse_size(text: str) -> int:
     """Bytes of "24GB" (10^9 each), "64 GiB" (2^30) or "512M" (10^6).
 
-    Raises UsageError for anything else. A number without a unit is refused: some would mean bytes by it,
-    most gigabytes.
+    Raises UsageError for anything else. A number without a unit is refused as ambiguous: bytes or
+    gigabytes.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):
@@ -31,7 +31,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """ "61.1 GB", "4.2 MB", "640 bytes": the largest unit of which there is one."""
+    """ "61.1 GB", "4.2 MB", "640 bytes": in the largest unit that gives at least 1."""
     for unit, scale in _STEPS:
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"
@@ -39,5 +39,5 @@ def size_text(size: int) -> str:
 
 
 def figures(number: float) -> str:
-    """Two significant figures of small numbers: an estimate has no more."""
+    """Two significant figures for small numbers: estimates aren't more precise."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"

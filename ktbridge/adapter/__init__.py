@@ -1,8 +1,8 @@
 """What an adapter is on disk: read it, check it, convert it, merge it. Needs only numpy, never torch.
 
-One adapter takes four forms of KT's: *raw* (what training writes), *expert* and *nonexpert* (the
+KT has four layouts of an adapter: *raw* (what training writes), *expert* and *nonexpert* (the
 split serving layout), *merged* (one serving directory with both). ``convert_adapter`` also reads and
-writes those of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.dialects``)::
+writes the formats of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.dialects``)::
 
     from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 

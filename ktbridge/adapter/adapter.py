@@ -1,4 +1,4 @@
-"""One adapter directory, opened: its layout, its numbers, and every tensor filed where it belongs.
+"""One adapter directory, opened: layout, rank and alpha, and every tensor classified by role.
 
 ``ktbridge.adapter.scan`` makes these from a directory. Tensor data stays on disk until asked for.
 """
@@ -47,7 +47,7 @@ class Slice(NamedTuple):
 
 
 class ExpertStack:
-    """One (layer, projection, half) over all experts: a fused tensor, or one tensor an expert."""
+    """One (layer, projection, half) over all experts: a fused tensor, or one tensor per expert."""
 
     def __init__(self) -> None:
         self.fused: Part | None = None
@@ -68,7 +68,7 @@ class ExpertStack:
         return [self.parts[expert] for expert in sorted(self.parts)]
 
     def slices(self) -> Iterator[tuple[int, Slice]]:
-        """(expert, where its matrix lies) in expert order. The fused tensor must be 3-D."""
+        """(expert, location of its matrix) in expert order. The fused tensor must be 3-D."""
         if self.fused is None:
             for expert in sorted(self.parts):
                 file, entry, _ = self.parts[expert]
@@ -86,8 +86,8 @@ class Adapter:
 
     Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None);
     ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that
-    are neither; ``files``; ``trained_as``, the configuration that says which layers were chosen;
-    ``stamps``, what all these files were like when they were read.
+    are neither; ``files``; ``trained_as``, the configuration that lists the selected layers;
+    ``stamps``, size, time and inode of these files when they were read.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
@@ -135,7 +135,7 @@ class Adapter:
 
     @property
     def base_model(self) -> str | None:
-        """The base model's name or path, as the configuration or else the manifest gives it."""
+        """The base model's name or path from the configuration, else from the manifest."""
         name = self.config.get("base_model_name_or_path")
         if not isinstance(name, str) or not name:
             base = (self.manifest or {}).get("base")
@@ -147,15 +147,15 @@ class Adapter:
         return tuple(sorted({layer for layer, _, _ in self.experts}))
 
     def num_experts(self) -> int:
-        """The number of experts E a layer; 0 without expert LoRA."""
+        """The number of experts E per layer; 0 without expert LoRA."""
         return max((stack.count for stack in self.experts.values()), default=0)
 
     def expert_tensor(self, layer: int, name: str, *, mapped: bool = True) -> Tensor:
         """``name`` ("gate_lora_a", ...) of all experts of a layer, stacked.
 
         Shapes: gate/up a [E,r,H], b [E,I,r]; down a [E,r,I], b [E,H,r]. A view of the memory-mapped
-        file where the data is contiguous there, else a copy; always a copy unless ``mapped``, which
-        a file that gets shorter meanwhile can't harm. KtbridgeError when the layer or an expert is
+        file where the data is contiguous there, else a copy; always a copy unless ``mapped``: a
+        copy is safe if the file is truncated meanwhile. KtbridgeError when the layer or an expert is
         missing.
         """
         if name not in FUSED_NAMES:
@@ -199,11 +199,11 @@ class Adapter:
         return Tensor(key, tensor.dtype, tensor.shape, tensor.data)
 
     def nonexpert_modules(self) -> tuple[str, ...]:
-        """Own names of the adapted non-expert modules ("q_proj"), sorted."""
+        """Leaf names of the adapted non-expert modules ("q_proj"), sorted."""
         return tuple(sorted({part.key.leaf for part in self.nonexpert.values()}))
 
     def expert_modules(self) -> tuple[str, ...]:
-        """Own names of the adapted expert projections ("gate_proj"), sorted."""
+        """Leaf names of the adapted expert projections ("gate_proj"), sorted."""
         return tuple(sorted({f"{projection}_proj" for _, projection, _ in self.experts}))
 
     def __repr__(self) -> str:
@@ -219,8 +219,8 @@ class Adapter:
             halves.append(f"others: {numbers} on {', '.join(self.nonexpert_modules())}")
         if self.leftovers:
             halves.append(f"{len(self.leftovers)} unknown tensors")
-        told = "; ".join([*halves, f"base model {self.base_model!r}"])
-        return f"<Adapter {self.layout} {str(self.path)!r}: {told}>"
+        summary = "; ".join([*halves, f"base model {self.base_model!r}"])
+        return f"<Adapter {self.layout} {str(self.path)!r}: {summary}>"
 
     def _lora(self, name: str, default: Any) -> Any:
         lora = (self.manifest or {}).get("lora")
@@ -254,7 +254,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def last_part(name: str) -> str:
-    """What two spellings of one model share: the last part of a path or Hub id.
+    """The last part of a path or Hub id, which different references to one model share.
 
     A path into the Hub's cache, ``.../models--ORG--NAME/snapshots/SHA``, gives NAME.
     """
@@ -266,7 +266,7 @@ def last_part(name: str) -> str:
 
 
 def convert_step(adapter: Adapter) -> str:
-    """The command that writes the directory anew as its layout should be."""
+    """The command that rewrites the directory in its correct layout."""
     layout = "merged" if adapter.layout == "raw" else adapter.layout
     return f"ktbridge convert {shlex.quote(str(adapter.path))} --{layout}-output-dir D"
 

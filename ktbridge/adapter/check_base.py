@@ -1,7 +1,7 @@
-"""Checks of an adapter against its base model, of which config.json is enough.
+"""Check an adapter against its base model; config.json is enough.
 
-What a loader would drop without a word (an extra layer) or fill with zeros (a missing one) is an
-error here.
+An extra layer, which a loader would ignore silently, and a missing one, which it would fill with
+zeros, are errors here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _DENSE_ONLY = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 
 
 def check_base(adapter: Adapter, base: ModelConfig, for_engine: bool = False) -> Iterator[Problem]:
-    """Every way in which the adapter and the base model's architecture don't fit.
+    """Every mismatch between the adapter and the base model's architecture.
 
-    A module that SGLang-KT can't apply is an error if that is what will serve (``for_engine``), and
-    a warning else, because other engines apply it.
+    A module that SGLang-KT can't apply is an error if SGLang-KT will serve it (``for_engine``),
+    otherwise a warning, because other engines apply it.
     """
     if base.family is None:
         yield problem(
@@ -64,7 +64,7 @@ def _expert_layers(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
 
 
 def _expert_sizes(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
-    """H and I; for families that aren't in the table H alone, whose name in config.json is sure."""
+    """H and I; for families not in the table only H, whose config.json key is always the same."""
     if not base.is_moe and base.family is not None:
         return
     wrong: list[Part] = []
@@ -81,7 +81,7 @@ def _expert_sizes(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
 
 
 def _draft_layers(base: ModelConfig) -> range:
-    """Layers beyond the decoder's own, where DeepSeek and GLM keep what drafts (MTP)."""
+    """Layers after the decoder's own, where DeepSeek and GLM keep their draft (MTP) modules."""
     count = base.text.get("num_nextn_predict_layers")
     return range(base.num_layers, base.num_layers + (count if type(count) is int else 0))
 
@@ -138,7 +138,7 @@ def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Ite
 
 
 def _expected_layers(suffix: str, base: ModelConfig) -> set[int] | None:
-    """The layers that have a module, as far as the architecture tells; None where it doesn't."""
+    """The layers that have a module according to the architecture; None if unknown."""
     moe, every = set(base.moe_layers), set(range(base.num_layers))
     if suffix in _SPARSE_ONLY or suffix.startswith("mlp.shared_expert"):
         return moe

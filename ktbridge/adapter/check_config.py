@@ -1,7 +1,7 @@
 """Checks of adapter_config.json and the manifest: what engines ignore, misread or need.
 
-``serving`` tells whether the directory is about to be served as it is; a raw adapter may still hold
-what conversion folds away (rsLoRA, a second alpha, a regular expression as target_modules).
+``serving`` is True if the directory is about to be served as it is; a raw adapter may still have
+features that conversion resolves (rsLoRA, a second alpha, a regular expression as target_modules).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNREAD = (
     ("kasa_config", "KTB115"),
 )
 _WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
-# Initialisations that subtract their start from the base weights.
+# Initialisations that subtract their initial delta from the base weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Names under which training may target routed experts: their LoRA is in the expert half.
 _EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "experts"}
@@ -109,9 +109,9 @@ def _unread(adapter: Adapter, where: str) -> Iterator[Problem]:
 
 
 def folded(adapter: Adapter) -> tuple[Adapter, dict[str, float], list[Problem]]:
-    """The adapter without rank_pattern and alpha_pattern, factors for B instead, and findings.
+    """The adapter without rank_pattern and alpha_pattern, with factors for B instead, and findings.
 
-    As conversion does it: infos where the factors are exact, errors elsewhere.
+    As in conversion: infos where the factors are exact, errors elsewhere.
     """
     patterns = [adapter.config.get(name) for name in ("rank_pattern", "alpha_pattern")]
     if not any(isinstance(pattern, dict) and pattern for pattern in patterns):

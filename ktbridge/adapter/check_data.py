@@ -1,8 +1,8 @@
-"""One streamed pass over an adapter's values: NaN and Inf, and pairs that change nothing.
+"""One streaming pass over an adapter's values: NaN, Inf, and pairs that have no effect.
 
-A pair whose A or B is all zero contributes nothing. Training starts with B = 0, so an expert that
-no token was routed to keeps it, and that alone is no fault; a whole projection, a whole layer or a
-whole half that is zero means that training never reached it.
+A pair whose A or B is all zero contributes nothing. Training starts with B = 0, so it stays zero
+for an expert that no token was routed to, which alone is not an error; a whole projection, layer or
+half that is zero was never trained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Findings:
 
 
 def check_data(adapter: Adapter, on_progress: OnProgress | None = None) -> Iterator[Problem]:
-    """Read every value once and report; ``on_progress(bytes done, bytes in all)``."""
+    """Read every value once and report; ``on_progress(bytes done, total bytes)``."""
     findings = _scan(adapter, on_progress)
     yield from many("KTB401", findings.bad, "has NaN or infinite values")
     yield from many("KTB304", findings.rounds, f"is {_dtypes(findings.rounds)}", "BF16")
@@ -49,20 +49,20 @@ def _scan(adapter: Adapter, on_progress: OnProgress | None) -> _Findings:
     total = sum(file.size for file in adapter.files)
     done = 0
 
-    def tell(count: int) -> None:
+    def count_bytes(count: int) -> None:
         nonlocal done
         done += count
         if on_progress is not None:
             on_progress(done, total)
 
     for file, run, parts in _runs(adapter):
-        _file_results(findings, parts, scan_run(file, run, tell))
-    tell(total - done)
+        _file_results(findings, parts, scan_run(file, run, count_bytes))
+    count_bytes(total - done)
     return findings
 
 
 def _file_results(findings: _Findings, parts: list[Part], flags: Flags) -> None:
-    if len(parts) != len(flags.zero):  # one fused tensor, a matrix an expert
+    if len(parts) != len(flags.zero):  # one fused tensor, one matrix per expert
         part = parts[0]
         findings.fused_zero[part.key.layer, part.key.projection, part.key.half] = flags.zero
         if flags.bad.any():
@@ -76,9 +76,9 @@ def _file_results(findings: _Findings, parts: list[Part], flags: Flags) -> None:
 
 
 def _runs(adapter: Adapter) -> Iterator[tuple[TensorFile, Run, list[Part]]]:
-    """The adapter's float tensors as runs of neighbours of one format, in file order.
+    """The adapter's float tensors as contiguous runs of one format, in file order.
 
-    A fused tensor is a run of its own, of a matrix an expert.
+    A fused tensor is a run of its own, with one matrix per expert.
     """
     parts = [*adapter.nonexpert.values()]
     for stack in adapter.experts.values():

@@ -1,6 +1,6 @@
 """Checks against one engine version's contract: would that version serve these directories?
 
-A raw adapter beside serving directories is what they are compared with and isn't judged itself.
+A raw adapter passed with serving directories is their reference and isn't checked itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ktbridge.model import ModelConfig
 
 _SPLIT = "--expert-output-dir E --nonexpert-output-dir N"
 _MERGED = "--merged-output-dir D"
-_QWEN35 = re.compile(r"qwen3[._]5.*-a\d+b")  # a MoE's name says how much of it is active
+_QWEN35 = re.compile(r"qwen3[._]5.*-a\d+b")  # a MoE's name includes its active parameters
 
 
 def check_engine(
     adapters: Sequence[Adapter], engine: str, base: ModelConfig | None = None, base_name: str = ""
 ) -> Iterator[Problem]:
-    """Everything about the directories that the version ``engine`` refuses, drops or misreads."""
+    """Everything in the directories that the version ``engine`` rejects, ignores or misreads."""
     contract, known = contract_for(engine)
     if not known:
         seen = ", ".join(row.name for row in CONTRACTS)
@@ -56,20 +56,20 @@ def _layouts(adapters: Sequence[Adapter], contract: Contract) -> Iterator[Proble
         found = "is a raw training directory"
         yield problem("KTB901", str(raw.path), found, "a serving directory", next_step=step)
     expert, nonexpert = by_layout.get("expert"), by_layout.get("nonexpert")
-    told = f"what {ENGINE} {contract.name} serves"
+    expected = f"what {ENGINE} {contract.name} serves"
     if expert is not None and nonexpert is not None and contract.expert and not contract.split:
         found = f"is one half of a split pair with {nonexpert.path}"
-        yield problem("KTB901", str(expert.path), found, told, next_step=step)
+        yield problem("KTB901", str(expert.path), found, expected, next_step=step)
     alone = {"expert": contract.expert, "merged": contract.merged, "nonexpert": contract.nonexpert}
     for layout, accepted in alone.items():
         adapter = by_layout.get(layout)  # type: ignore[call-overload]
         if adapter is not None and not accepted:
             found = f"is in the {layout} layout"
-            yield problem("KTB901", str(adapter.path), found, told, next_step=step)
+            yield problem("KTB901", str(adapter.path), found, expected, next_step=step)
 
 
 def _family(adapter: Adapter, base: ModelConfig | None, base_name: str) -> str:
-    """The family, from the base model or else from what keys and names tell."""
+    """The family, from the base model, else from keys and names."""
     if base is not None:
         return base.family.name if base.family is not None else ""
     named = any(_QWEN35.search(last_part(name)) for name in (base_name, adapter.base_model or ""))

@@ -1,4 +1,4 @@
-"""Checks of one directory's files: which of them an engine loads, modes, dates, the manifest's list."""
+"""Check one directory's files: which ones an engine loads, modes, dates, the manifest's list."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
 from ktbridge.model import TensorFile
 
-_TRAINER_STATE = "trainer_state.json"  # what every checkpoint of a Trainer has
-# What training needs to go on. Pickles (optimizer.pt, training_args.bin) no engine looks at.
+_TRAINER_STATE = "trainer_state.json"  # in every Trainer checkpoint
+# Needed to resume training. No engine reads the pickles (optimizer.pt, training_args.bin).
 _OF_A_CHECKPOINT = re.compile(r"(?:trainable|optimizer|model)(?:-\d+-of-\d+)?\.safetensors")
-_NO_TIME = 315_619_200  # 2 January 1980: what zip, Nix and image builders write for "no time"
+_NO_TIME = 315_619_200  # 2 January 1980: the fixed timestamp of zip, Nix and image builders
 
 
 def check_files(adapter: Adapter, serving: bool, for_engine: bool = False) -> Iterator[Problem]:
-    """Every finding about files, apart from what is in them.
+    """Every finding about files, except their content.
 
-    A checkpoint's files beside the adapter are an error only to an engine that is given the
-    directory as it is (``for_engine``).
+    A checkpoint's files beside the adapter are an error only if an engine loads the directory as it
+    is (``for_engine``).
     """
     ours = {file.name for file in adapter.files}
     if serving:
@@ -37,7 +37,7 @@ def check_files(adapter: Adapter, serving: bool, for_engine: bool = False) -> It
                 )
     for name in sorted([*ours, CONFIG_FILE]):
         path = adapter.path / name
-        if not path.exists():  # something stands in for the configuration
+        if not path.exists():  # another configuration replaces it
             continue
         mode = os.stat(path).st_mode
         if not mode & 0o004 and not mode & 0o040:
@@ -50,10 +50,9 @@ def check_files(adapter: Adapter, serving: bool, for_engine: bool = False) -> It
 
 
 def _loaded(adapter: Adapter, ours: set[str], for_engine: bool) -> Iterator[Problem]:
-    """Files that an engine loads beside ours, and files of ours that it doesn't load.
+    """Extra files that an engine loads, and adapter files that it doesn't load.
 
-    Expert loaders read adapter_model.safetensors and nothing else, the non-expert loader every
-    safetensors file there is.
+    Expert loaders read only adapter_model.safetensors, the non-expert loader every safetensors file.
     """
     checkpoint = (adapter.path / _TRAINER_STATE).is_file()
     for path in sorted(adapter.path.glob("*.safetensors")):

@@ -1,8 +1,8 @@
-"""Expert LoRA in other tools' layouts: said by name, with the command that reads it.
+"""Detect expert LoRA in other tools' layouts; report the layout and the command that converts it.
 
 PEFT's two fused layouts share their keys and differ in shape: A is [E·r, in] and B [out, r·E], or,
 in PEFT 0.17 and 0.18, both with in and out swapped. gate_up maps H to 2I and down maps I to H, so
-the pair of them tells which it is.
+their shapes together identify the layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOREIGN = ("peft-fused", "sglang-3d")
 
 
 def check_foreign(adapter: Adapter) -> Iterator[Problem]:
-    """Expert LoRA that only a conversion makes servable."""
+    """Expert LoRA that must be converted before it can be served."""
     for kind, code, found in (
         ("peft-fused", "KTB208", "is expert LoRA in PEFT's fused layout"),
         ("sglang-3d", "KTB216", "is expert LoRA of all experts in one tensor"),

@@ -1,9 +1,8 @@
-"""SHA-256 of the files a manifest lists, compared with what it says.
+"""Compare the files' SHA-256 with those in the manifest.
 
-Two ways to get there. ``Hashes`` reads the files itself, on threads of its own beside whatever else
-is done with them: a hash can't be split, so it is the longest single piece of work of a validation,
-and starts before anything else is read. ``ReadHashes`` is given the blocks that a conversion reads
-anyway, and reads only what the conversion has no use for.
+There are two implementations. ``Hashes`` reads the files itself in background threads: a hash can't
+be parallelised, so it is the longest task of a validation and starts first. ``ReadHashes`` gets the
+blocks that a conversion reads anyway, and reads only what the conversion skips.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Block = memoryview | bytes
 
 
 class Hashes:
-    """The hashes of several directories' artifacts, being computed; leaving stops the rest."""
+    """Hash several directories' artifacts in the background; leaving the context cancels the rest."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2)
@@ -50,14 +49,14 @@ class Hashes:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def start(self, directory: Path) -> None:
-        """Begin with whatever the directory's manifest gives a hash of."""
+        """Start hashing the files whose hash is in the directory's manifest."""
         if directory in self._jobs:
             return
         jobs = self._jobs[directory] = []
         try:
             manifest = read_json_object(directory / MANIFEST_FILE)
         except KtbridgeError:
-            return  # no manifest; an unreadable one is reported where it is read for good
+            return  # no manifest; an unreadable one is reported when it is parsed
         self._steps[directory] = resave_step(manifest)
         for path, expected, size in listed_hashes(directory, manifest):
             self.total += size
@@ -66,9 +65,9 @@ class Hashes:
     def check(
         self, directory: Path, on_bytes: Callable[[], None] | None = None
     ) -> Iterator[Problem]:
-        """Wait for one directory's hashes; every file whose content is another.
+        """Wait for one directory's hashes; yield a problem per file whose content differs.
 
-        ``on_bytes()`` is called now and then meanwhile: ``done`` of ``total`` bytes are hashed.
+        ``on_bytes()`` is called periodically meanwhile: ``done`` of ``total`` bytes are hashed.
         """
         for path, expected, future in self._jobs.get(directory, []):
             while on_bytes is not None and not wait([future], timeout=0.2).done:
@@ -94,7 +93,7 @@ class Hashes:
 
 
 def require_hashes(directory: Path) -> None:
-    """Read the files that a directory's manifest gives a hash of; ProblemsError if one is damaged."""
+    """Hash the files listed with a hash in a directory's manifest; ProblemsError if one is damaged."""
     with Hashes() as hashes:
         hashes.start(directory)
         problems = list(hashes.check(directory))
@@ -103,10 +102,10 @@ def require_hashes(directory: Path) -> None:
 
 
 class ReadHashes:
-    """The hashes of one directory's artifacts, from the blocks read of those in ``used``.
+    """Hash one directory's artifacts from the blocks that are read of the files in ``used``.
 
-    Blocks may come in any order that doesn't repeat a byte; a file that is skipped in part is read
-    here in that part, and one that is not in ``used`` as a whole. Leaving stops the rest.
+    Blocks may come in any order without repeated bytes. Skipped parts of a file are read here, and
+    so are whole files that are not in ``used``. Leaving the context cancels the rest.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class ReadHashes:
     ) -> None:
         self._stop = threading.Event()
         self._step = resave_step(manifest)
-        # The first keeps up with the reading, block after block; the second takes whole files.
+        # The first thread hashes blocks as they are read; the second takes whole files.
         self._pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._used: dict[Path, _FileHash] = {}
         self._expected: dict[Path, object] = {}
@@ -141,14 +140,14 @@ class ReadHashes:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def take(self, path: Path, start: int, block: Block) -> Future[None] | None:
-        """Hash what was read at ``start``; the future is done when the memory may be used again."""
+        """Hash what was read at ``start``; the future is done when the memory may be reused."""
         file = self._used.get(path)
         return None if file is None else self._pools[0].submit(file.take, start, block)
 
     def problems(self) -> list[Problem]:
-        """Wait for all hashes; one problem for every file whose content is another.
+        """Wait for all hashes; one problem per file whose content differs.
 
-        Raises KtbridgeError for a file that became shorter, and OSError for one that can't be read.
+        Raises KtbridgeError for a truncated file, and OSError for one that can't be read.
         """
         for path, file in self._used.items():
             self._whole[path] = self._pools[0].submit(file.finish)
@@ -159,7 +158,7 @@ class ReadHashes:
 
 
 class _FileHash:
-    """SHA-256 of one file whose blocks come from elsewhere, some of them perhaps never."""
+    """SHA-256 of one file whose blocks are passed in; some may never arrive."""
 
     def __init__(self, path: Path, size: int, stop: threading.Event) -> None:
         self._path = path
@@ -169,7 +168,7 @@ class _FileHash:
         self._position = 0
 
     def take(self, start: int, block: Block) -> None:
-        if start >= self._position:  # else it was read here, ahead of its turn
+        if start >= self._position:  # else it was already read here
             self._read_until(start)
             self._digest.update(block)
             self._position += len(block)
@@ -195,10 +194,9 @@ class _FileHash:
 def listed_hashes(
     directory: Path, manifest: Mapping[str, Any] | None
 ) -> Iterator[tuple[Path, object, int]]:
-    """(file, its SHA-256 as the manifest has it, its size) of what can be compared.
+    """(file, SHA-256 in the manifest, size) of every file that can be compared.
 
-    A file of another size than the manifest says is reported by its size (KTB011); hashing it tells
-    nothing more.
+    A size that differs from the manifest is reported as KTB011; hashing that file adds nothing.
     """
     artifacts = (manifest or {}).get("artifacts")
     for name, record in artifacts.items() if isinstance(artifacts, dict) else ():
@@ -219,13 +217,13 @@ def _mismatch(
 
 
 def resave_step(manifest: Mapping[str, Any] | None) -> str | None:
-    """What to do where a manifest doesn't fit; None (the rule's step) for what training saved."""
+    """Next step for a manifest mismatch; None (the rule's step) for files that training saved."""
     converted = (manifest or {}).get("layout")
     return "convert the adapter again from the raw directory" if converted else None
 
 
 def size_of(path: Path) -> int | None:
-    """The size of a regular file; None where there is none, or could be none by that name."""
+    """The size of a regular file; None if it doesn't exist or the name is invalid."""
     try:
         return path.stat().st_size if path.is_file() else None
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""Whether a base model is the one that an adapter was trained on.
+"""Check whether a base model is the one that an adapter was trained on.
 
-By the fingerprint that training left in the manifest, wherever the model lies by now; without one,
-by name. The same model in another format (dequantised, or saved by another version) has other
-tensors: to serve from it may well be meant, so that is a warning, except where a merge would make
-it permanent.
+Compares the fingerprint that training stored in the manifest, independent of the model's path, else
+the name. The same model in another format (dequantised, or saved by another version) has different
+tensors: serving from it may be intended, so that is a warning, except for a merge, which is
+permanent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMED = 6  # keys of config.json that a problem lists
 
 
 class Base:
-    """A base model to compare with; its fingerprint is taken once, if an adapter asks for it."""
+    """A base model to compare with; its fingerprint is computed once, if an adapter needs it."""
 
     def __init__(self, path: Path, name: str, checkpoint: Checkpoint | None = None) -> None:
         self.path = path
@@ -32,14 +32,14 @@ class Base:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Raises KtbridgeError when the weights are there and can't be read."""
+        """Raises KtbridgeError when the weights exist but can't be read."""
         return fingerprint(self._source)
 
 
 def check_identity(
     adapter: Adapter, base: Base, *, merging: bool = False, allowed: bool = False
 ) -> Iterator[Problem]:
-    """What speaks against ``base`` being the model trained on; ``allowed``: that it may be another."""
+    """Findings if ``base`` is not the model trained on; ``allowed``: another model is permitted."""
     where, recorded = str(adapter.path), trained_on(adapter.manifest)
     weights: Weights = "unknown"
     if recorded is not None:

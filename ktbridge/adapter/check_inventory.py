@@ -1,7 +1,7 @@
 """Checks of an adapter's tensors by name, shape and dtype: nothing here reads data.
 
-A rule reports once a directory, with how many tensors it concerns and the first of them, so that a
-broken adapter of 60,000 tensors stays readable.
+Each rule reports once per directory, with the number of tensors and the first of them, so that the
+report on a broken adapter of 60,000 tensors stays readable.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _is_head(part: Part) -> bool:
 
 
 def _experts(adapter: Adapter) -> Iterator[Problem]:
-    """Missing halves, projections and experts, told once a directory: at the first layer."""
+    """Missing halves, projections and experts, reported once per directory, for the first layer."""
     counts: dict[int, list[int]] = defaultdict(list)
     lacking: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for layer in adapter.expert_layers():
@@ -119,8 +119,8 @@ def _experts(adapter: Adapter) -> Iterator[Problem]:
             missing = [] if stack is None else _missing(stack, count)
             if missing:
                 found = f"{slot[1]}_proj.lora_{slot[2]} lacks {len(missing)} experts"
-                told = (where, f"{found}, first {missing[0]}", f"{count} experts")
-                lacking["KTB203"].append(told)
+                finding = (where, f"{found}, first {missing[0]}", f"{count} experts")
+                lacking["KTB203"].append(finding)
     for code, findings in lacking.items():
         where, found, expected = findings[0]
         more = f" (and {len(findings) - 1} like it)" if len(findings) > 1 else ""
@@ -138,7 +138,7 @@ def _missing(stack: ExpertStack, count: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _spelling(before: str, after: str) -> str:
-    """The rule that a way of writing expert keys breaks. Thousands of keys are written in a few."""
+    """The rule that a key spelling violates. Cached: thousands of keys share a few spellings."""
     name = f"{before}.experts.0.{after}"
     if _ENGINE_KEY.fullmatch(name):
         return ""
@@ -157,13 +157,13 @@ def _expert_keys(adapter: Adapter) -> Iterator[Problem]:
             code = _spelling(before, rest.partition(".")[2])
             if code:
                 found[code].append(part)
-    for kind, says, expected in (
+    for kind, description, expected in (
         ("KTB205", "has a prefix engines don't expect", "model.layers.…"),
         ("KTB214", "is spelled as in training", "model.layers.….mlp.experts.…"),
         ("fused", "is one tensor for all experts, as in training", "one tensor an expert"),
     ):
         code, step = ("KTB214" if kind == "fused" else kind), convert_step(adapter)
-        yield from many(code, found[kind], says, expected, next_step=step)
+        yield from many(code, found[kind], description, expected, next_step=step)
 
 
 def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
@@ -192,9 +192,9 @@ def _misplaced(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     for kind, parts in (("vision", vision), ("draft", draft)):
         code, found = _ELSEWHERE[kind]
         yield from many(code, parts, found)
-    if towers[True]:  # by itself, a path that isn't known may be the text model's
+    if towers[True]:  # an unknown path alone may be the text model's
         yield from many("KTB206", towers[False], "is in another part of the model than others are")
-    # A merge takes it; whatever serves the directory doesn't.
+    # A merge can apply it; engines don't.
     yield from many(
         "KTB213", head, "adapts an embedding or head", severity=None if serving else "warning"
     )
@@ -228,7 +228,7 @@ def _shapes(adapter: Adapter) -> Iterator[Problem]:
     witness = lora.get("rank") if adapter.layout == "raw" and isinstance(lora, dict) else None
     expert_rank = serving_rank if witness is None else witness
     if type(serving_rank) is not int or serving_rank <= 0:
-        return  # reported as such; every tensor would be reported again
+        return  # already reported; each tensor would be reported again
     wrong: list[Part] = []
     odd: list[Part] = []
     for part in adapter.nonexpert.values():
@@ -266,9 +266,9 @@ def _expert_shapes(adapter: Adapter, rank: object, code: str) -> Iterator[Proble
 
 
 def _odd_sizes(adapter: Adapter) -> Iterator[Problem]:
-    """A module whose size is another in one layer, and there alone of its block.
+    """A module whose size differs in one layer, where the rest of its block doesn't.
 
-    Where a whole block differs, the architecture may want it so: layers of some models do.
+    If a whole block differs, that may be the architecture: some models have such layers.
     """
     shapes: dict[tuple[str, str], dict[tuple[int, ...], list[Part]]] = {}
     for part in adapter.nonexpert.values():
@@ -289,7 +289,7 @@ def _odd_sizes(adapter: Adapter) -> Iterator[Problem]:
 
 
 def by_shape(stack: ExpertStack) -> dict[tuple[int, ...], list[Part]]:
-    """The tensors behind a stack by their shape: nearly always there is one."""
+    """The tensors of a stack grouped by shape: nearly always a single group."""
     groups: dict[tuple[int, ...], list[Part]] = {}
     for part in stack.sources:
         groups.setdefault(part.entry.shape, []).append(part)

@@ -1,4 +1,4 @@
-"""Checks of which layers are adapted: holes that an engine would fill with the base model's weights.
+"""Check which layers are adapted: an engine would run layers without LoRA on base weights only.
 
 Against a base model the expected layers are known (``check_base``). Without one, a module's layers
 are compared with those of everything else in the set: a layer that has expert LoRA and lacks
@@ -29,7 +29,7 @@ def targeted(config: dict[str, Any], module: str, layer: int) -> bool:
     """Whether PEFT would have adapted ``module`` ("model.layers.3.self_attn.q_proj") of ``layer``.
 
     PEFT's rule: a list names paths or their ends, a string is an expression for the whole path;
-    exclude_modules and layers_to_transform take away. False where that can't be told.
+    exclude_modules and layers_to_transform remove some. False if unknown.
     """
     targets, chosen = config.get("target_modules"), config.get("layers_to_transform")
     if _matches(config.get("exclude_modules") or [], module) is not False:
@@ -56,7 +56,7 @@ def _matches(pattern: Any, module: str) -> bool | None:
 
 @lru_cache(maxsize=64)
 def _expression(text: str) -> re.Pattern[str] | None:
-    """A stranger's expression, if it can't take exponential time: no repeated groups, few repeats."""
+    """Compile an untrusted pattern unless it could backtrack exponentially (repeated groups)."""
     plain = re.sub(r"\\.|\[[^\]]*\]", "x", text)
     if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > _MAX_QUANTIFIERS:
         return None
@@ -82,9 +82,10 @@ def numbers(layers: Iterable[int]) -> str:
 
 
 def check_gaps(adapters: Sequence[Adapter]) -> Iterator[Problem]:
-    """Layers that may be missing, as far as that can be told without the base model.
+    """Layers that may be missing, estimated without the base model.
 
-    A few holes in what is otherwise adapted everywhere are a warning, an irregular order is an info.
+    A few gaps in a module that is otherwise adapted everywhere are a warning, an irregular pattern is
+    an info.
     """
     experts = {layer for adapter in adapters for layer in adapter.expert_layers()}
     modules: dict[str, set[int]] = defaultdict(set)  # by path within a layer, over the whole set
@@ -151,19 +152,19 @@ def _in_text_layers(adapter: Adapter) -> Iterator[Part]:
 
 
 def _wanted(suffix: str, modules: dict[str, set[int]], experts: set[int]) -> set[int]:
-    """The layers that may be expected to have a module, from what else is adapted."""
+    """The layers expected to have a module, inferred from the other adapted modules."""
     have, block = modules[suffix], suffix.partition(".")[0]
     if block in _MLP:
         if suffix.endswith(".gate") or ".shared_expert" in suffix:
             return have | experts
         return have  # dense layers have it, sparse ones don't
     if block not in _ATTENTION:
-        return have  # linear attention and the like: which layers have it, the model decides
+        return have  # linear attention etc.: its layers depend on the model
     layers = {*range(min(have), max(have))}.union(experts, *modules.values())
     blocks = {name: name.partition(".")[0] for name in modules}
     others = (modules[name] for name in modules if blocks[name] not in (*_MLP, block))
     own = (modules[name] for name in modules if blocks[name] == block)
-    # Where another block does the same (linear instead of full attention) nothing is missing.
+    # If another block takes its place (linear instead of full attention) nothing is missing.
     return layers - (set().union(*others) - set().union(*own))
 
 
@@ -172,7 +173,7 @@ def _steps(layers: set[int]) -> list[int]:
 
 
 def _regular(layers: set[int]) -> bool:
-    """Whether layers lie apart in a pattern that repeats: every fourth, three of four, one of eight."""
+    """Whether the layers are periodic: every fourth, three of four, one of eight."""
     steps = _steps(layers)
     return max(steps, default=1) > 1 and any(
         all(a == b for a, b in zip(steps, steps[period:], strict=False))
@@ -181,7 +182,7 @@ def _regular(layers: set[int]) -> bool:
 
 
 def check_uneven(adapter: Adapter) -> Iterator[Problem]:
-    """Layers whose block (self_attn, linear_attn, ...) lacks modules that a like block has.
+    """Layers whose block (self_attn, linear_attn, ...) lacks modules that a block of the same name has.
 
     Only a strict subset counts: hybrid models have blocks of one name with different modules. The
     block "mlp" itself is left out, because dense and sparse layers share that name.

@@ -1,9 +1,9 @@
-"""Checks of several directories that belong together: a source and what was made of it.
+"""Check several directories that belong together: a source and its conversions.
 
 The source is the raw directory, else the first whose layout covers all others. Rank, alpha and base
-must agree, each half must be somewhere, and every tensor is compared with the one it came from,
-rounded to bfloat16 where conversion did that. Scale is compared as well, tensor by tensor: an engine
-multiplies B·A by alpha/r of the directory that it loads, training multiplied by its own.
+must agree, each half must be present, and every tensor is compared with its source tensor,
+rounded to bfloat16 if conversion did so. Scale is also compared per tensor: an engine multiplies B·A
+by alpha/r of the directory that it loads, training by its own scale.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def source_of(adapters: Sequence[Adapter]) -> Adapter | None:
 
 
 def check_set(adapters: Sequence[Adapter], compare_data: bool) -> Iterator[Problem]:
-    """Every disagreement between the directories; values are compared only if asked."""
+    """Every disagreement between the directories; values are compared only if ``compare_data``."""
     source = source_of(adapters)
     for first, second in combinations(adapters, 2):
         yield from _bases(first, second, source in (first, second))
@@ -47,7 +47,7 @@ def check_set(adapters: Sequence[Adapter], compare_data: bool) -> Iterator[Probl
         try:
             scale, wrong = _scale(source, adapter)
         except KtbridgeError:
-            continue  # a missing alpha or rank is a problem of its own directory
+            continue  # a missing alpha or rank is reported for that directory
         yield from wrong
         if compare_data:
             yield from _same_values(source, adapter, scale)
@@ -78,7 +78,7 @@ def _bases(first: Adapter, second: Adapter, apart: bool) -> Iterator[Problem]:
 
 
 def _same_numbers(expert: Adapter, nonexpert: Adapter) -> Iterator[Problem]:
-    # Directories written by convert may differ on purpose; their manifests vouch for it.
+    # Directories written by convert may differ on purpose, as their manifests record.
     if all(adapter.manifest and adapter.manifest.get("layout") for adapter in (expert, nonexpert)):
         return
     for name in ("r", "lora_alpha"):
@@ -91,7 +91,7 @@ def _same_numbers(expert: Adapter, nonexpert: Adapter) -> Iterator[Problem]:
 def _halves_present(source: Adapter, others: list[Adapter]) -> Iterator[Problem]:
     layouts = {adapter.layout for adapter in others}
     if source.layout != "raw" and (source.manifest or {}).get("layout"):
-        return  # a serving directory itself, which lacks nothing
+        return  # itself a serving directory, so nothing is missing
     for half, parts in (("expert", source.experts), ("nonexpert", source.nonexpert)):
         if parts and not layouts & {half, "merged", "raw"}:
             where = ", ".join(str(adapter.path) for adapter in others)
@@ -99,11 +99,11 @@ def _halves_present(source: Adapter, others: list[Adapter]) -> Iterator[Problem]
 
 
 def _scale(source: Adapter, adapter: Adapter) -> tuple[float, list[Problem]]:
-    """What the adapter's non-expert B must be of the source's, and where its own scale is wrong.
+    """Expected ratio of the adapter's non-expert B to the source's, and findings on its scale.
 
     Non-expert B may carry part of the scale (rsLoRA in a merged directory); the comparison of
-    values accounts for it, so only the split layout is judged by its configuration. Where that is
-    wrong, values are compared as if it were right: it is one fault, not two.
+    values accounts for it, so only the split layout is judged by its configuration. If that is
+    wrong, values are compared as if it were right, so that one error isn't reported twice.
     """
     where, wrong = str(adapter.path), []
     served = adapter.nonexpert_scale
@@ -170,7 +170,7 @@ def _same_values(source: Adapter, adapter: Adapter, scale: float) -> Iterator[Pr
 
 
 def _first_difference(one: ExpertStack, other: ExpertStack) -> int | None:
-    """The first expert whose values or shape differ; None when all are as conversion makes them."""
+    """The first expert whose values or shape differ; None when all match the conversion."""
     left, right = dict(one.slices()), dict(other.slices())
     for expert in sorted(left.keys() | right.keys()):
         a, b = left.get(expert), right.get(expert)
@@ -196,10 +196,10 @@ def _slice(part: Part) -> Slice:
 
 
 def _bytes(piece: Slice, dtype: str) -> bytes | None:
-    """A matrix in ``dtype``, as conversion writes it; None where it doesn't."""
+    """A matrix in ``dtype``, as conversion writes it; None if it can't."""
     view = piece.file.view(piece.start, piece.end)
     if piece.dtype == dtype:
-        # Views compare element by element in Python's own loop, bytes at the speed of memory.
+        # memoryviews are compared element by element in a slow loop, bytes with memcmp.
         return bytes(view)
     return to_bf16(view, piece.dtype) if dtype == "BF16" and piece.dtype in ("F16", "F32") else None
 

@@ -1,7 +1,7 @@
 """Sizes of the non-expert linear modules that an architecture has, from config.json alone.
 
-For every family in ``ktbridge.model.families``; the names and formulas are transformers'. What
-config.json doesn't tell is None and isn't compared.
+For every family in ``ktbridge.model.families``; the names and formulas are transformers'. Sizes
+that config.json doesn't give are None and are not compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from ktbridge.model import ModelConfig
 
 Size = int | None
-# A module's (columns, rows): what it reads and what it writes.
+# A module's (columns, rows): input and output size.
 Linear = tuple[Size, Size]
 _GATED = ("Qwen3.5-MoE", "Qwen3-Next")  # q_proj also writes the gate of the output
 
@@ -22,7 +22,7 @@ def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
     With H hidden, I intermediate, h heads of d: q is [H, h·d], twice as wide where a gate comes
     with it (Qwen3.5), k and v are [H, h_kv·d]. Latent attention (DeepSeek, Kimi) goes through
     q_lora_rank and kv_lora_rank. Gated DeltaNet has h_k·d_k twice and h_v·d_v in in_proj_qkv.
-    Of a family that isn't in the table only H is compared: other names may mean other things.
+    For a family not in the table only H is compared: its other names may have other meanings.
     """
     if base.family is None:
         base = replace(base, text={}, num_experts=0)

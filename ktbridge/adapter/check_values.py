@@ -1,10 +1,10 @@
-"""Reading every value of a file once, at the speed of memory: NaN, zero, rounding, per matrix.
+"""Scan every value of a file once at memory bandwidth: NaN, zero and rounding per matrix.
 
-Floats are judged by their bit patterns. With the sign bit masked off, bit patterns of one format
-order as the numbers do, infinities and NaNs last; so one maximum per matrix tells both whether it
-is all zero and whether it is finite. Bytes go through one buffer small enough to stay in the
-processor's cache, and ``reduceat`` takes the maxima of all matrices in it in one call; memory
-doesn't depend on the file.
+Floats are checked by bit pattern. Without the sign bit, the bit patterns of one format sort like the
+numbers, infinities and NaNs last; so one maximum per matrix shows both whether it is all zero and
+whether it is finite. Bytes go through one buffer small enough to stay in the
+processor's cache, and ``reduceat`` computes the maxima of all its matrices in one call; memory use
+doesn't depend on the file's size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model import TensorFile
 
 _BUFFER = 1 << 19
-_TELL_BYTES = 1 << 25
+_REPORT_BYTES = 1 << 25
 
 
 class _Format(NamedTuple):
     integer: Any
     magnitude: int  # every bit but the sign
-    infinity: int  # bit pattern of +inf: whatever is not below is infinite or NaN
-    rounded: int  # fraction bits that bfloat16, which has 7 of them, doesn't keep
+    infinity: int  # bit pattern of +inf: anything not below is infinite or NaN
+    rounded: int  # fraction bits that bfloat16, with 7 of them, drops
 
 
 FORMATS = {
@@ -38,14 +38,14 @@ FORMATS = {
 
 
 class Run(NamedTuple):
-    """Matrices of one float format that lie end to end: ``bounds`` are their n + 1 byte offsets."""
+    """Contiguous matrices of one float format: ``bounds`` are their n + 1 byte offsets."""
 
     dtype: str
     bounds: NDArray[np.int64]
 
 
 class Flags(NamedTuple):
-    """Per matrix: is it all zero, has it NaN or Inf, would bfloat16 round a value of it."""
+    """Per matrix: is it all zero, has it NaN or Inf, would bfloat16 round any value."""
 
     zero: NDArray[np.bool_]
     bad: NDArray[np.bool_]
@@ -55,14 +55,14 @@ class Flags(NamedTuple):
 def scan_run(
     file: TensorFile, run: Run, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Flags:
-    """Read the run's bytes once. ``on_bytes(n)`` is told of every n bytes more.
+    """Read the run's bytes once. ``on_bytes(n)`` reports n further bytes.
 
-    Raises KtbridgeError when the file can't be read or became shorter.
+    Raises KtbridgeError when the file can't be read or was truncated.
     """
     layout = FORMATS[run.dtype]
     count = len(run.bounds) - 1
     top, low = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
-    # reduceat takes a segment of no length for one of length 1: empty matrices are left out.
+    # reduceat treats a segment of length 0 as length 1, so empty matrices are left out.
     filled = np.flatnonzero(np.diff(run.bounds))
     bounds = np.append(run.bounds[filled], run.bounds[-1])
     width = np.dtype(layout.integer).itemsize
@@ -83,9 +83,9 @@ def scan_run(
 def _words(
     file: TensorFile, start: int, end: int, integer: Any, on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[int, NDArray[Any]]]:
-    """The bytes ``start:end`` as integers, a buffer at a time, each with where it begins."""
+    """The bytes ``start:end`` as integers, buffer by buffer, each with its start."""
     buffer = memoryview(bytearray(min(_BUFFER, max(end - start, 1))))
-    untold = 0
+    unreported = 0
     try:
         with open(file.path, "rb", buffering=0) as source:
             source.seek(start)
@@ -102,10 +102,10 @@ def _words(
                     filled += got
                 yield start, np.frombuffer(view, integer)
                 start += len(view)
-                untold += len(view)
-                if untold >= _TELL_BYTES or start == end:
-                    on_bytes(untold)
-                    untold = 0
+                unreported += len(view)
+                if unreported >= _REPORT_BYTES or start == end:
+                    on_bytes(unreported)
+                    unreported = 0
     except OSError as error:
         raise KtbridgeError(
             f"{file.path} can't be read: {os.strerror(error.errno or 0)}"

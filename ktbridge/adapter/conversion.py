@@ -1,7 +1,7 @@
-"""From a request to a plan: which formats, which way, and whether the options go together.
+"""Turn a conversion request into a plan: detect the formats, check the options, choose the path.
 
-KT's layouts among each other take the fast path (``plan_convert``: a new header over the same
-bytes); everything else goes through ``plan_transcode``, which is imported only then.
+Conversion between KT's layouts takes the fast path (``plan_convert``: a new header over the same
+bytes); everything else uses ``plan_transcode``, which is imported only then.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def plan_conversion(
 ) -> ConvertPlan | TranscodePlan:
     """Plan any conversion without writing anything; arguments as for ``convert_adapter``.
 
-    Raises UsageError for options that don't go together, with what to pass instead, and
-    ProblemsError with everything that stands in the way.
+    Raises UsageError for incompatible options, with the ones to pass instead, and
+    ProblemsError with every obstacle.
     """
     check_names(to, from_format, dtype)
     split = {"expert": expert_output_dir, "nonexpert": nonexpert_output_dir}
@@ -89,7 +89,7 @@ def execute_conversion(
 def _outputs(
     to: str, split: dict[str, PathLike | None], merged: PathLike | None, whole: PathLike | None
 ) -> dict[str, PathLike]:
-    """Layout -> directory; UsageError where the directories don't suit the format."""
+    """Layout -> directory; UsageError if the directories don't match the format."""
     outputs = {layout: target for layout, target in split.items() if target is not None}
     if to == "kt-split":
         if whole is not None:
@@ -112,7 +112,7 @@ def _outputs(
 
 
 def check_names(to: str, from_format: str, dtype: str) -> None:
-    """UsageError, with the names there are, unless these are names of formats and dtypes."""
+    """UsageError, listing the valid names, unless these are known formats and dtypes."""
     for value, flag, known in (
         (to, "--to", WRITABLE),
         (from_format, "--from", ("auto", *READABLE)),
@@ -124,7 +124,7 @@ def check_names(to: str, from_format: str, dtype: str) -> None:
 
 def _unknown(flag: str, value: str) -> str:
     dialect = next((row for row in DIALECTS if row.name == value), None)
-    if dialect is not None:  # a format that is only read
+    if dialect is not None:  # a read-only format
         return f"{flag} {value} can't be done: it is {dialect.exact.rpartition('; ')[2]}"
     return f"{flag} {value} is not a name we know"
 
@@ -132,14 +132,14 @@ def _unknown(flag: str, value: str) -> str:
 def detect_format(path: PathLike) -> str:
     """ "kt" (raw, split, merged, vLLM), "peft" (one of three fused dialects), "sglang-3d", "gguf".
 
-    Told by names alone, from the headers' text: parsing tens of thousands of keys is the reader's
-    work. What can't be opened is "kt", whose reader says what is wrong.
+    Detected by names in the headers' text: parsing tens of thousands of keys is left to the reader.
+    An unreadable input counts as "kt", whose reader reports the cause.
     """
     place = Path(path).expanduser()
     if place.suffix == ".gguf" or (place.is_dir() and any(place.glob("*.gguf"))):
         return "gguf"
     for file in sorted(place.glob("adapter_model*.safetensors")) if place.is_dir() else ():
-        if not file.is_file():  # opening a pipe would wait for ever
+        if not file.is_file():  # opening a pipe would block forever
             continue
         try:
             with open(file, "rb") as handle:

@@ -1,10 +1,10 @@
-"""Planning a conversion: which bytes of the input go where, and what the configurations say.
+"""Plan a conversion: which input bytes go to which output, and the outputs' configurations.
 
 Each per-expert tensor is one contiguous slice of the fused tensor (or a whole tensor of a merged
 directory), so an output file is a new header over the same bytes. The plan is a list of
-(source file, byte range, outputs that take it) in the order of the input, with neighbours joined:
-for a raw adapter that is a handful of long ranges, whatever the number of tensors. Planning reads
-headers only; ``ktbridge.adapter.execute`` does what the plan says.
+(source file, byte range, target outputs) in input order, with adjacent ranges joined: for a raw
+adapter a handful of long ranges, however many tensors it has. Planning reads headers only;
+``ktbridge.adapter.execute`` executes the plan.
 
 Scales (alpha/r) are kept exactly or the conversion is refused:
 
@@ -44,10 +44,10 @@ _SERVING: tuple[ServingLayout, ...] = ("expert", "nonexpert", "merged")
 
 
 class Copy(NamedTuple):
-    """One byte range of an input file and the outputs that take it, appended in plan order.
+    """One byte range of an input file and its target outputs, appended in plan order.
 
     It holds values of ``dtype``, written as ``written_dtype``. ``factors[i]`` multiplies what
-    output ``targets[i]`` gets (1.0: the bytes as they are).
+    output ``targets[i]`` gets (1.0: bytes unchanged).
     """
 
     file: TensorFile
@@ -69,7 +69,7 @@ class Output:
     tensors: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
 
     def header(self) -> bytes:
-        """Header of adapter_model.safetensors; ``format: pt`` is what PEFT's loader asks for."""
+        """Header of adapter_model.safetensors; PEFT's loader requires ``format: pt``."""
         return build_header(self.tensors, {"format": "pt"})
 
 
@@ -90,7 +90,7 @@ class ConvertPlan:
         return sum(copy.end - copy.start for copy in self.copies)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: what will be written, from which ranges."""
+        """JSON-ready: the outputs and the source ranges."""
         return {
             "source": str(self.source.path),
             "layout": self.source.layout,
@@ -113,7 +113,7 @@ class ConvertPlan:
 
 
 def describe(output: Output) -> dict[str, Any]:
-    """What an output is, for reports."""
+    """An output's summary, for reports."""
     kinds = Counter(tensor[1:] for tensor in output.tensors)
     data = sum(
         count * math.prod(shape) * DTYPE_BITS[dtype] // 8 for (dtype, shape), count in kinds.items()
@@ -143,7 +143,7 @@ def plan_convert(
     """Plan a conversion without writing anything; arguments as for ``convert_adapter``.
 
     Raises UsageError when no output is asked for, the alpha is no positive number or the dtype is
-    unknown, and ProblemsError with everything that stands in the way.
+    unknown, and ProblemsError with every obstacle.
     """
     wanted: dict[str, PathLike | None] = {
         "expert": expert_output_dir,
@@ -187,10 +187,10 @@ def plan_convert(
 def open_scaled(
     path: PathLike, lora_alpha: float | None, base_model: str | None = None
 ) -> tuple[Adapter, dict[str, float], list[Problem]]:
-    """Open one of KT's layouts for conversion, whatever it is converted to.
+    """Open one of KT's layouts for conversion to any format.
 
-    Returns the adapter with an explicit alpha in force and alpha_pattern taken out, the factors for
-    B by module that stand for it, and every finding. With both an alpha and a base model given, the
+    Returns the adapter with an explicit alpha applied and alpha_pattern removed, the factors for B
+    per module that replace it, and every finding. With both an alpha and a base model given, the
     adapter needs no adapter_config.json. ProblemsError if it can't be opened at all.
     """
     stand_in = None
@@ -216,7 +216,7 @@ def _nonexpert_numbers(adapter: Adapter) -> Numbers:
 
 
 def _config(adapter: Adapter, layout: ServingLayout, base_model: str) -> dict[str, Any]:
-    """The configuration of one output; where there are experts, it has their rank and alpha."""
+    """The configuration of one output; with experts, it has their rank and alpha."""
     experts = adapter.expert_modules() if layout != "nonexpert" else ()
     rest = adapter.nonexpert_modules() if layout != "expert" else ()
     if experts:
@@ -229,7 +229,7 @@ def _config(adapter: Adapter, layout: ServingLayout, base_model: str) -> dict[st
 
 
 class _Run(NamedTuple):
-    """Tensors of one shape that lie end to end, and what each output makes of them."""
+    """Contiguous tensors of one shape, and their form in each output."""
 
     file: TensorFile
     start: int
@@ -248,7 +248,7 @@ def _runs(
     merged_factor: float,
     to_dtype: str,
 ) -> Iterator[_Run]:
-    """What the input holds for ``layouts``. ``factors`` scale B by module, in either directory."""
+    """The input's tensors for ``layouts``. ``factors`` scale B per module, in either directory."""
 
     def run(part: Part, shape: tuple[int, ...], **more: Any) -> _Run:
         entry = part.entry
@@ -278,9 +278,9 @@ def _runs(
 
 
 def _copies(adapter: Adapter, outputs: list[Output], runs: list[_Run]) -> list[Copy]:
-    """Fill ``outputs`` and return the ranges, in the one order that suits every output.
+    """Fill ``outputs`` and return the ranges, in one order that is valid for every output.
 
-    Wider dtypes come first, which keeps every tensor aligned; then the order of the input.
+    Wider dtypes come first, so that every tensor is aligned; then input order.
     """
     order = {id(file): number for number, file in enumerate(adapter.files)}
     runs.sort(key=lambda run: (-DTYPE_BITS[run.written_dtype], order[id(run.file)], run.start))

@@ -1,11 +1,11 @@
-"""What each version of SGLang-KT accepts of an adapter directory: one table, one row a contract.
+"""What each version of SGLang-KT accepts of an adapter directory: one table, one row per contract.
 
-Read from the wheels of every version there is and seen running (0.6.4, 0.7.2); the row that holds for
-a version is found by ``contract_for``. `make test-engine` reads the wheels again and compares: layouts,
-methods, flags and the modules that old versions miss. In particular, post-releases are told apart: the
-change from the split to the merged contract came with 0.7.0.post4.
-What the loaders ignore (rsLoRA, alpha_pattern, DoRA, ...) is the same in all versions seen, so it is
-no column here but a rule each, see ``ktbridge.codes``.
+Taken from the wheels of all versions and tested by running 0.6.4 and 0.7.2; ``contract_for`` returns a
+version's row. `make test-engine` compares the table with the wheels: layouts, methods, flags and the
+modules that old versions miss. Post-releases are distinguished: the change from the split to the merged
+contract came with 0.7.0.post4.
+What the loaders ignore silently (rsLoRA, alpha_pattern, DoRA, ...) is the same in all known versions, so
+each is a rule (``ktbridge.codes``), not a column.
 
 Example::
 
@@ -25,7 +25,7 @@ ENGINE = "sglang-kt"
 
 @dataclass(frozen=True)
 class Contract:
-    """What one range of versions, ``first`` to ``last`` (both included), does with adapters.
+    """How the versions ``first`` to ``last`` (inclusive) handle adapters.
 
     ``split``: an expert and a non-expert directory served together (``--kt-expert-lora-path`` with
     ``--lora-paths``). ``expert``, ``nonexpert``, ``merged``: such a directory served alone.
@@ -71,7 +71,7 @@ _MISSED: dict[str, tuple[str, ...]] = {
     "DeepSeek": ("mlp.gate", "self_attn.q_a_proj", "self_attn.q_b_proj"),
 }
 
-# No version is without these: of servers that unpickle what reaches their sockets, of the replay script.
+# Unfixed in every version: unpickling of socket input in servers; the replay script.
 SERVER_HOLES = "CVE-2026-3059, CVE-2026-3060 and CVE-2026-7301"
 REPLAY_HOLE = "CVE-2026-3989"
 
@@ -129,7 +129,7 @@ _POST = re.compile(r"(?:post|(?<![a-z])r(?:ev)?)[._-]?(\d{0,9})", re.IGNORECASE 
 
 
 def install_engine(version: str | None = None) -> str:
-    """The command that installs the engine of ``version`` (default: the newest one looked at)."""
+    """The command that installs the engine of ``version`` (default: the newest known)."""
     return f"pip install 'ktransformers[sglang]=={version or CONTRACTS[-1].last}'"
 
 
@@ -148,7 +148,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def version_order(text: str) -> tuple[tuple[int, ...], int]:
-    """What versions are compared by: the release, then the post-release (0 for none)."""
+    """Sort key of a version: the release, then the post-release (0 for none)."""
     release = parse_version(text)
     match = _VERSION.fullmatch(text.strip())
     post = _POST.search(match["suffix"]) if match is not None else None
@@ -156,10 +156,10 @@ def version_order(text: str) -> tuple[tuple[int, ...], int]:
 
 
 def contract_for(engine: str) -> tuple[Contract, bool]:
-    """The contract of ``sglang-kt==X``, and whether that version is one of those looked at.
+    """The contract of ``sglang-kt==X``, and whether that version is a known one.
 
-    A version between two rows gets the newer row, one beyond all rows the newest. Raises UsageError
-    when ``engine`` is spelled otherwise or names another engine.
+    A version between two rows gets the newer row, one after all rows the newest. Raises UsageError
+    when ``engine`` is malformed or names another engine.
     """
     name, separator, text = engine.partition("==")
     if re.sub(r"[-_.]+", "-", name.strip()).lower() != ENGINE or not separator:

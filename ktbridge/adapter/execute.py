@@ -1,10 +1,10 @@
-"""Carrying out a conversion plan: one pass over the input, every output whole or not at all.
+"""Execute a conversion plan: one pass over the input, every output atomic.
 
-Each block is read once, written to every output that takes it, and hashed from the same memory: by a
-thread per output, and by one more for the input where its manifest has hashes to compare with. A
-ring of blocks bounds what is held, whatever the adapter's size. The disk is put to work while
-copying goes on. An output's manifest, with the hash, is written last; then, if the input's hashes
-are right and its files are still the same, the directories are renamed into place.
+Each block is read once, written to every target output, and hashed from the same memory: by one
+thread per output, and one more for the input if its manifest has hashes. A ring of blocks bounds
+memory use, whatever the adapter's size. Write-back to disk is started during copying. An output's
+manifest, with the hash, is written last; then, if the input's hashes match and its files are
+unchanged, the directories are renamed into place.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ktbridge.publish import Staging, start_writeback
 
 OnProgress = Callable[[int, int], None]
 Buffer = memoryview | bytes
-_BLOCK = 1 << 19  # bytes: still in the cache when it is written and hashed
+_BLOCK = 1 << 19  # bytes: small enough to stay in the cache until written and hashed
 _BLOCKS = 16  # how far copying may run ahead of hashing
-_TELL = 1 << 25  # bytes between two reports of progress, and between two nudges of the disk
+_REPORT_EVERY = 1 << 25  # bytes between progress reports, and between requests for write-back
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ def convert_adapter(
 
     ``raw_dir`` is usually a raw adapter; a merged directory (or KT's per-expert training output,
     which looks the same) is split as well. ``from_format`` names the format of other tools'
-    adapters where "auto" can't tell (``ktbridge.adapter.dialects`` lists them), ``to`` the format
+    adapters where "auto" is ambiguous (``ktbridge.adapter.dialects`` lists them), ``to`` the format
     to write: "kt-split" goes to ``expert_output_dir`` and ``nonexpert_output_dir``, and beside them
     to ``merged_output_dir``; "kt-merged", "raw", "peft-fused", "vllm", "sglang-3d" and "gguf" go to
     ``output_dir``. ``base_model`` is what the configurations will name, by default what the input
-    names; where it is a directory with config.json, it also tells prefixes and sizes. ``lora_alpha``
-    is the alpha the experts were trained with, if neither manifest nor configuration tells.
+    names; if it is a directory with config.json, it also provides prefixes and sizes. ``lora_alpha``
+    is the alpha the experts were trained with, if neither manifest nor configuration has it.
     ``dtype`` "bf16" rounds wider tensors to bfloat16, "keep" leaves their bytes as they are. Modes
     follow the umask. ``on_progress(done, total)`` counts bytes.
 
-    Raises UsageError for options that don't go together or a format that can't be told;
-    ProblemsError with all that stands in the way, before anything is written, or if a file doesn't
-    match its manifest or changes meanwhile; KtbridgeError when writing fails. Whatever happens,
-    an output directory is complete or as it was before.
+    Raises UsageError for incompatible options or an ambiguous format; ProblemsError with every
+    obstacle, before anything is written, or if a file doesn't match its manifest or changes
+    meanwhile; KtbridgeError when writing fails. Whatever happens, an output directory is complete
+    or unchanged.
 
     Example::
 
@@ -120,7 +120,7 @@ def convert_adapter(
 
 
 def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> ConvertReport:
-    """Do what ``plan_convert`` planned."""
+    """Execute the plan of ``plan_convert``."""
     started = time.perf_counter()
     stagings: list[Staging] = []
     outputs = tuple(describe(output) for output in plan.outputs)
@@ -138,7 +138,7 @@ def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> Co
 
 
 class _Sink:
-    """One output's weight file: grows at its end, and a thread of its own hashes what it gets."""
+    """One output's weight file: append-only, hashed by its own thread."""
 
     def __init__(
         self, staging: Staging, output: Output, base_fingerprint: Fingerprint | None
@@ -155,25 +155,25 @@ class _Sink:
         self._last = self.append(output.header())
 
     def append(self, data: Buffer) -> Future[None]:
-        """Write a block; the future is done when its memory may be used again."""
+        """Write a block; the future is done when its memory may be reused."""
         self._last = self._hasher.submit(self._digest.update, data)
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._file, rest) :]
         self._size += len(data)
-        if self._size - self._started >= _TELL:
+        if self._size - self._started >= _REPORT_EVERY:
             start_writeback(self._file, self._started, self._size - self._started)
             self._started = self._size
         return self._last
 
     def flush(self) -> None:
-        """Wait until the weights are on the disk, and write the configuration."""
+        """Flush the weights to disk, and write the configuration."""
         os.fsync(self._file)
         self.config = dump_json(self.output.config)
         self.staging.write_bytes(CONFIG_FILE, self.config)
 
     def finish(self) -> None:
-        """With all else flushed and hashed, write the manifest."""
+        """Write the manifest, after everything else is flushed and hashed."""
         self._last.result()
         config = {"size": len(self.config), "sha256": hashlib.sha256(self.config).hexdigest()}
         manifest = build_manifest(
@@ -195,7 +195,7 @@ class _Sink:
 
 
 def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Staging]) -> None:
-    """Write all outputs; every one that is begun is appended to ``stagings``."""
+    """Write all outputs; each is appended to ``stagings`` when started."""
     source = plan.source
     used = {copy.file.path for copy in plan.copies}
     with ExitStack() as stack:
@@ -225,7 +225,7 @@ def _copy_all(
 ) -> None:
     ring = [memoryview(bytearray(_BLOCK)) for _ in range(_BLOCKS)]
     busy: list[list[Future[None]]] = [[] for _ in ring]
-    done = told = turn = 0
+    done = reported = turn = 0
     with ExitStack() as stack:
         files: dict[Path, BinaryIO] = {}
         for copy in plan.copies:
@@ -245,13 +245,15 @@ def _copy_all(
                     busy[turn].append(hashed)
                 turn = (turn + 1) % _BLOCKS
                 done += len(block)
-                if on_progress is not None and (done - told >= _TELL or done == plan.bytes_in):
+                if on_progress is not None and (
+                    done - reported >= _REPORT_EVERY or done == plan.bytes_in
+                ):
                     on_progress(done, plan.bytes_in)
-                    told = done
+                    reported = done
 
 
 def _read(file: BinaryIO, path: Path, block: memoryview, start: int) -> None:
-    """Fill ``block`` from byte ``start`` on."""
+    """Fill ``block``, starting at byte ``start``."""
     filled = 0
     while filled < len(block):
         count = os.preadv(file.fileno(), [block[filled:]], start + filled)
@@ -264,7 +266,7 @@ def _read(file: BinaryIO, path: Path, block: memoryview, start: int) -> None:
 
 
 def _changed(copy: Copy, block: memoryview, factor: float) -> Buffer:
-    """What an output gets of ``block``: rounded and scaled where the plan says so."""
+    """``block`` as an output stores it: rounded and scaled as planned."""
     data: Buffer = block
     if copy.written_dtype != copy.dtype:
         rounded = to_bf16(block, copy.dtype)

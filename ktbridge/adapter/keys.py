@@ -15,10 +15,10 @@ embedding      MODULE.lora_embedding_{A,B}                                      
 other          anything else: a whole weight, or not ours
 =============  ====================================================================  ==========
 
-Only a shape tells sglang-3d from lora, so this parser calls it lora, and who opens the file calls it
-by its name. ``MODULE`` is the module's path in the base model. PEFT's ``base_model.model.`` and its adapter
-name ``default``, KT's ``orig_module`` wrapper, and Mixtral's w1/w3/w2 are spellings of the same
-thing and parse to the same :class:`Key`.
+Only the shape distinguishes sglang-3d from lora, so this parser returns lora, and the code that opens
+the file corrects it. ``MODULE`` is the module's path in the base model. PEFT's ``base_model.model.``
+and its adapter name ``default``, KT's ``orig_module`` wrapper, and Mixtral's w1/w3/w2 are aliases and
+parse to the same :class:`Key`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Key(NamedTuple):
 
     @property
     def leaf(self) -> str:
-        """The module's own name, as PEFT's target_modules lists it ("q_proj")."""
+        """The module's leaf name, as PEFT's target_modules lists it ("q_proj")."""
         return self.module.rpartition(".")[2]
 
     @property
@@ -98,8 +98,8 @@ class Key(NamedTuple):
 
 
 def parse_key(name: str) -> Key:
-    """Parse any tensor key; never fails: what isn't understood has kind "other"."""
-    # Adapters have tens of thousands of expert keys and few other ones: those take a short way.
+    """Parse any tensor key; never fails: an unknown key has kind "other"."""
+    # Fast path for expert keys: adapters have tens of thousands of them and few others.
     return _plain_expert_key(name) or _parse_any(name)
 
 
@@ -180,7 +180,7 @@ def fused_key(layer: int, name: str) -> str:
 
 
 def expert_key(layer: int, expert: int, projection: str, half: str) -> str:
-    """``model.layers.3.mlp.experts.7.gate_proj.lora_A.weight``, as SGLang-KT asks for it."""
+    """``model.layers.3.mlp.experts.7.gate_proj.lora_A.weight``, as SGLang-KT expects it."""
     return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.lora_{half}.weight"
 
 

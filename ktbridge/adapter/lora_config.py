@@ -1,4 +1,4 @@
-"""adapter_config.json as every conversion writes it, and what PEFT would make of it."""
+"""adapter_config.json as every conversion writes it, and how PEFT would interpret it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
-# Where non-expert LoRA is attached: kept, so that whoever loads the result does the same.
+# Where non-expert LoRA is attached: kept, so that loaders of the output attach it the same way.
 _PLACES = ("layers_to_transform", "layers_pattern", "exclude_modules", "revision")
 _KEPT = ("task_type", "lora_dropout", *_PLACES)
 # As target_modules, PEFT takes these for routed experts of transformers 5 (its table is
@@ -20,10 +20,10 @@ _BY_MODULES = {"nonexpert", "merged", "vllm"}
 
 
 def kept_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is carried along from the input's configuration."""
+    """The fields preserved from the input's configuration."""
     kept = {name: config[name] for name in _KEPT if config.get(name) not in (None, "")}
     if "use_rslora" in config:
-        kept["use_rslora"] = False  # lora_alpha carries it
+        kept["use_rslora"] = False  # included in lora_alpha
     return kept
 
 
@@ -55,7 +55,7 @@ def build_config(
 def peft_findings(
     where: str, leaves: Collection[str], layouts: Collection[str]
 ) -> Iterator[Problem]:
-    """Say of non-expert modules that PEFT would load an output wrongly, though engines don't."""
+    """Report non-expert modules for which PEFT, unlike the engines, would load an output wrongly."""
     names, outputs = sorted(AS_PARAMETERS.intersection(leaves)), sorted(_BY_MODULES & {*layouts})
     if names and outputs:
         found = (

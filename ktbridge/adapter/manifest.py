@@ -1,14 +1,14 @@
-"""kt_adapter_manifest.json: written last, it says that a directory is complete and what is in it.
+"""kt_adapter_manifest.json: written last, it marks a directory as complete and lists its contents.
 
 KT's schema, version 1: ``status: "ready"``, ``base{model_name_or_path}``, ``lora{rank, alpha}`` and
 ``artifacts{file: {size, sha256}}``, where the fused file's entry also lists its tensors. A serving
 directory's manifest adds ``layout`` and leaves ``expert_weight_format`` out, because SGLang-KT
-switches loaders by that field. ``lora`` is the witness of the alpha the experts were trained with:
-KT's own alpha is set apart from LoraConfig's.
+switches loaders by that field. ``lora`` records the alpha the experts were trained with:
+KT's own alpha is separate from LoraConfig's.
 
 ``base_fingerprint`` is ours (``ktbridge.model.Fingerprint``): which model the adapter was trained on,
-wherever that lies by now. It has a place of its own because KT's loaders compare ``base`` and ``lora``
-as a whole with what they expect, and look at no other key.
+independent of its path. It is a separate key because KT's loaders compare ``base`` and ``lora`` as a
+whole with expected values, and ignore other keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     text = read_small_file(path)
     try:
         value = json.loads(text, parse_constant=str, parse_int=_bounded, parse_float=_finite)
-        # Half a character could not be shown or written.
+        # A lone surrogate can't be printed or encoded.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise KtbridgeError(f"{path} is not JSON: {error}") from error
@@ -44,7 +44,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _bounded(digits: str) -> int | str:
-    """Integers that every JSON reader has; others stay text, which no rule takes for a number."""
+    """Integers that every JSON reader supports; others stay text, which no rule treats as a number."""
     small = len(digits) <= 20 and -(2**63) <= int(digits) < 2**64
     return int(digits) if small else digits[:20]
 
@@ -70,7 +70,7 @@ def hash_file(path: str | os.PathLike[str]) -> str:
 
 
 def fused_record(file: TensorFile) -> dict[str, Any]:
-    """What KT's manifest says of the fused file beside size and hash."""
+    """KT's manifest entries for the fused file beyond size and hash."""
     tensors = {
         name: {"shape": list(entry.shape), "dtype": entry.dtype}
         for name, entry in sorted(file.entries.items())
@@ -79,7 +79,7 @@ def fused_record(file: TensorFile) -> dict[str, Any]:
 
 
 def trained_on(manifest: Mapping[str, Any] | None) -> Fingerprint | None:
-    """The base model that an adapter was trained on, by its manifest; None if that has no fingerprint."""
+    """The base model that an adapter was trained on, by its manifest; None if it has no fingerprint."""
     return parse_fingerprint((manifest or {}).get("base_fingerprint"))
 
 

@@ -1,9 +1,9 @@
-"""``merge_adapter``: an adapter into its base weights, as a checkpoint that any engine serves.
+"""``merge_adapter``: merge an adapter into its base weights; any engine can serve the result.
 
 The output has the base's files: shards of the same names and headers, in which only the adapted
 tensors' bytes differ, the same index, configuration and tokenizer. ``ktbridge_merge.json`` is
-written last; it says what was merged into what, and marks the directory as one that a later merge
-may replace.
+written last; it records adapter and base model, and marks the directory as replaceable by a later
+merge.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ktbridge.units import size_text
 OnProgress = Callable[[int, int], None]
 PathLike = str | os.PathLike[str]
 MERGE_FILE = "ktbridge_merge.json"
-# Copies of the weights in other forms would be the unmerged ones.
+# Copies of the weights in other formats would be unmerged.
 _OTHER_WEIGHTS = re.compile(
     r".*\.(?:safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz)|.*\.index\.json|\..*"
     rf"|{re.escape(MERGE_FILE)}"
@@ -51,8 +51,8 @@ class MergePlan:
     """Everything a merge will do. ``findings`` are warnings and infos; errors were raised.
 
     ``deltas`` by shard; ``copied`` are files beside the shards, ``left_out`` those that hold
-    weights in another form (or are directories) and would not be merged. ``stamps`` are those of all
-    files that are read (``ktbridge.adapter.sources``).
+    weights in another format (or are directories) and would stay unmerged. ``stamps``: size, time and
+    inode of all files read (``ktbridge.adapter.sources``).
     """
 
     adapter: Adapter
@@ -86,7 +86,7 @@ class MergePlan:
         ]  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: what will be written, and which weight gets which delta."""
+        """JSON-ready: the output, and the delta of each weight."""
         return {
             "adapter": str(self.adapter.path),
             "layout": self.adapter.layout,
@@ -107,7 +107,7 @@ class MergePlan:
 class MergeReport:
     """What a merge did. ``values`` are in the adapted weights; ``changed`` of them moved.
 
-    The rest of the delta is smaller than the checkpoint's dtype can tell from zero change.
+    The rest of the delta is below the resolution of the checkpoint's dtype.
     """
 
     adapter: str
@@ -150,13 +150,13 @@ def merge_adapter(
     in float32 and rounded to nearest even to that dtype. scale = alpha/r for routed experts, what
     PEFT applied for the rest. Memory is bounded by a block per core, not by a shard
     (``ktbridge.adapter.merge_write``). ``overwrite`` replaces an earlier merge, nothing else.
-    ``allow_other_base`` merges into a model other than the one trained on as well.
+    ``allow_other_base`` also permits a model other than the one trained on.
     ``on_progress(done, total)`` counts bytes of the output.
 
-    Raises ProblemsError with all that stands in the way before anything is written (a tensor
-    without a weight, a quantised weight, a tied one, another base model, an occupied output, a file
-    that doesn't match its manifest), or if a file changes meanwhile, and KtbridgeError when
-    writing fails. Whatever happens, ``output`` is complete or as it was before.
+    Raises ProblemsError with every obstacle before anything is written (a tensor without a weight, a
+    quantised weight, a tied one, another base model, an occupied output, a file that doesn't match
+    its manifest), or if a file changes meanwhile, and KtbridgeError when writing fails. Whatever
+    happens, ``output`` is complete or unchanged.
 
     Example::
 
@@ -209,9 +209,9 @@ def plan_merge(
 
 
 def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> MergeReport:
-    """Do what ``plan_merge`` planned."""
+    """Execute the plan of ``plan_merge``."""
     started = time.perf_counter()
-    from ktbridge.adapter.merge_write import Writer  # numpy: planning, and importing us, need none
+    from ktbridge.adapter.merge_write import Writer  # needs numpy; planning doesn't
 
     total, done = plan.bytes, 0
 
@@ -288,7 +288,7 @@ def _check_space(plan: MergePlan) -> Iterator[Problem]:
 
 
 def _beside(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of files to copy along with the shards, and of what is left out."""
+    """Names of files to copy along with the shards, and of those left out."""
     copied: list[str] = []
     left_out: list[str] = []
     for path in sorted(checkpoint.path.iterdir()):

@@ -1,9 +1,9 @@
-"""Planning a merge: which stored matrix gets which LoRA pair, at which scale. Reads headers only.
+"""Plan a merge: assign each LoRA pair to a stored matrix, with its scale. Reads headers only.
 
 W' = W + scale·B·A, with scale = alpha/r for routed experts (KT trains them so even under rsLoRA)
 and what PEFT applied to everything else: alpha/r, or alpha/sqrt(r) under rsLoRA, each module at
-its own rank and ``alpha_pattern``. Where W lies is the checkpoint's business
-(``ktbridge.model.locate``); how the delta lies in it:
+its own rank and ``alpha_pattern``. ``ktbridge.model.locate`` finds W in the
+checkpoint; position of the delta in it:
 
 ====================  ===========  ================================  =============================
 stored                gate, up     delta of gate / up                delta of down
@@ -34,9 +34,9 @@ from ktbridge.model import Checkpoint, Entry, ModelConfig
 from ktbridge.model.locate import ExpertHome, expert_home, module_weights
 
 FLOATS = ("BF16", "F16", "F32")
-_SHOWN = 20  # problems of one kind that are listed by key
-# What is no obstacle to a merge, though it is one to serving: other ranks and scales are merged as
-# they are, towers and draft layers have weights like any other, and no engine is involved.
+_SHOWN = 20  # maximum of problems of one kind listed by key
+# Errors for serving but not for a merge: different ranks and scales are merged as they are, towers
+# and draft layers have ordinary weights, and no engine is involved.
 _NO_MATTER = {"KTB108", "KTB109", "KTB206", "KTB207", "KTB209", "KTB210", "KTB602", "KTB608"}
 
 
@@ -51,7 +51,7 @@ class Pair(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One matrix of a weight: its first byte in the shard, and what is added to it."""
+    """One matrix of a weight: its first byte in the shard, and the pairs added to it."""
 
     start: int
     pairs: tuple[Pair, ...]
@@ -62,7 +62,7 @@ class Delta:
     """Everything that is added to one tensor of the checkpoint.
 
     ``rows`` and ``columns`` are those of one stored matrix; ``transposed`` means stored [in, out].
-    ``label`` is the module as a reader knows it ("experts.gate_proj", "self_attn.q_proj").
+    ``label`` is the module's display name ("experts.gate_proj", "self_attn.q_proj").
     """
 
     entry: Entry
@@ -78,7 +78,7 @@ class Delta:
 
 @dataclass
 class Deltas:
-    """What planning finds: deltas by shard, then by tensor in file order; and every problem."""
+    """Result of planning: deltas by shard, then by tensor in file order; and every problem."""
 
     by_shard: dict[str, list[Delta]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Deltas:
 
 
 def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -> Deltas:
-    """Find the weight of every tensor of the adapter; whatever finds none is a problem."""
+    """Find the weight for every tensor of the adapter; report those without one."""
     result = Deltas()
     patterned = bool(adapter.config.get("rank_pattern"))
     result.problems += [
@@ -173,7 +173,7 @@ def _fused(
     if entry.shape not in fitting:
         expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(fitting))
         return problem("KTB734", name, f"is {list(entry.shape)} in the base model", expected)
-    # A square matrix is taken as transformers takes it: untransposed, except in gpt-oss.
+    # A square matrix is interpreted as in transformers: untransposed, except in gpt-oss.
     transposed = home.interleaved or entry.shape != straight
     stride = entry.nbytes // len(experts)
     interleaved = home.interleaved and len(names) > 1
@@ -203,7 +203,7 @@ def _fused(
 def _rest(
     adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig
 ) -> Iterator[Problem | tuple[str, Delta]]:
-    """Everything but routed experts: one weight [out, in] a module."""
+    """Everything but routed experts: one weight [out, in] per module."""
     for part in adapter.leftovers:
         if part.key.kind == "expert":
             yield problem("KTB731", part.where, "is expert LoRA of a tower or draft block")
@@ -257,7 +257,7 @@ def _plain(
 
 
 def _usable(checkpoint: Checkpoint, stem: str) -> tuple[str, Problem | None]:
-    """The tensor behind ``stem``, or why nothing can be added to it."""
+    """The tensor of ``stem``, or why no delta can be added to it."""
     names = module_weights(checkpoint, stem)
     if not names:
         return stem, problem("KTB731", stem, f"is not in {checkpoint.path}")
@@ -280,7 +280,7 @@ def _plain_patterns(patterns: Any) -> bool:
 
 
 def _alpha_of(module: str, patterns: dict[str, float], default: float) -> float:
-    """PEFT's rule: the first pattern that is the module's path or ends it at a dot."""
+    """PEFT's rule: the first pattern that equals the module's path or is a dotted suffix of it."""
     for name, alpha in patterns.items():
         if module == name.removeprefix("^") or module.endswith(f".{name}"):
             return float(alpha)

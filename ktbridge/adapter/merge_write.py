@@ -1,6 +1,6 @@
-"""Writing merged shards: bytes that stay are copied by the kernel, matrices that change are computed.
+"""Write merged shards: the kernel copies unchanged bytes, changed matrices are computed.
 
-A changed matrix is taken in blocks of rows that fit a core's cache: widened to float32, the delta
+A changed matrix is processed in blocks of rows that fit a core's cache: widened to float32, the delta
 added, rounded once to nearest even, written to its place. Workers share nothing but the files, so
 memory is bounded by ``workers * (block of BLOCK values * 16 bytes + the two factors of one pair in
 float32)``, whatever the size of a shard.
@@ -27,11 +27,11 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model import TensorFile
 
 BLOCK = 1 << 17  # values of one block: 512 KB in float32
-_COPY_BYTES = 1 << 25  # a call; also how often progress is told
+_COPY_BYTES = 1 << 25  # bytes per call; also the interval of progress reports
 # OpenBLAS computes a product of up to 2**18 multiplications in the calling thread; its own threads
-# would compete with ours, and spin on a busy machine.
+# would compete with ours, and busy-wait on a loaded machine.
 _PRODUCT = 1 << 18
-# Another file system, or one that can't: then the bytes go through memory.
+# Across file systems, or without support: then copy through memory.
 _NO_COPY_RANGE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _STORED: dict[str, Any] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
@@ -60,7 +60,7 @@ class Writer:
             os.close(descriptor)
 
     def write(self, file: TensorFile, deltas: list[Delta]) -> None:
-        """Write one shard under its own name: the base's bytes but for what ``deltas`` change."""
+        """Write one shard under its own name: the base's bytes except where ``deltas`` change them."""
         source = self._source(file)
         output = os.open(
             self._folder / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
@@ -84,7 +84,7 @@ class Writer:
         self._on_bytes(len(data))
 
     def finish(self) -> None:
-        """Wait for everything that was submitted, and flush it to disk."""
+        """Wait for all submitted work, and fsync it."""
         while self._jobs:
             self._collect()
         flushed = [self._pool.submit(os.fsync, output) for output in self._outputs]
@@ -112,7 +112,7 @@ class Writer:
     ) -> None:
         while len(self._jobs) >= 4 * self._workers:
             self._collect()
-        # Opened here, so that workers only read the table.
+        # Opened here, so that workers only read the dict.
         for pair in matrix.pairs:
             self._source(pair.a.file)
             self._source(pair.b.file)
@@ -144,7 +144,7 @@ class Writer:
             _widen(old, wide)
             for pair, (a, b) in zip(matrix.pairs, factors, strict=True):
                 _add(wide, spare, pair, a, b, first, delta.transposed)
-            # A sum is infinite or NaN if any value is (or nearly so), and costs less than looking.
+            # A sum is infinite or NaN if any value is (or nearly so), and costs less than checking each.
             if not np.isfinite(wide.sum(dtype=np.float32)) and not np.isfinite(wide).all():
                 raise _not_finite(delta)
             _narrow(wide, spare, new)
@@ -155,7 +155,7 @@ class Writer:
         return delta.rows * delta.columns, changed
 
     def _factors(self, pair: Pair, delta: Delta) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """A [r, in] and scale * B [out, r] in float32; turned to [in, r], [r, out] if W is."""
+        """A [r, in] and scale * B [out, r] in float32; transposed to [in, r], [r, out] if W is."""
         a, b = self._matrix(pair.a), self._matrix(pair.b) * np.float32(pair.scale)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise KtbridgeError(
@@ -174,9 +174,9 @@ class Writer:
         return as_float32(data, part.dtype).reshape(part.shape)
 
     def _buffers(self, count: int, stored: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
-        """This worker's buffers for a block: as stored, two in float32, and as it will be stored.
+        """This worker's buffers for a block: input, two in float32, and output.
 
-        Kept from block to block: fresh memory of this size costs a page fault every 4 KB.
+        Reused across blocks: fresh memory of this size costs a page fault every 4 KB.
         """
         held = getattr(self._local, "buffers", None)
         if held is None or held[1].size < count or held[0].dtype != stored:
@@ -196,7 +196,7 @@ def _widen(old: NDArray[Any], wide: NDArray[np.float32]) -> None:
 
 
 def _narrow(wide: NDArray[np.float32], spare: NDArray[np.float32], new: NDArray[Any]) -> None:
-    """Round to the dtype of ``new``, to nearest even; the other buffers are spent.
+    """Round to the dtype of ``new``, to nearest even; the other buffers are overwritten.
 
     bfloat16: adding 0x7fff, and one more if the bit that will be the last is odd, carries into the
     upper half exactly when the number must go up.
@@ -210,7 +210,7 @@ def _narrow(wide: NDArray[np.float32], spare: NDArray[np.float32], new: NDArray[
         np.right_shift(bits, 16, out=bits)
         np.copyto(new, bits, casting="unsafe")
         return
-    with np.errstate(over="ignore"):  # the caller looks at the result
+    with np.errstate(over="ignore"):  # the caller checks the result
         np.copyto(new, wide, casting="same_kind")
 
 
@@ -223,7 +223,7 @@ def _add(
     first: int,
     transposed: bool,
 ) -> None:
-    """Add a pair's delta to a block of stored rows ``first`` and on."""
+    """Add a pair's delta to a block of stored rows that starts at ``first``."""
     if transposed:
         chosen = wide[:, pair.first :: pair.step][:, : b.shape[1]]
         left, right = a[first : first + len(wide)], b
@@ -242,7 +242,7 @@ def _add(
 
 
 def _copy_range(source: int, output: int, start: int, count: int) -> int:
-    """Copy bytes to the same place of another file, shared on disk where the file system can."""
+    """Copy bytes to the same offset of another file, as a reflink where the file system can."""
     try:
         return os.copy_file_range(source, output, count, start, start)
     except OSError as error:

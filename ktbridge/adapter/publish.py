@@ -1,4 +1,4 @@
-"""What may be written where, and what is said when writing fails or is stopped."""
+"""Output checks of conversions, and error messages for failed or interrupted writes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.units import size_text
 
 PathLike = str | os.PathLike[str]
-# An adapter, and what `ktbridge train` leaves beside it. A README may be a user's own work.
+# An adapter, and the other files of `ktbridge train`. A README may be the user's own.
 _OURS = re.compile(
     r"adapter_config\.json|kt_adapter_manifest\.json"
     r"|(?:adapter_model|fused_expert_lora)(?:-\d+-of-\d+)?\.safetensors"
     r"|adapter_model\.safetensors\.index\.json|adapter_model\.gguf"
     r"|trainer_log\.jsonl|training_loss\.png|refused_rows\.jsonl"
 )
-# What only training leaves: a conversion can be repeated, training costs days.
+# Files that only training writes: a conversion can be repeated, training costs days.
 _TRAINED = re.compile(r"fused_expert_lora.*|trainer_log\.jsonl|training_loss\.png")
 
 
 def stage_adapter(target: PathLike, *, overwrite: bool = False, layout: str = "raw") -> Staging:
-    """Start writing an adapter directory; an existing one is replaced only with ``overwrite``."""
+    """Stage an adapter directory; an existing one is replaced only with ``overwrite``."""
     return Staging(target, lambda path: why_not_writable(path, overwrite, layout))
 
 
 def why_not_writable(target: Path, overwrite: bool, layout: str = "raw") -> tuple[str, str] | None:
     """Why ``target`` may not be (re)placed, as (found, next step); None when it may.
 
-    A missing or empty directory is free. An existing one is replaced only with ``overwrite``, and
+    A missing or empty directory may be used. An existing one is replaced only with ``overwrite``, and
     only when it holds an adapter and nothing else: replacing deletes what was there. A training
-    output gives way to another raw ``layout`` only.
+    output may only be replaced by another raw ``layout``.
     """
 
     def objection(entries: list[str]) -> tuple[str, str] | None:
@@ -59,7 +59,7 @@ def why_not_writable(target: Path, overwrite: bool, layout: str = "raw") -> tupl
 def check_request(
     source: PathLike, outputs: Mapping[str, PathLike | None], lora_alpha: float | None
 ) -> dict[str, Path]:
-    """The wanted outputs' real paths by layout; UsageError where the request makes no sense."""
+    """The requested outputs' real paths by layout; UsageError for an invalid request."""
     wanted = {layout: path for layout, path in outputs.items() if path is not None}
     if not wanted:
         raise UsageError(
@@ -77,7 +77,7 @@ def check_request(
 
 
 def check_places(source: Path, paths: Mapping[str, Path], overwrite: bool) -> Iterator[Problem]:
-    """Whether every output (layout -> real path) can be written without harm to another directory."""
+    """Check that no output (layout -> real path) would damage another directory."""
     for layout, path in paths.items():
         above = next(parent for parent in path.parents if os.path.lexists(parent))
         reason = why_not_writable(path, overwrite, layout)
@@ -97,7 +97,7 @@ def check_places(source: Path, paths: Mapping[str, Path], overwrite: bool) -> It
 def check_halves(
     where: str, layouts: Collection[str], *, experts: bool, nonexpert: bool
 ) -> Iterator[Problem]:
-    """Whether the adapter has what KT's layouts are asked to hold."""
+    """Check that the adapter has the halves that the requested layouts need."""
     for half, present in (("expert", experts), ("non-expert", nonexpert)):
         if not present and half.replace("-", "") in layouts:
             yield problem("KTB704", where, f"has no {half} LoRA for the {half} output")
@@ -109,7 +109,7 @@ def check_halves(
 
 @contextmanager
 def explained(stagings: list[Staging], need: int) -> Iterator[None]:
-    """Turn an OSError into a sentence, and tell an interrupt, with which outputs are in place.
+    """Raise an OSError as KtbridgeError; it and an interrupt then list the complete outputs.
 
     ``need`` is the number of bytes that all outputs take.
     """

@@ -1,6 +1,6 @@
-"""Writing a raw adapter: the three files of KT-SFT and the manifest that makes them one.
+"""Write a raw adapter: the three files of KT-SFT and their manifest.
 
-The layout is reference KT's, so that its own tools, LLaMA-Factory's and ours read it alike.
+The layout is reference KT's, so that KT's, LLaMA-Factory's and our tools can read it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def write_raw_adapter(
     overwrite: bool = False,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a raw adapter directory; it appears whole or not at all.
+    """Write a raw adapter directory atomically.
 
     ``expert``: ``layers.{L}.experts.{gate,up,down}_lora_{a,b}`` -> BF16 tensor, gate/up a [E,r,H],
     b [E,I,r]; down a [E,r,I], b [E,H,r]. ``nonexpert``: PEFT keys with ``base_model.model.`` ->
     tensor. Either may be empty, not both; without experts there is no fused file. ``config`` is
     PEFT's LoraConfig as a dictionary; its sets are sorted and base_model_name_or_path is filled in.
     ``rank`` and ``alpha`` are the experts'. ``fingerprint`` is that of the base model trained on: True
-    takes it of ``base_model`` where that is a directory or in the local Hub cache, False leaves it
-    out. ``overwrite`` replaces an existing adapter directory.
-    ``extra_files`` (a log, a plot) appear with the rest and are no part of the adapter.
+    computes it from ``base_model`` if that is a directory or in the local Hub cache, False omits
+    it. ``overwrite`` replaces an existing adapter directory.
+    ``extra_files`` (a log, a plot) are written along and are not part of the adapter.
 
-    Raises UsageError for keys of another kind and KtbridgeError when the directory is occupied.
+    Raises UsageError for unknown keys and KtbridgeError when the directory is occupied.
     """
     if not expert and not nonexpert:
         raise UsageError("an adapter without tensors can't be written", "train something first")
@@ -97,7 +97,7 @@ def write_raw_adapter(
 
 
 def _taken(base_model: str) -> Fingerprint | None:
-    """The base model's fingerprint; None where it can't be had, over which no training is lost."""
+    """The base model's fingerprint; None if unavailable: that must not cost a finished training."""
     if not base_model:
         return None
     try:
@@ -116,7 +116,7 @@ def _named(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's idea of a LoraConfig value: sets become sorted lists, enums their value."""
+    """A LoraConfig value for JSON: sets become sorted lists, enums their value."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "value", value)

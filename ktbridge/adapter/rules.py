@@ -1,4 +1,4 @@
-"""The rules of ``validate``, ``convert`` and ``merge``: their part of the registry of problem codes."""
+"""The rules of ``validate``, ``convert`` and ``merge``: their section of the registry of problem codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def many(
     severity: Severity | None = None,
     next_step: str | None = None,
 ) -> Iterator[Problem]:
-    """One problem for all of ``parts``, placed at the first; nothing when there are none."""
+    """One problem for all of ``parts``, located at the first; none if ``parts`` is empty."""
     if parts:
         if len(parts) > 1:
             found += f" ({len(parts)} tensors like it)"

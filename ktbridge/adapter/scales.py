@@ -1,9 +1,9 @@
-"""What a LoRA's scale becomes on the way from training to one number an engine reads.
+"""Convert a LoRA's training scales into the single alpha/r that an engine reads.
 
 Training may scale modules differently: KT's experts by their own alpha/r, everything else by
-PEFT's alpha/r, by alpha/sqrt(r) under rsLoRA, by another alpha where alpha_pattern says so. Engines
-know one alpha/r for a directory. A ratio between the two goes into B, which is exact where it is a
-power of two (only the exponent moves) and is refused elsewhere.
+PEFT's alpha/r, by alpha/sqrt(r) under rsLoRA, by another alpha with alpha_pattern. Engines use
+one alpha/r per directory. The ratio between the two is folded into B, which is exact if it is a power
+of two (only the exponent changes) and refused otherwise.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ktbridge.adapter.values import is_power_of_two
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
-# A name or a dotted path. PEFT takes any regular expression; what isn't plain is refused.
+# A name or a dotted path. PEFT accepts any regular expression; others are refused here.
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
 def apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]:
-    """Let an explicit alpha stand for the experts', and for a configuration that has none.
+    """Apply an explicit alpha to the experts, and to a configuration that has none.
 
-    Without one, per-expert tensors under rsLoRA are in doubt: KT trains experts at alpha/r all the
-    same, PEFT's own training doesn't, and only KT's manifest tells them apart.
+    Without one, per-expert tensors under rsLoRA are ambiguous: KT trains experts at alpha/r even so,
+    PEFT doesn't, and only KT's manifest distinguishes them.
     """
     if lora_alpha is None:
         per_expert = any(stack.parts for stack in adapter.experts.values())
@@ -37,38 +37,40 @@ def apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]
             step = "if PEFT trained them, pass --lora-alpha with lora_alpha times the root of r"
             yield problem("KTB107", where, found, severity="warning", next_step=step)
         return
-    said = adapter.config.get("lora_alpha")
+    configured = adapter.config.get("lora_alpha")
     if adapter.experts:
         lora = (adapter.manifest or {}).get("lora")
         lora = dict(lora) if isinstance(lora, dict) else {}
-        said_of_experts = lora.get("alpha", said)
+        experts_alpha = lora.get("alpha", configured)
         lora["alpha"] = float(lora_alpha)
         adapter.manifest = {**(adapter.manifest or {}), "lora": lora}
     else:
-        said_of_experts = said
-    yield from overridden(str(adapter.path), lora_alpha, said_of_experts, bool(adapter.experts))
-    if said is None:
+        experts_alpha = configured
+    yield from overridden(str(adapter.path), lora_alpha, experts_alpha, bool(adapter.experts))
+    if configured is None:
         adapter.config = {**adapter.config, "lora_alpha": float(lora_alpha)}
 
 
-def overridden(where: str, lora_alpha: float, said: Any, experts: bool) -> Iterator[Problem]:
-    """Say what an explicit alpha does where the adapter itself says another."""
-    if not is_number(said) or float(said) == float(lora_alpha):
+def overridden(where: str, lora_alpha: float, configured: Any, experts: bool) -> Iterator[Problem]:
+    """Report the effect of an explicit alpha that differs from the adapter's own."""
+    if not is_number(configured) or float(configured) == float(lora_alpha):
         return
     if experts:
-        found = f"alpha {lora_alpha:g} is used for the experts instead of {said:g}"
+        found = f"alpha {lora_alpha:g} is used for the experts instead of {configured:g}"
         yield problem("KTB707", where, found)
     else:
-        found = f"has no expert LoRA: --lora-alpha is not used, everything else keeps {said:g}"
+        found = (
+            f"has no expert LoRA: --lora-alpha is not used, everything else keeps {configured:g}"
+        )
         step = "leave --lora-alpha out"
         yield problem("KTB707", where, found, severity="warning", next_step=step)
 
 
 def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
-    """Factors for B by module that stand for alpha_pattern, and what must be said of it.
+    """Factors for B per module that replace alpha_pattern, and findings about it.
 
-    A pattern that changes nothing is dropped; another rank is always refused. The adapter's
-    configuration loses both patterns, as they are dealt with here.
+    A pattern that changes nothing is dropped; another rank is always refused. Both patterns
+    are removed from the adapter's configuration, since they are resolved here.
     """
     config, where = adapter.config, str(adapter.path / CONFIG_FILE)
     rank, alpha = config.get("r"), config.get("lora_alpha")
@@ -106,7 +108,7 @@ def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
 
 
 class Numbers(NamedTuple):
-    """Rank and alpha of one half, as its configuration gives them."""
+    """Rank and alpha of one half, from its configuration."""
 
     rank: int
     alpha: float
@@ -120,10 +122,10 @@ def plain_alpha(numbers: Numbers, rslora: bool) -> float:
 def common_scale(
     where: str, experts: Numbers, rest: Numbers, rslora: bool, same_rank: bool = True
 ) -> tuple[float, list[Problem]]:
-    """By how much non-expert B must be scaled when one configuration has the experts' scale.
+    """Factor for non-expert B when one configuration has the experts' scale.
 
-    ``rslora`` is about ``rest`` alone. Without ``same_rank`` the loader divides alpha by each
-    tensor's own rank, so that ranks may differ.
+    ``rslora`` applies only to ``rest``. Without ``same_rank`` the loader divides alpha by each
+    tensor's own rank, so ranks may differ.
     """
     step = "write kt-split, raw or peft-fused, which hold a rank and a scale for either half"
     if same_rank and experts.rank != rest.rank:
@@ -143,7 +145,7 @@ def common_scale(
 
 
 def _matching(patterns: Any, module: str, default: Any) -> Any:
-    """What ``patterns`` give a module: PEFT takes the first that its path ends with."""
+    """The value of ``patterns`` for a module: the first that is a suffix of its path, as in PEFT."""
     for name, value in patterns.items() if isinstance(patterns, dict) else ():
         if not _PLAIN.fullmatch(name):
             return f"by the expression {name!r}"

@@ -1,7 +1,7 @@
-"""Opening an adapter directory: which files, which layout, which tensor belongs where.
+"""Open an adapter directory: find its files, detect its layout, classify its tensors.
 
-``scan_adapter`` never fails on content: what it can't use becomes a Problem, so that ``validate``
-can list everything at once. ``read_adapter`` is the same with errors raised. Only headers are read.
+``scan_adapter`` never raises on content: anything unusable becomes a Problem, so that ``validate``
+can list everything at once. ``read_adapter`` is the same but raises errors. Only headers are read.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ _STACKED = re.compile(r"\.experts\.(?:gate_proj|up_proj|down_proj|gate_up_proj|w
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     """Open an adapter directory of any layout.
 
-    Raises KtbridgeError in one sentence when the directory can't be used at all: missing, without
-    configuration or weights, pickled, truncated. Whether its content makes sense is for
-    ``validate_adapter`` to say.
+    Raises KtbridgeError when the directory can't be used at all: missing, without configuration or
+    weights, pickled, truncated. ``validate_adapter`` checks its content.
 
     Example::
 
@@ -62,9 +61,9 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
 def scan_adapter(
     path: str | os.PathLike[str], config: dict[str, Any] | None = None
 ) -> tuple[Adapter | None, list[Problem]]:
-    """Open an adapter and collect what is wrong with its files; no adapter if nothing is usable.
+    """Open an adapter and collect the problems with its files; None if nothing is usable.
 
-    ``config`` stands in for a missing adapter_config.json; the tensors tell its rank.
+    ``config`` replaces a missing adapter_config.json; its rank is taken from the tensors.
     """
     path = Path(path).expanduser()
     problems: list[Problem] = []
@@ -120,7 +119,7 @@ def _scan(path: Path, problems: list[Problem], stand_in: dict[str, Any] | None) 
 
 
 def _rank_of(adapter: Adapter) -> int | None:
-    """The rank of the first A matrix there is."""
+    """The rank of the first A matrix."""
     parts = [stack.sources[0] for (_, _, half), stack in adapter.experts.items() if half == "A"]
     parts += [part for part in adapter.nonexpert.values() if part.key.half == "A"]
     shapes = [part.entry.shape for part in parts if len(part.entry.shape) > 1]
@@ -133,7 +132,7 @@ def _gguf(path: Path) -> Problem:
 
 
 def _readable(path: Path) -> str | None:
-    """What to do about a file that may not be read; None where that isn't what is wrong."""
+    """Next step for a file without read permission; None for other errors."""
     return None if os.access(path, os.R_OK) else f"chmod a+r {shlex.quote(str(path))}"
 
 
@@ -168,7 +167,7 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, Any] | None
         return None
     version, status = manifest.get("version"), manifest.get("status")
     if version != 1 or status != "ready":
-        found = f"says version {version!r}, status {status!r}"
+        found = f"has version {version!r}, status {status!r}"
         problems.append(problem("KTB010", str(file), found, "version 1, status 'ready'"))
     return manifest
 
@@ -176,7 +175,7 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, Any] | None
 def _weight_files(path: Path, problems: list[Problem]) -> list[str]:
     entries = sorted(path.iterdir())
     names = [entry.name for entry in entries if entry.is_file()]
-    for entry in entries:  # a link to nowhere would be half an adapter, left out without a word
+    for entry in entries:  # a dangling link would silently drop half of the adapter
         ours = entry.name in (FUSED_FILE, MODEL_FILE) or _SHARD.fullmatch(entry.name)
         if ours and entry.name not in names:
             kind = "is a link to nowhere" if entry.is_symlink() else "is not a regular file"
@@ -235,7 +234,7 @@ def _elsewhere(experts: str) -> bool:
 
 
 def _file_tensors(adapter: Adapter, file: TensorFile, twice: list[tuple[Part, Part]]) -> None:
-    """File each tensor where it belongs; ``twice`` gets those given again, with the first."""
+    """Classify each tensor; ``twice`` gets duplicates, each with the first one."""
     for entry in file.entries.values():
         part = Part(file, entry, parse_key(entry.name))
         key = part.key

@@ -1,9 +1,9 @@
-"""What a conversion or a merge reads must stay as it is until all of it is written.
+"""Detect input files that change during a conversion or a merge.
 
-A file that someone overwrites meanwhile would give an output that is neither the old nor the new
-adapter. So the files' stamps (size, time of change, inode) are taken when they are first read, and
-compared before anything is published; ``guarded`` also names a changed file as the cause when
-reading or converting failed over it.
+A file overwritten meanwhile would give an output that is neither the old nor the new adapter. So the
+files' stamps (size, modification time, inode) are taken at the first read and compared before
+anything is published; ``guarded`` also names a changed file as the cause if reading or converting
+failed because of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ktbridge.model.stamps import Stamps, difference, stamp
 
 
 def changed_files(stamps: Stamps) -> Iterator[Problem]:
-    """One problem for every file that is no longer as ``stamps`` has it."""
+    """One problem per file that no longer matches ``stamps``."""
     for path, before in stamps.items():
         if what := difference(before, stamp(path)):
             yield problem("KTB709", str(path), f"{what} while it was being read")
@@ -25,9 +25,9 @@ def changed_files(stamps: Stamps) -> Iterator[Problem]:
 
 @contextmanager
 def guarded(stamps: Stamps, doing: str) -> Iterator[Callable[[], None]]:
-    """Gives a function that raises ProblemsError if a file changed: call it before publishing.
+    """Yields a function that raises ProblemsError if a file changed: call it before publishing.
 
-    If the block fails and a file has changed, that is what is raised. ``doing`` completes
+    If the block fails and a file has changed, that ProblemsError is raised instead. ``doing`` completes
     "... changed during".
     """
 

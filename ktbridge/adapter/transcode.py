@@ -1,11 +1,11 @@
-"""Conversion between dialects: read one, write another, exactly or with the reason why not.
+"""Convert between dialects: losslessly, or refuse with the reason.
 
-``plan_transcode`` reads headers (and, for PEFT's fused layout, the B matrices whose zeros tell how
-gate and up are arranged) and raises everything that stands in the way at once. ``execute_transcode``
-then writes tensor after tensor, in memory for one layer's tensor, and publishes each directory
-whole, manifest last, if the input's hashes are right and its files are still the same. Tensors are
-read in the output's order, so the hashes of the input, where its manifest has any, take a reading of
-their own beside it. KT's own layouts among each other have a faster path: ``plan_convert``.
+``plan_transcode`` reads headers (and, for PEFT's fused layout, the B matrices, whose zeros show how
+gate and up are arranged) and raises all obstacles at once. ``execute_transcode`` then writes tensor
+by tensor, holding one layer's tensor in memory, and publishes each directory atomically, manifest
+last, if the input's hashes match and its files are unchanged. Tensors are read in the output's order,
+so checking the input's hashes, if its manifest has any, is a second concurrent read. Conversion
+between KT's own layouts has a faster path: ``plan_convert``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 from ktbridge.publish import Staging
 
 OnProgress = Callable[[int, int], None]
-_TELL = 1 << 25  # bytes between two reports of progress
+_REPORT_EVERY = 1 << 25  # bytes between progress reports
 _KT = ("raw", "kt-split", "kt-merged")
-# Their reader applies an explicit alpha itself, to the configuration.
+# Their reader applies an explicit alpha to the configuration itself.
 _SCALED = ("kt", *_KT, "vllm")
 _Reader = Callable[[Path, "ModelConfig | None", "float | None"], Source]
 _Writer = Callable[[Source, "ModelConfig | None"], "tuple[list[Draft], list[Problem]]"]
@@ -77,7 +77,7 @@ _WRITERS: Mapping[str, _Writer] = {
 class TranscodePlan:
     """Everything a conversion will write, and the ``findings`` (no errors: those were raised).
 
-    ``given`` is the path that was asked for: a directory, whose manifest may have hashes, or a file.
+    ``given`` is the requested path: a directory, whose manifest may have hashes, or a file.
     """
 
     given: Path
@@ -91,7 +91,7 @@ class TranscodePlan:
         return sum(draft.nbytes for _, draft in self.drafts)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: what will be written."""
+        """JSON-ready: the outputs."""
         return {
             "source": str(self.source.path),
             "layout": self.source.format,
@@ -102,7 +102,7 @@ class TranscodePlan:
         }
 
     def outputs(self) -> list[dict[str, Any]]:
-        """What each output is, for reports."""
+        """A summary of each output, for reports."""
         return [
             {
                 "layout": draft.layout,
@@ -136,9 +136,8 @@ def plan_transcode(
     """Plan a conversion without writing anything.
 
     ``outputs`` maps each output's layout ("expert", "nonexpert" and "merged" for KT's, else ``to``)
-    to its directory. ``from_format`` is a readable dialect's name, or what ``detect_format`` says.
-    Raises UsageError where the dialect can't be told, and ProblemsError with everything that stands
-    in the way.
+    to its directory. ``from_format`` is a readable dialect's name, or ``detect_format``'s result.
+    Raises UsageError if the dialect is ambiguous, and ProblemsError with every obstacle.
     """
     paths = check_request(path, outputs, lora_alpha)
     given = Path(path).expanduser()
@@ -169,16 +168,16 @@ def plan_transcode(
 
 
 def _override(source: Source, lora_alpha: float) -> list[Problem]:
-    """An explicit alpha is the experts'; without experts there is nothing for it to do."""
+    """Apply an explicit alpha to the experts; without experts it has no effect."""
     experts = bool(source.experts)
-    said = source.alpha if experts else source.nonexpert_alpha
+    configured = source.alpha if experts else source.nonexpert_alpha
     if experts:
         source.alpha = float(lora_alpha)
-    return list(overridden(str(source.path), lora_alpha, said, experts))
+    return list(overridden(str(source.path), lora_alpha, configured, experts))
 
 
 def _formats(to: str, outputs: Mapping[str, PathLike | None]) -> list[str]:
-    """The formats to write: a merged directory may be asked for beside the split ones."""
+    """The formats to write: a merged directory may be requested in addition to the split ones."""
     if to != "kt-split":
         return [to]
     split = outputs.get("expert") is not None or outputs.get("nonexpert") is not None
@@ -187,9 +186,9 @@ def _formats(to: str, outputs: Mapping[str, PathLike | None]) -> list[str]:
 
 
 def execute_transcode(plan: TranscodePlan, on_progress: OnProgress | None = None) -> float:
-    """Do what ``plan_transcode`` planned; seconds it took.
+    """Execute the plan of ``plan_transcode``; return the seconds it took.
 
-    Every output is complete or as it was before; KtbridgeError when writing fails.
+    Every output is complete or unchanged; KtbridgeError when writing fails.
     """
     started = time.perf_counter()
     stagings: list[Staging] = []
@@ -199,14 +198,14 @@ def execute_transcode(plan: TranscodePlan, on_progress: OnProgress | None = None
 
 
 def _write(plan: TranscodePlan, on_progress: OnProgress | None, stagings: list[Staging]) -> None:
-    done = told = 0
+    done = reported = 0
     total = plan.bytes_out
 
-    def tell(count: int) -> None:
-        nonlocal done, told
+    def on_bytes(count: int) -> None:
+        nonlocal done, reported
         done += count
-        if done - told >= _TELL or done == total:
-            told = done
+        if done - reported >= _REPORT_EVERY or done == total:
+            reported = done
             if on_progress is not None:
                 on_progress(done, total)
 
@@ -217,7 +216,7 @@ def _write(plan: TranscodePlan, on_progress: OnProgress | None, stagings: list[S
             for path, draft in plan.drafts:
                 staging = stage_adapter(path, overwrite=plan.overwrite, layout=draft.layout)
                 stagings.append(stack.enter_context(staging))
-                _fill(staging, draft, plan.source.trained_on, tell)
+                _fill(staging, draft, plan.source.trained_on, on_bytes)
             problems = list(hashes.check(plan.given))
             check_stamps()
         if problems:
@@ -227,18 +226,18 @@ def _write(plan: TranscodePlan, on_progress: OnProgress | None, stagings: list[S
 
 
 def _fill(
-    staging: Staging, draft: Draft, trained_on: Fingerprint | None, tell: Callable[[int], None]
+    staging: Staging, draft: Draft, trained_on: Fingerprint | None, on_bytes: Callable[[int], None]
 ) -> None:
     artifacts: dict[str, dict[str, Any]] = {}
     for name, pieces in draft.pieces.items():
         path = staging.path / name
         if draft.gguf:
-            gguf_dialect.save_gguf(path, draft, tell)
+            gguf_dialect.save_gguf(path, draft, on_bytes)
             digest = hash_file(path)
         else:
-            # PEFT's loader asks for the format; KT's fused file has no metadata.
+            # PEFT's loader requires the format; KT's fused file has no metadata.
             metadata = {"format": "pt"} if name.startswith("adapter_model") else None
-            digest = save_pieces(path, pieces, metadata, tell)
+            digest = save_pieces(path, pieces, metadata, on_bytes)
         artifacts[name] = {"size": path.stat().st_size, "sha256": digest}
         if draft.record is not None and name.startswith("fused"):
             artifacts[name].update(draft.record(path))
@@ -262,7 +261,10 @@ def _fill(
 
 
 def save_pieces(
-    path: Path, pieces: list[Piece], metadata: Mapping[str, str] | None, tell: Callable[[int], None]
+    path: Path,
+    pieces: list[Piece],
+    metadata: Mapping[str, str] | None,
+    on_bytes: Callable[[int], None],
 ) -> str:
     """Write a safetensors file tensor by tensor; returns its SHA-256.
 
@@ -281,7 +283,7 @@ def save_pieces(
             data = bytes_of(bits)
             file.write(data)
             digest.update(data)
-            tell(block.nbytes)
+            on_bytes(block.nbytes)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()

@@ -43,11 +43,11 @@ class ValidationReport:
 
     @property
     def ok(self) -> bool:
-        """True when nothing is an error (warnings and infos may be there)."""
+        """True if there is no error (there may be warnings and infos)."""
         return not has_errors(self.problems)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready, as docs/validate.schema.json says."""
+        """JSON-ready, following docs/validate.schema.json."""
         return {
             "ok": self.ok,
             "structure_only": self.structure_only,
@@ -69,14 +69,14 @@ def validate_adapter(
     """Check adapter directories of any layout, singly or as one set.
 
     In a set, one directory is the source that the others are compared with: the raw one, else the
-    first of those whose layout covers all others (merged covers everything, each covers its like).
+    first of those whose layout covers all others (merged covers everything, each layout covers itself).
 
-    ``base_model``: a directory with config.json (weights are not needed), to check shapes and
-    inventories against. If it has weights and the manifest a fingerprint of the model trained on,
+    ``base_model``: a directory with config.json (weights are not needed), the reference for shapes and
+    inventories. If it has weights and the manifest a fingerprint of the model trained on,
     those are compared too, and another model is an error unless ``allow_other_base``. ``engine``:
-    "sglang-kt==0.7.2", to apply that version's contract. ``structure_only`` leaves the adapter's
-    values unread. ``on_progress(done, total)`` counts bytes. Content never raises, the base model's
-    included: it is reported. Raises UsageError without directories or for an unknown engine.
+    "sglang-kt==0.7.2", to apply that version's contract. ``structure_only`` skips the adapter's
+    values. ``on_progress(done, total)`` counts bytes. Invalid content, the base model's
+    included, is reported, never raised. Raises UsageError without directories or for an unknown engine.
 
     Example::
 
@@ -109,7 +109,7 @@ def validate_adapter(
             report.adapters.append(_summary(path, adapter))
         source = source_of(adapters)
         for adapter in adapters:
-            if source is not None:  # conversion keeps names of modules, not the layers chosen
+            if source is not None:  # conversion keeps module names, not the selected layers
                 adapter.trained_as = source.config
             serving = adapter.layout != "raw" and not (adapter is source and _trained(adapter))
             report.problems += _structure(adapter, serving, base, engine is not None)
@@ -132,7 +132,7 @@ def validate_adapter(
 
 
 def _trained(adapter: Adapter) -> bool:
-    """Whether training wrote the directory, by its manifest: what convert writes has a layout."""
+    """Whether training wrote the directory: manifests written by convert have a layout."""
     return adapter.manifest is not None and "layout" not in adapter.manifest
 
 
@@ -140,7 +140,7 @@ def _structure(
     adapter: Adapter, serving: bool, base: ModelConfig | None, for_engine: bool
 ) -> list[Problem]:
     findings: list[Problem] = []
-    if not serving:  # what conversion folds away is no fault of a source
+    if not serving:  # in a source, features that conversion resolves are not errors
         adapter, _, findings = folded(adapter)
     return findings + check_structure(adapter, serving, base, for_engine)
 
@@ -148,22 +148,22 @@ def _structure(
 def _values(
     adapters: Sequence[Adapter], hashes: Hashes, on_progress: OnProgress | None
 ) -> Iterator[Problem]:
-    """Read values, wait for hashes, compare; of each the bytes count as progress."""
-    from ktbridge.adapter.check_data import check_data  # numpy: structure needs none
+    """Read values, wait for hashes, compare; progress counts the bytes of each step."""
+    from ktbridge.adapter.check_data import check_data  # needs numpy; structure checks don't
 
     sizes = [sum(file.size for file in adapter.files) for adapter in adapters]
     compared = sum(sizes) if len(adapters) > 1 else 0
     total, read = sum(sizes) + compared + hashes.total, 0
 
-    def tell(more: int = 0) -> None:
+    def report_bytes(more: int = 0) -> None:
         if on_progress is not None:
             on_progress(read + more + hashes.done, total)
 
     for adapter, size in zip(adapters, sizes, strict=True):
-        yield from check_data(adapter, lambda done, _: tell(done))
+        yield from check_data(adapter, lambda done, _: report_bytes(done))
         read += size
     for adapter in adapters:
-        yield from hashes.check(adapter.path, tell)
+        yield from hashes.check(adapter.path, report_bytes)
     yield from check_set(adapters, compare_data=True)
     if on_progress is not None:
         on_progress(total, total)
@@ -175,10 +175,10 @@ def check_structure(
     base: ModelConfig | None = None,
     for_engine: bool = False,
 ) -> list[Problem]:
-    """Everything that headers and configuration tell of one directory.
+    """Every finding from one directory's headers and configuration.
 
-    ``serving`` says whether the directory is to be served as it is, or is about to be converted;
-    ``for_engine`` whether SGLang-KT is sure to be what serves it.
+    ``serving``: the directory will be served as it is, not converted; ``for_engine``: SGLang-KT is
+    certain to serve it.
     """
     findings = [
         *check_config(adapter, serving),

@@ -10,7 +10,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model.tensor import bf16_as_float32
 
-if TYPE_CHECKING:  # numpy is imported where values are looked at: most conversions look at none
+if TYPE_CHECKING:  # numpy is imported where values are read: most conversions read none
     import numpy as np
     from numpy.typing import NDArray
 
@@ -33,7 +33,7 @@ def to_bf16(data: memoryview, dtype: str) -> bytes | None:
 
     values = as_float32(data, dtype)
     bits = values.view(np.uint32)
-    # Half of the last kept place, less one where that place is even already.
+    # Half of the last kept bit's unit, minus one if that bit is even.
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     nan = np.isnan(values)
     rounded[nan] = (bits[nan] >> 16) | 0x40
@@ -43,7 +43,7 @@ def to_bf16(data: memoryview, dtype: str) -> bytes | None:
 
 
 def rounding_findings(where: str, dtypes: Iterable[str]) -> Iterator[Problem]:
-    """Say how many tensors of which dtype a conversion to bfloat16 rounds; ``dtypes``: one each."""
+    """Report how many tensors of each dtype a conversion to bfloat16 rounds; ``dtypes``: one per tensor."""
     for dtype, count in sorted(Counter(dtypes).items()):
         if dtype != "BF16":
             found = f"has {count} tensors in {dtype}, which are rounded to bfloat16 as asked for"
@@ -51,9 +51,9 @@ def rounding_findings(where: str, dtypes: Iterable[str]) -> Iterator[Problem]:
 
 
 def scaled_exactly(data: memoryview, dtype: str, factor: float) -> bytes | None:
-    """``data * factor`` in the same dtype, or None if any value would round, overflow or vanish.
+    """``data * factor`` in the same dtype, or None if any value would round, overflow or underflow.
 
-    Meant for powers of two, which only move the exponent.
+    Meant for powers of two, which only change the exponent.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
-"""The command line: one table of commands, each imported only when it runs.
+"""The command line: a table of lazily imported commands.
 
-``ktbridge --help`` must stay instant, so this module and ``_app`` import click and nothing heavier;
-a test holds that. A command's module exposes ``command`` (a click command) and imports what it
+``ktbridge --help`` must stay instant, so this module and ``_app`` import nothing heavier than click;
+a test checks that. A command's module exposes ``command`` (a click command) and imports what it
 needs inside the function body.
 """
 
@@ -12,7 +12,7 @@ import click
 from ktbridge import __version__
 from ktbridge.cli._app import LazyGroup
 
-# name -> the line shown by --help, in the order of the loop
+# name -> its line in --help, in workflow order
 COMMANDS = {
     "demo": "Run the whole loop on a tiny MoE, on any CPU, in minutes.",
     "doctor": "Show what this machine can do: CPU ISA, memory, GPU, packages.",

@@ -1,4 +1,4 @@
-"""The two click classes every command shares: lazy loading, and errors as sentences."""
+"""The two click classes shared by every command: lazy loading and error messages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ktbridge.errors import KtbridgeError, ProblemsError
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, taken like Ctrl-C: what was begun is cleaned up."""
+    """SIGTERM, handled like Ctrl-C, so that cleanup runs."""
 
 
 class Command(click.Command):
-    """A click command that turns ``KtbridgeError`` into one sentence and an exit code.
+    """A click command that turns ``KtbridgeError`` into a one-sentence message and an exit code.
 
     With ``--json``, stdout gets a document with ``ok`` false as well. ``--debug`` (or
     KTBRIDGE_DEBUG=1) lets the traceback through.
@@ -53,7 +53,7 @@ class Command(click.Command):
             render(error, as_json)
             sys.exit(error.exit_code)
         except BrokenPipeError:
-            # The reader of our output went away (`| head`); that is not a failure of ours.
+            # The reader closed the pipe (`| head`); that is not an error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except OSError as error:
@@ -67,15 +67,15 @@ class Command(click.Command):
             render(KtbridgeError(message, install_hint()), as_json)
             sys.exit(1)
         except KeyboardInterrupt as stop:
-            told = f"interrupted: {stop}" if str(stop) else "interrupted"
-            render(KtbridgeError(told), as_json)
+            message = f"interrupted: {stop}" if str(stop) else "interrupted"
+            render(KtbridgeError(message), as_json)
             number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
             sys.exit(128 + number)
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM end the block like Ctrl-C, unless something else takes it already."""
+    """Make SIGTERM end the block like Ctrl-C, unless another handler is installed."""
 
     def stop(number: int, frame: Any) -> None:
         raise Terminated
@@ -90,7 +90,7 @@ def terminable() -> Iterator[None]:
 
 
 def render(error: KtbridgeError, as_json: bool = False) -> None:
-    """Print an error the same way everywhere: problems first, then the sentence, then what next."""
+    """Print an error the same way everywhere: problems first, then the message, then the next step."""
     problems = error.problems if isinstance(error, ProblemsError) else ()
     if problems:
         from ktbridge.cli._ui import print_problems
@@ -106,12 +106,12 @@ def render(error: KtbridgeError, as_json: bool = False) -> None:
         from ktbridge.cli._ui import emit_json
 
         found = [problem.as_dict() for problem in problems]
-        said = {"error": error.sentence, "next_step": error.next_step}
-        emit_json({"ok": False, **said, "problems": found})
+        summary = {"error": error.sentence, "next_step": error.next_step}
+        emit_json({"ok": False, **summary, "problems": found})
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands' one-line helps without importing them."""
+    """A group that shows its commands' one-line help without importing them."""
 
     def __init__(self, *args: Any, commands_table: dict[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

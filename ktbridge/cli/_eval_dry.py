@@ -1,4 +1,4 @@
-"""`ktbridge eval --dry-run`: what would be asked."""
+"""`ktbridge eval --dry-run`: list the requests without sending them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ktbridge.cli._eval_inputs import Inputs
 def show_plan(
     inputs: Inputs, *, limit: int | None, repeat: int, judge_pairs: bool, as_json: bool
 ) -> None:
-    """Print, for each bench, what each arm would be asked. Asks nothing."""
+    """Print the planned requests per bench and arm. Sends nothing."""
     from ktbridge.cli._ui import emit_json
 
-    told = [
+    plans = [
         _plan(inputs, index, folder, limit, repeat, judge_pairs)
         for index, folder in enumerate(inputs.folders)
     ]
     if as_json:
-        emit_json({"schema": "ktbridge.eval-plan/1", "benches": told})
+        emit_json({"schema": "ktbridge.eval-plan/1", "benches": plans})
         return
-    for one in told:
+    for one in plans:
         _print(one)
 
 
@@ -106,5 +106,5 @@ def _print(plan: dict[str, Any]) -> None:
     console.print(table)
     if judge := plan["judge"]:
         pairs = ", and pairs of arms in both orders" if judge["pairs"] else ""
-        said = f"then {judge['model']} judges up to {judge['answers']} answers{pairs}"
-        console.print(said, markup=False)
+        judging = f"then {judge['model']} judges up to {judge['answers']} answers{pairs}"
+        console.print(judging, markup=False)

@@ -1,4 +1,4 @@
-"""What `ktbridge eval` was given, read and checked as a whole before the first request."""
+"""Read and check all arguments of `ktbridge eval` before the first request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARMS_KEY, JUDGE_KEY = "KTBRIDGE_API_KEY", "KTBRIDGE_JUDGE_API_KEY"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Benches with the directory of each, arms, and who else talks."""
+    """Benches with their directories, arms, dialogue partner and judge."""
 
     benches: tuple[Bench, ...]
     folders: tuple[Path, ...]
@@ -52,9 +52,9 @@ def read_inputs(
     judge_extra_body: str | None,
     fail_on: Sequence[str],
 ) -> Inputs:
-    """Everything parsed. Raises UsageError or ProblemsError for what makes no sense as given.
+    """Parse everything. Raises UsageError or ProblemsError for invalid arguments.
 
-    Only where --server is given is a server asked: for its list of models.
+    The only request is for the list of models, with --server.
     """
     from ktbridge.errors import UsageError
     from ktbridge.eval.arms import parse_arms
@@ -134,8 +134,8 @@ def _benches(names: Sequence[str], compat: str | None, items: Sequence[str]) -> 
 
 
 def _slices(benches: Sequence[Bench], text: str | None) -> dict[str, tuple[str, ...]]:
-    """The slices chosen of each bench by name; with several, one that has none of them is asked
-    nothing, which is refused as a slip."""
+    """The selected slices per bench; with several benches, one without any selected slice is refused,
+    since that is probably a mistake."""
     from ktbridge.errors import UsageError
 
     if text is None:
@@ -149,8 +149,8 @@ def _slices(benches: Sequence[Bench], text: str | None) -> dict[str, tuple[str, 
         unknown = [name for name in chosen if all(name not in names for names in known.values())]
         empty = [bench for bench, names in known.items() if not set(names) & set(chosen)]
         if unknown:
-            told = ", ".join(map(repr, unknown))
-            raise UsageError(f"no bench has a slice {told}.", f"choose from {every}")
+            listed = ", ".join(map(repr, unknown))
+            raise UsageError(f"no bench has a slice {listed}.", f"choose from {every}")
         if empty:
             raise UsageError(
                 f"--slices {text!r} leaves nothing of the bench {empty[0]!r}.",
@@ -159,5 +159,5 @@ def _slices(benches: Sequence[Bench], text: str | None) -> dict[str, tuple[str, 
         return {
             bench: tuple(name for name in chosen if name in names) for bench, names in known.items()
         }
-    benches[0].select(chosen)  # says which it doesn't have
+    benches[0].select(chosen)  # raises for unknown slices
     return {benches[0].name: chosen}

@@ -1,4 +1,4 @@
-"""How far a run is: rate, ETA, errors by kind, tokens."""
+"""Progress of a run: rate, ETA, errors by kind, tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ktbridge.cli._ui import clock, stderr
 if TYPE_CHECKING:
     from ktbridge.eval.run import Progress
 
-_REDRAW = 0.1  # seconds; drawing must not cost more than asking
-_LOGGED = 60.0  # seconds between lines where stderr is a file
+_REDRAW = 0.1  # seconds; drawing must not cost more than requests
+_LOGGED = 60.0  # seconds between lines if stderr is a file
 
 
 class Pace:
-    """Answers a second and what is left, over the answers that this run asked for itself."""
+    """Answers per second and time left, from the requests of this run only."""
 
     def __init__(self) -> None:
         self._start: tuple[float, int] | None = None
@@ -34,7 +34,7 @@ class Pace:
 
 
 def describe(progress: Progress, pace: str) -> str:
-    """One line: pace, tokens so far, and attempts that failed, by kind, most frequent first."""
+    """One line: pace, tokens so far, and failed attempts by kind, most frequent first."""
     parts = [pace] if pace else []
     if tokens := progress.prompt_tokens + progress.completion_tokens:
         parts.append(f"{short(tokens)} tokens, {short(progress.completion_tokens)} written")
@@ -45,7 +45,7 @@ def describe(progress: Progress, pace: str) -> str:
 
 @contextmanager
 def show_progress(label: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr; where that is not a terminal, a line a minute."""
+    """A progress bar on stderr; without a terminal, one line per minute."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bars
 
@@ -53,17 +53,17 @@ def show_progress(label: str) -> Iterator[Callable[[Progress], None]]:
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}", markup=False),
+        TextColumn("{task.fields[status]}", markup=False),
     )
     terminal = stderr.is_terminal
     with Bars(*columns, console=stderr, transient=True, disable=not terminal) as bars:
-        task = bars.add_task("preflight", total=None, said="")
+        task = bars.add_task("preflight", total=None, status="")
         pace, last = Pace(), time.monotonic()
 
         def on_progress(progress: Progress) -> None:
             nonlocal last
             now = time.monotonic()
-            told = pace(progress.done, progress.total)
+            rate = pace(progress.done, progress.total)
             first = progress.done == progress.stored
             whole = progress.done == progress.total
             if terminal and (first or whole or now - last >= _REDRAW):
@@ -73,12 +73,12 @@ def show_progress(label: str) -> Iterator[Callable[[Progress], None]]:
                     description=label,
                     completed=progress.done,
                     total=progress.total,
-                    said=describe(progress, told),
+                    status=describe(progress, rate),
                 )
             elif not terminal and now - last >= _LOGGED:
                 last = now
-                said = f"{label}: {progress.done} of {progress.total}, {describe(progress, told)}"
-                stderr.print(said, markup=False, soft_wrap=True)
+                line = f"{label}: {progress.done} of {progress.total}, {describe(progress, rate)}"
+                stderr.print(line, markup=False, soft_wrap=True)
 
         yield on_progress
 

@@ -1,4 +1,4 @@
-"""The options that describe another machine: the same in every command that plans for one."""
+"""The options that describe another machine, shared by the commands that plan for one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("cores", "memory", "gpus", "gpu_memory")
 
 
 class Size(click.ParamType):
-    """Bytes, written with their unit: 24GB or 24GiB."""
+    """Bytes with a unit: 24GB or 24GiB."""
 
     name = "size"
 
@@ -40,7 +40,10 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--gpu-memory", type=SIZE, metavar="SIZE", help="Of each GPU, as 24GB."),
         click.option("--gpus", type=click.IntRange(0, 1024), help="Plan for so many GPUs."),
         click.option(
-            "--memory", type=SIZE, metavar="SIZE", help="Plan for a machine with 64GB, say."
+            "--memory",
+            type=SIZE,
+            metavar="SIZE",
+            help="Plan for a machine with, for example, 64GB.",
         ),
         click.option(
             "--cores", type=click.IntRange(1, 4096), help="Plan for a machine with so many cores."
@@ -51,7 +54,7 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def described(options: dict[str, Any]) -> Described:
-    """Take the four options out of a command's keywords."""
+    """Pop the four options from a command's keywords."""
     from ktbridge.machine import Described
 
     return Described(**{name: options.pop(name) for name in NAMES})

@@ -1,4 +1,4 @@
-"""The notes on a configuration's keys, short: a file made for another tool may have a dozen."""
+"""Condensed notes on a configuration's keys: a file for another tool may cause a dozen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAVE = "Leave it out"
 
 
 def print_notes(notes: Sequence[Problem]) -> None:
-    """Print ``config.notes`` to stderr: keys that mean nothing here a line each, under one heading."""
+    """Print ``config.notes`` to stderr: one line per ignored key, under one heading."""
     from ktbridge.cli._ui import STYLES, print_problems, shown, stderr
 
     alike = [note for note in notes if note.code == _ALIKE]
@@ -29,7 +29,7 @@ def print_notes(notes: Sequence[Problem]) -> None:
     width = max(map(len, keys))
     for key, note in zip(keys, alike, strict=True):
         step = note.next_step.rstrip(".")
-        if step.startswith(_LEAVE):  # the heading says so
+        if step.startswith(_LEAVE):  # already in the heading
             step = step.removeprefix(_LEAVE).lstrip(";:. ")
-        said = f"{note.found}; {step}" if step else note.found
-        stderr.print(f"    [bold]{shown(key.ljust(width))}[/]  {shown(said)}", soft_wrap=True)
+        text = f"{note.found}; {step}" if step else note.found
+        stderr.print(f"    [bold]{shown(key.ljust(width))}[/]  {shown(text)}", soft_wrap=True)

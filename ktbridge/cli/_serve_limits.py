@@ -19,7 +19,7 @@ WHOLE, SECONDS = click.IntRange(1), click.FloatRange(0, min_open=True)
 
 @dataclass(frozen=True)
 class _Option:
-    """One limit. ``field`` is its name in ``Limits``; ``sglang`` says what sets it there.
+    """One limit. ``field`` is its name in ``Limits``; ``sglang`` is the equivalent instruction there.
 
     Flags as sglang-kt 0.6.4 and 0.7.2 have them in sglang/srt/server_args.py.
     """
@@ -27,7 +27,7 @@ class _Option:
     name: str
     field: str
     kind: click.ParamType
-    says: str
+    text: str
     sglang: str
     unit: int = 1
 
@@ -48,8 +48,8 @@ OPTIONS = (
         "--max-waiting",
         "waiting",
         WHOLE,
-        "Prompts that may wait; more are told 429",
-        "pass -- --max-queued-requests N; more are told 503",
+        "Prompts that may wait; more get 429",
+        "pass -- --max-queued-requests N; more get 503",
     ),
     _Option(
         "--context-length",
@@ -98,7 +98,7 @@ OPTIONS = (
 
 
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a click command, which gets each as a keyword, None where not given."""
+    """Add the options to a click command, which gets each as a keyword, None if not given."""
     from ktbridge.serve.local.limits import Limits
 
     defaults = Limits()
@@ -108,13 +108,13 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
             option.name,
             option.parameter,
             type=option.kind,
-            help=f"{option.says} (local engine).  [default: {default:g}]",
+            help=f"{option.text} (local engine).  [default: {default:g}]",
         )(command)
     return command
 
 
 def make_limits(given: Mapping[str, Any]) -> Limits:
-    """Limits by what the command got."""
+    """Limits from the command's options."""
     from ktbridge.serve.local.limits import Limits
 
     set_by = {option.parameter: option for option in OPTIONS}
@@ -128,7 +128,7 @@ def make_limits(given: Mapping[str, Any]) -> Limits:
 
 
 def refuse_limits(given: Mapping[str, Any]) -> None:
-    """UsageError for limits that were given to another engine, with what does the same there."""
+    """UsageError for limits passed to another engine, with the equivalent option there."""
     wrong = [option for option in OPTIONS if given[option.parameter] is not None]
     if wrong:
         names = ", ".join(option.name for option in wrong)
@@ -137,7 +137,7 @@ def refuse_limits(given: Mapping[str, Any]) -> None:
 
 
 def describe_limits(limits: Limits) -> str:
-    """One line for people."""
+    """One human-readable line."""
     return (
         f"limits: {limits.running} answers together, {limits.waiting} prompts waiting, "
         f"{limits.context} tokens of context, prompts by {limits.chunk} tokens, n up to {limits.choices}, "

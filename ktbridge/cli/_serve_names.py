@@ -1,4 +1,4 @@
-"""What `ktbridge serve` says of the names that requests may use, whichever engine answers."""
+"""Note of `ktbridge serve` on the model names in requests, for every engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ktbridge.served_names import described_halves, names_adapter
 
 
 def half_note(models: Mapping[str, str]) -> str:
-    """A warning where the bare served name is half of an adapter; "" where it isn't.
+    """A warning if the bare served name is half of an adapter, else "".
 
-    ``models``: name -> what answers, as both engines describe it.
+    ``models``: name -> description of the arm, in the format of both engines.
     """
     halves = {name: described_halves(answers) for name, answers in models.items()}
     whole = [name for name in models if names_adapter(name) and halves[name][1]]

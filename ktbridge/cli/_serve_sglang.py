@@ -1,4 +1,4 @@
-"""The part of `ktbridge serve` that launches SGLang-KT: plan, print, start, wait."""
+"""Launch SGLang-KT for `ktbridge serve`: plan, print, start, wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, timeout: float) -> None:
-    """Plan the launch and print it, or carry it out until Ctrl-C or SIGTERM."""
+    """Plan the launch and print it, or run it until Ctrl-C or SIGTERM."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr
     from ktbridge.serve.sglang.facts import gather
@@ -49,7 +49,7 @@ def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, time
         if as_json:
             emit_json({"ok": plan.ok, **plan.as_dict()})
         else:
-            # Infos are the same for every launch; `ktbridge doctor` and --json have them.
+            # Infos are the same for every launch; `ktbridge doctor` and --json show them.
             print_problems(found for found in plan.problems if found.severity != "info")
             _print_plan(plan)
         if not plan.ok:
@@ -84,7 +84,7 @@ def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, time
                 request,
                 log=path,
                 timeout=timeout,
-                on_progress=_Teller().tell,
+                on_progress=_LoadProgress().show,
                 on_ready=on_ready,
             )
         except EngineFailed as failure:
@@ -93,13 +93,13 @@ def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, time
     sys.exit(code)
 
 
-class _Teller:
-    """Says how far loading is, each thing once."""
+class _LoadProgress:
+    """Prints loading progress, each message once."""
 
     def __init__(self) -> None:
-        self._said = ""
+        self._shown = ""
 
-    def tell(self, progress: Progress) -> None:
+    def show(self, progress: Progress) -> None:
         from ktbridge.cli._ui import stderr
 
         wanted = len(progress.conditions.layers)
@@ -107,9 +107,9 @@ class _Teller:
         text = f"expert LoRA loaded in {done} of {wanted} layers" if done else ""
         if progress.healthy and not progress.ready:
             text = f"/health answers; {progress.missing()}"
-        if text and text != self._said:
+        if text and text != self._shown:
             stderr.print(text, markup=False, soft_wrap=True)
-            self._said = text
+            self._shown = text
 
 
 def _print_plan(plan: Plan) -> None:

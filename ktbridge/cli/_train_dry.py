@@ -1,4 +1,4 @@
-"""What `ktbridge train --dry-run` shows: settings, trained weights, first sequence, refused rows, steps."""
+"""Output of `ktbridge train --dry-run`: settings, trained weights, first sequence, refused rows, steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 PREVIEW = 2000
-"""Characters shown of the first sequence."""
+"""Number of characters shown of the first sequence."""
 REFUSED = 20
-"""Refused rows that are listed."""
+"""Number of refused rows listed."""
 
 
 def show_plan(parsed: Any, ready: Any, as_json: bool) -> None:
@@ -47,14 +47,14 @@ def show_plan(parsed: Any, ready: Any, as_json: bool) -> None:
 
 
 def _effective(parsed: Any) -> dict[str, Any]:
-    """Settings whose value follows from others, as the run takes them."""
+    """Settings derived from others, with their effective values."""
     own = dataclasses.asdict(parsed.kt_config)
     own |= {"kt_lora_rank": parsed.expert_rank, "kt_lora_alpha": parsed.expert_alpha}
     return {"lora_alpha": parsed.alpha, "kt_config": own}
 
 
 def _show_settings(parsed: Any) -> None:
-    """What the run takes that isn't a default, and the LoRA's numbers in any case."""
+    """Settings that differ from the defaults, and always the LoRA's."""
     from ktbridge.cli._ui import console
 
     always = ("lora_rank", "lora_alpha", "learning_rate", "cutoff_len")
@@ -86,7 +86,7 @@ def _show_trainable(trainable: Any, parsed: Any) -> None:
 
 
 def _show_preview(name: str, pieces: Any) -> None:
-    """One text in which what the loss counts is green, and between ⟦ and ⟧ for who sees no colours."""
+    """The text with trained parts in green, and between ⟦ and ⟧ for output without colours."""
     from ktbridge.cli._ui import console, shown
 
     console.print(f"the first {name}; the loss counts what is between [green]⟦ and ⟧[/]:")
@@ -124,7 +124,7 @@ def _show_steps(ready: Any) -> None:
 
 
 def _said(value: Any) -> str:
-    """A setting as the configuration file would have it."""
+    """A setting as written in a configuration file."""
     if value is None or value == ():
         return "–"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What commands print with: one console, one progress bar, one table of problems."""
+"""Shared output of commands: console, progress bar, table of problems."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ktbridge.errors import Problem
 
 
 def _width(stream: TextIO) -> int | None:
-    """Piped output has no width of its own, and rich's 80 columns would fold paths in tables."""
+    """Piped output has no width, and rich's default of 80 columns would fold paths in tables."""
     columns = os.environ.get("COLUMNS", "")
     return None if stream.isatty() or columns.isdigit() else 110
 
 
-# Results go to stdout, so that they can be piped; everything said on the way goes to stderr.
+# Results go to stdout, so that they can be piped; progress and messages go to stderr.
 console = Console(highlight=False, width=_width(sys.stdout))
 stderr = Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
@@ -44,19 +44,19 @@ def emit_json(value: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """``text`` with \\xNN for what a terminal would act upon: names in files may hold anything."""
+    """``text`` with \\xNN for control characters: names in files may contain anything."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def shown(text: str) -> str:
-    """``text`` as it is, for a console that knows markup."""
+    """``text`` escaped, so that a console with markup prints it literally."""
     return escape(printable(text))
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Print problems to stderr, each with where, found against expected, and the next step."""
+    """Print problems to stderr, each with location, found, expected, and the next step."""
     for problem in problems:
         style = STYLES[problem.severity]
         stderr.print(
@@ -77,11 +77,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-LINE_SECONDS = 15.0  # between two lines of progress in a log
+LINE_SECONDS = 15.0  # between progress lines in a log
 
 
 class Lines:
-    """The progress bar of a log: a line every ``LINE_SECONDS``, with the time left at the pace so far."""
+    """Progress in a log: a line every ``LINE_SECONDS``, with the ETA at the average pace."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -90,7 +90,7 @@ class Lines:
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._first is None:  # what a resumed run finds done has no pace
+        if self._first is None:  # steps done before a resume don't count for the pace
             self._first = done
         if done >= total or now - self._printed < LINE_SECONDS:
             return
@@ -123,7 +123,7 @@ class Bar:
 
 @contextmanager
 def training_bar(done: int, total: int) -> Iterator[Bar]:
-    """Step, a bar, its description, elapsed time and ETA within 80 columns; nothing without a terminal."""
+    """Step, a bar, its description, elapsed time and ETA within 80 columns; hidden without a terminal."""
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(bar_width=10),
@@ -138,7 +138,7 @@ def training_bar(done: int, total: int) -> Iterator[Bar]:
 
 @contextmanager
 def progress_bar(label: str, unit: str = "") -> Iterator[Bar | Lines]:
-    """A bar with elapsed time and ETA on stderr; where stderr is not a terminal, a line now and then."""
+    """A bar with elapsed time and ETA on stderr; without a terminal, periodic lines."""
     if not stderr.is_terminal:
         yield Lines(label)
         return

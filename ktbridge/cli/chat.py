@@ -1,4 +1,4 @@
-"""`ktbridge chat`: try a model by hand, and switch between its arms."""
+"""`ktbridge chat`: interactive chat with a model, switching between its arms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELP = """\
 /base /expert /full   let that arm answer from now on
 /compare [QUESTION]   ask every arm, side by side (default: the last question); leaves no trace
 /system [TEXT]        set the system message, or show it; /system - for none
-/clear                forget what was said
+/clear                forget the conversation
 /help                 this
 /quit                 leave (or Ctrl-D); Ctrl-C ends an answer, or a line"""
 
@@ -129,7 +129,7 @@ def command(
 
 
 def _is_greedy(base_model: str) -> bool:
-    """Whether the model's own generation_config.json asks for no sampling."""
+    """Whether the model's generation_config.json disables sampling."""
     from ktbridge.model import find_model
     from ktbridge.model.jsonfile import read_json_file
 
@@ -138,7 +138,7 @@ def _is_greedy(base_model: str) -> bool:
 
 
 def _converse(talk: Conversation, child: Child | None) -> bool:
-    """Until the input ends or /quit; whether a line failed.
+    """Run until the input ends or /quit; return whether a line failed.
 
     Raises KtbridgeError if the chat's own engine ``child`` ends.
     """
@@ -175,7 +175,7 @@ def _converse(talk: Conversation, child: Child | None) -> bool:
 
 
 def _lines(talk: Conversation) -> Iterator[str]:
-    """What is typed or piped in, without empty lines. Raises Terminated."""
+    """Typed or piped lines, except empty ones. Raises Terminated."""
     from ktbridge.cli._app import Terminated
 
     if not sys.stdin.isatty():
@@ -204,7 +204,7 @@ def _lines(talk: Conversation) -> Iterator[str]:
 
 
 def _check_text(line: str) -> None:
-    """Raises KtbridgeError for bytes that are no text, which Python hands on as half surrogates."""
+    """Raises KtbridgeError for invalid UTF-8, which Python passes on as lone surrogates."""
     from ktbridge.errors import KtbridgeError
 
     try:
@@ -216,7 +216,7 @@ def _check_text(line: str) -> None:
 
 
 def _write(pieces: Generator[str, None, None]) -> None:
-    """An answer as it comes. Ctrl-C ends it at the server, too."""
+    """Stream an answer. Ctrl-C also stops it at the server."""
     shown = _plain if sys.stdout.isatty() else str
     try:
         for piece in pieces:
@@ -228,14 +228,14 @@ def _write(pieces: Generator[str, None, None]) -> None:
 
 
 def _plain(text: str) -> str:
-    """A model's words, but none that a terminal would act upon."""
+    """A model's text without terminal control characters."""
     from ktbridge.cli._ui import printable
 
     return "".join(c if c in "\n\t" else printable(c) for c in text)
 
 
 def _obey(talk: Conversation, line: str, last: str) -> None:
-    """Do what a line with a slash says. Raises KtbridgeError."""
+    """Execute a slash command. Raises KtbridgeError."""
     from ktbridge.errors import KtbridgeError
 
     word, _, rest = line.partition(" ")
@@ -266,9 +266,9 @@ def _obey(talk: Conversation, line: str, last: str) -> None:
 
 
 def _compare(talk: Conversation, question: str) -> None:
-    """Every arm at once, in columns on a terminal and one after the other on a pipe.
+    """Ask all arms concurrently; show columns on a terminal, one after the other on a pipe.
 
-    Raises KtbridgeError, once all have ended, if one has failed.
+    Raises KtbridgeError after all have ended, if one failed.
     """
     from rich.live import Live
     from rich.table import Table
@@ -285,10 +285,10 @@ def _compare(talk: Conversation, question: str) -> None:
         columns.add_row(*(Text(_plain(answer), overflow="fold") for answer in answers.values()))
         return columns
 
-    # While they come, as much as the screen holds; then all of it.
+    # While streaming, as much as fits the screen; then everything.
     live = Live(get_renderable=table, console=console, transient=True, refresh_per_second=8)
-    with live if console.is_terminal else nullcontext(), closing(talk.compare(question)) as told:
-        for arm, piece in told:
+    with live if console.is_terminal else nullcontext(), closing(talk.compare(question)) as pieces:
+        for arm, piece in pieces:
             if isinstance(piece, str):
                 answers[arm] += piece
             elif piece is not None:

@@ -1,4 +1,4 @@
-"""``ktbridge convert``: an adapter into the directories that engines serve, or another format."""
+"""``ktbridge convert``: convert an adapter into serving directories or another format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     default="auto",
     show_default=True,
     metavar="FORMAT",
-    help="The format of RAW_DIR where it can't be told: any of --to, unsloth-legacy or peft-0.18.",
+    help="The format of RAW_DIR if it is ambiguous: any of --to, unsloth-legacy or peft-0.18.",
 )
 @click.option(
     "--output",
@@ -109,14 +109,14 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
 
 
 def _next(raw_dir: str, to: str, report: ConvertReport) -> str:
-    """The command that checks what was written, or what loads a format of others'."""
+    """The command that validates the output, or the tools that load a foreign format."""
     from ktbridge.adapter.dialects import DIALECTS
 
     if to not in ("kt-split", "kt-merged", "raw"):
         return "for " + next(dialect.loaded_by for dialect in DIALECTS if dialect.name == to)
     checked = [str(output["path"]) for output in report.outputs]
-    # The source is checked with them where it is what they are to be compared with: another of
-    # KT's layouts, of which nothing that was asked for is missing.
+    # The source is validated with them if it can be their reference: another of KT's layouts that has
+    # everything requested.
     layouts = {output["layout"] for output in report.outputs}
     halved = any(finding.code == "KTB704" for finding in report.findings)
     if to != "raw" and report.layout in {*_KT_LAYOUTS} - layouts and not halved:

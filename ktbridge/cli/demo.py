@@ -1,4 +1,4 @@
-"""ktbridge demo: the whole loop on a tiny model, told step by step."""
+"""ktbridge demo: the whole workflow on a tiny model, step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ktbridge.demo.loop import Step
 
 STEPS = 7
-# What a stranger can judge at a glance; the evaluation asks what nobody chose.
+# Easy to judge at a glance; the evaluation uses other, not hand-picked questions.
 SAMPLES = (
     "Hello!",
     "Thank you!",
@@ -52,7 +52,7 @@ def command(directory: Path, dry_run: bool) -> None:
         return
     loop.prepare(directory)
     directory = directory.resolve()
-    os.environ["TQDM_DISABLE"] = "1"  # the libraries' own bars would run through ours
+    os.environ["TQDM_DISABLE"] = "1"  # the libraries' own progress bars would garble ours
     started = time.monotonic()
     _make_base(directory)
     _train(directory)

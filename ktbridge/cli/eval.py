@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     "--max-tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="At most this many tokens an answer, instead of what the bench and its items say.",
+    help="At most this many tokens an answer, instead of the limits of the bench and its items.",
 )
 @click.option(
     "--extra-body",
@@ -197,12 +197,12 @@ def command(
         raise unjudged
     fail_on_gates(inputs.gates, results)
     fail_on_errors(results)
-    if failed or has_errors(judged):  # the report says which, and stands without
+    if failed or has_errors(judged):  # listed in the report, which is complete without them
         sys.exit(1)
 
 
 def _check_judge(inputs: Inputs, timeout: float) -> None:
-    """A judge that can't be used must not be found out after hours of asking."""
+    """Check the judge first, so that a broken one isn't found after hours of requests."""
     if inputs.judge is None:
         return
     from ktbridge.cli._ui import print_problems
@@ -233,7 +233,7 @@ def _collect(
     concurrency: int,
     timeout: float,
 ) -> bool:
-    """Ask one bench; whether an arm could not be asked."""
+    """Run one bench; return whether an arm failed."""
     from ktbridge.cli._eval_inputs import ARMS_KEY
     from ktbridge.cli._eval_progress import show_progress
     from ktbridge.cli._ui import stderr
@@ -252,19 +252,19 @@ def _collect(
             concurrency=concurrency,
             timeout=timeout,
             api_key=os.environ.get(ARMS_KEY),
-            on_preflight=_say_preflight,
+            on_preflight=_print_preflight,
             on_progress=on_progress,
         )
     label = f"{bench.name}: " if inputs.several else ""
-    said = f"{label}asked {done.asked} questions; {done.stored} answers were stored before"
+    line = f"{label}asked {done.asked} questions; {done.stored} answers were stored before"
     if done.faults:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(done.faults.items()))
-        said += f"; failed attempts: {kinds}"
-    stderr.print(said, markup=False, soft_wrap=True)
+        line += f"; failed attempts: {kinds}"
+    stderr.print(line, markup=False, soft_wrap=True)
     return has_errors(done.problems)
 
 
-def _say_preflight(found: Preflight) -> None:
+def _print_preflight(found: Preflight) -> None:
     from ktbridge.cli._ui import print_problems, stderr
 
     print_problems(found.problems)
@@ -284,8 +284,8 @@ def _judge_all(
     concurrency: int,
     timeout: float,
 ) -> tuple[list[Problem], KtbridgeError | None]:
-    """Have each bench's answers judged: what is to be said of the judge, and what stopped it, to be
-    raised after a report that stands without it."""
+    """Judge each bench's answers; return findings on the judge, and the error that stopped it, which the
+    caller raises after writing the report without judgements."""
     from ktbridge.cli._ui import stderr
     from ktbridge.errors import KtbridgeError
     from ktbridge.eval.compat import is_compat
@@ -302,8 +302,8 @@ def _judge_all(
             except KtbridgeError as error:
                 return problems, error
         elif questions and not no_judge:
-            said = f"{bench.name}: {questions} items have questions for a judge, which --judge asks"
-            stderr.print(said, markup=False, soft_wrap=True)
+            line = f"{bench.name}: {questions} items have questions for a judge, which --judge asks"
+            stderr.print(line, markup=False, soft_wrap=True)
     return problems, None
 
 
@@ -326,8 +326,8 @@ def _judge(
             on_progress=on_progress,
         )
     label = f"{folder.name}: " if inputs.several else ""
-    said = f"{label}asked the judge {done.asked} times; {done.stored} judgements were stored before"
-    stderr.print(said, markup=False)
+    line = f"{label}asked the judge {done.asked} times; {done.stored} judgements were stored before"
+    stderr.print(line, markup=False)
     return done.problems
 
 

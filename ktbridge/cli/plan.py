@@ -54,7 +54,7 @@ def _show(plan: Any) -> None:
     from ktbridge.cli._ui import console, shown
     from ktbridge.units import figures, size_text
 
-    # One unit for all, so that a column can be compared: MB where no part comes to a GB.
+    # One unit for all, so that a column is comparable: MB if every part is below 1 GB.
     unit, scale = ("GB", 1e9) if max(part.size for part in plan.parts) >= 1e9 else ("MB", 1e6)
 
     def sized(size: int) -> str:
@@ -115,7 +115,7 @@ def _show(plan: Any) -> None:
 
 
 def _show_experts(plan: Any) -> None:
-    """Who may compute the experts, and at what pace."""
+    """Devices that can compute the experts, with their speed."""
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown

@@ -1,4 +1,4 @@
-"""``ktbridge report``: tables and one HTML file from what eval, or another tool, stored."""
+"""``ktbridge report``: tables and one HTML file from the stored answers of eval or another tool."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def command(
 
 
 def fail_on_errors(results: Mapping[str, Any]) -> None:
-    """Exit with 1 where the report itself says that the evaluation failed or is incomplete."""
+    """Exit with 1 if the report marks the evaluation as failed or incomplete."""
     from ktbridge.eval import failures
 
     if failures(results):
@@ -92,7 +92,7 @@ def fail_on_errors(results: Mapping[str, Any]) -> None:
 
 
 def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
-    """Exit with 1, saying which conditions hold. Raises UsageError for a slice that is nowhere."""
+    """Exit with 1, listing the conditions met. Raises UsageError for an unknown slice."""
     from ktbridge.cli._ui import print_problems
     from ktbridge.eval.gates import check_gates
     from ktbridge.eval.scored.publish import runs_in
@@ -104,7 +104,7 @@ def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
 
 
 def print_results(results: Mapping[str, Any], directory: Path) -> None:
-    """The verdict, one table an axis, outcomes, warnings, and where the files are; by bench."""
+    """Per bench: the verdict, one table per axis, outcomes, warnings, and the files' paths."""
     from ktbridge.cli._ui import console, shown, stderr
     from ktbridge.eval.scored.publish import INDEX_SCHEMA
 
@@ -146,18 +146,18 @@ def _print_run(results: Mapping[str, Any]) -> None:
             console.print(_table(results, axis))
     console.print()
     for name, counts in results["outcomes"].items():
-        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         if parts := results["persona_parts"].get(name):
-            told += (
+            summary += (
                 f"; a term of address in {_share(parts['address_rate'])} of answers, "
                 f"a tic in {_share(parts['tic_rate'])} of sentences"
             )
-        console.print(f"{shown(name)}: {told}")
+        console.print(f"{shown(name)}: {summary}")
     if results["valid"] < results["asked"]:
-        said = (
+        counted = (
             f"{results['valid']} of {results['asked']} items asked have an ok answer from every arm"
         )
-        console.print(f"{said}; the others are left out.", markup=False)
+        console.print(f"{counted}; the others are left out.", markup=False)
     for text in _noise(results):
         console.print(text, markup=False)
     for pair in results["identical"]:
@@ -220,16 +220,16 @@ def _table(results: Mapping[str, Any], axis: str) -> Any:
 
 
 def _noise(results: Mapping[str, Any]) -> list[str]:
-    """What asking again changed, an arm a line."""
+    """Changes between repeated runs, one line per arm."""
     if results["repeat"] is None:
         return []
     lines = []
     for arm, axes in results["repeat"]["noise"].items():
-        told = " and ".join(f"{one['changed']:.0%} of its {axis}" for axis, one in axes.items())
+        changed = " and ".join(f"{one['changed']:.0%} of its {axis}" for axis, one in axes.items())
         floors = [f"{one['floor']:.2f} ({axis})" for axis, one in axes.items() if one["floor"]]
         reach = f"; noise alone reaches {' and '.join(floors)}" if floors else ""
-        if told:
-            lines.append(f"{arm}: asked again, {told} marks changed{reach}")
+        if changed:
+            lines.append(f"{arm}: asked again, {changed} marks changed{reach}")
     return lines
 
 

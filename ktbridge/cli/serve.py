@@ -12,7 +12,7 @@ from ktbridge.cli._machine import NAMES, described, machine_options
 from ktbridge.cli._serve_limits import describe_limits, limit_options, make_limits, refuse_limits
 from ktbridge.errors import UsageError
 
-# Options that mean something to SGLang-KT alone.
+# Options for SGLang-KT only.
 _SGLANG_ONLY = (
     "engine_version",
     "engine_python",
@@ -45,7 +45,7 @@ def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 
 
 def _sglang_is_here() -> bool:
-    """Whether SGLang-KT is installed beside us and there is a GPU to run it on."""
+    """Whether SGLang-KT is installed in this environment and a GPU is available."""
     import importlib.metadata
 
     from ktbridge.machine import read_gpus
@@ -288,7 +288,7 @@ def command(
     if dry_run:
         from ktbridge.serve.local.launch import bind
 
-        bind(host, port).close()  # what can't be bound couldn't be served
+        bind(host, port).close()  # fail early if the address can't be bound
         if as_json:
             emit_json(plan.as_dict())
             return

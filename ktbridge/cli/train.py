@@ -40,9 +40,9 @@ def command(
 
     parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # Read when CUDA starts: passes of many sizes would leave holes in memory that can't grow.
+        # Read when CUDA starts: batches of many sizes would fragment fixed-size memory segments.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if world().rank:  # the first process speaks for all
+    if world().rank:  # only the first process reports
         if not dry_run:
             _follow(parsed)
         return
@@ -76,7 +76,7 @@ def _follow(parsed: Any) -> None:
 
 
 def _show_data(ready: Any) -> None:
-    """What becomes of the rows, before the hours that follow."""
+    """Report how many rows are used, before hours of training."""
     from ktbridge.cli._ui import shown, stderr
     from ktbridge.sft.data import describe
 
@@ -118,7 +118,7 @@ def _show_result(result: Any) -> None:
 
 
 def _train_with_progress(trainer: Any, config: Any, ready: Any) -> Any:
-    """Run the recipe under a bar with step, loss, pace and ETA; without a terminal print twenty lines."""
+    """Run the recipe with a bar showing step, loss, pace and ETA; without a terminal print twenty lines."""
     from ktbridge.cli._ui import print_problems, stderr, training_bar
 
     began = time.monotonic()
@@ -146,10 +146,9 @@ def _train_with_progress(trainer: Any, config: Any, ready: Any) -> Any:
 
 @contextmanager
 def _stdout_for_results() -> Iterator[None]:
-    """Within the block what libraries write to stdout goes to stderr, and for good what their processes do.
+    """Redirect libraries' stdout to stderr within the block, and permanently for their child processes.
 
-    wandb is such a library, whose process still writes when the run is over; transformers tells of it while
-    it is imported.
+    wandb's process, for example, still writes after the run; transformers logs about it on import.
     """
     sys.stdout.flush()
     before = os.dup(1)
@@ -163,5 +162,5 @@ def _stdout_for_results() -> Iterator[None]:
 
 
 def _stage(record: dict[str, Any], shift: int = 0) -> int:
-    """Which twentieth of the run a step (or the logged one before it) is in."""
+    """The twentieth of the run that contains a step (or the logged one before it)."""
     return 20 * (record["step"] + shift) // max(record["steps"], 1)

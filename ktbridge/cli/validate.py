@@ -44,8 +44,8 @@ def command(
     from ktbridge.adapter import validate_adapter
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar
 
-    # 60,000 tensors are half a million objects that all stay: looking for cycles among them again
-    # and again would take a quarter of the time.
+    # 60,000 tensors are half a million live objects: repeated garbage collection of them would take a
+    # quarter of the time.
     gc.disable()
     try:
         with progress_bar("validating", "bytes") as on_progress:
@@ -101,13 +101,13 @@ def _print_verdict(report: ValidationReport) -> None:
         severity: sum(finding.severity == severity for finding in report.problems)
         for severity in ("error", "warning", "info")
     }
-    told = ", ".join(
+    summary = ", ".join(
         f"{count} {severity}{'s' if count > 1 and severity != 'info' else ''}"
         for severity, count in counts.items()
         if count
     )
     scope = "names and shapes" if report.structure_only else "names, shapes and values"
     if report.ok:
-        console.print(f"[green]ok[/]: {scope} checked{'; ' + told if told else ''}")
+        console.print(f"[green]ok[/]: {scope} checked{'; ' + summary if summary else ''}")
     else:
-        console.print(f"[bold red]not ok[/]: {told}")
+        console.print(f"[bold red]not ok[/]: {summary}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 STYLES = {"applied": "bold green", "can't tell": "yellow"}
 WRONG = "bold red"
-SHOWN = 4  # explanations that were tried
+SHOWN = 4  # hypotheses tested
 REFERENCES = {"base": "base", "expert": "expert", "nonexpert": "non-expert", "full": "full"}
 NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 
@@ -106,7 +106,7 @@ def _print_verdict(result: Verification) -> None:
 
 
 def _print_evidence(result: Verification) -> None:
-    """What the verdict rests on. Of a wrong base that is its distance alone: nothing else means anything."""
+    """Print the evidence for the verdict. For a wrong base only its distance: the rest is meaningless."""
     from ktbridge.cli._ui import console
 
     console.print()

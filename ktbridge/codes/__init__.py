@@ -1,8 +1,8 @@
-"""Every problem code once: its usual severity, what it means, and what to do about it.
+"""Registry of all problem codes: default severity, meaning, and next step.
 
-One file by room: ``adapters``, ``serving``, ``training``, ``evaluation``. A code never changes its
-meaning; a new one goes at the end of its subject, and ``python scripts/make_rules.py`` writes
-docs/rules.md anew. Checks make their findings with ``problem``.
+One file per area: ``adapters``, ``serving``, ``training``, ``evaluation``. A code never changes its
+meaning; a new one goes at the end of its subject, and ``python scripts/make_rules.py`` regenerates
+docs/rules.md. Checks create their findings with ``problem``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def problem(
     next_step: str | None = None,
     severity: Severity | None = None,
 ) -> Problem:
-    """A finding; severity and next step are the code's unless given.
+    """A finding; severity and next step default to the code's.
 
-    ``next_step=""`` is for findings whose next step is that of the error which collects them.
+    ``next_step=""`` is for findings that share the next step of the error that collects them.
     """
     usual = CODES[code]
     return Problem(

@@ -1,6 +1,6 @@
-"""Findings about adapters. ``validate``, ``convert`` and ``merge`` share them; a severity is what a finding
-means for serving, and where it is harmless (an rsLoRA adapter that has yet to be converted) the check passes
-its own.
+"""Findings about adapters. ``validate``, ``convert`` and ``merge`` share them; the severity is
+the one for serving; where a finding is harmless (an rsLoRA adapter not yet converted) the check passes its
+own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Findings of ``ktbridge eval``: before the first question, in its files, in the answers, about the judge."""
+"""Findings of ``ktbridge eval``: preflight, input files, answers, judge."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Findings about servers: before an engine is started, and when ``verify`` compares what it answers.
+"""Findings about servers: before an engine is started, and from ``verify``'s comparison of its output.
 
-``ktbridge serve --allow CODE`` turns an error of ``LAUNCH`` into a warning, where the user knows better
-than an estimate does.
+``ktbridge serve --allow CODE`` downgrades an error of ``LAUNCH`` to a warning, for users who know better
+than an estimate.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from ktbridge.errors import Severity
 class Code(NamedTuple):
     """One problem code: ``meaning`` completes "It is reported when ..."; ``next_step`` is the remedy.
 
-    Both hold wherever the code is raised. A check that knows more gives a severity or a next step of
-    its own.
+    Both apply wherever the code is used. A check with more context may override severity and next
+    step.
     """
 
     code: str
@@ -21,7 +21,7 @@ class Code(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """Codes about one thing, and the room (a package in ktbridge) that finds them."""
+    """Codes of one subject, and the package in ktbridge that reports them."""
 
     title: str
     room: str

@@ -1,4 +1,4 @@
-"""What a MoE model is on disk: its config, where its family keeps experts, its tensors (lazily).
+"""A MoE model on disk: its config, its family's location of experts, its tensors (lazily).
 
 Needs nothing beyond the standard library::
 

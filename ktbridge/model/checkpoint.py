@@ -1,7 +1,7 @@
-"""Lazy access to a checkpoint's tensors: the index first, a shard's header when it is needed.
+"""Lazy access to a checkpoint's tensors: reads the index, and a shard's header on demand.
 
-Nothing is loaded: a tensor is a view into the memory map of its shard, so the weights have one
-copy, the checkpoint's own. Only safetensors are read; pickled weights are refused.
+Nothing is loaded: a tensor is a view into the memory map of its shard, so the weights aren't
+copied. Only safetensors are read; pickled weights are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensor import Tensor
 from ktbridge.model.tensorfile import Entry, TensorFile, open_tensor_file
 
-# A plain file name: no directory, no hidden file, nothing that a file system or a terminal minds.
+# A plain file name: no directory, no hidden file, no special characters.
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.+=@ -]{0,200}\.safetensors", re.ASCII)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -59,7 +59,7 @@ class Checkpoint:
         """An opened shard; KtbridgeError when its header is malformed."""
         if shard not in self._open:
             path = self.path / shard
-            if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            if path.exists() and not path.is_file():  # opening a pipe would block forever
                 raise KtbridgeError(
                     f"{path} is not a regular file", "download the checkpoint again"
                 )
@@ -67,7 +67,7 @@ class Checkpoint:
         return self._open[shard]
 
     def entry(self, name: str) -> Entry:
-        """Dtype, shape and place of a tensor; KtbridgeError if there is none by that name."""
+        """Dtype, shape and location of a tensor; KtbridgeError if there is no such tensor."""
         entry = self._file(name).entries.get(name)
         if entry is None:
             raise KtbridgeError(
@@ -140,7 +140,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def resolve_model(path_or_id: str | os.PathLike[str]) -> Path:
     """The directory of a base model: a path, or the id of a model in the local Hub cache.
 
-    Nothing is downloaded. Raises KtbridgeError, one sentence with the next step, when there is no
+    Nothing is downloaded. Raises KtbridgeError with the next step when there is no
     such directory, no config.json, or a weight file is missing or truncated.
     """
     path = find_model(path_or_id)
@@ -149,9 +149,9 @@ def resolve_model(path_or_id: str | os.PathLike[str]) -> Path:
 
 
 def find_model(path_or_id: str | os.PathLike[str], files: str = "") -> Path:
-    """The same, weights or not: a directory with a config.json that can be read.
+    """The same without requiring weights: a directory with a readable config.json.
 
-    ``files`` are those that the caller can do with, for the command that downloads them. Raises
+    ``files`` are those that the caller needs, for the suggested download command. Raises
     KtbridgeError as ``resolve_model`` does.
     """
     text = os.fspath(path_or_id)

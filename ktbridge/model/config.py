@@ -1,7 +1,7 @@
-"""What config.json says of a MoE model: sizes, which layers have experts, which attend how.
+"""A MoE model's architecture from config.json: sizes, MoE layers, attention types.
 
-Everything here can be known without a single weight, so an adapter can be checked against a base
-model of which only ``config.json`` is at hand.
+Nothing here needs weights, so an adapter can be checked against a base model of which only
+``config.json`` is available.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model.families import Family, family_of
 from ktbridge.model.jsonfile import read_json_file
 
-# Far beyond any model; what is larger is damage, and would make lists of that length.
+# Far beyond any model; a larger value is corrupt, and would create lists of that length.
 _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 10_000
 _MAX_EXPERTS = 1 << 16
@@ -29,10 +29,10 @@ class ModelConfig:
 
     ``prefix`` precedes ``layers.N`` in checkpoint keys. ``hidden_size`` is H, ``intermediate_size``
     is one routed expert's I, ``num_experts`` is E.
-    ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry a layer
-    ("full_attention", "linear_attention", ...) where the config or the family says. ``text`` is the
-    text model's part of config.json as it is; ``auto_map`` tells whether loading would run code,
-    ``tied`` whether it says that input and output embeddings are one weight.
+    ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry per
+    layer ("full_attention", "linear_attention", ...) if the config or the family defines them.
+    ``text`` is the text model's unmodified part of config.json; ``auto_map``: loading would run remote
+    code; ``tied``: input and output embeddings share one weight.
     """
 
     path: Path
@@ -129,12 +129,12 @@ def _size(
 
 
 def _moe_layers(text: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers with routed experts, by whichever of the families' conventions the config uses.
+    """Layers with routed experts, by the convention that the config uses.
 
     Qwen: not in ``mlp_only_layers`` and (i+1) divisible by ``decoder_sparse_step``. DeepSeek, GLM,
     Kimi: from ``first_k_dense_replace`` on, every ``moe_layer_freq``-th. ERNIE: every
     ``moe_layer_interval``-th from ``moe_layer_start_index`` to ``moe_layer_end_index``.
-    transformers 5 may say ``mlp_layer_types`` outright. Otherwise every layer.
+    transformers 5 may list ``mlp_layer_types``. Otherwise every layer.
     """
     if not any(text.get(name) for name in _EXPERT_COUNTS):
         return ()

@@ -1,7 +1,7 @@
-"""Where each MoE family keeps its experts: one row a family, read by everything else.
+"""Table of MoE families and their expert storage: one row per family, used everywhere else.
 
-A row says how to read the family's ``config.json`` and how its checkpoint names things. A new
-family is a new row. Router conventions are transformers' business and are not recorded here.
+A row defines how to read the family's ``config.json`` and its checkpoint's names. A new family is a
+new row. Router conventions are left to transformers and are not recorded here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Family:
     ``prefix`` precedes ``layers.N`` in checkpoint keys; ``block`` is the MoE module of a layer.
     ``storage``: "per-expert" = ``experts.E.{names}.weight`` 2-D; "fused" = ``experts.gate_up_proj``
     [E,2I,H] (gate rows first) and ``experts.down_proj`` [E,H,I]; "fused-transposed" = the same
-    with the last two axes swapped; "fused-interleaved" = transposed, gate and up columns taking
-    turns. ``names`` are gate, up and down of one expert. ``nonexpert_targets`` are the modules
-    (path suffixes) whose LoRA SGLang-KT can apply; none where that isn't known.
+    with the last two axes swapped; "fused-interleaved" = transposed, gate and up columns
+    interleaved. ``names`` are gate, up and down of one expert. ``nonexpert_targets`` are the modules
+    (path suffixes) whose LoRA SGLang-KT can apply; none if unknown.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Telling one base model from another: by its configuration, its tensors, and a sample of values.
+"""Fingerprints of base models: configuration, tensors, and a sample of values.
 
 Two models of one architecture have the same names and shapes, so an adapter fits both, and is wrong
 on one of them. A fingerprint distinguishes them without reading them: of 60 GB in 16 shards it reads
-the headers and less than a megabyte of values. It doesn't depend on where the model lies or how its
-tensors are spread over shards; the same weights in another format (FP8 made bfloat16, experts
-stored one by one) are other tensors to it.
+the headers and less than a megabyte of values. It doesn't depend on the model's path or its sharding;
+the same weights in another format (FP8 converted to bfloat16, experts stored one by one) have a
+different fingerprint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model.checkpoint import Checkpoint, has_weights, open_checkpoint
 from ktbridge.model.jsonfile import read_json_file
 
-# Of config.json, what says nothing about the weights' shapes and meaning.
+# Keys of config.json that don't affect the weights' shapes and meaning.
 _INCIDENTAL = {
     "_name_or_path", "architectures", "dtype", "torch_dtype", "quantization_config",
     "transformers_version", "use_cache",
 }  # fmt: skip
 _VERSION = 1
-_SAMPLED = 64  # tensors of which values are read; more where a model has more kinds of tensors
+_SAMPLED = 64  # tensors of which values are read; more if a model has more kinds of tensors
 _KINDS = 256  # at most
 _SAMPLE_BYTES = 4096  # of each
 Weights = Literal["same", "other values", "other tensors", "unknown"]
@@ -37,12 +37,12 @@ Weights = Literal["same", "other values", "other tensors", "unknown"]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What one base model is.
+    """The fingerprint of one base model.
 
-    ``config_sha256`` is the hash of config.json, ``config`` what is in it, less what is incidental
-    (dtypes, versions). ``tensors_sha256`` is a hash over the names, dtypes and shapes of all
+    ``config_sha256`` is the hash of config.json, ``config`` its content without
+    incidental keys (dtypes, versions). ``tensors_sha256`` is a hash over the names, dtypes and shapes of all
     tensors, ``values_sha256`` one over the first bytes of some of them; both are None for a model
-    of which only config.json is there.
+    of which only config.json is available.
     """
 
     config_sha256: str
@@ -55,7 +55,7 @@ class Fingerprint:
         return {"version": _VERSION, **asdict(self)}
 
     def weights(self, other: Fingerprint) -> Weights:
-        """How ``other``'s weights compare: "unknown" where one of the two has none at hand."""
+        """How ``other``'s weights compare: "unknown" if one of the two has none."""
         if None in (self.tensors_sha256, other.tensors_sha256):
             return "unknown"
         if self.tensors_sha256 != other.tensors_sha256:
@@ -66,8 +66,8 @@ class Fingerprint:
 def fingerprint(base: str | os.PathLike[str] | Checkpoint) -> Fingerprint:
     """The fingerprint of a model directory, or of an opened checkpoint.
 
-    Of every shard the header is read, and 4 KiB of some tensors of every kind. Raises KtbridgeError
-    when config.json is missing, or the weights are there and can't be read.
+    Reads every shard's header, and 4 KiB of some tensors of every kind. Raises KtbridgeError when
+    config.json is missing, or the weights exist but can't be read.
     """
     path = base.path if isinstance(base, Checkpoint) else Path(base).expanduser()
     checkpoint = base if isinstance(base, Checkpoint) else None
@@ -86,7 +86,7 @@ def fingerprint(base: str | os.PathLike[str] | Checkpoint) -> Fingerprint:
 
 
 def parse_fingerprint(value: object) -> Fingerprint | None:
-    """What ``as_dict`` gave; None for anything else, a later version's fingerprint included."""
+    """The inverse of ``as_dict``; None for anything else, a later version's fingerprint included."""
     if not isinstance(value, dict) or value.get("version") != _VERSION:
         return None
     config, digest = value.get("config"), value.get("config_sha256")
@@ -104,7 +104,7 @@ def parse_fingerprint(value: object) -> Fingerprint | None:
 
 
 def config_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
-    """Keys of two config.json with other values; one that only one of them has may be a default."""
+    """Keys with different values in two config.json; a key that only one has may be a default."""
     for key in sorted(({*theirs} & {*ours}) - _INCIDENTAL):
         a, b = theirs[key], ours[key]
         if isinstance(a, dict) and isinstance(b, dict):
@@ -137,7 +137,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[str, str]:
 def _sampled(names: list[str]) -> list[str]:
     """Some tensors of every kind, since a model may differ from its parent in one kind only.
 
-    Names that differ in numbers alone ("layers.3.…", "experts.7.…") are of one kind.
+    Names that differ only in numbers ("layers.3.…", "experts.7.…") are of one kind.
     """
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -148,7 +148,7 @@ def _sampled(names: list[str]) -> list[str]:
 
 
 def _spread(items: list[Any], count: int) -> list[Any]:
-    """``count`` of the items, evenly chosen, first and last among them where there are two."""
+    """``count`` of the items, evenly spaced, including first and last if there are two."""
     if len(items) <= count:
         return items
     if count == 1:

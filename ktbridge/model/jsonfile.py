@@ -1,4 +1,4 @@
-"""JSON files of a model directory, read as if a stranger had written them."""
+"""Read JSON files of a model directory as untrusted input."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_BYTES = 100_000_000  # the index of a checkpoint with 100,000 tensors has 10
 def read_json_file(path: Path, *, unique_keys: bool = False) -> dict[str, Any]:
     """The object in a JSON file; KtbridgeError in one sentence otherwise.
 
-    Only regular files of bounded size are opened (a pipe would block for ever), NaN and Infinity
-    come as text, and half a character (a lone surrogate) is refused, since it could not be shown.
-    ``unique_keys`` refuses objects that name a key twice, of which readers keep different ones.
+    Only regular files of bounded size are opened (a pipe would block forever), NaN and Infinity
+    come as text, and a lone surrogate is refused, since it can't be printed.
+    ``unique_keys`` refuses objects with duplicate keys, which readers resolve differently.
     """
     step = "download or save the model again"
     try:

@@ -1,9 +1,9 @@
-"""Finding a module's weight on disk: names there differ from those that a framework has in memory.
+"""Find a module's weight on disk, where names differ from a framework's names in memory.
 
 transformers renames on loading (Mixtral's ``block_sparse_moe`` is ``mlp`` in memory) and nests a
 text model differently in multimodal wrappers; it also saves Qwen3.5's experts one by one when they
 didn't come from a fused checkpoint. So the checkpoint's own names decide, not the family's row,
-except for what names can't tell: whether fused gate and up are interleaved.
+except whether fused gate and up are interleaved, which names don't show.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ktbridge.model.checkpoint import Checkpoint
 from ktbridge.model.config import ModelConfig
 from ktbridge.model.families import FAMILIES
 
-# What may precede "layers.N" of the text model; vision towers and draft layers are not here.
+# What may precede "layers.N" of the text model; not vision towers and draft layers.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 _BLOCKS = tuple(dict.fromkeys(family.block for family in FAMILIES))
 _EXPERT_NAMES = tuple(dict.fromkeys(family.names for family in FAMILIES))
-# What quantisers put in a weight's place: compressed-tensors, GPTQ and AWQ, MXFP4.
+# Tensors that quantisers store instead of a weight: compressed-tensors, GPTQ and AWQ, MXFP4.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".blocks", ".weight_blocks")
 
 
 class ExpertHome(NamedTuple):
     """Where a layer's routed experts are: ``names`` of gate, up, down, or () when they are fused.
 
-    ``base`` ends in ".experts"; ``interleaved`` tells that fused gate and up columns take turns.
+    ``base`` ends in ".experts"; ``interleaved``: fused gate and up columns alternate.
     """
 
     base: str
@@ -40,7 +40,7 @@ class ExpertHome(NamedTuple):
 
 
 def expert_home(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> ExpertHome | None:
-    """Where the checkpoint keeps the routed experts of a layer; None where it has none."""
+    """Location of a layer's routed experts in the checkpoint; None if it has none."""
     interleaved = config.family is not None and config.family.storage == "fused-interleaved"
     for prefix in dict.fromkeys((config.prefix, *_PREFIXES)):
         for block in _BLOCKS:
@@ -54,7 +54,7 @@ def expert_home(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> Expe
 
 
 def stored_as(checkpoint: Checkpoint, stem: str) -> str | None:
-    """The tensor behind ``stem``: itself (fused experts), its ``.weight``, or a packed form."""
+    """The tensor of ``stem``: itself (fused experts), its ``.weight``, or a packed form."""
     for suffix in ("", ".weight", *_PACKED):
         if stem + suffix in checkpoint:
             return stem + suffix
@@ -64,8 +64,8 @@ def stored_as(checkpoint: Checkpoint, stem: str) -> str | None:
 def module_weights(checkpoint: Checkpoint, module: str) -> tuple[str, ...]:
     """The tensors that may be the weight of a module with this path in memory.
 
-    The exact name alone if it is there; else the same module under the other spellings of its
-    text model and its MoE block: one name, unless the checkpoint is ambiguous.
+    Only the exact name if present; else the same module under the other names of its text model and
+    its MoE block: one name, unless the checkpoint is ambiguous.
     """
     exact = stored_as(checkpoint, module)
     if exact:
@@ -91,7 +91,7 @@ def _split_prefix(module: str) -> tuple[str, str]:
 
 
 def _spellings(path: str) -> list[str]:
-    """``N.mlp.gate`` under every name that families give the MoE block."""
+    """``N.mlp.gate`` under every family's name of the MoE block."""
     parts = path.split(".")
     if len(parts) < 2 or parts[1] not in _BLOCKS:
         return [path]

@@ -1,4 +1,4 @@
-"""Which directories a checkpoint may be written to: free ones, and those that we wrote ourselves."""
+"""Which directories a checkpoint may be written to: empty ones, and those written by ktbridge."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def why_not_replaceable(
 ) -> tuple[str, str] | None:
     """Why ``target`` may not be (re)placed, as (found, next step); None when it may.
 
-    A missing or empty directory is free. Another is replaced only with ``overwrite``, and only when
+    A missing or empty directory may be used. Another is replaced only with ``overwrite``, and only when
     its ``marker`` (a JSON file) lists all ``files`` in it: replacing deletes what was there. ``what``
-    says what such a directory is ("a merged checkpoint").
+    describes such a directory ("a merged checkpoint").
     """
 
     def objection(entries: list[str]) -> tuple[str, str] | None:

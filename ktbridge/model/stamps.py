@@ -1,4 +1,4 @@
-"""Telling whether a file is still what it was when it was first read: size, time of change, inode."""
+"""Detect whether a file changed since it was first read: size, modification time, inode."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Stamp(NamedTuple):
 
 
 Stamps = dict[Path, "Stamp | None"]
-"""Files as they were; None for one that was not there."""
+"""Stamps of files; None for a missing one."""
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """The stamp of a file whose status is known."""
+    """The stamp of a file from its stat result."""
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def stamp(path: Path) -> Stamp | None:
-    """The stamp of a file now, links followed; None if it is not there."""
+    """The stamp of a file now, links followed; None if it is missing."""
     try:
         return stamp_of(os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -39,7 +39,7 @@ def take_stamps(paths: Iterable[Path]) -> Stamps:
 
 
 def difference(before: Stamp | None, now: Stamp | None) -> str | None:
-    """What happened to a file between two stamps, as a phrase; None where nothing did."""
+    """What happened to a file between two stamps, as a phrase; None if nothing changed."""
     if before == now:
         return None
     if before is None:

@@ -1,4 +1,4 @@
-"""One tensor of an adapter or a checkpoint, as bytes; for numpy and torch where they are asked for."""
+"""One tensor of an adapter or a checkpoint, as bytes; numpy and torch conversions on request."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tensor:
         return np.frombuffer(self.data, _NUMPY[self.dtype]).reshape(self.shape).copy()
 
     def torch(self) -> torch.Tensor:
-        """A copy as a torch tensor of ``shape`` on the CPU, in the dtype that is stored.
+        """A copy as a torch tensor of ``shape`` on the CPU, in the stored dtype.
 
         Raises ``KtbridgeError`` for dtypes that torch doesn't have.
         """
@@ -74,7 +74,7 @@ class Tensor:
         dtype = getattr(torch, _TORCH[self.dtype])
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=dtype)
-        # A bytearray, because torch warns about buffers it could be made to write to.
+        # A bytearray, because torch warns about read-only buffers.
         return torch.frombuffer(bytearray(self.data), dtype=dtype).reshape(self.shape)
 
     def _has_no(self, package: str, step: str) -> KtbridgeError:

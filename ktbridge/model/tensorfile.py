@@ -2,10 +2,10 @@
 
 A safetensors file is ``u64 header length | JSON header | data``. The reader trusts nothing: the
 header is at most 100 MB, every number is checked before it is used, the tensors must tile the data
-section exactly (no overlap, no hole, no tail), and a name may appear once. What passes is a table
-of absolute byte ranges, so opening a file costs its header and nothing more. Data is reached through
-one read-only memory map (``view``), or copied (``read``) where another process may write to the file:
-a map of a file that gets shorter ends the process (SIGBUS).
+section exactly (no overlap, no hole, no tail), and a name may appear once. The result is a table
+of absolute byte ranges, so opening a file only reads its header. Data is accessed through one
+read-only memory map (``view``), or copied (``read``) where another process may write to the file:
+access to a mapped file that was truncated kills the process (SIGBUS).
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 2_000_000
 MAX_DIMENSIONS = 32
 
-# Bits, because the format has sub-byte types; a tensor must still fill whole bytes.
+# In bits, because the format has sub-byte types; a tensor must still fill whole bytes.
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,
     "U8": 8,
@@ -57,11 +57,11 @@ DTYPE_BITS: Mapping[str, int] = {
 
 
 class TensorFileError(KtbridgeError):
-    """A file is not the safetensors file it claims to be."""
+    """The file is not a valid safetensors file."""
 
 
 class Entry(NamedTuple):
-    """Where one tensor lives: ``start`` and ``end`` are absolute byte offsets in its file."""
+    """Location of one tensor: ``start`` and ``end`` are absolute byte offsets in its file."""
 
     name: str
     dtype: str
@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 class TensorFile:
     """One open safetensors file: ``entries`` by name, in file order, and their data on demand.
 
-    ``stamp`` is the file as it was when its header was read, ``size`` its bytes then.
+    ``stamp`` is the file's stamp when its header was read, ``size`` its size in bytes then.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TensorFile:
         )
 
     def release(self) -> None:
-        """Let go of the pages that were read; views stay valid and are read again on use."""
+        """Release the pages that were read; views stay valid and are re-read on access."""
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -146,12 +146,12 @@ class TensorFile:
 def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
     """Read and check the header of a safetensors file.
 
-    Raises TensorFileError with one sentence for a file that is missing, truncated or malformed.
+    Raises TensorFileError for a file that is missing, truncated or malformed.
     """
     path = Path(path)
     try:
         if path.exists() and not path.is_file():
-            _fail(path, "is not a regular file")  # a pipe would block for ever
+            _fail(path, "is not a regular file")  # a pipe would block forever
         with open(path, "rb") as file:
             stamp = stamp_of(os.fstat(file.fileno()))
             size = stamp.size
@@ -166,7 +166,7 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
             raw = file.read(length)
     except OSError as error:
         raise TensorFileError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:  # a NUL in the path
+    except ValueError as error:  # NUL in the path
         raise TensorFileError(f"{str(path)!r} can't be read: {error}") from error
     header = _parse_header(path, raw)
     metadata = header.pop("__metadata__", {})
@@ -175,7 +175,7 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
     if len(header) > MAX_TENSORS:
         _fail(path, f"lists {len(header)} tensors (limit {MAX_TENSORS})")
     entries = [_parse_entry(path, name, value, 8 + length) for name, value in header.items()]
-    # The end decides ties, so that empty tensors come before the tensor that starts where they do.
+    # Ties are sorted by end, so that empty tensors precede the tensor with the same start.
     entries.sort(key=_START_END)
     position = 8 + length
     for entry in entries:
@@ -208,14 +208,14 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         if raw[:1] != b"{":
             raise ValueError("it does not begin with '{'")
-        # A tensor has three brackets in some hundred bytes; gigabytes of empty lists are no header.
+        # A tensor has three brackets in some hundred bytes; gigabytes of empty lists are not a header.
         if raw.count(b"[") + raw.count(b"{") > max(1_000_000, len(raw) // 12):
             raise ValueError("it is mostly brackets")
         text = raw.decode("utf-8")
         header = json.loads(text, parse_constant=_no_constant)
         if text.count('"') != _quotes(header):
             header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-        if "\\u" in text:  # half a character could not be shown or written
+        if "\\u" in text:  # a lone surrogate can't be printed or encoded
             json.dumps(header, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         detail = str(error) if not isinstance(error, RecursionError) else "it is nested too deeply"
@@ -224,12 +224,11 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _quotes(header: dict[str, Any]) -> int:
-    """How many quotes a valid header without repeated names and escaped quotes is written with.
+    """Number of quotes in a valid header without duplicate names and escaped quotes.
 
-    A tensor has five strings: its name, three field names and the dtype. A repeated name leaves
-    quotes in the text that this doesn't count. Looking for them so is much faster than a Python
-    function called for each of 60,000 tensors; it can't miss one, because an entry of fewer
-    strings is refused later.
+    A tensor has five strings: its name, three field names and the dtype. A duplicate name adds
+    quotes that this doesn't count. This is much faster than a Python callback for each of 60,000
+    tensors; it can't miss one, because an entry with fewer strings is refused later.
     """
     metadata = header.get("__metadata__")
     if metadata is None:
@@ -258,7 +257,7 @@ def _parse_entry(path: Path, name: str, value: Any, base: int) -> Entry:
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         _fail(path, f"gives {name!r} data_offsets that are not a range")
     start, end = offsets
-    # Python's integers don't overflow; what must be caught is a product no file could hold.
+    # Python's integers don't overflow; the check is for a product larger than any file.
     total = math.prod(shape) * bits
     if total != 8 * (end - start) or total == 0:
         if max((*shape, start, end), default=0) >= 1 << 63:
@@ -327,7 +326,7 @@ def write_tensor_file(
     """Write tensors to a new file and flush it to disk; the file's mode follows the umask.
 
     Wider types come first so that every tensor is aligned. KtbridgeError when a tensor's data
-    isn't as long as its dtype and shape say.
+    doesn't have the length implied by its dtype and shape.
     """
     ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS.get(tensor.dtype, 0))
     for tensor in ordered:

@@ -1,8 +1,8 @@
-"""Every adapter format there is for a MoE model's LoRA: one row each, one file for alike ones.
+"""All adapter formats for a MoE model's LoRA: one row each, one file per group of similar ones.
 
 A reader turns a directory into a :class:`~ktbridge.adapter.dialects.source.Source`; a writer is a
-pure function from that to the files it would write. This table says which is there, whether the
-round trip through the raw layout gives the same bytes, and what loads the format.
+pure function from that to the files it would write. This table lists the formats, whether a
+round trip through the raw layout preserves the bytes, and which engines load them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Dialect(NamedTuple):
-    """One format. ``exact`` says what comes back bit for bit, or why something doesn't."""
+    """One format. ``exact`` describes what a round trip preserves bit for bit, or why it doesn't."""
 
     name: str
     reads: bool
@@ -36,7 +36,7 @@ DIALECTS: tuple[Dialect, ...] = (
     ),
     Dialect(
         "unsloth-legacy", True, False, "older Unsloth",
-        "bits as they are; not written, because nothing in it tells it from peft-fused",
+        "bits as they are; not written, because nothing distinguishes it from peft-fused",
     ),
     Dialect("vllm", True, True, "vLLM with per-expert LoRA", _SCALE),
     Dialect("sglang-3d", True, True, "SGLang 0.5.2x and later on GPUs", _SCALE),

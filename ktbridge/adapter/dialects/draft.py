@@ -1,4 +1,4 @@
-"""One directory about to be written, as a writer describes it; nothing has been read or written."""
+"""A writer's description of one output directory; nothing has been read or written yet."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Piece(NamedTuple):
 class Draft:
     """One output directory: configuration and tensors by file.
 
-    ``layout``, ``rank`` and ``alpha`` go into the manifest; ``experts`` does so too, so that we read
-    our own directories back as they were. ``gguf`` has the metadata of a GGUF file, by key.
-    ``record`` makes what the manifest says of a fused file beside size and hash.
+    ``layout``, ``rank`` and ``alpha`` go into the manifest; so does ``experts``, so that our own
+    directories are read back unchanged. ``gguf`` has the metadata of a GGUF file, by key.
+    ``record`` makes a fused file's manifest entries beyond size and hash.
     """
 
     layout: str
@@ -47,5 +47,5 @@ class Draft:
 
 
 def nonexpert_modules(source: Source) -> list[str]:
-    """Own names of the adapted non-expert modules ("q_proj"), sorted."""
+    """Leaf names of the adapted non-expert modules ("q_proj"), sorted."""
     return sorted({parse_key(key).leaf for key in source.nonexpert})

@@ -1,14 +1,14 @@
 """llama.cpp's GGUF adapters, through the ``gguf`` package (PyPI), which is imported when needed.
 
 Experts are stacked tensors ``blk.L.ffn_{gate,up,down}_exps.weight.lora_{a,b}`` [E,r,in], [E,out,r];
-everything else has the name that llama.cpp gives the base tensor, as gguf's tensor map tells.
+everything else has llama.cpp's name of the base tensor, taken from gguf's tensor map.
 llama.cpp scales by ``adapter.lora.alpha`` / the tensor's own rank (1 where there is no alpha), so
 halves of different rank fit as long as their alphas agree, or differ by a power of two.
 
-What the converter of the base model moves around, an adapter must move as well: q and k rows of
+An adapter's rows must be permuted as the base model's converter permutes them: q and k rows of
 llama-type models (Mixtral) are permuted here; the value heads of linear attention (Qwen3.5,
-Qwen3-Next) and kv_b_proj of DeepSeek are rearranged in ways this doesn't follow, and are refused.
-Facts: llama.cpp's convert_lora_to_gguf.py, conversion scripts and src/llama-adapter.cpp.
+Qwen3-Next) and kv_b_proj of DeepSeek are reordered in ways not implemented here, and are refused.
+References: llama.cpp's convert_lora_to_gguf.py, conversion scripts and src/llama-adapter.cpp.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
         step = "pass --base-model with a model directory of a supported family"
         found = f"can't be named as llama.cpp names tensors {what}"
         return [], [refusal(str(source.path), found, step)]
-    # llama.cpp divides alpha by each tensor's rank: only the alphas have to agree.
+    # llama.cpp divides alpha by each tensor's rank: only the alphas must match.
     rank, alpha, factor, problems = one_scale(source, same_rank=False)
     names = _names(package, architecture, max((*source.layers, base.num_layers)) + 1)
     pieces = [
@@ -116,7 +116,7 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
         "general.name": Path(str(source.base_model or "adapter")).name,
         "adapter.type": "lora",
         "adapter.lora.alpha": alpha,
-        # Ours, because llama.cpp's names have no room for them; loaders skip unknown keys.
+        # Our own keys: llama.cpp has none for these, and loaders ignore unknown keys.
         "ktbridge.base_model": str(source.base_model or ""),
         "ktbridge.module_prefix": module_prefix(source, base),
     }
@@ -126,8 +126,8 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
     return [draft], problems
 
 
-def save_gguf(path: Path, draft: Draft, tell: Any) -> None:
-    """Write the file tensor by tensor; ``tell(bytes)`` after each."""
+def save_gguf(path: Path, draft: Draft, on_bytes: Any) -> None:
+    """Write the file tensor by tensor; call ``on_bytes(count)`` after each."""
     package = _package()
     types = package.GGMLQuantizationType
     writer = package.GGUFWriter(path, draft.gguf["general.architecture"])
@@ -141,7 +141,7 @@ def save_gguf(path: Path, draft: Draft, tell: Any) -> None:
     (pieces,) = draft.pieces.values()
     try:
         for key, block in pieces:
-            # The type is told outright; numpy's only says that these are no bytes to be unpacked.
+            # raw_dtype is the real type; the numpy dtype only keeps the writer from unpacking bytes.
             kind = types[block.dtype]
             writer.add_tensor_info(key, block.shape, np.dtype("u2"), block.nbytes, raw_dtype=kind)
         writer.write_header_to_file()
@@ -149,7 +149,7 @@ def save_gguf(path: Path, draft: Draft, tell: Any) -> None:
         writer.write_ti_data_to_file()
         for _, block in pieces:
             writer.write_tensor_data(np.ascontiguousarray(block.load()))
-            tell(block.nbytes)
+            on_bytes(block.nbytes)
     finally:
         writer.close()
 
@@ -166,12 +166,12 @@ def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) ->
         if len(files) != 1:
             raise UsageError(f"{path} has {len(files)} .gguf files", "name the file itself")
         file = files[0]
-    if not file.is_file():  # opening a pipe would wait for ever
+    if not file.is_file():  # opening a pipe would block forever
         found = "is not a regular file" if file.exists() else "does not exist"
         raise KtbridgeError(f"{file} {found}", "pass a GGUF file")
     stamps = take_stamps((file,))
     try:
-        with np.errstate(all="ignore"):  # sizes of a hostile file overflow
+        with np.errstate(all="ignore"):  # sizes in a malicious file overflow
             reader = _strict_reader(package)(file)
             fields = {name: field.contents() for name, field in reader.fields.items()}
             tensors = list(reader.tensors)
@@ -191,7 +191,7 @@ def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) ->
 
 
 def _strict_reader(package: Any) -> Any:
-    """gguf's reader, ending with the file: it takes what lies beyond for empty, and loops on."""
+    """gguf's reader, but failing at the end of the file, where gguf's own loops on empty reads."""
 
     class Reader(package.GGUFReader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: Any = 1, *rest: Any, **named: Any) -> Any:
@@ -281,7 +281,7 @@ def _block(file: Path, tensor: Any) -> Block | None:
     offset = int(tensor.data_offset)
 
     def load() -> Bits:
-        # Not mapped: if the file got shorter meanwhile, that would end the process.
+        # Not mapped: truncating a mapped file would kill the process (SIGBUS).
         values = np.fromfile(file, bits, math.prod(shape), offset=offset)
         if values.size != math.prod(shape):
             raise KtbridgeError(f"{file} ends inside {tensor.name}", "copy or convert it again")
@@ -291,7 +291,7 @@ def _block(file: Path, tensor: Any) -> Block | None:
 
 
 def _names(package: Any, architecture: str, layers: int) -> dict[str, str]:
-    """model.layers.L.self_attn.q_proj -> blk.L.attn_q, for the modules that can be adapted."""
+    """model.layers.L.self_attn.q_proj -> blk.L.attn_q, for modules that can have LoRA."""
     kinds = package.MODEL_ARCH_NAMES
     arch = next((key for key, name in kinds.items() if name == architecture), None)
     if arch is None:
@@ -319,7 +319,7 @@ def _candidates(shared: str) -> Iterator[str]:
 
 
 def _plain(key: Key) -> str:
-    """The module path as text-only models have it, which is what gguf's map knows."""
+    """The module path as in text-only models, as gguf's tensor map expects it."""
     module = re.sub(r"^.*?(?=layers\.[0-9])", "model.", key.module)
     return module.replace(".block_sparse_moe.", ".mlp.")
 
@@ -333,7 +333,7 @@ def _refused(key: Key, architecture: str) -> str:
 def _permuted(
     block: Block, key: Key, architecture: str, base: ModelConfig | None, *, back: bool
 ) -> Block:
-    """q and k rows in the order of ggml's rotary embedding, for architectures that use it."""
+    """q and k rows permuted for ggml's rotary embedding, for architectures that use it."""
     if architecture != "llama" or key.leaf not in ("q_proj", "k_proj"):
         return block
     name = "num_attention_heads" if key.leaf == "q_proj" else "num_key_value_heads"

@@ -1,14 +1,14 @@
 """KT's own layouts and the two that only rename its tensors: raw, split, merged, vLLM, SGLang 3-D.
 
 raw        fused_expert_lora.safetensors [E,…] + adapter_model.safetensors; two scales.
-kt-split   an expert and a non-expert directory, each with a scale of its own.
+kt-split   an expert and a non-expert directory, each with its own scale.
 kt-merged  ``base_model.model.model.layers.L.mlp.experts.e.gate_proj.lora_A.weight``; one scale.
 vllm       the same with the checkpoint's own prefix and names; one scale.
 sglang-3d  ``…mlp.experts.gate_proj.lora_A.weight`` [E,r,in], [E,out,r]; one scale.
 
-All are exact: every tensor is a slice of, or is, one of the stacked ones. Where one configuration
-serves both halves, the non-expert B carry the ratio of the scales if that is a power of two, and
-the conversion is refused otherwise.
+All are exact: every tensor is a slice of, or is, one of the stacked ones. If one configuration
+serves both halves, the ratio of the scales is folded into the non-expert B where it is a power of
+two; otherwise the conversion is refused.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def read_kt(
     ``lora_alpha`` means alpha/r either way.
     """
     adapter, factors, findings = open_scaled(path, lora_alpha)
-    # A projection may be missing: formats that engines don't serve hold that as well.
+    # A projection may be missing: formats that engines don't serve allow that.
     findings = [item for item in findings if item.code != "KTB203"]
     fail_if(path, findings)
     source = _numbers(adapter, name, lora_alpha)
-    # Two scales are no matter here, and vLLM leaves no doubt about rsLoRA.
+    # Two scales are fine here, and with vLLM rsLoRA is unambiguous.
     silent = {"KTB116", "KTB104", *(["KTB107"] if name == "vllm" else [])}
     source.findings = [
         item
@@ -98,7 +98,7 @@ def _numbers(adapter: Adapter, name: str, lora_alpha: float | None) -> Source:
     has_alpha = adapter.config.get("lora_alpha") is not None
     other_rank = adapter.nonexpert_rank
     other_alpha = adapter.nonexpert_alpha if has_alpha else adapter.alpha
-    # Without experts, what a manifest says of them means nothing.
+    # Without experts, the manifest's expert entries are ignored.
     rank, alpha = (adapter.rank, adapter.alpha) if adapter.experts else (other_rank, other_alpha)
     if name == "vllm" and rslora and lora_alpha is None:
         alpha = expert_alpha(alpha / rank**0.5, rank)
@@ -167,7 +167,7 @@ def write_raw(source: Source, base: ModelConfig | None) -> tuple[list[Draft], li
 
 
 def write_split(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
-    """The expert and the non-expert directory, whichever of them has anything in it."""
+    """The expert and the non-expert directory, each only if it has tensors."""
     drafts = []
     if source.experts:
         modules = _expert_modules(source)
@@ -197,7 +197,7 @@ def write_merged(source: Source, base: ModelConfig | None) -> tuple[list[Draft],
 
 
 def write_vllm(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
-    """One directory with the checkpoint's own names of every expert's modules."""
+    """One directory with the checkpoint's own module names for every expert."""
     family = base.family if base else None
     names = dict(zip(("gate", "up", "down"), family.names if family else (), strict=False))
     block = family.block if family else "mlp"
@@ -228,7 +228,7 @@ def write_sglang_3d(source: Source, base: ModelConfig | None) -> tuple[list[Draf
 
 
 def module_prefix(source: Source, base: ModelConfig | None) -> str:
-    """What stands before ``layers.N`` in module paths: as in the non-expert keys, else the base's."""
+    """The prefix of ``layers.N`` in module paths: from the non-expert keys, else the base's."""
     for key in source.nonexpert:
         match = re.match(r"base_model\.model\.(.*?)layers\.[0-9]+\.", key)
         if match:
@@ -239,7 +239,7 @@ def module_prefix(source: Source, base: ModelConfig | None) -> str:
 
 
 def one_scale(source: Source, same_rank: bool = True) -> tuple[int, float, float, list[Problem]]:
-    """Rank and alpha of the one configuration, and the factor that non-expert B must carry."""
+    """Rank and alpha of the one configuration, and the factor to fold into non-expert B."""
     rest = Numbers(source.nonexpert_rank, source.nonexpert_alpha)
     if not source.experts:
         return rest.rank, source.plain_alpha, 1.0, []
@@ -268,7 +268,7 @@ def _nonexpert_pieces(source: Source, factor: float = 1.0) -> list[Piece]:
 
 
 def _expert_pieces(source: Source, key: Any) -> list[Piece]:
-    """One matrix an expert; ``key(layer, expert, projection, half)`` names it."""
+    """One matrix per expert, named by ``key(layer, expert, projection, half)``."""
     last = LastLoaded()
 
     def matrix(slot: Slot, block: Block, expert: int) -> Block:

@@ -19,7 +19,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, has_errors
 from ktbridge.model import ModelConfig, read_model_config
 
-# What dialects of their own give meaning to; everything else that changes results is refused.
+# Fields that specific dialects handle; every other field that changes results is refused.
 _OWN = ("rank_pattern", "alpha_pattern", "target_parameters", "target_modules")
 
 
@@ -44,12 +44,12 @@ class Opened:
 
     @property
     def hint(self) -> dict[str, Any]:
-        """What our own manifest says of the experts' arrangement; empty for others' adapters."""
+        """The experts' arrangement from our own manifest; empty for other tools' adapters."""
         value = (self.manifest or {}).get("experts")
         return value if isinstance(value, dict) else {}
 
     def new_source(self, name: str, rank: int, alpha: float) -> Source:
-        """An empty source with this directory's numbers; rank and alpha are the experts'."""
+        """An empty source with this directory's ranks and alphas; rank and alpha are the experts'."""
         return Source(
             path=self.path,
             format=name,
@@ -70,11 +70,11 @@ class Opened:
 def open_foreign(path: str | os.PathLike[str], lora_alpha: float | None) -> Opened:
     """Open an adapter that another tool wrote; ``lora_alpha`` is used where it has none.
 
-    Raises ProblemsError with everything that makes it unreadable, or that changes what it computes
-    in a way no dialect can carry (DoRA, biases, saved modules, ...).
+    Raises ProblemsError with everything that makes it unreadable, or that changes its result in a way
+    no dialect can represent (DoRA, biases, saved modules, ...).
     """
     adapter, found = scan_adapter(path)
-    # Keys are the reader's business; files and configuration are the same for all.
+    # Readers parse keys; the checks of files and configuration are shared.
     findings = [item for item in found if item.code < "KTB014"]
     if adapter is None:
         raise ProblemsError(f"{path} can't be converted", found)
@@ -103,7 +103,7 @@ def open_foreign(path: str | os.PathLike[str], lora_alpha: float | None) -> Open
 
 
 def file_nonexpert(source: Source, parts: list[Part], findings: list[Problem]) -> None:
-    """Take ordinary LoRA tensors into ``source``; whatever else is left is a problem each."""
+    """Move ordinary LoRA tensors into ``source``; report each remaining tensor as a problem."""
     strange = []
     for part in parts:
         if part.key.kind != "lora":
@@ -120,7 +120,7 @@ def file_nonexpert(source: Source, parts: list[Part], findings: list[Problem]) -
 
 
 def expert_alpha(scale: float, rank: int) -> float:
-    """The alpha of experts that are served at ``scale``, without rounding where there is none."""
+    """The alpha of experts served at ``scale``; integral if within float error of an integer."""
     alpha = scale * rank
     near = round(alpha)
     return float(near) if math.isclose(alpha, near, rel_tol=1e-15) else alpha
@@ -135,6 +135,6 @@ def local_config(*names: str | None) -> ModelConfig | None:
 
 
 def fail_if(path: Path, findings: list[Problem]) -> None:
-    """Raise once, with all that was found, if anything is an error."""
+    """Raise once with all findings if any is an error."""
     if has_errors(findings):
         raise ProblemsError(f"{path} can't be converted", findings)

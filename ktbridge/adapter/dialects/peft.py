@@ -1,4 +1,4 @@
-"""PEFT's ``target_parameters`` adapters: experts' LoRA as one flat matrix a parameter.
+"""PEFT's ``target_parameters`` adapters: experts' LoRA as one flat matrix per parameter.
 
 With E experts of rank R on a parameter W [E,out,in] of a module called ``experts``::
 
@@ -8,18 +8,18 @@ With E experts of rank R on a parameter W [E,out,in] of a module called ``expert
     unsloth-legacy              as peft-fused, but B's column is e*R+k
 
 ``gate_up_proj`` [E,2I,H] is wrapped first and so is the inner module, ``experts.base_layer``;
-``down_proj`` [E,H,I] is the outer one, ``experts``. A parameter that is targeted alone is ``experts``.
+``down_proj`` [E,H,I] is the outer one, ``experts``. A single targeted parameter is ``experts``.
 
 gate and up have separate LoRA in KT and one in PEFT. Three arrangements are exact:
 
 block   A = [gate A; up A] (rank 2r), B = blockdiag(gate B, up B), alpha doubled as well
-shared  gate A equals up A everywhere: A as it is, B = [gate B; up B] (rank r)
+shared  gate A equals up A everywhere: A unchanged, B = [gate B; up B] (rank r)
 single  only one of the two is adapted: its A, and its B above or below zeros (rank r)
 
-Reading, an arrangement is recognised by its zeros, which must be there in every layer: "block"
+On reading, the arrangement is detected from its zeros, which must be present in every layer: "block"
 first, then "single" (a B half that is all zero adds nothing; its projection is left out), else
-"shared", which gives gate and up a copy of A each. Our manifest says which one we wrote, in case
-zeros in the data itself would mislead.
+"shared", which gives gate and up a copy of A each. Our manifest records which one we wrote,
+because zeros in the data itself could mislead.
 
 PEFT's layout: ``peft.tuners.lora.layer.ParamWrapper``; Unsloth's: its ``_extract_lora_weights``.
 """
@@ -62,7 +62,7 @@ _PLAIN_PATTERN = re.compile(r"(?:[\w^$|-]|\\?\.|\.\*|\\d\+?|\[0-9\]\+?)*")
 
 
 class Pair:
-    """A and B of one parameter of one layer, as they lie in the file."""
+    """A and B of one parameter of one layer, as stored."""
 
     def __init__(self, a: Part, b: Part) -> None:
         self.a, self.b = a, b
@@ -77,10 +77,10 @@ class Pair:
 
 
 def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
-    """Whether in and out are exchanged (PEFT 0.17/0.18); None where shapes can't tell.
+    """Whether in and out are swapped (PEFT 0.17/0.18); None if shapes are ambiguous.
 
     With both parameters, gate_up's input is down's output, and gate_up's output twice down's
-    input. With one of them, the hidden size tells (0: unknown), unless its matrices are square.
+    input. With one of them, the hidden size decides (0: unknown), unless its matrices are square.
     """
     gate_up, down = pairs.get(GATE_UP), pairs.get(DOWN)
     if gate_up and down:
@@ -99,8 +99,8 @@ def read_peft(
 ) -> Source:
     """An adapter with LoRA on fused expert parameters, in one of the three dialects.
 
-    "auto" accepts what shapes prove. Raises UsageError where they can't and ProblemsError with all
-    that doesn't fit.
+    "auto" accepts a dialect that the shapes prove. Raises UsageError if they are ambiguous and
+    ProblemsError with every mismatch.
     """
     opened = open_foreign(path, lora_alpha)
     base = base or local_config(opened.adapter.base_model)
@@ -176,7 +176,7 @@ def _pairs(
                 where = halves["A"].where
                 findings.append(problem("KTB302", where, "or its counterpart is not a matrix"))
             elif parameter is None:
-                found_text = "is LoRA on a parameter that target_parameters doesn't tell"
+                found_text = "is LoRA on a parameter that target_parameters doesn't identify"
                 expected = f"{GATE_UP} or {DOWN}"
                 findings.append(problem("KTB201", halves["A"].where, found_text, expected))
             else:
@@ -188,7 +188,7 @@ def _pairs(
 
 
 def _parameter(opened: Opened, module: str, place: str, places: Any) -> str | None:
-    """gate_up_proj is inside down_proj; one that is alone must be named by target_parameters."""
+    """gate_up_proj is inside down_proj; a single one must be listed in target_parameters."""
     if "inner" in places:
         return GATE_UP if place == "inner" else DOWN
     targets = opened.config.get("target_parameters")
@@ -206,7 +206,7 @@ def _parameter(opened: Opened, module: str, place: str, places: Any) -> str | No
 def _orientation(
     opened: Opened, layers: Any, rest: list[Part], base: ModelConfig | None, dialect: str
 ) -> tuple[str, bool]:
-    """The dialect, and whether in and out are exchanged; UsageError where that can't be told."""
+    """The dialect, and whether in and out are swapped; UsageError if ambiguous."""
     hidden = base.hidden_size if base else 0
     for part in rest:
         if not hidden and part.key.leaf in ("q_proj", "k_proj", "v_proj") and part.key.half == "A":
@@ -222,7 +222,9 @@ def _orientation(
             reason = "PEFT and older Unsloth write the same keys and shapes with B in another order"
             flags = "--from peft-fused or --from unsloth-legacy"
         else:
-            reason = "neither keys nor shapes tell which of three dialects wrote its expert LoRA"
+            reason = (
+                "neither keys nor shapes identify which of three dialects wrote its expert LoRA"
+            )
             flags = "--from peft-fused, --from peft-0.18 or --from unsloth-legacy"
         raise UsageError(f"{opened.path} is ambiguous: {reason}", f"pass {flags}")
     if dialect == "peft-fused" and verdict is True:
@@ -253,7 +255,7 @@ def _rank_and_scale(
 
 
 def _pattern(config: dict[str, Any], field: str, name: str, default: Any) -> Any:
-    """What PEFT's get_pattern_key finds: the first pattern that the end of the name matches."""
+    """PEFT's get_pattern_key: the first pattern that matches the end of the name."""
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict):
         raise KtbridgeError(f"{field} of {CONFIG_FILE} is not a table", "save the adapter again")
@@ -272,7 +274,7 @@ def _arranged(
     opened: Opened, dialect: str, stacks: Any, scales: dict[str, set[float]],
     base: ModelConfig | None, findings: list[Problem],
 ) -> Source:  # fmt: skip
-    """gate_up taken apart, and one rank and scale for all; what needs zeros says so."""
+    """Split gate_up, and give all one rank and scale; report where zero padding is needed."""
     interleaved = takes_turns(base, opened.adapter.base_model)
     gate_up: dict[int, tuple[Block, Block]] = stacks.get(GATE_UP, {})
     down: dict[int, tuple[Block, Block]] = stacks.get(DOWN, {})
@@ -297,8 +299,8 @@ def _arranged(
     ranks = {name: next(iter(layers.values()))[0].shape[1] for name, layers in parts.items()}
     rank = max(ranks.values())
     if len({s for values in scales.values() for s in values}) > 1:
-        said = ", ".join(f"{name} {scale:g}" for name, scale in scale_of.items())
-        found = f"alpha/rank differs between expert parameters: {said}"
+        listed = ", ".join(f"{name} {scale:g}" for name, scale in scale_of.items())
+        found = f"alpha/rank differs between expert parameters: {listed}"
         step = "train with one alpha/rank, or merge the adapter with PEFT"
         findings.append(refusal(str(opened.path / CONFIG_FILE), found, step, "one scale"))
     low = sorted(name for name, value in ranks.items() if value < rank)
@@ -321,7 +323,7 @@ def _arrangement(opened: Opened, gate_up: dict[int, tuple[Block, Block]], interl
     rank = next((a.shape[1] for a, _ in gate_up.values()), 0)
     fits = {"block": rank % 2 == 0, "gate": True, "up": True}
     for _, b in gate_up.values():
-        bits = b.load() << 1  # without the sign, so that -0.0 is zero
+        bits = b.load() << 1  # sign bit removed, so that -0.0 is zero
         gate, up = (bits[:, pick] for pick in gate_up_rows(b.shape[1], interleaved))
         half = rank // 2
         fits["gate"] = fits["gate"] and not up.any()
@@ -332,7 +334,7 @@ def _arrangement(opened: Opened, gate_up: dict[int, tuple[Block, Block]], interl
     hint = opened.hint.get("gate_up")
     if hint == "shared" or fits.get(str(hint)):
         return str(hint)
-    if all(fits.values()):  # nothing but zeros: no evidence of anything
+    if all(fits.values()):  # all zeros: inconclusive
         return "shared"
     return next((name for name, fit in fits.items() if fit), "shared")
 

@@ -1,4 +1,4 @@
-"""How PEFT's flat matrices and stacks of experts turn into each other (see ``peft.py``)."""
+"""Convert between PEFT's flat matrices and stacks of experts (see ``peft.py``)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unpack(
 
 
 def takes_turns(base: ModelConfig | None, name: str | None) -> bool:
-    """Whether the family's gate and up rows take turns (gpt-oss) instead of lying one after other."""
+    """True if gate and up rows are interleaved (gpt-oss); otherwise all gate rows come first."""
     if base is None and re.search(r"gpt.?oss", name or "", re.IGNORECASE):
         raise KtbridgeError(
             f"{name} looks like gpt-oss, whose gate and up rows may take turns",
@@ -50,7 +50,7 @@ def takes_turns(base: ModelConfig | None, name: str | None) -> bool:
 
 
 def gate_up_rows(size: int, interleaved: bool) -> tuple[slice, slice]:
-    """Where gate and up are among ``size`` = 2I rows."""
+    """Positions of gate and up in ``size`` = 2I rows."""
     if interleaved:
         return slice(0, None, 2), slice(1, None, 2)
     return slice(0, size // 2), slice(size // 2, None)

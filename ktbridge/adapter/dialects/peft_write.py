@@ -53,9 +53,9 @@ def write_peft(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
         parsed = parse_key(key)
         if parsed.leaf in AS_PARAMETERS and parsed.half == "A":
             parameters.append(f"{parsed.module}.weight")
-    # Every layer by name: a layer without LoRA must not be wrapped.
+    # Every layer is listed: a layer without LoRA must not be wrapped.
     config["target_parameters"] = parameters
-    if parameters:  # PEFT refuses dropout there, which matters to training only
+    if parameters:  # PEFT rejects dropout there; it only affects training
         config["lora_dropout"] = 0.0
     draft = Draft("peft-fused", config, {MODEL_FILE: pieces}, source.rank, source.alpha)
     draft.experts = {"gate_up": how} if how else {}

@@ -1,8 +1,8 @@
-"""What every dialect is read into and written from: one adapter, tensors by role, data on demand.
+"""The intermediate form of every dialect: one adapter, tensors by role, data loaded on demand.
 
-All dialects hold the same numbers in other orders, so a tensor is handled as bit patterns: uint16
-for BF16 and F16, uint32 for F32. Moving bits can't round, which makes exactness a property of the
-representation rather than of each dialect. Only ``to_bf16`` and ``times`` touch values.
+All dialects hold the same numbers in different orders, so a tensor is handled as bit patterns: uint16
+for BF16 and F16, uint32 for F32. Moving bits can't round, so every dialect
+is exact by construction. Only ``to_bf16`` and ``times`` change values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BITS: dict[str, np.dtype[Any]] = {
 
 
 class Block(NamedTuple):
-    """A tensor of known dtype and shape whose bit patterns are made when asked for."""
+    """A tensor of known dtype and shape whose bit patterns are loaded on demand."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Block(NamedTuple):
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     def then(self, shape: tuple[int, ...], change: Callable[[Bits], Bits]) -> Block:
-        """The same dtype, moved into another shape."""
+        """The same dtype, rearranged into another shape."""
         return Block(self.dtype, shape, lambda: change(self.load()))
 
     def times(self, factor: float, where: str) -> Block:
@@ -93,7 +93,7 @@ def block_of(file: TensorFile, entry: Entry) -> Block:
     """A tensor of a safetensors file, without reading it. Its dtype must be a key of BITS."""
 
     def load() -> Bits:
-        # Not from a memory map: if the file got shorter meanwhile, that would end the process.
+        # Not mapped: truncating a mapped file would kill the process (SIGBUS).
         data = file.read(entry.start, entry.end)
         return np.frombuffer(data, BITS[entry.dtype]).reshape(entry.shape)
 
@@ -101,7 +101,7 @@ def block_of(file: TensorFile, entry: Entry) -> Block:
 
 
 def block_of_tensor(dtype: str, shape: tuple[int, ...], tensor: Callable[[], Tensor]) -> Block:
-    """A tensor that something else fetches."""
+    """A tensor loaded by a callback."""
     return Block(dtype, shape, lambda: np.frombuffer(tensor().data, BITS[dtype]).reshape(shape))
 
 
@@ -126,10 +126,10 @@ class Source:
     ``experts``: (layer, projection, half) -> stacked block: gate/up A [E,r,H], B [E,I,r]; down
     A [E,r,I], B [E,H,r]; all served at ``alpha/rank``. ``nonexpert``: PEFT key with
     ``base_model.model.`` -> A [r,in] or B [out,r], served at ``nonexpert_alpha/nonexpert_rank``, or
-    at alpha/sqrt(rank) with ``use_rslora``. ``kept`` are configuration fields to carry along.
-    ``prefix`` is what stands before ``layers.N`` in module paths, where no non-expert key tells.
-    ``stamps``: what the files read were like (``ktbridge.adapter.sources``). ``trained_on``: the base
-    model, where a manifest says which.
+    at alpha/sqrt(rank) with ``use_rslora``. ``kept`` are configuration fields to preserve.
+    ``prefix`` precedes ``layers.N`` in module paths, used if there is no non-expert key. ``stamps``:
+    size, time and inode of the files read (``ktbridge.adapter.sources``). ``trained_on``: the base
+    model's fingerprint, if a manifest has one.
     """
 
     path: Path
@@ -171,11 +171,11 @@ class Source:
 
     @property
     def plain_alpha(self) -> float:
-        """The alpha that gives the non-expert LoRA its scale without rsLoRA."""
+        """The alpha that gives the non-expert LoRA the same scale without rsLoRA."""
         return plain_alpha(Numbers(self.nonexpert_rank, self.nonexpert_alpha), self.use_rslora)
 
     def in_bf16(self) -> Source:
-        """This adapter rounded to bfloat16, which is said where it changes anything."""
+        """This adapter rounded to bfloat16, with a finding if that changes values."""
         blocks = [*self.experts.values(), *self.nonexpert.values()]
         self.findings += rounding_findings(str(self.path), (block.dtype for block in blocks))
         self.experts = {
@@ -189,17 +189,17 @@ class Source:
 
 
 def refusal(where: str, found: str, next_step: str, expected: str = "") -> Problem:
-    """The adapter can't be held by the requested format without changing what it computes."""
+    """The requested format can't represent the adapter without changing its result."""
     return problem("KTB720", where, found, expected, next_step=next_step)
 
 
 def note(where: str, found: str) -> Problem:
-    """Something other than a plain move of bytes happened, and why."""
+    """Conversion changed values (scaled, padded, rounded) or dropped some, and why."""
     return problem("KTB721", where, found)
 
 
 def check_source(source: Source) -> Iterator[Problem]:
-    """Whether the parts fit each other: halves, layers, experts, ranks, sizes, dtypes."""
+    """Check that the parts match: halves, layers, experts, ranks, sizes, dtypes."""
     where = str(source.path)
     yield from _check_slots(source, where)
     counts = {block.shape[0] for block in source.experts.values() if block.shape}
