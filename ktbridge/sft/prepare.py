@@ -66,7 +66,7 @@ def prepare(
     needed.of("report_to", lambda: check_reporters(config))
     needed.of("flash_attn", lambda: _check_attention(config))
     needed.of("kt_backend", lambda: _check_backend(config))
-    needed.told()
+    needed.raise_collected()
 
     asked = _Failures("this run can't be started as it is.")
     asked.of("output_dir", lambda: check_output_dir(config))
@@ -79,7 +79,7 @@ def prepare(
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
         asked.of("kt_backend", lambda: _check_storage(config, base))
-    asked.told()
+    asked.raise_collected()
     assert base is not None
     assert checked is not None
     assert tokenizer is not None
@@ -124,7 +124,7 @@ class _Failures:
             self._found.append((where, error))
             return None
 
-    def told(self) -> None:
+    def raise_collected(self) -> None:
         """Raise the only failure as it is, several as the problems of one."""
         if len(self._found) == 1:
             raise self._found[0][1]

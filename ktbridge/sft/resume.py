@@ -104,11 +104,11 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
     ``ProblemsError`` naming each setting in which the checkpoint's run differs, or each damaged file, and
     KtbridgeError for a path that is no checkpoint.
     """
-    wish, root = config.resume_from_checkpoint, checkpoints_dir(config)
-    if wish is False:
+    requested, root = config.resume_from_checkpoint, checkpoints_dir(config)
+    if requested is False:
         return Resumption(notes=tuple(_set_aside_note(root)))
-    if isinstance(wish, str):
-        place = Path(wish)
+    if isinstance(requested, str):
+        place = Path(requested)
         if not _NAME.fullmatch(place.name) or not (place / IDENTITY_FILE).is_file():
             raise KtbridgeError(
                 f"{place} is not a checkpoint of `ktbridge train`.",
@@ -117,7 +117,7 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
         candidates = [place]
     else:
         candidates = saved(root)
-        if not candidates or (wish is None and is_finished(config)):
+        if not candidates or (requested is None and is_finished(config)):
             return Resumption()
     if not any(map(resumable, candidates)):
         raise KtbridgeError(
@@ -129,13 +129,13 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
     differing = [
         key for key in sorted(own.keys() | theirs.keys()) if own.get(key) != theirs.get(key)
     ]
-    allowed = _TUNABLE if wish is not None else set()
+    allowed = _TUNABLE if requested is not None else set()
     problems = [_another(place, key, theirs, own) for key in differing if key not in allowed]
     if problems:
         raise ProblemsError(
             f"{root} holds checkpoints of a run that isn't finished, and this is another run; nothing was "
             "started."
-            if wish is None
+            if requested is None
             else "the checkpoint belongs to another run; nothing was started.",
             problems,
             f"Go on with resume_from_checkpoint=true, or {_ANEW}."

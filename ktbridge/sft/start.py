@@ -63,11 +63,11 @@ def _chosen(
     adapter, keys = start.adapter, start.keys
     if config.lora_target != ("all",):
         asked = {*chosen_modules(model, found, config.lora_target)}
-        for names, expected, said in (
+        for names, expected, actual in (
             ({*keys} - asked, "no LoRA, as configured", "LoRA"),
             (asked - {*keys}, "LoRA, as configured", "no LoRA"),
         ):
             if names:
                 ends = sorted({in_layer(name) for name in names})
                 step = f"Set lora_target: {', '.join(own_names(keys))}, or all."
-                yield misfit("KTL006", adapter, ", ".join(ends), said, expected, step)
+                yield misfit("KTL006", adapter, ", ".join(ends), actual, expected, step)

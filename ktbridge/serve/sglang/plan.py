@@ -1,4 +1,4 @@
-"""From a request and the facts to an argv, its reasons, and everything that stands in its way. Pure."""
+"""From a request and the facts to an argv, its reasons, and all problems. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONVERTED_WEIGHTS = ("AMXBF16", "AMXINT8", "AMXINT4")
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, decided. ``launches`` has one entry a replica, ``router`` stands before several.
+    """One launch, decided. ``launches`` has one entry per replica, ``router`` is in front of several.
 
     ``models`` are the names that requests may use, with what answers. ``directories`` are the
     adapter directories as the engine will get them, ``conversions`` what must be made first.
@@ -78,7 +78,7 @@ class Plan:
 
     def commands(self) -> list[str]:
         """Commands to copy: the conversions, the engine (each replica), the router."""
-        made: dict[Path, list[str]] = {}  # one pass over a source writes all that is made of it
+        made: dict[Path, list[str]] = {}  # one pass over a source writes all its outputs
         for step in self.conversions:
             if len(step.sources) == 1:
                 words = made.setdefault(step.sources[0], [])
@@ -119,7 +119,7 @@ class Plan:
 
 
 def plan(request: Request, facts: Facts) -> Plan:
-    """Decide a launch. Raises UsageError for an engine version that is none."""
+    """Decide a launch. Raises UsageError for an invalid engine version."""
     problems: list[Problem] = list(facts.source_problems)
     version = request.engine_version or facts.installed.engine or CONTRACTS[-1].last
     contract, known = contract_for(f"{ENGINE}=={version}")
@@ -288,7 +288,7 @@ def _kt_words(threads: Threads) -> Words:
     ]
     if threads.nodes:
         words.append(("--kt-numa-nodes", *map(str, threads.nodes)))
-    # Without this one (or a ratio) KT wraps nothing: one warning, and the expert LoRA never loads.
+    # Without this flag (or a ratio) KT wraps nothing: it only warns, and the expert LoRA never loads.
     return [*words, ("--kt-num-gpu-experts", "0")]
 
 
@@ -330,7 +330,7 @@ def _server_words(request: Request, facts: Facts, expert: bool) -> Words:
 
 
 def _models(served: str, choice: Choice, contract: Contract) -> dict[str, str]:
-    """Names that requests may use. The engine answers other ones too, as something else."""
+    """Names that requests may use. The engine answers other names too, with another model."""
     expert = choice.expert is not None
     arms = []
     if choice.layout != "merged" or contract.base_requests:

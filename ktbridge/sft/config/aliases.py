@@ -32,19 +32,19 @@ class _Place:
 
     def __init__(self, findings: Findings) -> None:
         self.values: dict[Any, Any] = {}
-        self._said: dict[Any, str] = {}
+        self._spelling: dict[Any, str] = {}
         self._findings = findings
 
     def put(self, name: Any, value: Any, said_as: str) -> None:
         """Set a key once; ``null`` says nothing, and the same value twice is no contradiction."""
         before = self.values.get(name)
         if before is None:
-            self.values[name], self._said[name] = value, said_as
+            self.values[name], self._spelling[name] = value, said_as
         elif value is not None and before != value:
             self._findings.error(
                 said_as,
                 shown(value),
-                f"{shown(before)}, as {self._said[name]} has it",
+                f"{shown(before)}, as {self._spelling[name]} has it",
                 "Keep one of the two.",
                 code=AT_ODDS,
             )
@@ -81,11 +81,11 @@ def moved(
 def _policy(outside: _Place, key: str, value: Any, findings: Findings) -> None:
     if value is None:
         return
-    wishes = ("retain", "recompute")
+    modes = ("retain", "recompute")
     if (
         not isinstance(value, Mapping)
         or not set(value) <= {"cpu", "gpu"}
-        or any(wish not in wishes for wish in value.values())
+        or any(mode not in modes for mode in value.values())
     ):
         findings.error(key, shown(value), "cpu and gpu, each retain or recompute")
         return

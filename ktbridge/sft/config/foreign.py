@@ -59,8 +59,8 @@ class Foreign:
             ):
                 rest[key] = value
             elif value is not None and not any(_equal(value, idle) for idle in row.same):
-                tell = findings.error if row.refused else findings.note
-                tell(f"{prefix}{key}", f"{shown(value)}: {row.why}", "", row.instead)
+                report = findings.error if row.refused else findings.note
+                report(f"{prefix}{key}", f"{shown(value)}: {row.why}", "", row.instead)
         return rest
 
 

@@ -98,12 +98,14 @@ def _resolve_model(main: dict[str, Any], root: Path, findings: Findings) -> None
 def _resolve_dataset(main: dict[str, Any], root: Path, findings: Findings) -> None:
     """Files become paths; other names wait for dataset_info.json, which the data's reader opens."""
     own = main.get("dataset_dir")
-    wish = Path(own or "data").expanduser()
-    folder = next((place / wish for place in (root, Path.cwd()) if (place / wish).is_dir()), None)
+    requested = Path(own or "data").expanduser()
+    folder = next(
+        (place / requested for place in (root, Path.cwd()) if (place / requested).is_dir()), None
+    )
     if own and folder is None:
         findings.error(
             "dataset_dir",
-            f"there is no directory {str(root / wish)!r}",
+            f"there is no directory {str(root / requested)!r}",
             "the directory of dataset_info.json",
             code=NOT_THERE,
         )

@@ -154,8 +154,10 @@ def _yaml(path: Path) -> dict[Any, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        said = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(f"{path}{line}: this is not valid YAML: {said}.", _mended(said)) from error
+        message = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UsageError(
+            f"{path}{line}: this is not valid YAML: {message}.", _yaml_fix(message)
+        ) from error
     if isinstance(values, dict):
         return values
     found = "nothing" if values is None else "a list" if isinstance(values, list) else "a text"
@@ -165,7 +167,7 @@ def _yaml(path: Path) -> dict[Any, Any]:
     )
 
 
-def _mended(said: str) -> str:
+def _yaml_fix(message: str) -> str:
     """What to do about the commonest mistakes in YAML, told from the parser's words."""
     steps = {
         r"'\t'": "Indent with spaces: YAML takes no tabs.",
@@ -174,7 +176,7 @@ def _mended(said: str) -> str:
         "single document": "Remove the line `---` and what belongs to another document.",
         "stands twice": "Keep one of the two.",
     }
-    return next((step for words, step in steps.items() if words in said), "")
+    return next((step for words, step in steps.items() if words in message), "")
 
 
 class _Loader(yaml.SafeLoader):

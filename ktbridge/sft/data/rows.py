@@ -171,11 +171,11 @@ def _notes(
     source: Source, unused: Counter[str], ids: Counter[Any], total: int
 ) -> Iterable[Problem]:
     if unused:
-        told = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))
+        fields = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))
         yield problem(
             "KTD003",
             source.name,
-            f"fields that are not trained on: {told}",
+            f"fields that are not trained on: {fields}",
             next_step="To train on them, name them in the columns of dataset_info.json.",
         )
     again = sum(count - 1 for count in ids.values())
