@@ -79,7 +79,7 @@ class Server:
         try:
             return [str(model["id"]) for model in listed["data"]]
         except (KeyError, TypeError) as error:
-            raise self._strange() from error
+            raise self._not_openai() from error
 
     def chat(
         self,
@@ -139,12 +139,12 @@ class Server:
         try:
             value = json.loads(data)
         except ValueError as error:
-            raise self._strange() from error
+            raise self._not_openai() from error
         if not isinstance(value, dict):
-            raise self._strange()
+            raise self._not_openai()
         return value
 
-    def _strange(self) -> KtbridgeError:
+    def _not_openai(self) -> KtbridgeError:
         return KtbridgeError(
             f"{self.url} does not answer as an OpenAI-compatible server does.",
             "give the URL of the server's API: what stands before /v1/models",

@@ -1,4 +1,4 @@
-"""Going on from a trained adapter: it must fit configuration and model in all it has, or is refused."""
+"""Continue training an adapter: it is refused unless it fits configuration and model completely."""
 
 from __future__ import annotations
 

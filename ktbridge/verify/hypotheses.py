@@ -74,13 +74,13 @@ def explain(
     search = _Search(first, vector, references, facts, compute)
     if first.told_by == "base":  # an error of the base isn't the adapter's
         search.attempt(search.engines_mistakes())
-        return _concluded(first, search)
+        return _conclusion(first, search)
     search.attempt(search.guesses() + search.engines_mistakes())
     for number in range(ROUNDS):
         if search.settled() or (number and search.hopeless()):
             break
         search.attempt(search.refined())
-    return _concluded(first, search)
+    return _conclusion(first, search)
 
 
 class _Search:
@@ -257,7 +257,7 @@ class _Search:
         return ", ".join(f"{NAMES[half]} ≈ ×{k:.3g}" for half, k in wrong.items())
 
 
-def _concluded(first: Verification, search: _Search) -> Verification:
+def _conclusion(first: Verification, search: _Search) -> Verification:
     fits = search.fitting()
     nearest = sorted(search.tried, key=lambda variant: search.distance[variant])
     described: dict[str, float] = {}
@@ -296,11 +296,11 @@ def _concluded(first: Verification, search: _Search) -> Verification:
         told_by="hypotheses",
         scale=scale,
         looks_like=looks_like,
-        arms=_blamed(found),
+        arms=_unexpected(found),
     )
 
 
-def _blamed(found: Verification) -> tuple[ArmReading, ...]:
+def _unexpected(found: Verification) -> tuple[ArmReading, ...]:
     return tuple(
         replace(arm, as_expected=False) if arm.model == found.model else arm for arm in found.arms
     )
@@ -316,7 +316,7 @@ def _drifted(found: Verification, search: _Search) -> Verification:
             f"{search.distance[nearest]:.3g} nats from {search.described(nearest)}, nearer than from "
             f"what is right ({search.standard:.3g}), and not the same"
         )
-        arms = _blamed(found)
+        arms = _unexpected(found)
         return replace(found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=arms)
     distance = found.arm.distances[found.arm.expected]
     others = "; ".join(

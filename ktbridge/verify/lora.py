@@ -44,7 +44,7 @@ class AdapterLora:
         self._layers = set(adapter.expert_layers())
         found = [(part.entry.name, "a tensor that goes nowhere", "") for part in adapter.leftovers]
         found += self._check_experts()
-        found += self._hang_nonexperts()
+        found += self._hook_nonexperts()
         if found:
             raise ProblemsError(
                 f"the LoRA in {adapter.path} does not fit the base model {model.path}.",
@@ -132,7 +132,7 @@ class AdapterLora:
                 self._pairs[key] = tensor.to(self._model.dtype)
         self._pairs_of = layer
 
-    def _hang_nonexperts(self) -> Iterator[_Finding]:
+    def _hook_nonexperts(self) -> Iterator[_Finding]:
         """Register a hook on each module that has a pair; reads shapes only."""
         adapter, modules = self._adapter, dict(self._model.skeleton.named_modules())
         pairs: dict[str, dict[str, str]] = {}
@@ -149,7 +149,7 @@ class AdapterLora:
             weight = getattr(module, "weight", None)
             if set(pair) != {"A", "B"}:
                 yield path, "lora_A or lora_B is missing", ""
-            elif module is None or weight is None or weight.dim() != 2 or _looks_up(module):
+            elif module is None or weight is None or weight.dim() != 2 or _is_embedding(module):
                 yield path, "the base has no such linear module", ""
             else:
                 a, b = (adapter.nonexpert_tensor(pair[half]).shape for half in "AB")
@@ -157,7 +157,7 @@ class AdapterLora:
                     shapes = f"A {list(a)} and B {list(b)} for a weight {list(weight.shape)}"
                     yield path, "non-expert LoRA of another size", shapes
                 else:
-                    self._hang(module, path, pair)
+                    self._hook(module, path, pair)
 
     def _in_decoder(self, path: str) -> str:
         """Map a text model's module name to this model's: multimodal wrappers nest it deeper."""
@@ -165,7 +165,7 @@ class AdapterLora:
         known = ("model.", "model.language_model.", "language_model.model.")
         return f"{self._model.decoder_name}.{layers}{rest}" if layers and head in known else path
 
-    def _hang(self, module: Any, path: str, pair: dict[str, str]) -> None:
+    def _hook(self, module: Any, path: str, pair: dict[str, str]) -> None:
         if module is self._model.skeleton.get_output_embeddings():
             self._head = pair
             return
@@ -220,7 +220,7 @@ def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> t
     return nn.functional.linear(nn.functional.linear(x, a), b) * scale
 
 
-def _looks_up(module: nn.Module) -> bool:
+def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
 

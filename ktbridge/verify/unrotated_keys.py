@@ -37,7 +37,7 @@ def keys_left(modules: Sequence[Any], left: Sequence[bool]) -> Iterator[None]:
     if not modules:
         raise ValueError("no module is known to rotate keys")
     for module in modules:
-        module.forward = MethodType(_leaving(type(module).forward, left), module)
+        module.forward = MethodType(_without_rotation(type(module).forward, left), module)
     try:
         yield
     finally:
@@ -55,7 +55,7 @@ def _rotates(forward: Any) -> bool:
     return callable(rotate) and list(inspect.signature(rotate).parameters)[:2] == ["q", "k"]
 
 
-def _leaving(forward: FunctionType, left: Sequence[bool]) -> FunctionType:
+def _without_rotation(forward: FunctionType, left: Sequence[bool]) -> FunctionType:
     """A copy of ``forward`` that rotates fewer keys."""
     rotate = forward.__globals__[ROTATE]
 

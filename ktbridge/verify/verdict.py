@@ -176,11 +176,11 @@ def judge(
         spread=max(spread.values()) if spread else None,
         arms=arms,
         halves=halves,
-        problems=tuple(_not_themselves(arms, model, told_by)),
+        problems=tuple(_mismatched_arms(arms, model, told_by)),
     )
 
 
-def _not_themselves(arms: Sequence[ArmReading], model: str, told_by: str) -> Iterator[Problem]:
+def _mismatched_arms(arms: Sequence[ArmReading], model: str, told_by: str) -> Iterator[Problem]:
     """KTV003 for each arm beside ``model`` that doesn't match its name; for a wrong base, only that one."""
     step = "give as --base-model what the server serves" if told_by == "base" else None
     for arm in arms:
@@ -304,13 +304,13 @@ def _read_half(
         if abs(share - 1) <= SHARE:
             verdict, reason = "applied", f"served logprobs are the {have} reference's, not {lack}'s"
         else:
-            reason = _not_quite(have, share, 1)
+            reason = _partial(have, share, 1)
     elif near - far >= NEAR * separation and far <= NEAR * separation:
         if abs(share) <= SHARE:
             verdict = "not applied"
             reason = f"served logprobs are the {lack} reference's, not {have}'s"
         else:
-            reason = _not_quite(lack, share, 0)
+            reason = _partial(lack, share, 0)
     elif min(near, far) > NEAR * separation:
         reason = (
             "served logprobs are far from every reference: another base, scale or template? "
@@ -321,7 +321,7 @@ def _read_half(
     return HalfReading(half, verdict, reason, share, near, far, separation, noise)
 
 
-def _not_quite(reference: str, share: float, right: int) -> str:
+def _partial(reference: str, share: float, right: int) -> str:
     return (
         f"served logprobs are near the {reference} reference's and not the same: "
         f"another scale? (share {share:.2f}, not {right})"

@@ -85,7 +85,7 @@ class WeightReader:
         return self.tensor(name, part).to(dtype)
 
     def release(self) -> None:
-        """Release the pages that were read (page cache)."""
+        """Release the mapped pages that were read."""
         for shard in self._touched:
             self.checkpoint.file(shard).release()
         self._touched.clear()

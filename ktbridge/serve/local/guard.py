@@ -80,7 +80,7 @@ class LimitBody:
             nonlocal size, complete
             if complete:  # next comes the client's disconnect, which has no timeout
                 return await receive()
-            message = await self._soon(receive)
+            message = await self._receive_in_time(receive)
             size += len(message.get("body", b""))
             if size > self._limit:
                 # FastAPI reads the body and lets exceptions of this kind through.
@@ -90,7 +90,7 @@ class LimitBody:
 
         await self._app(scope, counted, send)
 
-    async def _soon(self, receive: Receive) -> MutableMapping[str, Any]:
+    async def _receive_in_time(self, receive: Receive) -> MutableMapping[str, Any]:
         """The next message, unless the server stops or the client takes too long."""
         message = asyncio.ensure_future(receive())
         stop = asyncio.ensure_future(self._stopping.wait())
@@ -113,7 +113,7 @@ class LimitBody:
         """Read some of a refused body: most clients look for an answer only once all is sent."""
         left = 16 * self._limit
         while left > 0:
-            message = await self._soon(receive)
+            message = await self._receive_in_time(receive)
             left -= len(message.get("body", b""))
             if not message.get("more_body", False):
                 return

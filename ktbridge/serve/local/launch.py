@@ -115,7 +115,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._drain = drain
-        self._give_up = give_up
+        self._abort = give_up
         self._seconds = seconds
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -135,12 +135,12 @@ class _Server(uvicorn.Server):
         self.should_exit = True
         # Not from the handler: the signal may have interrupted a holder of the queue's lock.
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._give_up if again else self._begin_to_end)
+            self._loop.call_soon_threadsafe(self._abort if again else self._begin_shutdown)
 
-    def _begin_to_end(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._drain()
         # Answers that take too long end with an error that states the reason.
-        asyncio.get_running_loop().call_later(self._seconds, self._give_up)
+        asyncio.get_running_loop().call_later(self._seconds, self._abort)
 
 
 def _port_error(host: str, port: int, error: OSError) -> KtbridgeError:

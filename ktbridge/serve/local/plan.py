@@ -181,7 +181,7 @@ def _open(directory: str, layout: str | None) -> Adapter:
 def _check_adapters(
     base: Path, directories: Sequence[Path], allow_other_base: bool
 ) -> tuple[Problem, ...]:
-    """Whether headers and configurations fit the base; values are `ktbridge validate`'s business.
+    """Whether headers and configurations fit the base; values are checked by `ktbridge validate`.
 
     Returns warnings; raises ProblemsError if something else than what was trained would be
     served.

@@ -13,7 +13,7 @@ from ktbridge.serve.local.text import TextOffsets, Tokens
 
 
 def token_text(tokens: Tokens, token: int) -> str:
-    """A token as text; half a character is spelled as OpenAI does, ``bytes:\\xe4``."""
+    """A token as text; half a character is written as OpenAI does, ``bytes:\\xe4``."""
     raw = tokens.raw(token)
     try:
         return raw.decode()

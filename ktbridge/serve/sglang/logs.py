@@ -27,7 +27,7 @@ class Pump:
         self, pipe: BinaryIO, path: Path, on_line: Callable[[bytes], None], secret: str | None
     ) -> None:
         self._pipe, self._on_line = pipe, on_line
-        self._secrets = _spellings(secret)
+        self._secrets = _redacted_forms(secret)
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +55,8 @@ class Pump:
         self._thread.join(seconds)
 
 
-def _spellings(secret: str | None) -> list[bytes]:
-    """A secret as it is and as Python's repr writes it."""
+def _redacted_forms(secret: str | None) -> list[bytes]:
+    """The forms of a secret to redact: as it is and as Python's repr writes it."""
     if not secret:
         return []
     forms = {secret, repr(secret)[1:-1]}

@@ -153,8 +153,8 @@ def plan(request: Request, facts: Facts) -> Plan:
     problems += check_attention(flags, facts, version)
 
     served, conversions = _directories(choice, facts)
-    own = _model_words(request, facts, method) + _kt_words(threads) + _lora_words(choice, served)
-    own += _server_words(request, facts, expert)
+    own = _model_args(request, facts, method) + _kt_args(threads) + _lora_args(choice, served)
+    own += _server_args(request, facts, expert)
     weights = value_of(flags, "--kt-weight-path")
     if weights is None and method in _CONVERTED_WEIGHTS:
         found = f"{method} reads experts as kt-kernel's converter writes them, not the checkpoint"
@@ -272,7 +272,7 @@ def _directories(choice: Choice, facts: Facts) -> tuple[dict[str, Path], list[Co
 Words = list[tuple[str, ...]]
 
 
-def _model_words(request: Request, facts: Facts, method: str) -> Words:
+def _model_args(request: Request, facts: Facts, method: str) -> Words:
     words: Words = [
         ("--model-path", str(facts.model_path)),
         ("--kt-weight-path", str(facts.model_path)),
@@ -281,7 +281,7 @@ def _model_words(request: Request, facts: Facts, method: str) -> Words:
     return words + ([("--trust-remote-code",)] if request.trust_remote_code else [])
 
 
-def _kt_words(threads: Threads) -> Words:
+def _kt_args(threads: Threads) -> Words:
     words: Words = [
         ("--kt-cpuinfer", str(threads.cpuinfer)),
         ("--kt-threadpool-count", str(threads.pools)),
@@ -292,7 +292,7 @@ def _kt_words(threads: Threads) -> Words:
     return [*words, ("--kt-num-gpu-experts", "0")]
 
 
-def _lora_words(choice: Choice, served: Mapping[str, Path]) -> Words:
+def _lora_args(choice: Choice, served: Mapping[str, Path]) -> Words:
     words: Words = []
     if choice.expert is not None and choice.layout != "merged":
         words.append(("--kt-expert-lora-path", str(served["expert"])))
@@ -309,7 +309,7 @@ def _lora_words(choice: Choice, served: Mapping[str, Path]) -> Words:
     return words
 
 
-def _server_words(request: Request, facts: Facts, expert: bool) -> Words:
+def _server_args(request: Request, facts: Facts, expert: bool) -> Words:
     words: Words = [("--max-running-requests", str(RUNNING_REQUESTS))]
     if expert:
         words.append(("--disable-cuda-graph",))

@@ -1,4 +1,4 @@
-"""What keys say together: contradictions are errors, and what is other than one may expect is noted."""
+"""Checks across keys: contradictions are errors, surprising defaults are noted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _QUANTISED = {"AMXINT8": "INT8", "INT8": "INT8", "AMXINT4": "INT4", "AMXINT4_KGr
 
 
 def check(main: Mapping[str, Any], kt: Mapping[str, Any], findings: Findings) -> None:
-    """Look at the parsed values that were given: ``main`` of the file, ``kt`` of the block."""
+    """Check the parsed values that were given: ``main`` of the file, ``kt`` of the block."""
     values = {key: item.default for key, item in options(TrainConfig).items()} | dict(main)
     block = {key: item.default for key, item in options(KtConfig).items()} | dict(kt)
     _needed(values, block, findings)
-    _at_odds(values, main, block, kt, findings)
+    _contradictions(values, main, block, kt, findings)
     if block["kt_backend"] == "kt-kernel":
         _kt_kernel(block, findings)
     _notes_on_training(values, main, block, findings)
@@ -46,7 +46,7 @@ def _needed(values: Mapping[str, Any], block: Mapping[str, Any], findings: Findi
         findings.error("adapter_name_or_path", "several adapters", "one", "Merge the others first.")
 
 
-def _at_odds(
+def _contradictions(
     values: Mapping[str, Any],
     main: Mapping[str, Any],
     block: Mapping[str, Any],
@@ -98,7 +98,7 @@ def _at_odds(
 
 
 def _kt_kernel(block: Mapping[str, Any], findings: Findings) -> None:
-    """KTransformers' wheel is given bfloat16 tensors, which it packs itself."""
+    """KTransformers' wheel needs bfloat16 tensors, which it packs itself."""
     storage = block["kt_expert_weight_format"]
     if storage not in (None, "bf16"):
         findings.error(

@@ -30,7 +30,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Tags:
-    """How a file spells a message: the keys of role and text, and the names of the roles.
+    """A file's message format: the keys of role and text, and the names of the roles.
 
     ``None`` for a key: ``role`` or ``from``, ``content`` or ``value``, whichever the message has.
     """
@@ -42,12 +42,12 @@ class Tags:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field says nothing: exporters write such columns for every row."""
+    """Whether a field is empty: exporters write such columns for every row."""
     return value is None or value in ("", "[]", "{}", [], {})
 
 
 def read_messages(values: Any, tags: Tags, unused: set[str]) -> list[Message]:
-    """A list of messages in a file's spelling; keys that were not read are added to ``unused``.
+    """A list of messages in a file's format; unread keys are added to ``unused``.
 
     Raises ValueError with the reason, as a short phrase, when one of them can't be trained on.
     """

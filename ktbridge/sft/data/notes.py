@@ -1,4 +1,4 @@
-"""What a user should know of how rows become sequences: forms of the template, rows left out, stop tokens."""
+"""Notes on how rows become sequences: forms of the template, rows left out, stop tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REASONS = 3
-"""Reasons named one by one in a summary."""
+"""Reasons listed one by one in a summary."""
 LOUD, TOO_MANY = 0.1, 0.5
 """Shares of refused rows from which a run warns, and isn't started unless it is allowed to."""
 

@@ -161,7 +161,7 @@ def _formatting(entry: dict[str, Any], where: str, problems: list[Problem]) -> s
 def _named(
     entry: dict[str, Any], key: str, where: str, problems: list[Problem], known: Mapping[str, str]
 ) -> dict[str, str]:
-    """The entry's ``columns`` or ``tags``; nulls are as if they weren't there."""
+    """The entry's ``columns`` or ``tags``; nulls are treated as absent."""
     given = entry.get(key) or {}
     if not isinstance(given, dict):
         problems.append(_problem(where, f"{key} {given!r}", "an object"))
@@ -190,7 +190,7 @@ def _tags(given: Mapping[str, str], formatting: str) -> Tags:
 def _files(
     entry: dict[str, Any], directory: Path, where: str, problems: list[Problem]
 ) -> tuple[Path, ...]:
-    """The file that is named, or the JSON and JSONL files of the directory that is named, by name."""
+    """The named file, or the JSON and JSONL files of the named directory, sorted by name."""
     name = entry.get("file_name")
     if not isinstance(name, str) or not name:
         problems.append(_problem(where, "no file_name", "a file beside dataset_info.json"))

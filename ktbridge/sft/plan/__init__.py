@@ -1,4 +1,4 @@
-"""A training run before it starts: what it needs of memory, disk and time, and what to change.
+"""Estimate a training run before it starts: memory, disk and time, and what to change.
 
 Reads config.json, the headers of the safetensors and the rows; torch is imported only to measure, and to
 compute sizes where there are no safetensors yet::
@@ -146,7 +146,7 @@ def _pace_notes(pace: Pace, target: Target) -> Iterator[str]:
 
 
 def _notes(setting: Setting, target: Target) -> list[str]:
-    """What a reader must know of how sure the numbers are."""
+    """Notes on the accuracy of the numbers."""
     notes = []
     shape, config = setting.shape, setting.config
     if setting.lengths.turns_unknown:

@@ -1,4 +1,4 @@
-"""What to change where a run doesn't fit: each change is tried on paper, and what it saves is told."""
+"""Advice for a run that doesn't fit: each change is estimated, and its savings are reported."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _WORKSPACE = 4 << 20  # panels, factors and results of one thread: about three t
 
 @dataclass(frozen=True)
 class Pass:
-    """One layer's pass: E experts, K of them a token, hidden H, intermediate I, LoRA rank r, T tokens."""
+    """One layer's pass: E experts, K of them per token, hidden H, intermediate I, LoRA rank r, T tokens."""
 
     experts: int
     top_k: int

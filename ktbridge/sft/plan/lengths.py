@@ -23,7 +23,7 @@ _BYTES_A_TOKEN = 3
 class Lengths:
     """Sequences of a run, cut at cutoff_len: how many, the longest and the mean, in tokens.
 
-    ``counted`` tells whether the model's own tokenizer counted a sample, or bytes were divided by 3.
+    ``counted``: the model's own tokenizer counted a sample; otherwise bytes were divided by 3.
     ``sequences`` are rows for sft (several to a sequence if ``packed``) and pairs for dpo. ``each`` are
     the rows' own lengths, as far as they are known.
     """
@@ -147,7 +147,7 @@ def _counter(base: Path) -> tuple[Any, bool]:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    except Exception:  # not installed, not there or not to its liking: then bytes must do
+    except Exception:  # not installed, missing or unsupported: estimate from bytes
         return lambda text: -(-len(text.encode()) // _BYTES_A_TOKEN), False
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids), True
 
