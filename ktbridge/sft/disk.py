@@ -37,7 +37,7 @@ def run_bytes(config: TrainConfig, trained: int, steps: int) -> int:
 def check_room(config: TrainConfig, root: Path, trained: int, steps: int) -> None:
     """Refuse a run whose files don't fit on the disk of its output.
 
-    ``root`` is the directory of its checkpoints; what is there already counts as room, since it is replaced.
+    ``root`` is the directory of its checkpoints; existing files count as free space, since they are replaced.
     Raises ``KtbridgeError`` with the needed and the free space.
     """
     output = Path(config.output_dir)

@@ -85,7 +85,7 @@ def explained(trainer: Any) -> Iterator[None]:
 
 def _forget_workers() -> None:
     """Take back torch's SIGCHLD handler, which would raise once more, wherever the process is by then."""
-    for _ in range(2):  # it may be about to
+    for _ in range(2):  # it may be about to raise
         with suppress(
             RuntimeError, ValueError
         ):  # ValueError: not the main thread, which has no handler

@@ -13,7 +13,7 @@ from ktbridge.experts.raw_adapter import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
 
 _LARGEST_RETRY = 100
-"""Names tried in each place."""
+"""Number of names tried in each place."""
 
 
 def write_output(

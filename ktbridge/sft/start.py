@@ -59,7 +59,7 @@ def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
 def _chosen(
     start: Start, config: TrainConfig, model: nn.Module, found: Adaptable
 ) -> Iterator[Problem]:
-    """Modules that have LoRA and weren't asked for, and that were and have none."""
+    """Modules with unrequested LoRA, and requested modules without it."""
     adapter, keys = start.adapter, start.keys
     if config.lora_target != ("all",):
         asked = {*chosen_modules(model, found, config.lora_target)}

@@ -56,7 +56,7 @@ TRAINERS: dict[str, type[Trainer]] = {"sft": SftTrainer, "dpo": DpoTrainer}
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run did. ``seconds`` is the training loop alone; losses are means over ``logging_steps``."""
+    """Result of a run. ``seconds`` is the training loop alone; losses are means over ``logging_steps``."""
 
     output_dir: str
     steps: int

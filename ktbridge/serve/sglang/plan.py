@@ -196,7 +196,7 @@ def plan(request: Request, facts: Facts) -> Plan:
         reasons.append(
             "the API key goes to the engine in a private file that is removed once it is up"
         )
-    # A version that isn't here is planned for a machine that isn't described.
+    # A version that isn't installed here is meant for another machine, which isn't described.
     if elsewhere and request.engine_version and not facts.described.given:
         problems = [
             replace(p, severity="warning") if p.code in OF_THE_MACHINE else p for p in problems

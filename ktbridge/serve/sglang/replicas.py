@@ -1,6 +1,6 @@
 """Several replicas on one machine, and the router in front of them. Pure.
 
-Each replica has its own GPUs, NUMA nodes and port; ``sglang-router`` spreads requests over them by
+Each replica has its own GPUs, NUMA nodes and port; ``sglang-router`` distributes requests by
 the prefixes they share.
 """
 

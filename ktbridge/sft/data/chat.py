@@ -181,7 +181,7 @@ class ChatTemplate:
         return Answer(text, start, end, added, unmatched)
 
     def _start(self, messages: Sequence[Message], text: str) -> tuple[int, str]:
-        """Where in ``text`` the model begins to write, and what of a server's prompt ``text`` lacks there."""
+        """Where in ``text`` the model begins to write, and the part of a server's prompt that ``text`` lacks."""
         prompt = messages[:-1]
         if not prompt or not self._opening:  # the template does not open answers
             header = self.text([*prompt, {"role": "assistant", "content": MARK}])
@@ -240,7 +240,7 @@ class ChatTemplate:
         probe = [{"role": "user", "content": "0"}]
         try:
             before, opened = self.text(probe), self.text(probe, opened=True)
-        except ValueError:  # it may want a system message, or no text at all
+        except ValueError:  # it may require a system message, or reject an empty text
             return MARK
         return opened[shared(before, opened) :]
 

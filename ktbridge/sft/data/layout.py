@@ -31,7 +31,7 @@ COLUMNS = {
     "rejected": "rejected",
     "kto_tag": "kto_tag",
 }
-"""LLaMA-Factory's names of columns, and the keys they have where a file isn't described."""
+"""LLaMA-Factory's column names, and their default keys."""
 MEANINGFUL = (
     "tools", "functions", "images", "image", "videos", "video", "audios", "audio", "kto_tag",
     "loss_mask",

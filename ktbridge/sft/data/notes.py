@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 REASONS = 3
 """Reasons listed one by one in a summary."""
 LOUD, TOO_MANY = 0.1, 0.5
-"""Shares of refused rows from which a run warns, and isn't started unless it is allowed to."""
+"""Shares of refused rows from which a run warns, and is refused unless allowed."""
 
 
 class Forms:
-    """How the chat template writes the answers that were taken in, counted."""
+    """Counts of how the chat template writes the answers used."""
 
     def __init__(self) -> None:
         self._rows = self._answers = self._texts = 0

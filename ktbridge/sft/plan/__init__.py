@@ -43,12 +43,12 @@ __all__ = [
 ]
 
 NEEDED = "config.json tokenizer.json tokenizer_config.json"
-"""What of a model a plan is made from."""
+"""The files of a model that a plan is made from."""
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan:
-    """What the run of ``config`` will need, against what ``target`` has.
+    """Estimate the needs of a run of ``config``, against what ``target`` has.
 
     ``measure`` times the kernels on this machine, for tokens/s, and the disk if each pass reads experts from
     it. Of the model its config.json suffices: where the weights aren't here, their sizes are computed from it
@@ -126,7 +126,7 @@ def _disk_checks(
 
 
 def _from_config(setting: Setting, missing: str) -> Iterator[str]:
-    """That the weights were not looked at, and what the plan lacks for it."""
+    """Notes that the weights were not read, and what the plan lacks therefore."""
     if not missing:
         return
     shape = setting.shape

@@ -74,7 +74,7 @@ def _overrides(config: TrainConfig) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _by_hand(setting: Setting, failed: list[tuple[Verdict, tuple[Where, ...]]]) -> Iterator[Advice]:
-    """What is more than an override of the same run."""
+    """Advice beyond overrides of the same run."""
     short = {place for _, places in failed for place in places}
     shape = setting.shape
     if "page cache" in short and shape.expert_storage == "bf16":

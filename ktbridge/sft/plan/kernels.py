@@ -1,4 +1,4 @@
-"""Bytes that the expert kernels take on the host: what a forward keeps, and what a pass needs besides.
+"""Host memory of the expert kernels: what a forward keeps, and what a pass needs besides.
 
 The formulas are those of kernels/moe/{pass.h,gate_up.cpp,forward.cpp,backward.cpp}: memory is counted in
 tiles of 16 x 32 bfloat16 (1 KB), an expert's tokens in strips of 16 and doubles of 32.

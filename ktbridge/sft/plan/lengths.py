@@ -1,4 +1,4 @@
-"""How many rows a run has and how long they are, and the steps that follow."""
+"""Number and lengths of a run's rows, and the resulting steps."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def measure(texts: Sequence[tuple[int, str]], config: TrainConfig, base: Path) -
     by_size = sorted(texts, key=lambda item: len(item[1]))
     step = max(1, len(by_size) // _SAMPLE)
     sample = [count(text) + _A_MESSAGE * n for n, text in by_size[::step]]
-    # A row that isn't counted is taken to be as long as the nearest one by size that is.
+    # An uncounted row is assumed to be as long as the counted one nearest in size.
     last = len(sample) - 1
     each = [sample[min((index + step // 2) // step, last)] for index in range(len(by_size))]
     each[-_LONGEST:] = [count(text) + _A_MESSAGE * n for n, text in by_size[-_LONGEST:]]

@@ -48,7 +48,7 @@ class Setting:
     rows: int | None = None
     """Rows of a pass; None: as configured."""
     share: Share | None = None
-    """What of the experts is on the GPU, where that computes them."""
+    """The experts' share on the GPU, if it computes them."""
 
     @property
     def sides(self) -> int:
@@ -293,7 +293,7 @@ def kept_token_bytes(setting: Setting) -> int:
 
 
 def _passing(setting: Setting) -> int:
-    """The largest that comes and goes within a layer outside its experts."""
+    """The largest temporary memory within a layer outside its experts."""
     return max(one.passing for one in _layers(setting))
 
 
@@ -307,7 +307,7 @@ def _layers(setting: Setting) -> list[LayerBytes]:
 
 
 def _process_parts(cuda: bool) -> Iterator[Part]:
-    """What any training process takes, whatever it trains."""
+    """Fixed memory of any training process."""
     files = LIBRARY_FILES + (CUDA_FILES if cuda else 0)
     name = "Python, torch, CUDA" if cuda else "Python, torch, …"
     yield Part(f"{name}, mapped", "page cache", files, "their files, as far as they are touched")

@@ -75,7 +75,7 @@ def limit_of(setting: Setting, memory: int) -> int:
 
 
 def everything_fits(share: Share, sizes: Sizes) -> bool:
-    """Whether nothing crosses any more: every layer is resident, or the ring holds all groups."""
+    """Whether no weights are transferred any more: every layer is resident, or the ring holds all groups."""
     streamed = sizes.layers - len(share.resident)
     return share.cold is None and share.slots >= streamed * share.groups
 
@@ -93,7 +93,7 @@ def cpu_tokens(setting: Setting, space: Room, memory: int | None) -> int:
 
 
 def obstacle(config: TrainConfig, cuda: bool) -> str:
-    """What of a configuration keeps experts off the GPU, to follow "kt_experts: stream"; "" if nothing does.
+    """Why a configuration keeps experts off the GPU, to follow "kt_experts: stream"; "" if nothing does.
 
     ``cuda``: whether there is a GPU to use.
     """

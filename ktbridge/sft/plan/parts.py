@@ -12,7 +12,7 @@ Where = Literal["RAM", "page cache", "GPU", "disk"]
 
 @dataclass(frozen=True)
 class Part:
-    """``size`` bytes of something somewhere, and how that was found."""
+    """``size`` bytes of one item in one place, and how that was determined."""
 
     what: str
     where: Where
@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to change, as overrides of ``ktbridge train``, with what it saves and what it costs."""
+    """A suggested change, as overrides of ``ktbridge train``, with its savings and cost."""
 
     change: str
     where: Where
@@ -68,7 +68,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class DiskReads:
-    """What the page cache can't hold of the experts, and the pace at which it comes instead.
+    """The part of the experts that the page cache can't hold, and the disk's speed.
 
     ``size`` bytes at least are read in each pass. ``rate`` is the disk's bytes per second, None if it isn't
     known; ``how`` describes how it was measured, or why not. ``Pace`` doesn't count these seconds.
@@ -135,9 +135,9 @@ class Plan:
     pace: Pace | None
     tokens_per_pass: int
     experts: tuple[Experts, ...] = ()
-    """Who may compute the experts, where there is a GPU."""
+    """Modes of computing the experts, if there is a GPU."""
     disk_reads: DiskReads | None = None
-    """What each pass reads from disk for want of page cache."""
+    """What each pass reads from disk because the page cache is too small."""
 
     @property
     def fits(self) -> bool:

@@ -29,7 +29,7 @@ class Target:
 
 
 def this_machine(output_dir: Path, described: Described | None = None) -> Target:
-    """What this machine has, or the one that is ``described``; torch is not imported.
+    """Resources of this machine, or of the ``described`` one; torch is not imported.
 
     Cores and GPUs that aren't given are this machine's. The disk of another machine isn't known.
     """
