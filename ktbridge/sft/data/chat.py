@@ -181,7 +181,7 @@ class ChatTemplate:
         return Answer(text, start, end, added, unmatched)
 
     def _start(self, messages: Sequence[Message], text: str) -> tuple[int, str]:
-        """Where in ``text`` the model begins to write, and the part of a server's prompt that ``text`` lacks."""
+        """Where in ``text`` the model begins to write, and what part of a server's prompt it lacks."""
         prompt = messages[:-1]
         if not prompt or not self._opening:  # the template does not open answers
             header = self.text([*prompt, {"role": "assistant", "content": MARK}])
