@@ -1,5 +1,5 @@
 """Serving.
 
-``local``: the embedded engine. ``sglang``: the launcher of SGLang-KT. ``chat``: talking to a server.
-``doctor``: what this machine can do. Importing this package imports nothing heavy.
+``local``: the embedded engine. ``sglang``: the launcher of SGLang-KT. ``chat``: a client for any server.
+``doctor``: checks of this machine. Importing this package imports nothing heavy.
 """

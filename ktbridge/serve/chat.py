@@ -1,6 +1,6 @@
-"""Talking to an OpenAI-compatible server: a conversation, and the arms that one server offers.
+"""Client for an OpenAI-compatible server: a conversation, and the arms (model names) the server offers.
 
-Standard library only, so that a chat needs nothing that the server side needs.
+Standard library only, so that a chat needs none of the server's dependencies.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ktbridge.served_names import BASE, adapters_of, base_name, listed_as, split
 
 Message = dict[str, str]
 Piece = str | KtbridgeError | None
-LONGEST = 1024  # tokens of an answer, where the user sets no limit
+LONGEST = 1024  # default max_tokens of an answer
 
 
 class Refused(KtbridgeError):
-    """The server took the request and said no. ``status`` is HTTP's."""
+    """The server rejected the request. ``status`` is the HTTP status code."""
 
     def __init__(self, status: int, message: str, next_step: str) -> None:
         super().__init__(message, next_step)
@@ -35,8 +35,8 @@ class Refused(KtbridgeError):
 def arms_of(model: str, listed: Sequence[str]) -> dict[str, str]:
     """The arms that go with ``model``: "base", "expert" and "full" -> the name to ask for.
 
-    Where there is one name to ask for only, the arm is "model". Raises KtbridgeError for a name that the
-    server does not offer: some answer it as another.
+    If only one name can be requested, the arm is "model". Raises KtbridgeError for a name that the
+    server does not list: some servers answer it with another model.
     """
     if listed_as(model, listed) is None:
         offered = ", ".join(map(repr, listed)) or "nothing"
@@ -61,7 +61,7 @@ class Server:
     def __init__(self, url: str, key: str | None = None, timeout: float = 600) -> None:
         """``url`` with or without /v1; ``timeout``: seconds without a byte after which a request has failed.
 
-        Raises KtbridgeError for a URL that is none.
+        Raises KtbridgeError for an invalid URL.
         """
         self.url = server_url(url)
         self._key = key
@@ -73,13 +73,13 @@ class Server:
         )
 
     def models(self) -> list[str]:
-        """The names that it lists. Raises KtbridgeError."""
+        """The model names that the server lists. Raises KtbridgeError."""
         with self._open("/models") as response:
             listed = self._json(response.read())
         try:
             return [str(model["id"]) for model in listed["data"]]
         except (KeyError, TypeError) as error:
-            raise self._strange() from error
+            raise self._not_openai() from error
 
     def chat(
         self,
@@ -88,9 +88,9 @@ class Server:
         ended: Callable[[str], None] = lambda reason: None,
         **options: Any,
     ) -> Iterator[str]:
-        """The answer in pieces, as they come; ``ended`` is told its finish reason.
+        """Stream the answer in pieces; ``ended`` is called with the finish reason.
 
-        Raises KtbridgeError, with the server's own words.
+        Raises KtbridgeError with the server's own message.
         """
         body = {"model": model, "messages": list(messages), "stream": True}
         body |= {name: value for name, value in options.items() if value is not None}
@@ -103,7 +103,7 @@ class Server:
                     return
                 event = self._json(data)
                 if "error" in event:
-                    raise KtbridgeError(f"the answer broke off: {_said(event)}.")
+                    raise KtbridgeError(f"the answer broke off: {_error_text(event)}.")
                 for choice in event.get("choices", ()):
                     if text := choice.get("delta", {}).get("content"):
                         yield text
@@ -123,12 +123,12 @@ class Server:
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")
-            said, step = f"{self.url} refuses ({error.code}): {_said(text)}.", ""
+            message, step = f"{self.url} refuses ({error.code}): {_error_text(text)}.", ""
             if error.code == 401:
                 step = "set KTBRIDGE_API_KEY to the server's key"
             elif "context" in text:
                 step = "/clear forgets what was said"
-            raise Refused(error.code, said, step) from None
+            raise Refused(error.code, message, step) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise KtbridgeError(
@@ -139,20 +139,20 @@ class Server:
         try:
             value = json.loads(data)
         except ValueError as error:
-            raise self._strange() from error
+            raise self._not_openai() from error
         if not isinstance(value, dict):
-            raise self._strange()
+            raise self._not_openai()
         return value
 
-    def _strange(self) -> KtbridgeError:
+    def _not_openai(self) -> KtbridgeError:
         return KtbridgeError(
             f"{self.url} does not answer as an OpenAI-compatible server does.",
             "give the URL of the server's API: what stands before /v1/models",
         )
 
 
-def _said(answer: str | dict[str, Any]) -> str:
-    """The words of an error body in OpenAI's shape, or the body itself."""
+def _error_text(answer: str | dict[str, Any]) -> str:
+    """The message of an error body in OpenAI's format, or the body itself."""
     try:
         body = json.loads(answer) if isinstance(answer, str) else answer
         return str(body["error"]["message"]).rstrip(".")
@@ -161,7 +161,7 @@ def _said(answer: str | dict[str, Any]) -> str:
 
 
 class Conversation:
-    """What was said so far, and which arm speaks."""
+    """The message history and the arm that answers."""
 
     def __init__(
         self, server: Server, arms: dict[str, str], arm: str, system: str | None, **options: Any
@@ -170,12 +170,12 @@ class Conversation:
         self.server, self.arms, self.arm = server, arms, arm
         self.system = system
         self.cut = False
-        """Whether the last answer of ``ask`` ended at its limit of tokens."""
+        """Whether the last answer of ``ask`` was truncated at its token limit."""
         self._options = options
-        self._said: list[Message] = []
+        self._history: list[Message] = []
 
     def switch(self, arm: str) -> None:
-        """Let ``arm`` speak from now on; what was said stays. Raises KtbridgeError."""
+        """Switch to ``arm`` and keep the history. Raises KtbridgeError."""
         if arm not in self.arms:
             raise KtbridgeError(
                 f"this server has no {arm} arm for this model; it has {', '.join(self.arms)}."
@@ -183,12 +183,12 @@ class Conversation:
         self.arm = arm
 
     def clear(self) -> None:
-        self._said = []
+        self._history = []
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """The answer of the arm that speaks; both become part of the conversation.
+        """Stream the current arm's answer; question and answer are added to the history.
 
-        An answer that is broken off half-way stays as far as it came; without any, the question goes, too.
+        Of an interrupted answer the part received is kept; if nothing was received, neither is the question.
         """
         pieces: list[str] = []
         self.cut = False
@@ -203,15 +203,15 @@ class Conversation:
                     yield piece
         finally:
             if pieces:
-                said = {"role": "assistant", "content": "".join(pieces)}
-                self._said += [{"role": "user", "content": question}, said]
+                reply = {"role": "assistant", "content": "".join(pieces)}
+                self._history += [{"role": "user", "content": question}, reply]
 
     def ask_arm(
         self, arm: str, question: str, ended: Callable[[str], None] = lambda reason: None
     ) -> Generator[str, None, None]:
-        """An answer of ``arm`` to what was said and ``question``, which leaves no trace."""
+        """Stream the answer of ``arm`` to the history and ``question``; the history is unchanged."""
         head = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*head, *self._said, {"role": "user", "content": question}]
+        messages = [*head, *self._history, {"role": "user", "content": question}]
         options, model = self._options, self.arms[arm]
         if options.get("max_tokens") is not None:
             yield from self.server.chat(model, messages, ended, **options)
@@ -222,15 +222,15 @@ class Conversation:
         except Refused as refused:
             if refused.status != 400:
                 raise
-            # Where the context leaves less than that, the server knows how much.
+            # If the context leaves less than that, the server's own default is right.
             yield from self.server.chat(model, messages, ended, **options)
 
     def compare(self, question: str) -> Generator[tuple[str, Piece], None, None]:
-        """Ask all arms at once: (arm, piece) as they come, (arm, None) or (arm, error) at each end.
+        """Ask all arms concurrently: yields (arm, piece), and (arm, None) or (arm, error) at each end.
 
-        Leaves no trace. Closing it ends the answers at the server, too.
+        The history is unchanged. Closing the generator aborts the answers on the server, too.
         """
-        told: queue.Queue[tuple[str, Piece]] = queue.Queue()
+        events: queue.Queue[tuple[str, Piece]] = queue.Queue()
         enough = threading.Event()
 
         def ask(arm: str) -> None:
@@ -240,17 +240,17 @@ class Conversation:
                     for piece in answer:
                         if enough.is_set():
                             return
-                        told.put((arm, piece))
+                        events.put((arm, piece))
             except KtbridgeError as error:
                 end = error
-            told.put((arm, end))
+            events.put((arm, end))
 
         try:
-            for arm in self.arms:  # nobody waits for these threads: a server may be silent for long
+            for arm in self.arms:  # daemon threads, never joined: a server may be silent for long
                 threading.Thread(target=ask, args=(arm,), daemon=True).start()
             left = len(self.arms)
             while left:
-                arm, piece = told.get()
+                arm, piece = events.get()
                 left -= not isinstance(piece, str)
                 yield arm, piece
         finally:

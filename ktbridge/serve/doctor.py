@@ -1,4 +1,4 @@
-"""What this machine can do with ktbridge, and a remedy for each thing that is missing."""
+"""Checks of what this machine can do with ktbridge, with a remedy for each failed one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Diagnosis:
     machine: Machine
     checks: tuple[Check, ...]
     gpus: tuple[GpuFacts, ...] = ()
-    """What was measured of each GPU that torch sees."""
+    """Measurements of each GPU that torch sees."""
 
     @property
     def ok(self) -> bool:
@@ -38,10 +38,10 @@ class Diagnosis:
 
 
 def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosis:
-    """Look at everything once. Raises nothing: what fails is a check that says so.
+    """Run all checks once. Raises nothing: a failure is reported as a check.
 
     ``engine_python`` is the interpreter of SGLang-KT's environment, where that isn't this one.
-    Without ``imports`` packages are looked up only, which is quick.
+    Without ``imports`` only package metadata is read, which is quick.
     """
     machine = read_machine()
     packages, imported = check_packages(imports)
@@ -69,7 +69,7 @@ def _isa(machine: Machine) -> Check:
 
 
 def _kernels(machine: Machine) -> Check:
-    """Our extension: the paths this CPU can run, and the one that 'auto' takes."""
+    """Our extension: the instruction sets (ISAs) this CPU can run, and the one that 'auto' selects."""
     try:
         kernels = importlib.import_module("ktbridge._kernels")
     except ImportError as error:

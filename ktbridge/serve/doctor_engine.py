@@ -1,4 +1,4 @@
-"""SGLang-KT as it is installed: its packages, the contract of its version, and its known holes."""
+"""The installed SGLang-KT: its packages, the contract of its version, and its known vulnerabilities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.machine import Machine
 from ktbridge.serve.doctor_packages import ENGINE_STEP, Check, check_engine_packages
 
-# No sglang-kt is without them. What opens them is told or refused by `ktbridge serve`.
+# Every sglang-kt has them. `ktbridge serve` warns of or refuses settings that expose them.
 HOLES = (
     f"has {SERVER_HOLES} (its image generator and encoder servers unpickle "
     f"what reaches their sockets), {REPLAY_HOLE} (its replay script does so with dumps) and CVE-2026-7304 "
@@ -29,8 +29,8 @@ def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Ch
     versions = {DISTRIBUTION: installed.engine, KERNEL: installed.kernel}
     checks = check_engine_packages(python or sys.executable, versions, imports)
     if installed.engine is None and installed.upstream is not None:
-        said = f"sglang {installed.upstream} is installed, which is SGLang without KTransformers"
-        checks[0] = Check(DISTRIBUTION, "missing", said, ENGINE_STEP)
+        message = f"sglang {installed.upstream} is installed, which is SGLang without KTransformers"
+        checks[0] = Check(DISTRIBUTION, "missing", message, ENGINE_STEP)
     if installed.engine is None:
         return checks
     return [
@@ -41,7 +41,7 @@ def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Ch
 
 
 def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]:
-    """What the installed engine accepts, and whether its kernels and this CPU go with it."""
+    """What the installed engine accepts, and whether its kernels and this CPU are compatible."""
     from ktbridge.adapter.engines import ENGINE, contract_for, install_engine
 
     try:

@@ -1,4 +1,4 @@
-"""Whether the GPUs can compute routed experts, and how fast weights cross to them: tried, not looked up."""
+"""Test whether the GPUs can compute routed experts, and measure host-to-device bandwidth."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PROBE = [sys.executable, "-m", "ktbridge.experts.gpu.probe"]
 
 
 def try_gpus(imported: Imports) -> tuple[tuple[GpuFacts, ...], list[Check]]:
-    """The facts of each GPU that torch sees, found out in a process of its own, and what they mean.
+    """Facts of each GPU that torch sees, measured in a subprocess, and the checks based on them.
 
-    Nothing where torch sees none or wasn't asked, as ``imported`` tells.
+    Empty if ``imported`` shows that torch sees no GPU or wasn't imported.
     """
     if not (imported.cuda or {}).get("gpus"):
         return (), []
@@ -34,13 +34,13 @@ def try_gpus(imported: Imports) -> tuple[tuple[GpuFacts, ...], list[Check]]:
     memlock = None if limit == resource.RLIM_INFINITY else limit
     checks = [expert_check(gpu, memlock) for gpu in facts]
     if done.returncode:
-        said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
-        checks.append(_failed(f"ended with code {done.returncode}{said}"))
+        reason = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
+        checks.append(_failed(f"ended with code {done.returncode}{reason}"))
     return facts, checks
 
 
 def expert_check(gpu: GpuFacts, memlock: int | None) -> Check:
-    """What a GPU means for kt_experts. ``memlock``: bytes that a process may lock, None without a limit."""
+    """Which kt_experts modes a GPU supports. ``memlock``: limit of locked bytes, None if unlimited."""
     topic = f"experts on GPU {gpu.index}"
     if gpu.error:
         step = "run it again while nothing else uses that GPU"
@@ -48,8 +48,8 @@ def expert_check(gpu: GpuFacts, memlock: int | None) -> Check:
     model = f"sm{gpu.capability.replace('.', '')}"
     link = f"{gpu.link / 1e9:.1f} GB/s from pinned memory"
     if not gpu.tensor_cores:
-        said = f"only kt_experts: cpu: {model} has no bfloat16 tensor cores; {link}"
-        return Check(topic, "missing", said, "stream and resident want sm80 or later")
+        message = f"only kt_experts: cpu: {model} has no bfloat16 tensor cores; {link}"
+        return Check(topic, "missing", message, "stream and resident want sm80 or later")
     found = [f"kt_experts: stream and resident work: {model}, bfloat16 tensor cores"]
     steps: list[str] = []
     if gpu.grouped_gemm:

@@ -1,4 +1,4 @@
-"""GPUs as torch sees them, or as nvidia-smi lists them where torch isn't asked."""
+"""GPUs as torch sees them, or as nvidia-smi lists them if torch isn't imported."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ NOT_NEEDED = "not needed by --engine local and by training on a CPU"
 
 
 def check_gpu(imported: Imports) -> Check:
-    """``imported`` is what trying the packages said; torch isn't imported in this process."""
+    """``imported``: results of the import checks; torch isn't imported in this process."""
     listed = [(gpu.name, gpu.memory) for gpu in read_gpus()]
     if version_of("torch") is None:
         return Check("GPU", "missing", "torch is not installed", install_hint("all"))
     if "torch" in imported.errors:
-        said = f"torch does not load: {imported.errors['torch']}"
-        return Check("GPU", "problem", said, "reinstall torch")
+        message = f"torch does not load: {imported.errors['torch']}"
+        return Check("GPU", "problem", message, "reinstall torch")
     if imported.cuda is None:  # --quick, or a later package ended the process
         if not listed:
             return Check("GPU", "missing", "nvidia-smi lists none", NOT_NEEDED)
         return Check("GPU", "ok", f"{_named(listed)} (nvidia-smi; torch was not asked)")
     if "error" in imported.cuda:
-        said = f"torch can't read its GPUs: {imported.cuda['error']}"
-        return Check("GPU", "problem", said, "reinstall torch, or the driver")
+        message = f"torch can't read its GPUs: {imported.cuda['error']}"
+        return Check("GPU", "problem", message, "reinstall torch, or the driver")
     built, seen = imported.cuda["cuda"], imported.cuda["gpus"]
     if seen:
         return Check("GPU", "ok", _named(seen))

@@ -1,7 +1,7 @@
-"""The packages that ktbridge works with: there or not, new enough or not, and whether they import.
+"""Checks of the packages that ktbridge works with: installed, recent enough, importable.
 
-Whether a package imports is found out by importing it, in a process of its own: a broken one may end the
-process, and an engine's import takes GPU memory with it.
+Each package is imported in a subprocess: a broken one may crash the process, and importing an engine
+allocates GPU memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ktbridge.install import install_hint
 State = Literal["ok", "missing", "problem"]
 IMPORT_SECONDS = 300
 
-# distribution -> module, what is lost without it, and the extra of ours that brings it
+# distribution -> module, what doesn't work without it, and the extra of ours that installs it
 PACKAGES = {
     "torch": ("torch", "train, serve and verify", "all"),
     "transformers": ("transformers", "train, serve and verify", "all"),
@@ -45,25 +45,25 @@ import importlib, json, sys
 for module in sys.argv[1:]:
     try:
         importlib.import_module(module)
-        said = None
+        failure = None
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
-    print("\\nktbridge:" + json.dumps([module, said]), flush=True)
+        failure = f"{type(error).__name__}: {error}"
+    print("\\nktbridge:" + json.dumps([module, failure]), flush=True)
 torch = sys.modules.get("torch")
 if torch is not None and "torch" in sys.argv:
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         each = [torch.cuda.get_device_properties(i) for i in range(count)]
-        said = {"cuda": torch.version.cuda, "gpus": [[gpu.name, gpu.total_memory] for gpu in each]}
+        report = {"cuda": torch.version.cuda, "gpus": [[gpu.name, gpu.total_memory] for gpu in each]}
     except Exception as error:
-        said = {"error": f"{type(error).__name__}: {error}"}
-    print("\\nktbridge:" + json.dumps(said), flush=True)
+        report = {"error": f"{type(error).__name__}: {error}"}
+    print("\\nktbridge:" + json.dumps(report), flush=True)
 """
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. ``problem`` means broken; ``missing`` means merely not there."""
+    """One line of the report. ``problem`` means broken; ``missing`` means not installed."""
 
     topic: str
     state: State
@@ -73,10 +73,10 @@ class Check:
 
 @dataclass
 class Imports:
-    """What importing said. ``errors``: module -> what went wrong; those that import are left out.
+    """Results of the imports. ``errors``: module -> error; modules that import are left out.
 
-    ``cuda`` is what torch, where it was imported, says of CUDA: {"cuda": version or None, "gpus": [[name,
-    bytes]]}, or {"error": words}.
+    ``cuda`` is what torch, if imported, reports of CUDA: {"cuda": version or None, "gpus": [[name,
+    bytes]]}, or {"error": message}.
     """
 
     errors: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Imports:
 def try_imports(python: str, modules: Iterable[str]) -> Imports:
     """Import each of ``modules`` in ``python``.
 
-    A module that ends the process is named, and so are those that it kept from being tried.
+    A module that ends the process is reported, and so are those that were therefore not tried.
     """
     left = list(modules)
     found = Imports()
@@ -112,14 +112,14 @@ def try_imports(python: str, modules: Iterable[str]) -> Imports:
     for line in output.splitlines():
         if not line.startswith("ktbridge:"):
             continue  # what a package prints when it is imported
-        told = json.loads(line.removeprefix("ktbridge:"))
-        if isinstance(told, dict):
-            found.cuda = told
+        report = json.loads(line.removeprefix("ktbridge:"))
+        if isinstance(report, dict):
+            found.cuda = report
         else:
-            module, said = told
+            module, failure = report
             left.remove(module)
-            if said is not None:
-                errors[module] = said
+            if failure is not None:
+                errors[module] = failure
     for i, module in enumerate(left):
         errors[module] = end if i == 0 else f"not tried: {left[0]} ended the process"
     return found
@@ -143,7 +143,7 @@ def check_packages(imports: bool = True) -> tuple[list[Check], Imports]:
 def check_engine_packages(
     python: str, versions: dict[str, str | None], imports: bool = True
 ) -> list[Check]:
-    """The engine's, in its interpreter ``python``. ``versions``: distribution -> version or None."""
+    """The engine's packages, in its interpreter ``python``. ``versions``: distribution -> version or None."""
     there = [ENGINE_PACKAGES[name] for name, version in versions.items() if version is not None]
     errors = try_imports(python, there if imports else ()).errors
     return [
@@ -171,8 +171,8 @@ def _check(
     if version is None:
         return Check(name, "missing", f"not installed; needed for {purpose}", remedy)
     if module in errors:
-        said = f"{version} does not import: {errors[module]}"
-        return Check(name, "problem", said, f"pip install --force-reinstall {name}=={version}")
+        message = f"{version} does not import: {errors[module]}"
+        return Check(name, "problem", message, f"pip install --force-reinstall {name}=={version}")
     if least is not None and _numbers(version) < _numbers(least):
         return Check(
             name,
@@ -184,7 +184,7 @@ def _check(
 
 
 def _least_versions() -> dict[str, str]:
-    """The oldest version of each package that our own metadata asks for."""
+    """The minimum version of each package in our own metadata."""
     try:
         wanted = importlib.metadata.requires("ktbridge") or []
     except importlib.metadata.PackageNotFoundError:
@@ -194,6 +194,6 @@ def _least_versions() -> dict[str, str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version as numbers: (2, 13, 0) for 2.13.0+cpu."""
+    """The release part of a version as numbers: (2, 13, 0) for 2.13.0+cpu."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()

@@ -1,12 +1,12 @@
-"""The thin training core: expert layers on the kernels, their injection, and the recipe around trl.
+"""The training core: expert layers on the kernels, their injection, and the recipe around trl.
 
-``MoELoRAExperts`` and ``wrap_experts`` are the faces that others build on. Names are imported when they are
+``MoELoRAExperts`` and ``wrap_experts`` are the public API. Names are imported when they are
 first used, so that reading a configuration needs no torch; ``ktbridge.sft.trainer`` is imported on its
 own, because it needs trl.
 
 A run goes through these modules, and through those of ``ktbridge.experts`` below them:
 
-- ``config``: the file. ``prepare``: all that can be refused without weights, by ``base_model`` (can it be
+- ``config``: the file. ``prepare``: all checks that need no weights, by ``base_model`` (can it be
   trained), ``start`` (an adapter to go on from), ``data`` (the rows) and ``resume`` (whose checkpoint it is).
 - ``trainer``: the recipe. ``devices``: what goes on which GPU. ``attach``: LoRA on experts and non-experts.
 - ``supervised`` and ``dpo``: trl's trainers with ``watch`` (pace, NaN), ``resumable`` (checkpoints) and

@@ -1,4 +1,4 @@
-"""A configuration in transformers' and trl's words: the one place where the two meet."""
+"""Translate a configuration into transformers' and trl's arguments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)
 def trainer_arguments(
     config: TrainConfig, device: torch.device, scratch: str, packed: bool = False
 ) -> SFTConfig | DPOConfig:
-    """The arguments of the stage's trainer; ``scratch`` is the directory of its own that it insists on.
+    """The arguments of the stage's trainer; ``scratch`` is the output_dir that it requires.
 
-    ``packed``: a row of the dataset holds several conversations, which must not see each other.
+    ``packed``: a row of the dataset holds several conversations, which must not attend to each other.
     """
     arguments: SFTConfig | DPOConfig
     if config.stage == "dpo":
@@ -43,7 +43,7 @@ def trainer_arguments(
             padding_free=packed,
         )
         if packed:
-            arguments.include_num_input_tokens_seen = "all"  # there is no padding to tell apart
+            arguments.include_num_input_tokens_seen = "all"  # there is no padding to exclude
     if device.type == "cuda":
         arguments._n_gpu = 1  # one process, one GPU; Trainer would spread over all that it sees
     return arguments
@@ -130,11 +130,11 @@ def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str
         # log
         "logging_steps": config.logging_steps,
         "logging_first_step": True,
-        "logging_nan_inf_filter": False,  # the filter would show a loss of 0 instead of nan
+        "logging_nan_inf_filter": False,  # the filter would log a loss of 0 instead of nan
         "include_num_input_tokens_seen": "non_padding",
         "report_to": [name for name in config.reporters if name != "tensorboard"] or "none",
         "disable_tqdm": True,
-        # checkpoints: older ones go when a newer one is whole, see Resumable
+        # checkpoints: older ones are deleted when a newer one is complete, see Resumable
         "save_strategy": "steps" if config.save_steps else "no",
         "save_steps": config.save_steps or 500,
         "save_total_limit": None,

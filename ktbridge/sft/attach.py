@@ -86,9 +86,9 @@ def attention_device(model: nn.Module) -> torch.device:
 
 
 def threads_beside_python(device: torch.device) -> int:
-    """Kernel threads where nobody said how many; 0 leaves it to the kernels.
+    """Default number of kernel threads; 0 leaves it to the kernels.
 
-    With attention on a GPU, Python queues its work while the kernels run, and wants a CPU of its own.
+    With attention on a GPU, Python queues its work while the kernels run, and needs a CPU of its own.
     """
     threads = _kernels.threads_default()
     spare = device.type == "cuda" and threads >= 4 and "KTBRIDGE_THREADS" not in os.environ

@@ -1,8 +1,8 @@
-"""What can be told of a base model before its weights are loaded: whether it can be trained, and where.
+"""Checks of a base model before its weights are loaded: whether it can be trained, and which modules.
 
-The model is made by its own class without any memory for weights, in a second or less, so that a target it
-doesn't have, an adapter that doesn't fit or weights that can't be trained on are told at once, and by
-``--dry-run`` as well.
+The model is made by its own class on the meta device, in a second or less, so that a missing target, an
+adapter that doesn't fit or weights that can't be trained on are reported at once, and by ``--dry-run`` as
+well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A raw adapter from any Trainer: at its end, and of every checkpoint."""
+"""Save a raw adapter from any Trainer: at its end, and in every checkpoint."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ def choose(config: TrainConfig) -> torch.device:
 
 
 def places(config: TrainConfig) -> Place:
-    """What ``config`` says of each module: its device rules, else ``choose``'s device.
+    """The device of each module by ``config``: its device rules, else ``choose``'s device.
 
     Raises ``ProblemsError`` naming each device that this machine doesn't have.
     """
     main = choose(config)
     if main == CPU:
-        return on_cpu  # rules name GPUs that aren't there, or weren't wanted
+        return on_cpu  # rules name missing or disabled GPUs
     rules = [(re.compile(pattern), torch.device(device)) for pattern, device in config.device_rules]
     absent = sorted({str(d) for _, d in rules if (d.index or 0) >= torch.cuda.device_count()})
     if absent:

@@ -1,4 +1,4 @@
-"""The room that a run takes on disk, and whether it is there before the first step."""
+"""Disk space that a run needs, checked before the first step."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def run_bytes(config: TrainConfig, trained: int, steps: int) -> int:
 def check_room(config: TrainConfig, root: Path, trained: int, steps: int) -> None:
     """Refuse a run whose files don't fit on the disk of its output.
 
-    ``root`` is the directory of its checkpoints; what is there already counts as room, since it is replaced.
-    Raises ``KtbridgeError`` with what is needed and what is free.
+    ``root`` is the directory of its checkpoints; existing files count as free space, since they are replaced.
+    Raises ``KtbridgeError`` with the needed and the free space.
     """
     output = Path(config.output_dir)
     there = next(path for path in (output, *output.absolute().parents) if path.is_dir())

@@ -20,7 +20,7 @@ from ktbridge.sft.watch import Watched
 
 @contextmanager
 def as_base(model: Any) -> Iterator[None]:
-    """A wrapped PeftModel as the base model alone: neither LoRA, no dropout, no noise; restored after."""
+    """Context: a wrapped PeftModel acts as the base alone: neither LoRA, no dropout, no noise."""
     training = model.training
     model.eval()
     try:

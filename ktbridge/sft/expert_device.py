@@ -1,7 +1,7 @@
-"""Where a run's routed experts are computed, and how many tokens go through the model at once.
+"""Choose where a run's routed experts are computed, and the number of tokens per pass.
 
 ``kt_experts: auto`` takes what is predicted to be fastest within the GPU-memory budget, from times measured
-on the run's own weights; other values are done or refused.
+on the run's own weights; other values are obeyed or refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _GAIN = 1.05
 
 @dataclass(frozen=True)
 class ExpertDevice:
-    """What was chosen; as a context, its threads and registered pages are let go of at the end."""
+    """What was chosen; as a context, its threads and registered pages are released at the end."""
 
     mode: str
     """cpu, stream, hybrid or resident."""
@@ -89,7 +89,7 @@ class ChooseExperts(TrainerCallback):
 
 
 def check_expert_device(config: TrainConfig) -> None:
-    """Raise ``UsageError`` where ``kt_experts`` asks for a GPU that can't be had; needs no weights."""
+    """Raise ``UsageError`` if ``kt_experts`` requests an unavailable GPU; needs no weights."""
     refuse_on_gpu(config, _obstacle(config, choose(config)))
 
 
@@ -197,7 +197,7 @@ def _seconds(
 def _shares(
     setting: Setting, wanted: str, space: Room, sizes: Sizes
 ) -> tuple[dict[str, Share], str]:
-    """What could be done by mode, and why nothing can; raises ``UsageError`` for what is asked for."""
+    """The possible modes, and why there are none; raises ``UsageError`` for a requested mode that isn't."""
     if wanted in ON_GPU:
         return {wanted: share_for(setting, wanted, space, sizes)}, ""
     try:
@@ -234,7 +234,7 @@ def _space(setting: Setting, device: torch.device) -> Room:
 
 
 def _describe(share: Share, sizes: Sizes, placed: Placed, more: str) -> str:
-    """What was chosen, in a line."""
+    """The choice as one line of text."""
     kept = len(share.resident)
     if kept == sizes.layers:
         what = f"experts resident on the GPU, all {kept} layers"

@@ -1,4 +1,4 @@
-"""How a run ends before its end: Ctrl-C and SIGTERM after a saved step, and failures in a sentence."""
+"""Early ends of a run: Ctrl-C and SIGTERM after a saved step, and failures as readable errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ktbridge.errors import KtbridgeError
 class Interrupts:
     """Within the block, the first signal is only remembered in ``caught``; a second one ends at once.
 
-    Signals are the main thread's business: in another thread nothing is changed.
+    Only the main thread handles signals: in another thread nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Interrupts:
 
 
 def interrupted(step: int, root: Path) -> KtbridgeError:
-    """What a run that was stopped after ``step`` says; its checkpoints are in ``root``."""
+    """The message of a run that was stopped after ``step``; its checkpoints are in ``root``."""
     error = KtbridgeError(
         f"interrupted after step {step}, which is saved in {root}.",
         "Run the same command again: it goes on from there.",
@@ -85,7 +85,7 @@ def explained(trainer: Any) -> Iterator[None]:
 
 def _forget_workers() -> None:
     """Take back torch's SIGCHLD handler, which would raise once more, wherever the process is by then."""
-    for _ in range(2):  # it may be about to
+    for _ in range(2):  # it may be about to raise
         with suppress(
             RuntimeError, ValueError
         ):  # ValueError: not the main thread, which has no handler

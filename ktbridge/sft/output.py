@@ -1,4 +1,4 @@
-"""The end of a run: its adapter in ``output_dir`` or, where that fails, in another place that is named."""
+"""Write the adapter at the end of a run to ``output_dir`` or, if that fails, to another, reported place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ktbridge.experts.raw_adapter import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
 
 _LARGEST_RETRY = 100
-"""Names tried in each place."""
+"""Number of names tried in each place."""
 
 
 def write_output(
@@ -25,7 +25,7 @@ def write_output(
 ) -> None:
     """Write the raw adapter of a trained model with ``files`` beside it to ``config.output_dir``.
 
-    What was trained is never lost to a full disk or an occupied directory: where writing fails, the adapter
+    Trained weights are never lost to a full disk or an occupied directory: where writing fails, the adapter
     is in ``checkpoint``, the last step's, or is written to the first other place that takes it. Raises
     ``KtbridgeError`` naming that place and what to do.
     """
@@ -54,7 +54,7 @@ def write_output(
 
 
 def _rescued(model: Any, base: Path, files: Mapping[str, bytes], name: str) -> Path | None:
-    """The directory outside ``output_dir`` that took the adapter; None if none did."""
+    """The directory outside ``output_dir`` that received the adapter, or None."""
     for parent in _elsewhere():
         for number in range(_LARGEST_RETRY):
             place = parent / (f"{name}-saved" + (f"-{number}" if number else ""))
@@ -69,7 +69,7 @@ def _rescued(model: Any, base: Path, files: Mapping[str, bytes], name: str) -> P
 
 
 def _elsewhere() -> Iterator[Path]:
-    """Directories to save an adapter in that has no other place, likeliest to be looked at first."""
+    """Fallback directories for an adapter, the most obvious first."""
     for place in (Path.cwd(), Path.home(), Path(tempfile.gettempdir()), Path("/dev/shm")):
         if place.is_dir() and os.access(place, os.W_OK):
             yield place

@@ -1,10 +1,10 @@
-"""An optimizer step in as few passes as memory allows, however batch size and accumulation were spelled.
+"""Run an optimizer step in as few passes as memory allows, whatever the batch size and accumulation.
 
 Where weights are read for each pass, what a pass costs hardly depends on its tokens, so few large passes are
 much faster than many small ones. ``tokens per pass`` bounds a pass instead of a number of rows: the rows of
 a step are sorted by length and cut so that the passes are few and rows of like lengths are padded together.
 
-Trainer still deals out batches as they were spelled, so which rows a step has, the number of steps, the
+Trainer still yields batches as configured, so which rows a step has, the number of steps, the
 counted tokens and the place where a checkpoint goes on are the same: only the last batch of a step computes.
 """
 
@@ -31,7 +31,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What is never split: a conversation, or a pair of answers."""
+    """The unit that is never split: a conversation, or a pair of answers."""
 
     features: dict[str, list[int]]
     """What the trainer's collator takes."""
@@ -44,7 +44,7 @@ class Row:
 def tokens_per_pass(
     config: TrainConfig, device: torch.device, measured: int | None = None
 ) -> int | None:
-    """The most tokens of a pass, padding included; None: batches as spelled.
+    """The maximum tokens per pass, padding included; None: batches as configured.
 
     ``device`` is what attention runs on, ``measured`` how many tokens its memory takes, where that is known.
     """
@@ -95,7 +95,7 @@ def fill(lengths: Sequence[int], most: int) -> list[list[int]]:
 class Passes(Trainer):
     """Mixin, before a trl trainer: a step's rows in passes of ``tokens_per_pass`` tokens.
 
-    A trainer says what its ``rows`` are, whether it ``joins`` them, and how a pass is weighed (``share``,
+    A trainer defines its ``rows``, whether it ``joins`` them, and how a pass is weighted (``share``,
     ``as_part``). Without ``pass_by`` nothing is changed.
 
     ``torch.OutOfMemoryError`` in a pass of several rows halves the tokens per pass for the rest of the run,
@@ -104,7 +104,7 @@ class Passes(Trainer):
     """
 
     tokens_per_pass: int | None = None
-    """The most tokens of a pass as they are now; None: batches as spelled."""
+    """The current maximum of tokens per pass; None: batches as configured."""
     notes: Sequence[Problem] = ()
     """A warning (KTC023) for each step in which memory was too small."""
     _metrics: dict[str, Any]  # trl's
@@ -128,11 +128,11 @@ class Passes(Trainer):
         return False
 
     def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
-        """The part of a step's loss and metrics that ``rows`` of it decide."""
+        """The fraction of a step's loss and metrics that ``rows`` contribute."""
         raise NotImplementedError
 
     def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> AbstractContextManager[None]:
-        """A block in which the loss of ``rows`` is their term in that of all rows of ``step``."""
+        """Context: the loss of ``rows`` is their term in the loss of all rows of ``step``."""
         return nullcontext()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
@@ -156,10 +156,10 @@ class Passes(Trainer):
             loss = self._attempt(model, step, lengths, num_items_in_batch)
             if loss is not None:
                 break
-            # Only here is the exception gone, and with it what its frames kept alive.
+            # Only here the exception, and the tensors its frames kept alive, are freed.
             self._start_again(model)
         if self.tokens_per_pass < given:
-            self._tell()
+            self._report()
         return loss
 
     def _attempt(
@@ -206,7 +206,7 @@ class Passes(Trainer):
         if on_gpu:
             torch.cuda.empty_cache()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         now = self.tokens_per_pass
         note = problem(
             "KTC023",
@@ -220,9 +220,9 @@ class Passes(Trainer):
 
     @contextmanager
     def _metrics_as_one(self, shares: Sequence[float]) -> Iterator[None]:
-        """What trl collects in the block, once for each pass, becomes their mean by ``shares``.
+        """Context: trl's metrics, collected once per pass, are averaged with weights ``shares``.
 
-        Of passes that failed nothing stays.
+        Metrics of failed passes are dropped.
         """
         metrics = self._metrics["train"]
         before, fresh = dict(metrics), {}
@@ -261,6 +261,6 @@ def _on_all_ranks(rows: list[Row]) -> tuple[list[Row], list[int]]:
 
 
 def _untrained(row: Row) -> Row:
-    """The same conversation with nothing to learn: its loss and gradients are 0."""
+    """The same conversation with all labels ignored: its loss and gradients are 0."""
     labels = [-100] * len(row.features["labels"])
     return Row({**row.features, "labels": labels}, row.tokens, 0)

@@ -1,4 +1,4 @@
-"""All of a run that comes before its weights are loaded: what can be refused is refused here."""
+"""All checks of a run before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def prepare(
 ) -> Prepared:
     """Check everything that needs no weights: output, packages, model, rows, tokenizer, checkpoint.
 
-    Reads and tokenizes the rows, telling ``on_rows(done, total)``, and leaves nothing on disk. Raises
+    Reads and tokenizes the rows, calling ``on_rows(done, total)``, and leaves nothing on disk. Raises
     ``KtbridgeError`` and its children; ``ProblemsError`` with all of them where several things are wrong.
     """
     needed = _Failures("this run needs what isn't installed here; nothing was started.")
     needed.of("report_to", lambda: check_reporters(config))
     needed.of("flash_attn", lambda: _check_attention(config))
     needed.of("kt_backend", lambda: _check_backend(config))
-    needed.told()
+    needed.raise_collected()
 
     asked = _Failures("this run can't be started as it is.")
     asked.of("output_dir", lambda: check_output_dir(config))
@@ -79,7 +79,7 @@ def prepare(
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
         asked.of("kt_backend", lambda: _check_storage(config, base))
-    asked.told()
+    asked.raise_collected()
     assert base is not None
     assert checked is not None
     assert tokenizer is not None
@@ -110,7 +110,7 @@ def prepare(
 
 
 class _Failures:
-    """What failed of several checks that don't depend on one another, told together."""
+    """Failures of several independent checks, reported together."""
 
     def __init__(self, sentence: str) -> None:
         self._sentence = sentence
@@ -124,8 +124,8 @@ class _Failures:
             self._found.append((where, error))
             return None
 
-    def told(self) -> None:
-        """Raise the only failure as it is, several as the problems of one."""
+    def raise_collected(self) -> None:
+        """Raise a single failure as it is, several as one ProblemsError."""
         if len(self._found) == 1:
             raise self._found[0][1]
         if self._found:
@@ -177,7 +177,7 @@ def _check_storage(config: TrainConfig, base: Path) -> None:
 
 
 def _tokenizer(base: Path) -> Any:
-    """The base's tokenizer; without its files transformers would make an empty one and say nothing."""
+    """The base's tokenizer; without its files transformers would silently make an empty one."""
     if not any(any(base.glob(names)) for names in ("*token*", "vocab*", "*.model")):
         raise KtbridgeError(
             f"{base} has no tokenizer.",

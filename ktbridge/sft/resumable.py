@@ -1,9 +1,9 @@
-"""Checkpoints of a run that can be killed at any moment, and going on from one bit by bit.
+"""Crash-safe checkpoints, and resuming from one bit-exactly.
 
 Trainer saves and restores optimizer, schedule, random numbers and its place in the data. Ours are the
 trained tensors (PEFT's and the experts' alike, in their own precision), the same as a raw adapter, the
-identity of the run they belong to with a hash of each file, and the order of writing: a checkpoint is made
-beside its place, flushed and renamed, so one that has its name is whole.
+identity of the run they belong to with a hash of each file, and the order of writing: a checkpoint is
+written beside its place, fsynced and renamed, so one that has its name is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HYBRID_FILE = "experts.json"
 
 
 class Resumable(Trainer):
-    """A trainer whose checkpoints hold all that is trained and appear whole or not at all."""
+    """A trainer with complete, atomically written checkpoints."""
 
     hybrid: Hybrid | None = None
     """Chooses which experts the CPU computes, where both do: its state is in the checkpoints."""
@@ -108,7 +108,7 @@ class Resumable(Trainer):
         )
 
     def _publish(self) -> None:
-        """Give the checkpoint that was made its name, and drop older ones."""
+        """Rename the written checkpoint into place, and delete older ones."""
         if not distributed.is_main():
             return
         made = self._making / f"checkpoint-{self.state.global_step}"
@@ -173,13 +173,13 @@ class Resumable(Trainer):
         highest = self.args.learning_rate
         scheduler.base_lrs = [highest for _ in scheduler.base_lrs]
         rates = [highest * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-        scheduler._last_lr = rates  # what the log tells
+        scheduler._last_lr = rates  # the rate that is logged
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["initial_lr"], group["lr"] = highest, rate
 
 
 def _failure(work: Callable[[], None]) -> Exception | None:
-    """What kept ``work`` from writing its files; None if nothing did."""
+    """The error that kept ``work`` from writing its files, or None."""
     try:
         work()
     except (OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to, whether it is undamaged, and where the run that starts goes on."""
+"""Which run a checkpoint belongs to, whether it is undamaged, and where a new run resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
 """The key in it of the size in bytes and SHA-256 of each other file."""
 NUMBER = "number"
-"""The key in it of a checkpoint's place in the order of writing, which the clock has no part in."""
+"""The key in it of a checkpoint's sequence number, which doesn't depend on the clock."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 # What may change between a run and its continuation: names of places, what is logged or kept when, and
 # ways to the same results.
@@ -39,8 +39,8 @@ _FREE_KT = {
     "kt_num_threads", "kt_threadpool_count", "expert_activation", "kt_experts", "kt_gpu_memory",
     "kt_num_gpu_experts",
 }  # fmt: skip
-# What a run that diverged is corrected with, and what makes a finished one longer. A continuation that is
-# asked for takes them as they are now, with a warning for each.
+# Settings that correct a diverged run or extend a finished one. A requested continuation takes their
+# current values, with a warning for each.
 _TUNABLE = {
     "learning_rate", "lr_scheduler_type", "max_grad_norm", "warmup_ratio", "warmup_steps", "max_steps",
     "num_train_epochs",
@@ -53,14 +53,14 @@ _ANEW = "start anew with resume_from_checkpoint=false, which keeps them under an
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run begins: at ``checkpoint`` or (None) anew, and what its user should know of that."""
+    """Where a run begins: at ``checkpoint`` or (None) from scratch, and notes for the user."""
 
     checkpoint: Path | None = None
     notes: tuple[Problem, ...] = ()
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are behind the run when it begins."""
+        """Optimizer steps already done when the run begins."""
         return step_of(self.checkpoint) if self.checkpoint else 0
 
 
@@ -77,7 +77,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def identity(config: TrainConfig, base: Path, rows: Rows) -> dict[str, Any]:
-    """What must be the same for a continuation to mean anything: settings, models, rows."""
+    """Identity of a run, which must match for a continuation: settings, models, rows."""
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
     for key in _FREE_KT:
         settings["kt_config"].pop(key, None)
@@ -104,11 +104,11 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
     ``ProblemsError`` naming each setting in which the checkpoint's run differs, or each damaged file, and
     KtbridgeError for a path that is no checkpoint.
     """
-    wish, root = config.resume_from_checkpoint, checkpoints_dir(config)
-    if wish is False:
+    requested, root = config.resume_from_checkpoint, checkpoints_dir(config)
+    if requested is False:
         return Resumption(notes=tuple(_set_aside_note(root)))
-    if isinstance(wish, str):
-        place = Path(wish)
+    if isinstance(requested, str):
+        place = Path(requested)
         if not _NAME.fullmatch(place.name) or not (place / IDENTITY_FILE).is_file():
             raise KtbridgeError(
                 f"{place} is not a checkpoint of `ktbridge train`.",
@@ -117,7 +117,7 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
         candidates = [place]
     else:
         candidates = saved(root)
-        if not candidates or (wish is None and is_finished(config)):
+        if not candidates or (requested is None and is_finished(config)):
             return Resumption()
     if not any(map(resumable, candidates)):
         raise KtbridgeError(
@@ -129,13 +129,13 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
     differing = [
         key for key in sorted(own.keys() | theirs.keys()) if own.get(key) != theirs.get(key)
     ]
-    allowed = _TUNABLE if wish is not None else set()
+    allowed = _TUNABLE if requested is not None else set()
     problems = [_another(place, key, theirs, own) for key in differing if key not in allowed]
     if problems:
         raise ProblemsError(
             f"{root} holds checkpoints of a run that isn't finished, and this is another run; nothing was "
             "started."
-            if wish is None
+            if requested is None
             else "the checkpoint belongs to another run; nothing was started.",
             problems,
             f"Go on with resume_from_checkpoint=true, or {_ANEW}."
@@ -143,11 +143,11 @@ def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
             else f"Restore these settings, or {_ANEW}.",
         )
     changed = tuple(_changed(place, key, theirs, own) for key in differing)
-    return Resumption(place, (*damage, *changed, _going_on(place)))
+    return Resumption(place, (*damage, *changed, _resume_note(place)))
 
 
 def set_aside(config: TrainConfig) -> None:
-    """Make room for a new run's checkpoints: what is there is renamed, never deleted.
+    """Make room for a new run's checkpoints: existing ones are renamed, never deleted.
 
     Those of a finished run go when the new run replaces its output (``forget_replaced``).
     """
@@ -196,7 +196,7 @@ def saved(root: Path) -> list[Path]:
 
 
 def next_number(root: Path) -> int:
-    """The place in the order of writing that the next checkpoint has."""
+    """The sequence number of the next checkpoint."""
     numbers = (_record(path).get(NUMBER) for path in saved(root))
     return 1 + max((number for number in numbers if isinstance(number, int)), default=0)
 
@@ -218,7 +218,7 @@ def describe_files(directory: Path) -> dict[str, Any]:
 
 
 def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
-    """The last of ``candidates`` whose files are as they were written, and a warning where later ones aren't.
+    """The last undamaged one of ``candidates``, with a warning if later ones are damaged.
 
     Raises ``ProblemsError`` with every damaged file when none is left.
     """
@@ -248,7 +248,7 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
 
 
 def _damage(place: Path) -> list[Problem]:
-    """Files of a checkpoint that are missing or hold other bytes than were written."""
+    """Files of a checkpoint that are missing or corrupted."""
     recorded = _record(place).get(FILES)
     recorded = recorded if isinstance(recorded, dict) else {}
     problems = []
@@ -318,7 +318,7 @@ def _set_aside_note(root: Path) -> list[Problem]:
     ]
 
 
-def _going_on(place: Path) -> Problem:
+def _resume_note(place: Path) -> Problem:
     return problem(
         "KTC021", str(place), f"a checkpoint of this run: it goes on after step {step_of(place)}"
     )

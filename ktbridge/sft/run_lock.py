@@ -1,4 +1,4 @@
-"""One run at a time for an output directory."""
+"""Lock an output directory: one run at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunLock:
                 raise
             if self._is_current(descriptor):
                 self._descriptor = descriptor
-            else:  # removed by the run that held it, between our opening and locking it
+            else:  # removed by its holder between our open and lock
                 os.close(descriptor)
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

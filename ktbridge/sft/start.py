@@ -1,4 +1,4 @@
-"""Going on from a trained adapter: it must fit configuration and model in all it has, or is refused."""
+"""Continue training an adapter: it is refused unless it fits configuration and model completely."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
 def _chosen(
     start: Start, config: TrainConfig, model: nn.Module, found: Adaptable
 ) -> Iterator[Problem]:
-    """Modules that have LoRA and weren't asked for, and that were and have none."""
+    """Modules with unrequested LoRA, and requested modules without it."""
     adapter, keys = start.adapter, start.keys
     if config.lora_target != ("all",):
         asked = {*chosen_modules(model, found, config.lora_target)}
-        for names, expected, said in (
+        for names, expected, actual in (
             ({*keys} - asked, "no LoRA, as configured", "LoRA"),
             (asked - {*keys}, "LoRA, as configured", "no LoRA"),
         ):
             if names:
                 ends = sorted({in_layer(name) for name in names})
                 step = f"Set lora_target: {', '.join(own_names(keys))}, or all."
-                yield misfit("KTL006", adapter, ", ".join(ends), said, expected, step)
+                yield misfit("KTL006", adapter, ", ".join(ends), actual, expected, step)

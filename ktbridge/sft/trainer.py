@@ -56,7 +56,7 @@ TRAINERS: dict[str, type[Trainer]] = {"sft": SftTrainer, "dpo": DpoTrainer}
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run did. ``seconds`` is the training loop alone; losses are means over ``logging_steps``."""
+    """Result of a run. ``seconds`` is the training loop alone; losses are means over ``logging_steps``."""
 
     output_dir: str
     steps: int
@@ -95,7 +95,7 @@ class TrainResult:
     experts: str = "cpu"
     """Who computed the experts: cpu, stream or resident."""
     tokens_per_pass: int | None = None
-    """The most tokens of a pass at the end; None: batches as spelled."""
+    """The final maximum of tokens per pass; None: batches as configured."""
 
 
 def train(
@@ -111,7 +111,7 @@ def train(
     ``on_note`` with each of the result's notes as soon as there is one.
     ``prepared`` is ``prepare(config)``, for who wants to look at it first. The directory appears whole
     when training has finished, or not at all. Raises ``KtbridgeError`` and its children for anything a
-    user can mend, and ``Diverged`` for a loss that is not finite.
+    user can fix, and ``Diverged`` for a loss that is not finite.
     """
     here = distributed.start(config.ddp_timeout, config.use_cpu)
     if here.rank:

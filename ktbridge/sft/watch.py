@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes: loss, pace, the experts' share of the time, and its end in NaN."""
+"""Progress callbacks: loss, pace, the experts' share of the time; stops on NaN."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Pace(TrainerCallback):
     def __init__(self) -> None:
         self.seconds = self.kernels = 0.0
         self.tokens_before = 0
-        """What a run had seen that this one goes on from."""
-        self._told = (0, 0.0, 0.0)  # tokens, seconds and kernel seconds at the last record
+        """Tokens seen by the run that this one continues."""
+        self._last_record = (0, 0.0, 0.0)  # tokens, seconds and kernel seconds at the last record
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.tokens_before = state.num_input_tokens_seen
-        self._told = (self.tokens_before, 0.0, 0.0)
+        self._last_record = (self.tokens_before, 0.0, 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter(), kernel_seconds()
@@ -51,7 +51,7 @@ class Pace(TrainerCallback):
 
         ``tokens`` is how many the run has seen so far.
         """
-        before, self._told = self._told, (tokens, self.seconds, self.kernels)
+        before, self._last_record = self._last_record, (tokens, self.seconds, self.kernels)
         seconds = self.seconds - before[1]
         if not seconds:
             return {}
@@ -62,12 +62,12 @@ class Pace(TrainerCallback):
 
 
 class Watched(Trainer):
-    """A trainer that stops before a loss or gradient that is not finite has any effect."""
+    """A trainer that stops before a loss or gradient that is not finite is applied."""
 
     pace: Pace
 
     def watch(self, pace: Pace, last_good: Callable[[], str]) -> None:
-        """Log the pace with each loss; ``last_good`` says where an earlier step is saved, or ""."""
+        """Log the pace with each loss; ``last_good`` is where an earlier step is saved, or ""."""
         self.pace, self._last_good = pace, last_good
         self.add_callback(pace)
 

@@ -1,7 +1,7 @@
 """Did an adapter take effect on a server?
 
-``run.verify`` goes through it from end to end: ``logprob_client`` asks the server, ``reference_model``
-computes what is right, ``verdict`` judges, and ``hypotheses`` looks for what is wrong among ``variants``.
-References run the base ``layerwise``, from its files (``weight_reader``), with ``lora`` at the side.
+``run.verify`` runs all steps: ``logprob_client`` queries the server, ``reference_model``
+computes the expected values, ``verdict`` judges, and ``hypotheses`` finds the error among ``variants``.
+References run the base ``layerwise``, from its files (``weight_reader``), with ``lora`` added by hooks.
 Importing this package imports nothing heavy.
 """

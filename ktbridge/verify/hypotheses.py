@@ -1,6 +1,6 @@
-"""What is wrong with an adapter on a server: explanations are computed and held against what it served.
+"""Diagnose a wrongly served adapter: compute explanations and compare them with the served logprobs.
 
-Only for a server whose numbers are no reference's up to noise. Tried are what goes wrong in practice:
+Only for a server whose logprobs match no reference within noise. Candidates are the errors seen in practice:
 another scale (of all or of one half), gate's and up's LoRA swapped, experts off by one, LoRA missing in a
 layer; and an engine that leaves keys unrotated. One that fits is named; one that fits no better than the
 right reference is no explanation.
@@ -31,13 +31,13 @@ from ktbridge.verify.verdict import (
     mean_distance,
 )
 
-ROUNDS = 4  # of refining, each one more reading of the checkpoint
-GROUPS = 6  # of layers left out in one round
-SCALES = (1.19, 1.41, 2.0, 2.83, 4.0, 0.84, 0.71, 0.5, 0.35, 0.25)  # half an octave, near 1 less
-NEARER = 0.9  # what isn't within this part of the nearest reference's distance is no improvement
-BETTER = 0.5  # an explanation is at most this part as far away as any reference
+ROUNDS = 4  # refinement rounds, each one more pass over the checkpoint
+GROUPS = 6  # groups of layers left out in one round
+SCALES = (1.19, 1.41, 2.0, 2.83, 4.0, 0.84, 0.71, 0.5, 0.35, 0.25)  # half an octave; finer near 1
+NEARER = 0.9  # an improvement must be within this fraction of the nearest reference's distance
+BETTER = 0.5  # an explanation's distance is at most this fraction of any reference's
 SAME_SCALE = 0.1  # halves whose k differ by less have one scale
-RIVAL = 1.5  # an explanation this near to the best one's distance can't be told from it
+RIVAL = 1.5  # explanations within this factor of the best one's distance are indistinguishable
 UNROTATED = (
     "sglang-kt before 0.7.0 with triton or flashinfer, or its kernels in a later one's cache"
 )
@@ -49,7 +49,7 @@ OWNS = {"expert": "the experts' LoRA", "nonexpert": "attention's LoRA"}
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides which explanations there are: rank and layers of each half of the adapter.
+    """What determines the possible explanations: rank and layers of each half of the adapter.
 
     ``can_leave_keys``: an engine's unrotated keys can be computed for the base's family.
     """
@@ -72,19 +72,19 @@ def explain(
     ``compute`` gives the logprobs of variants, in order.
     """
     search = _Search(first, vector, references, facts, compute)
-    if first.told_by == "base":  # the adapter can't be blamed for what is wrong without it
+    if first.told_by == "base":  # an error of the base isn't the adapter's
         search.attempt(search.engines_mistakes())
-        return _concluded(first, search)
+        return _conclusion(first, search)
     search.attempt(search.guesses() + search.engines_mistakes())
     for number in range(ROUNDS):
         if search.settled() or (number and search.hopeless()):
             break
         search.attempt(search.refined())
-    return _concluded(first, search)
+    return _conclusion(first, search)
 
 
 class _Search:
-    """Arms that were tried, their distance from what was served, and which to try next."""
+    """The arms tried, their distance from the served logprobs, and which to try next."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Search:
     ) -> None:
         self.vector, self.references, self.facts, self.compute = vector, references, facts, compute
         self.noise = first.floor
-        # A half that isn't there at all is left out of every explanation of the other one.
+        # A half that is missing altogether is left out of every explanation of the other one.
         absent = {half.half for half in first.halves if half.verdict == "not applied"}
         self.present = [half for half in facts.halves if half not in absent] or list(facts.halves)
         self.right = Variant().scaled(dict.fromkeys(self.present, 1.0))
@@ -113,7 +113,7 @@ class _Search:
             self.distance[variant] = mean_distance(self.vector, vector)
 
     def guesses(self) -> list[Variant]:
-        """What goes wrong in practice with an adapter, each at once or in a first coarse step."""
+        """Adapter errors seen in practice, each complete or as a first coarse step."""
         variants = [self.right]
         for count in range(1, len(self.present) + 1):
             for some in itertools.combinations(self.present, count):
@@ -132,14 +132,14 @@ class _Search:
         return variants
 
     def engines_mistakes(self) -> list[Variant]:
-        """What an engine does wrong to every arm, the base among them."""
+        """Engine errors that affect every arm, the base included."""
         if not self.facts.can_leave_keys:
             return []
         variants = standard_variants(*(half in self.facts.ranks for half in HALVES))
         return [replace(variant, unrotated=True) for variant in variants.values()]
 
     def fitting(self) -> list[Variant]:
-        """Explanations that fit, the best first, with those that can't be told from it."""
+        """Explanations that fit: the best first, then those indistinguishable from it."""
         if not self.tried:
             return []
         fits = sorted((a for a in self.tried if self._fits(a)), key=lambda a: self.distance[a])
@@ -164,18 +164,18 @@ class _Search:
         )
 
     def settled(self) -> bool:
-        """Whether an explanation fits, and a scale, which could be more exact, up to noise."""
+        """Whether an explanation fits; a scale, which could be refined, must fit within noise."""
         fits = self.fitting()
         if not fits:
             return False
         return _kind(fits[0]) != "scale" or self.distance[fits[0]] <= CLEAR_OF_NOISE * self.noise
 
     def hopeless(self) -> bool:
-        """Whether nothing that was tried is much nearer than what a server may rightly be."""
+        """Whether nothing that was tried is much nearer than the correct variants."""
         return min(self.distance.values()) > NEARER * self.standard
 
     def refined(self) -> list[Variant]:
-        """Arms around what came nearest: finer scales, smaller groups of layers."""
+        """Arms around the nearest one: finer scales, smaller groups of layers."""
         return self._scales() + self._layers()
 
     def _scales(self) -> list[Variant]:
@@ -190,12 +190,12 @@ class _Search:
         ]
 
     def nearest_scale(self) -> Variant:
-        """The nearest to what was served of those that differ from the right variant in scale alone."""
+        """The nearest to the served logprobs among those that differ from the right variant in scale only."""
         scales = [variant for variant in self.tried if _kind(variant) == "scale"]
         return min(scales, key=lambda variant: self.distance[variant])
 
     def _layers(self) -> list[Variant]:
-        """Parts of the group of layers whose absence points the way of what is missing."""
+        """Parts of the layer group whose absence has the same direction as the missing effect."""
         at_right = self.tried[self.right]
         missing = [v - r for v, r in zip(self.vector, at_right, strict=True)]
         scored = {
@@ -228,7 +228,7 @@ class _Search:
         return variants
 
     def described(self, variant: Variant) -> str:
-        """What a variant looks like to a reader."""
+        """Describe a variant as text."""
         if variant.unrotated:
             text = "the engine leaves keys unrotated in prompts"
         elif variant.swapped:
@@ -257,12 +257,14 @@ class _Search:
         return ", ".join(f"{NAMES[half]} ≈ ×{k:.3g}" for half, k in wrong.items())
 
 
-def _concluded(first: Verification, search: _Search) -> Verification:
+def _conclusion(first: Verification, search: _Search) -> Verification:
     fits = search.fitting()
     nearest = sorted(search.tried, key=lambda variant: search.distance[variant])
     described: dict[str, float] = {}
     for variant in nearest:
-        if variant != search.right:  # scales that read alike are one explanation, at its nearest
+        if (
+            variant != search.right
+        ):  # scales with the same text are one explanation, the nearest one
             described.setdefault(search.described(variant), search.distance[variant])
     hypotheses = tuple(Hypothesis(text, away) for text, away in described.items())[:8]
     found = replace(first, hypotheses=hypotheses)
@@ -294,18 +296,18 @@ def _concluded(first: Verification, search: _Search) -> Verification:
         told_by="hypotheses",
         scale=scale,
         looks_like=looks_like,
-        arms=_blamed(found),
+        arms=_unexpected(found),
     )
 
 
-def _blamed(found: Verification) -> tuple[ArmReading, ...]:
+def _unexpected(found: Verification) -> tuple[ArmReading, ...]:
     return tuple(
         replace(arm, as_expected=False) if arm.model == found.model else arm for arm in found.arms
     )
 
 
 def _drifted(found: Verification, search: _Search) -> Verification:
-    """Nothing fits: an applied adapter stays so where no scale is nearer, and its distance is told."""
+    """Nothing fits: an applied adapter stays applied if no scale is nearer; reports its distance."""
     if found.verdict != "applied":
         return found
     if not search.hopeless():
@@ -314,7 +316,7 @@ def _drifted(found: Verification, search: _Search) -> Verification:
             f"{search.distance[nearest]:.3g} nats from {search.described(nearest)}, nearer than from "
             f"what is right ({search.standard:.3g}), and not the same"
         )
-        arms = _blamed(found)
+        arms = _unexpected(found)
         return replace(found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=arms)
     distance = found.arm.distances[found.arm.expected]
     others = "; ".join(

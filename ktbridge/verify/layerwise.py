@@ -1,6 +1,6 @@
-"""A model that is run without being loaded: each decoder layer's weights come from the files when it runs.
+"""Run a model layer by layer: each decoder layer's weights are read from the files when it runs.
 
-transformers' own modules compute, in their own order; only where they get their weights differs. The
+transformers' own modules compute, in their own order; only the source of their weights differs. The
 skeleton has none. A layer's are put in before its forward and dropped after it, its routed experts' one
 by one as tokens reach them, the output head's in blocks of rows. So memory holds activations, one layer
 without its experts, and one expert, whatever the model's size. The checkpoint is mapped, and the pages
@@ -25,8 +25,8 @@ from ktbridge.experts.skeleton import skeleton
 from ktbridge.model import read_model_config
 from ktbridge.verify.weight_reader import ExpertReader, WeightReader
 
-HEAD_TOKENS = 256  # logits of so many tokens are in memory at once
-HEAD_ROWS = 16_384  # and so many rows of the output head
+HEAD_TOKENS = 256  # tokens whose logits are in memory at once
+HEAD_ROWS = 16_384  # and rows of the output head
 
 
 class ExpertCall(NamedTuple):
@@ -101,7 +101,7 @@ class LayerwiseModel:
 
     @contextmanager
     def _headed(self, output: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """The model with its decoder's answer given: final hidden states [N, H] to logits [N, V]."""
+        """The model with its decoder's output replaced: final hidden states [N, H] to logits [N, V]."""
         lm_head = self.skeleton.get_output_embeddings()
         name = self._head_name
         rows = self.reader.entry(name).shape[0]
@@ -131,7 +131,7 @@ class LayerwiseModel:
             del self.inner.forward, lm_head.forward
 
     def _fill_buffers(self) -> None:
-        """What the modules compute for themselves, such as rotary frequencies: as transformers does it."""
+        """Buffers that modules compute themselves, such as rotary frequencies: as transformers does it."""
         for module in self.skeleton.modules():
             own = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
             for name in own:
@@ -161,7 +161,7 @@ class LayerwiseModel:
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
             out = torch.zeros_like(hidden)
             for expert in index.unique().tolist():
-                if expert >= reader.count:  # a choice that a family masks out
+                if expert >= reader.count:  # a top-k choice that a family masks out
                     continue
                 rows, choice = torch.where(index == expert)
                 call = ExpertCall(layer, expert, "gate_up", hidden[rows], rows, len(hidden))
@@ -179,7 +179,7 @@ class LayerwiseModel:
         return nn.functional.linear(x.float(), weight).to(self.dtype)
 
     def _plan(self) -> None:
-        """Find every weight before anything runs, and hang the hooks that put them in."""
+        """Locate every weight before anything runs, and register the hooks that load them."""
         embeddings = self.decoder.get_input_embeddings()
         head = self.skeleton.get_output_embeddings()
         names = {module: name for name, module in self.skeleton.named_modules()}
@@ -204,13 +204,13 @@ class LayerwiseModel:
                 "download or save the model again",
             )
         self._filler(rest)(None, ())
-        # A lookup needs a few rows: the mapped matrix serves, and what it gives is made exact.
+        # A lookup needs a few rows: it uses the mapped matrix and converts the result's dtype.
         assert found is not None
         embeddings.weight = nn.Parameter(self.reader.tensor(found), requires_grad=False)
         embeddings.register_forward_hook(lambda module, args, output: output.to(self.dtype))
 
     def _weights(self, prefix: str, module: nn.Module, missing: list[str]) -> list[Weight]:
-        """Those in ``module``; what the checkpoint lacks goes into ``missing`` by its name."""
+        """The weights in ``module``; names that the checkpoint lacks are added to ``missing``."""
         found = []
         for name in module.state_dict():
             owner, _, attribute = name.rpartition(".")

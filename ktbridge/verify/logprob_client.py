@@ -1,6 +1,6 @@
-"""What the server computes: logprobs of fixed tokens over its OpenAI-compatible API.
+"""Client for prompt logprobs of fixed tokens over an OpenAI-compatible API.
 
-Standard library only, so that a deploy pipeline can ask a server without more packages.
+Standard library only, so that a deploy pipeline can query a server without more packages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ktbridge.hosts import is_loopback_url, server_url
 from ktbridge.served_names import split_name
 from ktbridge.verify.verdict import mean_distance
 
-# Ordinary sentences beside random tokens: an adapter may show in one and hardly in the other.
+# Ordinary sentences beside random tokens: an adapter may affect one and hardly the other.
 TEXTS = (
     "The old bridge was closed for repairs, so we walked along the river until it grew dark.",
     "请用一句话介绍一下你自己，然后告诉我今天适合做什么。",
@@ -48,12 +48,12 @@ def fixed_prompts(
 
 
 class ArmRefused(KtbridgeError):
-    """The server answered that it doesn't serve what was asked for."""
+    """The server answered that it doesn't serve the requested arm."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Logprobs of the prompts' tokens, the mean of all requests.
+    """Logprobs of the prompts' tokens, averaged over all requests.
 
     ``spread``: the largest mean |Δ| of a request to the first one; None when there was only one.
     """
@@ -63,13 +63,13 @@ class Answer:
 
 
 class LogprobClient:
-    """Asks one OpenAI-compatible server. Every failure is a KtbridgeError: never an answer."""
+    """Queries one OpenAI-compatible server. Every failure raises KtbridgeError."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 120) -> None:
         root = self._root = server_url(base_url)
         self._headers = {"Content-Type": "application/json"}
         key = (api_key or "").strip()
-        if not key.isprintable():  # said here: the library's own message would show the key
+        if not key.isprintable():  # checked here: the library's own message would show the key
             raise KtbridgeError(
                 "the API key holds a line break or another control character.",
                 "set KTBRIDGE_API_KEY to the key alone",
@@ -78,7 +78,7 @@ class LogprobClient:
             self._headers["Authorization"] = f"Bearer {key}"
         self._timeout = timeout
         self._sglang: bool | None = None
-        # A proxy would look for this machine's servers on its own machine.
+        # Loopback requests bypass proxies.
         handlers = [urllib.request.ProxyHandler({})] if is_loopback_url(root) else []
         self._opener = urllib.request.build_opener(*handlers)
 
@@ -97,7 +97,7 @@ class LogprobClient:
         repeat: int = 1,
         needed: Collection[str | None] = (),
     ) -> dict[str, Answer]:
-        """What each of ``models`` answers, asked ``repeat`` times in turns.
+        """Logprobs of each of ``models``, requested ``repeat`` times in turn.
 
         A listed model need not be served: with a merged adapter, sglang-kt 0.7.2 lists the bare name
         and refuses it. One that is refused is left out, unless it is ``needed``: then ArmRefused.
@@ -116,7 +116,7 @@ class LogprobClient:
     def prompt_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
         """Natural logprobs of every token but the first of each prompt, in order.
 
-        Raises ArmRefused when the server says that it serves no such arm.
+        Raises ArmRefused when the server answers that it serves no such arm.
         """
         if self._is_sglang():
             return self._native_logprobs(model, prompts)

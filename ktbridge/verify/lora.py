@@ -1,4 +1,4 @@
-"""An adapter's LoRA on a layerwise model: for several variants at once, each in its own rows of the batch."""
+"""Apply an adapter's LoRA to a layerwise model: several variants at once, each in its own batch rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ktbridge.verify.variants import Variant
 
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
-SHOWN = 2  # places that are named beside the first
+SHOWN = 2  # locations listed beside the first
 _Finding = tuple[str, str, str]
 """Where, what, and the shapes there (or "")."""
 SWAPPED = {"gate": "up", "up": "gate", "down": "down"}
@@ -36,7 +36,7 @@ class AdapterLora:
     def __init__(self, model: LayerwiseModel, adapter: Adapter) -> None:
         self._model, self._adapter = model, adapter
         self._variants: Sequence[Variant] = ()
-        self._pairs: dict[str, torch.Tensor] = {}  # the experts' of the layer that runs
+        self._pairs: dict[str, torch.Tensor] = {}  # the expert pairs of the layer that runs
         self._pairs_of = -1
         self._head: dict[str, str] | None = None
         self._hooked: set[str] = set()
@@ -44,7 +44,7 @@ class AdapterLora:
         self._layers = set(adapter.expert_layers())
         found = [(part.entry.name, "a tensor that goes nowhere", "") for part in adapter.leftovers]
         found += self._check_experts()
-        found += self._hang_nonexperts()
+        found += self._hook_nonexperts()
         if found:
             raise ProblemsError(
                 f"the LoRA in {adapter.path} does not fit the base model {model.path}.",
@@ -55,14 +55,14 @@ class AdapterLora:
 
     @contextmanager
     def present(self, variants: Sequence[Variant]) -> Iterator[None]:
-        """These variants are the batch, in this order, as long as it lasts."""
+        """Context: these variants form the batch, in this order."""
         self._variants = variants
         self._unseen = set(self._hooked)
         try:
             yield
         finally:
             self._variants, self._pairs, self._pairs_of = (), {}, -1
-        if self._unseen:  # computed some other way than by the module's own forward
+        if self._unseen:  # not computed by the module's own forward
             raise KtbridgeError(
                 f"LoRA on {min(self._unseen)} can't be followed in {self._model.path}.",
                 "report this model's family",
@@ -70,7 +70,7 @@ class AdapterLora:
 
     @contextmanager
     def in_head(self, variant: Variant) -> Iterator[None]:
-        """The output head has the LoRA of this variant, if the adapter has any there."""
+        """Context: the output head has the LoRA of this variant, if the adapter has any there."""
         if self._head is not None and variant.nonexpert:
             scale = variant.scale("nonexpert", -1) * self._adapter.nonexpert_scale
             a, b = (self._tensor(self._head[half]) for half in "AB")
@@ -132,8 +132,8 @@ class AdapterLora:
                 self._pairs[key] = tensor.to(self._model.dtype)
         self._pairs_of = layer
 
-    def _hang_nonexperts(self) -> Iterator[_Finding]:
-        """Hang a hook on each module that has a pair; reads shapes only."""
+    def _hook_nonexperts(self) -> Iterator[_Finding]:
+        """Register a hook on each module that has a pair; reads shapes only."""
         adapter, modules = self._adapter, dict(self._model.skeleton.named_modules())
         pairs: dict[str, dict[str, str]] = {}
         for key in adapter.nonexpert_keys():
@@ -149,7 +149,7 @@ class AdapterLora:
             weight = getattr(module, "weight", None)
             if set(pair) != {"A", "B"}:
                 yield path, "lora_A or lora_B is missing", ""
-            elif module is None or weight is None or weight.dim() != 2 or _looks_up(module):
+            elif module is None or weight is None or weight.dim() != 2 or _is_embedding(module):
                 yield path, "the base has no such linear module", ""
             else:
                 a, b = (adapter.nonexpert_tensor(pair[half]).shape for half in "AB")
@@ -157,22 +157,22 @@ class AdapterLora:
                     shapes = f"A {list(a)} and B {list(b)} for a weight {list(weight.shape)}"
                     yield path, "non-expert LoRA of another size", shapes
                 else:
-                    self._hang(module, path, pair)
+                    self._hook(module, path, pair)
 
     def _in_decoder(self, path: str) -> str:
-        """A text model's module under the name it has here: multimodal wrappers nest it deeper."""
+        """Map a text model's module name to this model's: multimodal wrappers nest it deeper."""
         head, layers, rest = path.partition("layers.")
         known = ("model.", "model.language_model.", "language_model.model.")
         return f"{self._model.decoder_name}.{layers}{rest}" if layers and head in known else path
 
-    def _hang(self, module: Any, path: str, pair: dict[str, str]) -> None:
+    def _hook(self, module: Any, path: str, pair: dict[str, str]) -> None:
         if module is self._model.skeleton.get_output_embeddings():
             self._head = pair
             return
         self._hooked.add(path)
         if isinstance(module, nn.Linear):
             module.register_forward_hook(self._after_linear(path, pair))
-        else:  # a router: what it makes of its product is its own business
+        else:  # a router derives more from its product, by variant
             module.forward = self._variant_by_variant(module, module.forward, path, pair)
 
     def _after_linear(self, path: str, pair: dict[str, str]) -> Callable[..., torch.Tensor]:
@@ -220,12 +220,12 @@ def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> t
     return nn.functional.linear(nn.functional.linear(x, a), b) * scale
 
 
-def _looks_up(module: nn.Module) -> bool:
+def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
 
 def _grouped(adapter: Adapter, found: Sequence[_Finding]) -> Iterator[Problem]:
-    """One problem for all findings of a kind, placed at the first: a wrong base has hundreds."""
+    """One problem for all findings of a kind, located at the first: a wrong base has hundreds."""
     kinds: dict[str, list[tuple[str, str]]] = {}
     for where, what, shapes in found:
         kinds.setdefault(what, []).append((where, shapes))

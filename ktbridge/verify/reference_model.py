@@ -1,8 +1,8 @@
-"""What the adapter should do: prompt logprobs computed here, apart from any serving code.
+"""Reference prompt logprobs with the adapter, computed independently of any serving code.
 
 transformers' modules run the base in float32 with ``scale · B (A x)`` added where the adapter has a
-pair, and again in bfloat16 for the noise floor: what precision alone may change. Our kernels take no
-part. All variants go through a layer together, so that one reading of the checkpoint serves them all, and
+pair, and again in bfloat16 for the noise floor: the effect of precision alone. Our kernels aren't
+used. All variants go through a layer together, so that the checkpoint is read once for all of them, and
 no more than a layer is in memory (``ktbridge.verify.layerwise``).
 """
 
@@ -20,7 +20,7 @@ from ktbridge.verify.unrotated_keys import keys_left, rotating
 from ktbridge.verify.variants import Variant, standard_variants
 from ktbridge.verify.verdict import References, mean_distance
 
-TOKENS = 8192  # of all variants together, in one reading of the checkpoint
+TOKENS = 8192  # of all variants together, in one pass over the checkpoint
 
 
 class ReferenceModel:

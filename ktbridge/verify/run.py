@@ -1,4 +1,4 @@
-"""One verification from end to end: which arms to ask, references, judgement, explanation."""
+"""One verification from end to end: arms to query, references, verdict, explanation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ktbridge.verify.verdict import Verification, judge
 def arms_to_ask(
     model: str, listed: Sequence[str], expert_model: str | None = None
 ) -> dict[str, str]:
-    """Served names to measure -> what each should be: base, expert or full.
+    """Served names to measure -> expected reference: base, expert or full.
 
-    ``model`` is asked as full. For ``S:NAME`` its neighbours ``S:base`` and ``S`` are measured where
+    ``model`` is measured as full. For ``S:NAME`` its neighbours ``S:base`` and ``S`` are measured where
     the server lists them. A name that isn't listed is refused: some engines answer it with the base.
     """
     served, adapter = split_name(model)
@@ -63,7 +63,7 @@ def verify(
 
     ``model`` is the served name to judge, ``expert_model`` one that should have the expert LoRA alone;
     ``adapter_dir`` is what training wrote, ``base_model`` a checkpoint's directory. ``repeat`` asks the
-    server several times; what identical requests differ by counts as noise.
+    server several times; differences between identical requests count as noise.
     ``on_progress(done, total)`` counts decoder layers of a stage that ``on_stage`` names.
 
     Raises KtbridgeError when the server cannot be measured or the references not be computed;
@@ -88,7 +88,7 @@ def verify(
     reference_model = ReferenceModel(base, adapter, prompts)
     on_stage("computing references")
     references = compute_references(reference_model, halves, on_progress)
-    # An adapter with one half makes fewer arms than the names suggest.
+    # An adapter with one half has fewer arms than the names suggest.
     means = {
         "base": "base",
         "expert": "expert" if halves[0] else "base",
@@ -110,7 +110,7 @@ def verify(
 
 
 def facts_of(adapter: Adapter, can_leave_keys: bool) -> Facts:
-    """Ranks and layers of the halves that ``adapter`` has, and what its base's family allows."""
+    """Ranks and layers of the halves of ``adapter``, and what its base's family supports."""
     layers = {
         "expert": adapter.expert_layers(),
         "nonexpert": tuple(sorted({part.key.layer for part in adapter.nonexpert.values()})),

@@ -1,8 +1,8 @@
-"""Attention whose keys aren't rotated: what an engine computes that gives positions to queries alone.
+"""Attention with unrotated keys: simulates an engine that applies RoPE to queries only.
 
 sglang-kt before 0.7.0 does so in prompts (``ktbridge.serve.sglang.attention``). Most families of
 transformers rotate both by one function of their modelling module; a copy of the attention's forward that
-is given another function in its place is all it takes. Families that do it otherwise are left alone.
+gets another function in its place is enough. Families that do it otherwise are not supported.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def rotating(layers: nn.Module) -> list[Any]:
 
 @contextmanager
 def keys_left(modules: Sequence[Any], left: Sequence[bool]) -> Iterator[None]:
-    """As long as it lasts, ``modules`` leave keys unrotated in some parts of the batch.
+    """Context: ``modules`` leave keys unrotated in some parts of the batch.
 
-    ``left`` says it for each part; parts are equal and follow one another in the first dimension. Raises
+    ``left`` has a flag per part; parts are equal and follow one another in the first dimension. Raises
     ValueError where keys are to be left and no module is known to rotate any.
     """
     if not any(left):
@@ -37,7 +37,7 @@ def keys_left(modules: Sequence[Any], left: Sequence[bool]) -> Iterator[None]:
     if not modules:
         raise ValueError("no module is known to rotate keys")
     for module in modules:
-        module.forward = MethodType(_leaving(type(module).forward, left), module)
+        module.forward = MethodType(_without_rotation(type(module).forward, left), module)
     try:
         yield
     finally:
@@ -46,7 +46,7 @@ def keys_left(modules: Sequence[Any], left: Sequence[bool]) -> Iterator[None]:
 
 
 def _rotates(forward: Any) -> bool:
-    # A decorated forward isn't what its code says; one that names two functions may call the other one.
+    # A decorated forward doesn't match its code; one that names two functions may call the other one.
     code = getattr(forward, "__code__", None)
     called = [name for name in code.co_names if name.startswith("apply_rotary")] if code else []
     if called != [ROTATE] or hasattr(forward, "__wrapped__"):
@@ -55,7 +55,7 @@ def _rotates(forward: Any) -> bool:
     return callable(rotate) and list(inspect.signature(rotate).parameters)[:2] == ["q", "k"]
 
 
-def _leaving(forward: FunctionType, left: Sequence[bool]) -> FunctionType:
+def _without_rotation(forward: FunctionType, left: Sequence[bool]) -> FunctionType:
     """A copy of ``forward`` that rotates fewer keys."""
     rotate = forward.__globals__[ROTATE]
 

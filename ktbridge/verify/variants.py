@@ -1,4 +1,4 @@
-"""Ways in which an adapter may be on a server: the right ones, and the wrong ones worth naming."""
+"""Variants of an adapter on a server: the correct ones, and the errors worth naming."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ HALVES = ("expert", "nonexpert")
 
 @dataclass(frozen=True)
 class Variant:
-    """The base with some of an adapter, done right or wrong.
+    """The base with parts of an adapter, applied correctly or not.
 
     ``expert`` and ``nonexpert`` multiply the scale that the adapter asks for: 0 leaves that half out.
     ``swapped``: gate's LoRA is in up's place and up's in gate's. ``shift``: expert e has the LoRA of
     expert e + shift (modulo E). ``without``: (half, layer) that have none. ``unrotated``: the keys of
-    attention have no position, which is the engine's mistake and not the adapter's.
+    attention lack RoPE, which is the engine's error and not the adapter's.
     """
 
     expert: float = 0.0
@@ -26,7 +26,7 @@ class Variant:
     unrotated: bool = False
 
     def scaled(self, scales: Mapping[str, float]) -> Variant:
-        """The same with these halves at these multiples."""
+        """A copy with these multipliers of the halves."""
         return replace(
             self,
             expert=scales.get("expert", self.expert),
@@ -34,7 +34,7 @@ class Variant:
         )
 
     def scale(self, half: str, layer: int) -> float:
-        """The multiple at which ``half`` is there in a decoder layer (-1: outside of all layers)."""
+        """The multiplier of ``half`` in a decoder layer (-1: outside of all layers)."""
         if (half, layer) in self.without:
             return 0.0
         return self.expert if half == "expert" else self.nonexpert
@@ -46,11 +46,11 @@ STANDARD = {
     "nonexpert": Variant(nonexpert=1),
     "full": Variant(expert=1, nonexpert=1),
 }
-"""What a server may rightly be, by name."""
+"""The correct variants by name."""
 
 
 def standard_variants(expert: bool, nonexpert: bool) -> dict[str, Variant]:
-    """Those that an adapter with these halves makes."""
+    """The correct variants of an adapter with these halves."""
     return {
         name: variant
         for name, variant in STANDARD.items()

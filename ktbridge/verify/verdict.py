@@ -1,10 +1,10 @@
-"""Did the adapter take effect? Judgement on numbers alone: no model, no network, no torch.
+"""Verdict on whether the adapter took effect, from logprobs alone: no model, no network, no torch.
 
-A served arm gives one logprob for each fixed token. It is held against references: ``base``,
+A served arm has one logprob per fixed token. They are compared with references: ``base``,
 ``expert`` (expert LoRA only), ``nonexpert`` (the other half only), ``full``. A half of the adapter
 counts as applied when the served numbers are those of the reference that has this half and not of the
-one that lacks it, and their share of the half's effect is 1, on a separation that stands clear of the
-noise floor. What this can't name goes to ``ktbridge.verify.hypotheses``, which tries what may be wrong.
+one that lacks it, and their share of the half's effect is 1, on a separation well above the noise
+floor. What this can't classify goes to ``ktbridge.verify.hypotheses``, which tries possible errors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CONTENT = {
     "nonexpert": (False, True),
     "full": (True, True),
 }
-CLEAR_OF_NOISE = 3.0  # a separation below this many noise floors tells nothing
-NEAR = 0.5  # nearest: nearer by at least this part of the separation, and within it
-WITHIN = 0.15  # the same as a reference: within this part of the separation, or noise
+CLEAR_OF_NOISE = 3.0  # a separation below this many noise floors is inconclusive
+NEAR = 0.5  # nearest: nearer by at least this fraction of the separation, and within it
+WITHIN = 0.15  # equal to a reference: within this fraction of the separation, or noise
 SHARE = 0.15  # how far the share may lie from 1 (applied) or 0 (not applied)
 
 
@@ -59,9 +59,9 @@ class ArmReading:
 
 @dataclass(frozen=True)
 class HalfReading:
-    """One half of the adapter, in the model that was asked about.
+    """One half of the adapter in the verified model.
 
-    ``share`` estimates how much of the half's effect is there (1 all, 0 none, 2 twice), by least
+    ``share`` estimates how much of the half's effect is present (1 all, 0 none, 2 twice), by least
     squares; None when the half has no effect to measure. Distances are mean |Δlogprob| in nats.
     """
 
@@ -85,12 +85,12 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Verification:
-    """The whole answer.
+    """The result of a verification.
 
     ``verdict`` is about ``model``, ``told_by`` names the test that decided. ``scale`` gives, for a wrong
-    one, its multiple of the right one by half; ``looks_like`` an explanation that was computed and fits.
+    scale, its multiple of the right one by half; ``looks_like`` an explanation that was computed and fits.
     ``noise`` is the floor of each reference (precision), ``spread`` the server's own, if it was asked
-    more than once. ``ok``: applied, and every other arm is what its name says.
+    more than once. ``ok``: applied, and every other arm matches its name.
     """
 
     model: str
@@ -113,17 +113,17 @@ class Verification:
 
     @property
     def arm(self) -> ArmReading:
-        """The arm that was asked about."""
+        """The verified arm."""
         return next(arm for arm in self.arms if arm.model == self.model)
 
     @property
     def floor(self) -> float:
-        """What no difference can be told below: the largest noise, of precision or of the server."""
+        """The detection limit of differences: the largest noise, of precision or of the server."""
         return max(*self.noise.values(), self.spread or 0.0)
 
     @property
     def in_doubt(self) -> bool:
-        """Whether something else than what references say may fit better: see ``explain``."""
+        """Whether another explanation than the references may fit better: see ``explain``."""
         if self.told_by == "effect":
             return False
         return self.arm.distances[self.arm.nearest] > CLEAR_OF_NOISE * self.floor
@@ -143,10 +143,10 @@ def judge(
     references: References,
     spread: Mapping[str, float] | None = None,
 ) -> Verification:
-    """Judge ``model``, the arm asked about, and the other served arms beside it.
+    """Judge ``model``, the verified arm, and the other served arms.
 
     ``served``: model name -> (reference it should equal, its logprobs). ``references`` holds the
-    arms that the adapter makes: base and expert for one without a non-expert half, and so on.
+    arms that the adapter has: base and expert for one without a non-expert half, and so on.
     ``spread``: model name -> mean |Δlogprob| between identical requests.
     """
     spread = spread or {}
@@ -176,12 +176,12 @@ def judge(
         spread=max(spread.values()) if spread else None,
         arms=arms,
         halves=halves,
-        problems=tuple(_not_themselves(arms, model, told_by)),
+        problems=tuple(_mismatched_arms(arms, model, told_by)),
     )
 
 
-def _not_themselves(arms: Sequence[ArmReading], model: str, told_by: str) -> Iterator[Problem]:
-    """KTV003 for each arm beside ``model`` that isn't what its name says; of a wrong base, for that alone."""
+def _mismatched_arms(arms: Sequence[ArmReading], model: str, told_by: str) -> Iterator[Problem]:
+    """KTV003 for each arm beside ``model`` that doesn't match its name; for a wrong base, only that one."""
     step = "give as --base-model what the server serves" if told_by == "base" else None
     for arm in arms:
         if arm.model == model or arm.as_expected or (told_by == "base" and arm.expected != "base"):
@@ -196,7 +196,7 @@ def _not_themselves(arms: Sequence[ArmReading], model: str, told_by: str) -> Ite
 def _whole(
     arms: Sequence[ArmReading], halves: Sequence[HalfReading], references: References
 ) -> tuple[Verdict, str, str]:
-    """Verdict, its reason, and the test that told."""
+    """The verdict, its reason, and the test that decided."""
     verdicts = {half.half: half.verdict for half in halves}
     blank = [half for half in halves if half.separation < CLEAR_OF_NOISE * half.noise]
     blank += [half for half in halves if half.share is None and half not in blank]
@@ -248,7 +248,7 @@ def _read_arm(
         for reference, logprobs in references.logprobs.items()
     }
     nearest = min(distances, key=lambda reference: distances[reference])
-    # References nearer to each other than the noise cannot be told apart: no blame for that.
+    # References nearer to each other than the noise are indistinguishable: not a failure.
     is_nearest = distances[expected] <= distances[nearest] + max(references.noise.values())
     right = references.logprobs[expected]
     separation, neighbour = min(
@@ -268,7 +268,7 @@ def _read_arm(
 def _share(
     vector: Sequence[float], there: Sequence[float], absent: Sequence[float]
 ) -> float | None:
-    """How much of the way from ``absent`` to ``there`` the vector lies, by least squares."""
+    """The fraction of the way from ``absent`` to ``there`` that the vector has, by least squares."""
     effect = [t - a for t, a in zip(there, absent, strict=True)]
     power = sum(e * e for e in effect)
     if power == 0:
@@ -304,13 +304,13 @@ def _read_half(
         if abs(share - 1) <= SHARE:
             verdict, reason = "applied", f"served logprobs are the {have} reference's, not {lack}'s"
         else:
-            reason = _not_quite(have, share, 1)
+            reason = _partial(have, share, 1)
     elif near - far >= NEAR * separation and far <= NEAR * separation:
         if abs(share) <= SHARE:
             verdict = "not applied"
             reason = f"served logprobs are the {lack} reference's, not {have}'s"
         else:
-            reason = _not_quite(lack, share, 0)
+            reason = _partial(lack, share, 0)
     elif min(near, far) > NEAR * separation:
         reason = (
             "served logprobs are far from every reference: another base, scale or template? "
@@ -321,7 +321,7 @@ def _read_half(
     return HalfReading(half, verdict, reason, share, near, far, separation, noise)
 
 
-def _not_quite(reference: str, share: float, right: int) -> str:
+def _partial(reference: str, share: float, right: int) -> str:
     return (
         f"served logprobs are near the {reference} reference's and not the same: "
         f"another scale? (share {share:.2f}, not {right})"

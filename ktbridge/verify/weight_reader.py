@@ -1,7 +1,7 @@
-"""Single weights of a checkpoint as torch tensors: found by a module's name, read when asked for.
+"""Read single weights of a checkpoint as torch tensors, on demand and by module name.
 
 Read are bfloat16, float16, float32 and block FP8 (``.weight`` F8_E4M3 with ``.weight_scale_inv``; value
-= stored · scale of its block, blocks as config.json's ``weight_block_size`` says, else 128 x 128).
+= stored · scale of its block, blocks as in config.json's ``weight_block_size``, else 128 x 128).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ktbridge.model.locate import expert_home, module_weights
 
 FP8 = "F8_E4M3"
 _MOVED = {".gate.moe_statics.": ".moe_statics."}
-"""What transformers keeps in another module than the checkpoint does (ERNIE 4.5)."""
+"""Weights that transformers keeps in another module than the checkpoint (ERNIE 4.5)."""
 PACKED = (".weight_packed", ".qweight", "_blocks", ".weight.absmax")
 
 
@@ -38,7 +38,7 @@ class WeightReader:
         self._block: tuple[int, int] = tuple(block) if block else (128, 128)
 
     def find(self, name: str) -> str | None:
-        """The checkpoint's name of a weight that ``name`` is in memory; None where it has none."""
+        """The checkpoint's name of the weight ``name`` in memory; None if it has none."""
         found = module_weights(self.checkpoint, name)
         for inside, outside in _MOVED.items():
             found = found or module_weights(self.checkpoint, name.replace(inside, outside))
@@ -68,7 +68,7 @@ class WeightReader:
             shape = shape[1:] if isinstance(part, int) else (rows.stop - rows.start, *shape[1:])
         dtype = torch.float8_e4m3fn if entry.dtype == FP8 else DTYPES[entry.dtype]
         with warnings.catch_warnings():
-            # Read-only, as is everything that is done with it.
+            # Read-only, and only read from.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             view = self.checkpoint.file(shard).view(start, end)
             return torch.frombuffer(view, dtype=dtype).reshape(shape)
@@ -85,7 +85,7 @@ class WeightReader:
         return self.tensor(name, part).to(dtype)
 
     def release(self) -> None:
-        """Let go of the pages that were read."""
+        """Release the mapped pages that were read."""
         for shard in self._touched:
             self.checkpoint.file(shard).release()
         self._touched.clear()

@@ -1,4 +1,4 @@
-"""From a job's events to an HTTP answer, whole or streamed. Hanging up ends the generation."""
+"""From a job's events to an HTTP response, whole or streamed. A client disconnect ends the generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ktbridge.serve.local.worker import Job, ServerStopping
 
 
 class ClientGone(Exception):
-    """The client hung up before its answer was ready."""
+    """The client disconnected before its answer was ready."""
 
 
 def stopping() -> ApiError:
@@ -70,7 +70,7 @@ def stream(
     include_usage: bool,
     metrics: Metrics,
 ) -> StreamingResponse:
-    """Server-sent events, one a Delta, closed by [DONE]. What is ready together is sent together."""
+    """Server-sent events, one per Delta, closed by [DONE]. Events ready together are sent together."""
 
     outcome = "cancelled"
 
@@ -107,7 +107,7 @@ def stream(
 
 
 class _Stream(StreamingResponse):
-    """Ends the job however it ends itself, even where the client left before the first event."""
+    """Always ends the job, even if the client disconnected before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""The HTTP face: routes, and errors in OpenAI's shape."""
+"""The HTTP API: routes, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def create_app(
 ) -> FastAPI:
     """The application that serves ``arms`` of ``engine``. Its lifespan owns the worker thread.
 
-    ``app.state.drain()`` has it take no more requests; ``app.state.worker.close()`` gives up those
-    that are under way.
+    ``app.state.drain()`` stops accepting requests; ``app.state.worker.close()`` aborts those
+    in progress.
     """
     limits = limits or Limits()
     service = Service(engine, arms, fingerprints, limits)
@@ -57,7 +57,7 @@ def create_app(
     app.state.worker = worker
     app.state.drain = drain
     add_error_handlers(app)
-    # The last one added is the outermost: first the key, then the size.
+    # The last middleware added is the outermost: first the key, then the size.
     app.add_middleware(LimitBody, limit=limits.body, seconds=limits.body_seconds, stopping=stop)
     app.add_middleware(RequireKey, key=api_key)
     app.include_router(state_of(service))
@@ -67,7 +67,7 @@ def create_app(
 
 
 def state_of(service: Service) -> APIRouter:
-    """What the server is and does: its health, its numbers, its models."""
+    """Routes for health, metrics and models."""
     routes = APIRouter()
 
     @routes.get("/health")
@@ -123,7 +123,7 @@ def publish_bounds(app: FastAPI, service: Service) -> None:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every failure leaves in OpenAI's shape."""
+    """Return every failure in OpenAI's error format."""
 
     def respond(error: ApiError) -> JSONResponse:
         return JSONResponse(error.body(), error.status, error.headers)
@@ -140,9 +140,9 @@ def add_error_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 404:
             return respond(ApiError(404, f"there is no {request.method} {request.url.path} here"))
-        said = ApiError(error.status_code, str(error.detail))
-        said.headers.update(error.headers or {})
-        return respond(said)
+        api_error = ApiError(error.status_code, str(error.detail))
+        api_error.headers.update(error.headers or {})
+        return respond(api_error)
 
     @app.exception_handler(ClientGone)
     async def _gone(_: Request, error: ClientGone) -> Response:

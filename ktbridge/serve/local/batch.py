@@ -1,8 +1,8 @@
-"""Continuous batching: answers begin and end at any step, and all under way advance together.
+"""Continuous batching: answers begin and end at any step, and all in progress advance together.
 
-Pure of threads and HTTP: ``worker`` calls ``begin``, ``advance`` and ``step``. A prompt is run alone
+No threads or HTTP here: ``worker`` calls ``begin``, ``advance`` and ``step``. A prompt is run alone
 (prefill), a chunk at a time, so that the others go on between its chunks; then its row joins their cache.
-Each ``step`` is one forward of one token a row, whatever arm a row is of.
+Each ``step`` is one forward of one token per row, whatever arm a row belongs to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)
 
-ALONE = 4096  # tokens of a chunk that holds nobody up: its activations and logits need memory
+ALONE = 4096  # tokens per chunk when no other answer waits: activations and logits need memory
 
 
 class Model(Protocol):
@@ -49,7 +49,7 @@ class Model(Protocol):
 
 
 class Listener(Protocol):
-    """Who asked: gets events by choice, and says when nobody waits any more."""
+    """The requester: receives events by choice, and reports when it was cancelled."""
 
     @property
     def cancelled(self) -> bool: ...
@@ -72,13 +72,13 @@ class Ask:
 
     @property
     def longest(self) -> int:
-        """Tokens that each of its rows may come to."""
+        """Maximum tokens of each of its rows."""
         return len(self.prompt) + self.sampling.max_tokens
 
 
 @dataclass
 class Row:
-    """One answer under way. ``length``: its tokens in the cache."""
+    """One answer in progress. ``length``: its tokens in the cache."""
 
     ask: Ask
     choice: int
@@ -98,10 +98,10 @@ class Coming:
 
 @dataclass
 class Batch:
-    """The answers under way, and the one prompt that is to join them.
+    """The answers in progress, and the one prompt that is being prefilled to join them.
 
-    ``running``: how many rows at most. ``cells``: how many positions the cache may have, rows times
-    the longest that one may come to. ``chunk``: how many tokens of a prompt others wait for.
+    ``running``: maximum rows. ``cells``: maximum cache positions, rows times the longest possible
+    row. ``chunk``: tokens of a prompt per prefill chunk while other answers wait.
     """
 
     model: Model
@@ -113,7 +113,7 @@ class Batch:
     _cache: Any = None
 
     def fits(self, ask: Ask) -> bool:
-        """Whether ``ask`` can begin now. Alone it always can."""
+        """Whether ``ask`` can begin now; always true if nothing else runs."""
         if not self.rows:
             return True
         count = len(self.rows) + ask.n
@@ -134,10 +134,10 @@ class Batch:
         return chosen
 
     def advance(self) -> int:
-        """Run the next chunk of the prompt that is coming, if one is and somebody waits for it.
+        """Run the next chunk of the pending prompt, if there is one and it isn't cancelled.
 
         After the last chunk each choice's first token is delivered, and the rows that go on join.
-        Returns how many tokens were chosen. What goes wrong is the asker's alone.
+        Returns how many tokens were chosen. A failure affects this request only.
         """
         coming = self.coming
         if coming is None:
@@ -184,13 +184,13 @@ class Batch:
         coming.done = end
         if scoring:
             top = ask.sampling.top_logprobs or 0
-            # Our last token foretells the first of the next chunk, which has it from us.
+            # Our last token predicts the first of the next chunk, whose logprob is computed here.
             entries = prompt_logprobs(logits, ask.prompt[start : end + 1], top)
             coming.entries += entries[1:] if start else entries
         return logits[-1].float()
 
     def step(self) -> int:
-        """One token for every row that somebody waits for. Returns how many were chosen."""
+        """Generate one token for every row that isn't cancelled. Returns how many were chosen."""
         self._keep([row for row in self.rows if not row.ask.listener.cancelled])
         if not self.rows:
             return 0
@@ -203,7 +203,7 @@ class Batch:
                 self._cache,
             )
         except Exception as error:
-            # The cache may be half-written: nobody can go on from it.
+            # The cache may be half-written: no row can continue from it.
             log.exception("a step failed")
             self._drop_rows(error)
             return 0
@@ -214,7 +214,7 @@ class Batch:
         return len(rows)
 
     def drop_all(self, error: BaseException) -> None:
-        """Give up every answer under way, and the prompt that is coming."""
+        """Abort every answer in progress, and the pending prompt."""
         if self.coming is not None:
             self.coming.ask.listener.fail(error)
         self._drop_rows(error)
@@ -226,7 +226,7 @@ class Batch:
         self.rows, self._cache = [], None
 
     def _take(self, row: Row, logits: torch.Tensor) -> bool:
-        """Choose a row's next token; whether it goes on."""
+        """Choose a row's next token; returns whether the row continues."""
         try:
             events = row.answer.take(logits)
         except Exception as error:

@@ -1,7 +1,7 @@
-"""Key/value caches of several answers as one: rows join, leave, and are padded on the left.
+"""Joined key/value caches of several answers: rows join, leave, and are left-padded.
 
 The invariant: a joined cache is what one left-padded batch of the same rows would have left behind.
-So transformers' own masks and every family's attention serve it, without knowing how it came about.
+So transformers' own masks and every family's attention work on it unchanged.
 Row i has its last ``lengths[i]`` of ``width`` positions filled, where width is the longest length.
 """
 
@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 from transformers import cache_utils as kinds
 
-ROOM = 128  # positions that a cache can grow by before it is copied
+ROOM = 128  # spare positions of a cache: it is copied when they are used up
 
 BATCHABLE = (
     kinds.DynamicLayer,
@@ -34,7 +34,7 @@ Source = tuple[Any, Sequence[int]]
 
 
 class GrowingLayer(kinds.DynamicLayer):
-    """transformers' layer for full attention, but a new token is written into room kept for it.
+    """transformers' layer for full attention, but new tokens are written into preallocated room.
 
     There each token copies all keys and values that came before it.
     """
@@ -63,7 +63,7 @@ class GrowingLayer(kinds.DynamicLayer):
 
 
 def batchable(cache: Any) -> bool:
-    """Whether rows of such a cache can be joined: every layer keeps what is known here how to join."""
+    """Whether rows of such a cache can be joined: all its layers are of supported types."""
     known = (*BATCHABLE, GrowingLayer)
     return type(cache) is DynamicCache and all(type(layer) in known for layer in cache.layers)
 
@@ -141,7 +141,7 @@ def _aligned(
     for tensor, rows in sources:
         taken = min(width, tensor.shape[2])
         for row in rows:
-            made[at, :, : width - taken] = 0  # anything finite: a mask hides it
+            made[at, :, : width - taken] = 0  # any finite value: it is masked
             made[at, :, width - taken : width] = tensor[row, :, tensor.shape[2] - taken :]
             at += 1
     return made

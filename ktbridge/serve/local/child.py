@@ -22,7 +22,7 @@ END_SECONDS = 10
 
 @dataclass(frozen=True)
 class Child:
-    """A running engine: its base URL, its API key and the model names that it lists."""
+    """A running engine: base URL, API key and listed model names."""
 
     url: str
     key: str
@@ -32,7 +32,9 @@ class Child:
     def check(self) -> None:
         """Raises KtbridgeError if it has ended."""
         try:
-            code = self.process.wait(0.2)  # a connection breaks a moment before its process is gone
+            code = self.process.wait(
+                0.2
+            )  # a connection breaks slightly before its process has exited
         except subprocess.TimeoutExpired:
             return
         raise KtbridgeError(f"the engine ended with code {code}.", "what it said is above")
@@ -42,7 +44,7 @@ class Child:
 def engine(model: str, adapter: str | None = None, threads: int | None = None) -> Iterator[Child]:
     """`ktbridge serve` on a free loopback port, once it is ready.
 
-    ``adapter`` (any layout) is served as S:adapter. What the child says goes to our stderr. Raises
+    ``adapter`` (any layout) is served as S:adapter. The child's output goes to our stderr. Raises
     KtbridgeError when it ends before it is ready.
     """
     key = secrets.token_hex(16)
@@ -64,7 +66,7 @@ def engine(model: str, adapter: str | None = None, threads: int | None = None) -
     try:
         assert process.stdout is not None
         ready = _first_document(process.stdout)
-        if ready is None or "base_url" not in ready:  # nothing, or the document of a failure
+        if ready is None or "base_url" not in ready:  # empty, or an error document
             raise KtbridgeError(
                 f"the engine ended with code {process.wait()} before it was ready.",
                 "what it said is above",
@@ -73,7 +75,7 @@ def engine(model: str, adapter: str | None = None, threads: int | None = None) -
     finally:
         process.terminate()
         try:
-            # The second signal says not to wait for answers that nobody reads any more.
+            # The second signal aborts answers, which nobody reads any more.
             process.wait(0.5)
         except subprocess.TimeoutExpired:
             process.terminate()
@@ -97,7 +99,7 @@ def _first_document(stream: IO[str]) -> dict | None:
 
 
 def _end_with(parent: int) -> None:
-    """In the child: SIGTERM once the parent is gone, however it went."""
+    """In the child: request SIGTERM when the parent dies, for whatever reason."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it went before we asked
+    if os.getppid() != parent:  # the parent died before prctl
         os.kill(os.getpid(), signal.SIGTERM)

@@ -15,16 +15,16 @@ import torch
 from ktbridge.serve.local.text import StopScanner, TextStream, Tokens
 
 FinishReason = Literal["stop", "length"]
-GREEDY_BELOW = 1e-5  # dividing logits by less than this can overflow, and is greedy anyway
+GREEDY_BELOW = 1e-5  # dividing logits by less can overflow, and is greedy anyway
 
-HEAD = 512  # the words among which a nucleus is looked for first
+HEAD = 512  # top-k tokens among which a nucleus is looked for first
 
-SEED_STEP = 0x9E3779B97F4A7C15  # odd and large: seeds of neighbours' choices don't meet
+SEED_STEP = 0x9E3779B97F4A7C15  # odd and large: seeds of neighbouring choices don't collide
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a prompt. ``temperature`` 0 is greedy; ``top_logprobs`` None wants none."""
+    """How to continue a prompt. ``temperature`` 0 is greedy; ``top_logprobs`` None: no logprobs."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -55,7 +55,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end. ``completion_tokens`` counts every generated token, the end token included."""
+    """The end of an answer. ``completion_tokens`` counts every generated token, the end token included."""
 
     reason: FinishReason
     completion_tokens: int
@@ -65,21 +65,21 @@ Event = Delta | Finish
 
 
 class Answer:
-    """One answer as it comes about: ``take`` the logits after the last token, and get what is new."""
+    """One answer being generated: ``take`` the logits after the last token; returns what is new."""
 
     def __init__(
         self, tokens: Tokens, stop_ids: frozenset[int], sampling: Sampling, choice: int = 0
     ) -> None:
-        """``choice``: which of a request's n answers; each draws otherwise from the same seed."""
+        """``choice``: index among a request's n answers; each samples differently from the same seed."""
         self._stop_ids = stop_ids
         self._sampling = sampling
         self._picker = Picker(sampling, choice)
         self._stream = TextStream(tokens)
         self._scanner = StopScanner(sampling.stop)
         self._pending: list[tuple[int, TokenLogprob]] = []
-        """Logprobs to send, each with where in the text its token begins."""
-        self._read = 0  # characters that the tokens so far completed
-        self._sent = 0  # and those of them that went out
+        """Logprobs to send, each with the text offset of its token."""
+        self._read = 0  # characters completed by the tokens so far
+        self._sent = 0  # and those of them that were sent
         self.count = 0
         self.token = -1
         """The newest token, which the next forward takes."""
@@ -113,7 +113,7 @@ class Answer:
         return [*events, Finish(reason, self.count)]
 
     def _scan(self, text: str) -> str:
-        """What of ``text``, which the tokens just completed, may go out."""
+        """The part of ``text``, just completed by tokens, that may be sent."""
         self._read += len(text)
         return self._scanner.feed(text)
 
@@ -132,7 +132,7 @@ class Answer:
 
 
 class Picker:
-    """Chooses the next token: greedy, or from the nucleus at a temperature, repeatable by seed."""
+    """Samples the next token: greedy, or top-p at a temperature, reproducible by seed."""
 
     def __init__(self, sampling: Sampling, choice: int = 0) -> None:
         self.temperature = sampling.temperature
@@ -147,8 +147,8 @@ class Picker:
     def pick(self, row: torch.Tensor) -> int:
         """``row``: logits [V] of any float dtype. Raises ArithmeticError for NaN among them.
 
-        One uniform number a token is looked up in the cumulated probabilities. torch.multinomial draws
-        one for each word of the vocabulary, which takes longer than the rest of a small model's step.
+        One uniform number per token is looked up in the cumulative probabilities. torch.multinomial draws
+        one for each token of the vocabulary, which takes longer than the rest of a small model's step.
         """
         if self.temperature < GREEDY_BELOW:
             return int(row.argmax())
@@ -161,19 +161,19 @@ class Picker:
         return self._draw(probabilities)
 
     def _draw(self, weights: torch.Tensor) -> int:
-        """An index of ``weights`` [N], as often as its share of their sum says."""
+        """Sample an index of ``weights`` [N] in proportion to its weight."""
         sums = weights.cumsum(-1, dtype=torch.float64)
         if not bool(sums[-1] > 0):
             raise ArithmeticError("the model's logits are not numbers")
         at = torch.rand(1, generator=self.generator, dtype=torch.float64) * sums[-1]
-        # The first whose sum is beyond: a word without probability is never taken.
+        # The first whose cumulative sum is greater: a token of probability 0 is never sampled.
         return min(int(torch.searchsorted(sums, at, right=True)), len(weights) - 1)
 
 
 def _head(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nucleus of ``probabilities`` [V], falling, and its ids: the shortest head with ``top_p``."""
+    """Top-p nucleus of ``probabilities`` [V], descending, and its ids: the shortest prefix with ``top_p``."""
     whole = len(probabilities)
-    # Sorting the vocabulary takes longer than all else here, and is seldom needed.
+    # Sorting the whole vocabulary is the slowest part, and seldom needed.
     for size in (min(HEAD, whole), whole):
         likeliest, ids = probabilities.topk(size)
         sums = likeliest.cumsum(-1, dtype=torch.float64)
@@ -198,7 +198,7 @@ def prompt_logprobs(
 ) -> list[TokenLogprob]:
     """Each prompt token given those before it; ``logits`` [T, V]. The first has no logprob.
 
-    Worked off in slices, so that float32 copies of a large vocabulary stay small.
+    Computed in slices, so that float32 copies of a large vocabulary stay small.
     """
     entries = [TokenLogprob(prompt[0], None)]
     for start in range(0, len(prompt) - 1, rows_at_once):

@@ -1,6 +1,6 @@
 """The model in memory: transformers on our kernels, PEFT for the rest, arms chosen row by row.
 
-The weights are there once. ``Mixer`` switches expert LoRA and non-expert LoRA before each forward.
+The weights are in memory once. ``Mixer`` switches expert LoRA and non-expert LoRA before each forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)
 
-SAME = 0.3  # of logits' norm: bfloat16's rounding is far below, a forgotten state far above
+SAME = 0.3  # relative to the logits' norm: bfloat16 rounding is far below, a lost state far above
 
 
 class Engine:
@@ -54,7 +54,7 @@ class Engine:
         self.chunkable = True
         """Whether a prompt can be computed in parts; known after ``warm_up``."""
         self.bytes_per_token = 0
-        """What a token takes in the cache; known after ``warm_up``."""
+        """Cache bytes per token; known after ``warm_up``."""
         self._mixer = Mixer(model, tuned, slots or {})
 
     @torch.inference_mode()
@@ -100,7 +100,7 @@ class Engine:
     def warm_up(self, arms: Sequence[ServedArm]) -> None:
         """Each arm alone, then all of them in one step: ready means that every arm has run.
 
-        Finds out, too, whether this model's caches can be joined, and what a token takes in them.
+        Also tests whether this model's caches can be joined, and measures their bytes per token.
         """
         prompt = (0, 0)
         caches = []
@@ -122,9 +122,9 @@ class Engine:
         self._check(self.step(arms, [0] * rows, [len(prompt)] * rows, together), arms)
 
     def _parts_are_the_whole(self, arm: ServedArm) -> bool:
-        """Whether this model goes on from a cache with more than one token.
+        """Whether this model can continue from a cache with more than one token (chunked prefill).
 
-        Attention always does; some versions of transformers begin linear attention afresh.
+        Attention always can; some versions of transformers reset the state of linear attention.
         """
         prompt = [token % self.vocab_size for token in range(3, 15)]
         whole, cache = self.prefill(arm, prompt, False)
@@ -143,7 +143,7 @@ class Engine:
         return False
 
     def cells(self) -> int:
-        """Positions of cache that this machine has room for: half of the memory that is free now.
+        """Cache positions that fit into half of the memory that is free now.
 
         The rest is for activations, and for the checkpoint's pages that experts are read from.
         """

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every failure looks like; only OpenAPI reads this."""
+    """The error format; only the OpenAPI schema uses this."""
 
     error: ErrorDetail
 
@@ -45,7 +45,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        """``retry_after``: seconds after which the same request may be let in."""
+        """``retry_after``: seconds after which the same request may be accepted."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -75,10 +75,10 @@ def model_not_found(name: str, names: Sequence[str]) -> ApiError:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """One ApiError of what pydantic found: the first problem's field, every problem's words.
+    """Convert pydantic's errors into one ApiError: the field of the first, the messages of all.
 
-    Of a field that may be this or that, pydantic reports every alternative; those that got less
-    far into the value than another are left out.
+    For a union, pydantic reports every alternative; those that matched less of the value than
+    another are left out.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for error in errors:
@@ -89,16 +89,18 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         if error["type"] == "json_invalid":
             path, text = (), f"the body is not JSON: {error.get('ctx', {}).get('error', text)}"
         found.setdefault(path, []).append(text)
-    said = []
+    reasons = []
     for path, texts in found.items():
         if not any(len(p) > len(path) > 0 and p[: len(path)] == path for p in found):
             prefix = f"{'.'.join(path)}: " if path else ""
-            said.append((path, prefix + " or ".join(dict.fromkeys(texts))))
-    return ApiError(400, "; ".join(text for _, text in said), param=".".join(said[0][0]) or None)
+            reasons.append((path, prefix + " or ".join(dict.fromkeys(texts))))
+    return ApiError(
+        400, "; ".join(text for _, text in reasons), param=".".join(reasons[0][0]) or None
+    )
 
 
 def _path(location: Sequence[str | int]) -> tuple[str, ...]:
-    """Where a problem is, in the client's terms: without FastAPI's "body" and pydantic's branches."""
+    """Path of a field in the client's terms: without FastAPI's "body" and pydantic's branches."""
     parts = [str(part) for part in location]
     if parts[:1] == ["body"]:
         parts = parts[1:]

@@ -1,4 +1,4 @@
-"""What answers under a model name, as a hash: a retrained adapter or another base shows at once.
+"""Hash of what is served under a model name: it changes with a retrained adapter or another base.
 
 Listed with each model of ``/v1/models``, so that stored answers are never taken for another model's.
 """

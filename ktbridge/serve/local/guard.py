@@ -1,4 +1,4 @@
-"""What stands before every route: the key and the size of the body. Plain ASGI, outermost first."""
+"""Middleware before every route: API key and body size. Plain ASGI, outermost first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPEN_PATHS = frozenset({"/health"})
 def allowed(path: str, authorization: bytes | None, key: str | None) -> bool:
     """Whether a request may pass: no key set, an open path, or the right bearer token.
 
-    The comparison takes the same time however much of the key is right.
+    The comparison takes constant time.
     """
     if key is None or path in OPEN_PATHS:
         return True
@@ -43,21 +43,21 @@ class RequireKey:
             header = dict(scope["headers"]).get(b"authorization")
             if not allowed(scope["path"], header, self._key):
                 error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-                wanted = {"WWW-Authenticate": "Bearer"}  # a 401 has to say it: RFC 9110, 11.6.1
+                wanted = {"WWW-Authenticate": "Bearer"}  # required in a 401: RFC 9110, 11.6.1
                 await JSONResponse(error.body(), 401, wanted)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 class LimitBody:
-    """413 for bodies over ``limit`` bytes, announced or streamed; 408 for those that don't come.
+    """413 for bodies over ``limit`` bytes, announced or streamed; 408 on timeout.
 
-    Once ``stopping`` is set, a request of which a part is still to come is refused with 503, so that
-    a half-sent body doesn't hold the server's end up.
+    Once ``stopping`` is set, an incomplete request is refused with 503, so that a half-sent body
+    doesn't delay the shutdown.
     """
 
     def __init__(self, app: App, limit: int, seconds: float, stopping: asyncio.Event) -> None:
-        """``seconds``: how long a client may take over the next piece."""
+        """``seconds``: timeout for the next piece of the body."""
         self._app = app
         self._limit = limit
         self._seconds = seconds
@@ -78,9 +78,9 @@ class LimitBody:
 
         async def counted() -> MutableMapping[str, Any]:
             nonlocal size, complete
-            if complete:  # what comes now is the client's hanging up, which may take its time
+            if complete:  # next comes the client's disconnect, which has no timeout
                 return await receive()
-            message = await self._soon(receive)
+            message = await self._receive_in_time(receive)
             size += len(message.get("body", b""))
             if size > self._limit:
                 # FastAPI reads the body and lets exceptions of this kind through.
@@ -90,7 +90,7 @@ class LimitBody:
 
         await self._app(scope, counted, send)
 
-    async def _soon(self, receive: Receive) -> MutableMapping[str, Any]:
+    async def _receive_in_time(self, receive: Receive) -> MutableMapping[str, Any]:
         """The next message, unless the server stops or the client takes too long."""
         message = asyncio.ensure_future(receive())
         stop = asyncio.ensure_future(self._stopping.wait())
@@ -100,7 +100,7 @@ class LimitBody:
             )
             if message.done():
                 return message.result()
-            # The rest of the body would be taken for the next request.
+            # The rest of the body would be parsed as the next request.
             close = {"Connection": "close"}
             if stop.done():
                 raise HTTPException(503, "the server is shutting down", close)
@@ -113,7 +113,7 @@ class LimitBody:
         """Read some of a refused body: most clients look for an answer only once all is sent."""
         left = 16 * self._limit
         while left > 0:
-            message = await self._soon(receive)
+            message = await self._receive_in_time(receive)
             left -= len(message.get("body", b""))
             if not message.get("more_body", False):
                 return

@@ -1,4 +1,4 @@
-"""One server process: take the port, load, serve until a signal, leave nothing behind."""
+"""One server process: bind the port, load, serve until a signal, clean up."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import uvicorn
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.local.plan import ServePlan
 
-GRACE_SECONDS = 5  # for what is left once everything was given up
+GRACE_SECONDS = 5  # for what is left after aborting everything
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take ``port`` without listening yet, so that clients are refused until the model is ready.
+    """Bind ``port`` without listening yet, so that clients are refused until the model is ready.
 
-    Raises KtbridgeError when the port or the address cannot be had. Port 0 takes any free one.
+    Raises KtbridgeError when the port or the address is unavailable. Port 0 takes any free one.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -33,8 +33,8 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
     listener = socket.socket(family, kind, proto)
     try:
-        # Lets a restarted server have its port back while old connections fade; it does not let
-        # two servers share one.
+        # Lets a restarted server rebind its port while old connections are in TIME_WAIT; it does
+        # not let two servers share one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
@@ -57,7 +57,7 @@ def serve(
 ) -> None:
     """Serve ``plan`` until SIGINT or SIGTERM; ``on_ready(base_url)`` when requests are answered.
 
-    ``on_loading`` is called once the port is had.
+    ``on_loading`` is called once the port is bound.
 
     Raises KtbridgeError when the port is taken (before the model is loaded) or the model or an
     adapter does not load.
@@ -101,9 +101,9 @@ async def _serve(server: _Server, listener: socket.socket, on_ready: Callable[[s
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, ending quietly: a signal is a request to stop, not a way to die.
+    """uvicorn with graceful shutdown: a signal stops the server instead of killing the process.
 
-    The first signal lets answers under way finish, for ``seconds`` at most; the second gives them up.
+    The first signal lets answers in progress finish, for ``seconds`` at most; the second aborts them.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._drain = drain
-        self._give_up = give_up
+        self._abort = give_up
         self._seconds = seconds
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -133,14 +133,14 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self.should_exit
         self.should_exit = True
-        # Not from here: the signal may have interrupted a holder of the queue's lock.
+        # Not from the handler: the signal may have interrupted a holder of the queue's lock.
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._give_up if again else self._begin_to_end)
+            self._loop.call_soon_threadsafe(self._abort if again else self._begin_shutdown)
 
-    def _begin_to_end(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._drain()
-        # Answers that are too long end with an error that says why.
-        asyncio.get_running_loop().call_later(self._seconds, self._give_up)
+        # Answers that take too long end with an error that states the reason.
+        asyncio.get_running_loop().call_later(self._seconds, self._abort)
 
 
 def _port_error(host: str, port: int, error: OSError) -> KtbridgeError:

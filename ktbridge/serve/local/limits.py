@@ -1,4 +1,4 @@
-"""How much one server takes on at a time. Pure; imports nothing heavy."""
+"""Limits on what one server handles at a time. Pure; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ktbridge.errors import UsageError
 class Limits:
     """``running`` answers are computed together, ``waiting`` prompts wait for their turn.
 
-    ``context``: tokens of prompt and answer together, where the model itself would take more; what
-    an answer may come to is reserved before it begins, so that memory never runs out half-way.
+    ``context``: tokens of prompt and answer together, if less than the model's own limit; an answer's
+    maximum is reserved before it begins, so that memory never runs out half-way.
     ``chunk``: tokens of a prompt that are computed between two steps of the answers under way.
-    ``choices``: the largest ``n`` of a request. ``body``: bytes of a request. ``body_seconds``: how
-    long a client may take over its next piece of a body. ``drain_seconds``: how long a server that
-    was told to stop goes on answering what it had accepted.
+    ``choices``: the largest ``n`` of a request. ``body``: bytes of a request. ``body_seconds``: timeout
+    for the next piece of a body. ``drain_seconds``: how long a server that is being stopped
+    continues to answer accepted requests.
     """
 
     running: int = 16

@@ -1,4 +1,4 @@
-"""Linear layers of CPUs on which torch has no fast bfloat16 product: packed once, in float16.
+"""Linear layers for CPUs on which torch has no fast bfloat16 GEMM: weights packed once, in float16.
 
 Without AVX-512 torch multiplies bfloat16 row by row, so that eight rows take as long as eight calls (seven
 times one, measured), and a batch gains nothing outside the experts. FBGEMM's product of float32 rows with
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SMALLEST = 1 << 16  # weights: below, converting the input costs what the product saves
 LARGEST = 65504.0  # of float16
 MOST_LOST = 2.0**-12  # of a matrix's norm; bfloat16's own rounding is 2**-9 of each weight
-SHARE = 4  # packed copies take at most this part of the memory that is free
+SHARE = 4  # packed copies take at most this fraction of free memory
 
 
 def worth_packing() -> bool:

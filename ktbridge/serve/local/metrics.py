@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus: a registry of its own for each server."""
+"""Prometheus metrics: a separate registry for each server."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ class Metrics:
             self._whole.observe(whole)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,7 +1,7 @@
-"""Rows of different arms in one forward: who of them has expert LoRA, who which non-expert LoRA.
+"""Rows of different arms in one forward: which have expert LoRA, and which non-expert LoRA.
 
-A forward whose rows are all of one arm takes the plain way: the layers' own switches. In a mixed
-one, which is always a step of one token a row,
+A forward whose rows all belong to one arm uses the layers' own switches. In a mixed one, which is
+always a step of one token per row,
 
 * the experts run twice, on the rows with LoRA and on those without: the kernels add it to all tokens
   of a call;
@@ -34,7 +34,7 @@ class Mixer:
         self._tuned = tuple(tuned)
         self._selected: tuple[ServedArm, ...] = ()
         self._experts = []
-        # What a mixed forward goes by; both None in a plain one.
+        # State of a mixed forward; both None in a plain one.
         self.names: list[str] | None = None
         self.expert_rows: tuple[torch.Tensor, torch.Tensor] | None = None
         for _, module in experts_modules(model):
@@ -52,7 +52,7 @@ class Mixer:
         wanted = (arms[0],) if len(set(arms)) == 1 else tuple(arms)
         if wanted == self._selected:
             return
-        self._selected = ()  # if the switch fails half-way, the next forward starts it afresh
+        self._selected = ()  # if the switch fails half-way, the next forward redoes it
         self.names = self.expert_rows = None
         if len({arm.expert for arm in wanted}) == 1:
             for experts in self._experts:
@@ -108,7 +108,7 @@ def _mixes(layer: Any) -> bool:
 
 
 def _switch(layer: Any, slot: str) -> None:
-    """One adapter on one layer; a layer that this adapter does not reach runs without any."""
+    """Activate one adapter on one layer; a layer without this adapter runs without any."""
     if slot in layer.lora_A:
         layer.enable_adapters(True)
         layer.set_adapter(slot, inference_mode=True)

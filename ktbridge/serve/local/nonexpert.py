@@ -1,4 +1,4 @@
-"""Non-expert LoRA into a model, by PEFT, tensor by tensor: what goes nowhere is an error."""
+"""Load non-expert LoRA into a model with PEFT; a tensor without a target module is an error."""
 
 from __future__ import annotations
 

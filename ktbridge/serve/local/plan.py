@@ -1,4 +1,4 @@
-"""What a local launch will do, and whether it can: decided before any weight is read."""
+"""Plan a local launch and check it before any weight is read."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def plan_local(
     limits: Limits | None = None,
     allow_other_base: bool = False,
 ) -> ServePlan:
-    """Check a launch and lay it out; reads configs and headers only.
+    """Check and plan a launch; reads configs and headers only.
 
     The mappings are adapter name -> directory: non-expert layout, merged layout, any. Raises
     UsageError for a request that makes no sense, ProblemsError for adapters that do not fit, and
     KtbridgeError for what cannot be read. ``problems`` of the plan are warnings.
     """
     base = Path(resolve_model(model))
-    open_checkpoint(base)  # headers only: a truncated file is said now, not after loading
+    open_checkpoint(base)  # headers only: a truncated file is reported now, not after loading
     served = served_name if served_name is not None else base.resolve().name
     check_served_name(served)
     if api_key and (api_key != api_key.strip() or not api_key.isprintable()):
@@ -181,10 +181,10 @@ def _open(directory: str, layout: str | None) -> Adapter:
 def _check_adapters(
     base: Path, directories: Sequence[Path], allow_other_base: bool
 ) -> tuple[Problem, ...]:
-    """Whether headers and configurations fit the base; values are `ktbridge validate`'s business.
+    """Whether headers and configurations fit the base; values are checked by `ktbridge validate`.
 
-    Returns what is worth saying; raises ProblemsError for what would serve something else than was
-    trained.
+    Returns warnings; raises ProblemsError if something else than what was trained would be
+    served.
     """
     problems: dict[Problem, None] = {}
     for directory in dict.fromkeys(directories):

@@ -14,8 +14,8 @@ from ktbridge.serve.local.schema import Message
 class PromptBuilder:
     """Renders and tokenises prompts, in any thread.
 
-    It has a tokenizer of its own: encoding may change a tokenizer's settings for a moment, which
-    must not meet the worker's decoding.
+    It has its own tokenizer: encoding may change a tokenizer's settings temporarily, which must
+    not happen during the worker's decoding.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, context_length: int) -> None:
@@ -25,7 +25,7 @@ class PromptBuilder:
         self.context_length = context_length
 
     def chat(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant is to speak."""
+        """Token ids of a conversation, up to where the assistant's answer begins."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ApiError(
                 400,
@@ -40,7 +40,7 @@ class PromptBuilder:
                     add_generation_prompt=True,
                     **variables,
                 )
-            except Exception as error:  # templates raise what they like, jinja's errors included
+            except Exception as error:  # templates may raise any exception, jinja's included
                 raise ApiError(
                     400, f"the chat template refuses these messages: {error}", param="messages"
                 ) from error

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and in chunks."""
+"""Responses in OpenAI's formats, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ktbridge.serve.local.text import TextOffsets, Tokens
 
 
 def token_text(tokens: Tokens, token: int) -> str:
-    """A token as text; half a character is spelled as OpenAI does, ``bytes:\\xe4``."""
+    """A token as text; half a character is written as OpenAI does, ``bytes:\\xe4``."""
     raw = tokens.raw(token)
     try:
         return raw.decode()
@@ -50,7 +50,7 @@ class ChatReply:
         self._n = n
 
     def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        said = [
+        bodies = [
             {
                 "index": index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -60,7 +60,7 @@ class ChatReply:
             for index, choice in enumerate(choices)
         ]
         ends = [choice.finish for choice in choices]
-        return self._body("chat.completion", said) | {"usage": usage(prompt_tokens, ends)}
+        return self._body("chat.completion", bodies) | {"usage": usage(prompt_tokens, ends)}
 
     def opening(self) -> list[dict[str, Any]]:
         """The chunks that come before any text."""
@@ -110,14 +110,14 @@ class ChatReply:
 
 @dataclass
 class Echo:
-    """The prompt at the head of a choice: its text, and how many of its tokens come with logprobs."""
+    """The prompt echoed at the start of a choice: its text, and how many of its tokens come with logprobs."""
 
     text: str = ""
     tokens: int = 0
 
 
 class CompletionReply:
-    """Builds the answer to one request of the older completions endpoint, one Echo a choice."""
+    """Builds the answer to one request of the older completions endpoint, one Echo per choice."""
 
     def __init__(
         self, model: str, tokens: Tokens, echoes: Sequence[Echo], *, logprobs: bool, tops: bool
@@ -130,14 +130,14 @@ class CompletionReply:
         self._tables = [LogprobTable(tokens, echo) for echo in echoes] if logprobs else None
 
     def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        said = [
+        bodies = [
             self._choice(
                 index, self._echoes[index].text + choice.text, choice.entries, choice.finish.reason
             )
             for index, choice in enumerate(choices)
         ]
         ends = [choice.finish for choice in choices]
-        return self._body(said) | {"usage": usage(prompt_tokens, ends)}
+        return self._body(bodies) | {"usage": usage(prompt_tokens, ends)}
 
     def opening(self) -> list[dict[str, Any]]:
         echoes = enumerate(self._echoes)
@@ -165,7 +165,7 @@ class CompletionReply:
 
 
 class LogprobTable:
-    """The older endpoint's columns of one choice, with where in its text each token begins."""
+    """The older endpoint's logprob columns of one choice, with the text offset of each token."""
 
     def __init__(self, tokens: Tokens, echo: Echo) -> None:
         self._tokens = tokens

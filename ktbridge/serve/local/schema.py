@@ -1,4 +1,4 @@
-"""Requests, checked. Whatever a client sends that this engine cannot honour is refused by name."""
+"""Request validation. Each field or value that this engine can't support is refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_STOPS = 16
 SEED_RANGE = 2**63
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# Where the check is in words of our own, OpenAPI learns of it by hand.
+# Checks with our own messages must be added to the OpenAPI schema by hand.
 _STOP = {"type": "string", "minLength": 1}
 Stop = Annotated[
     str | list[str],
@@ -31,7 +31,7 @@ Neutral = Annotated[Finite, WithJsonSchema({"const": 0})]
 NoBias = Annotated[dict[str, Finite], WithJsonSchema({"type": "object", "maxProperties": 0})]
 
 
-# What may be given only beside something else: field, what it then is, and what must be true.
+# Fields that depend on another: field, its value then, and the condition.
 _BESIDE = (
     ("top_logprobs", {"type": "integer"}, "logprobs"),
     ("stream_options", {"type": "object"}, "stream"),
@@ -40,7 +40,7 @@ _BESIDE = (
 
 
 def _complete(schema: dict[str, Any]) -> None:
-    """What pydantic doesn't tell OpenAPI by itself: nulls, and fields that need others."""
+    """Add to the OpenAPI schema what pydantic omits: nulls, and fields that need others."""
     fields = schema.get("properties", {})
     for name, field in fields.items():
         if name not in schema.get("required", ()):
@@ -58,7 +58,7 @@ def _complete(schema: dict[str, Any]) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """3.0 as 3: JSON knows no difference, and some clients write whole numbers so."""
+    """3.0 as 3: JSON doesn't distinguish them, and some clients write integers so."""
     if isinstance(value, list):
         return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -105,10 +105,10 @@ class TextFormat(Strict):
 
 
 class Request(Strict):
-    """What both endpoints take.
+    """Fields common to both endpoints.
 
-    Penalties and biases are known so that their neutral values pass; other values would change the
-    answer in ways this engine cannot, and are refused.
+    Penalties and biases are declared so that their neutral values pass; other values aren't
+    supported, and are refused.
     """
 
     model: str
@@ -263,7 +263,7 @@ def bounded(schema: dict[str, Any], most: int, several: int) -> dict[str, Any]:
     made = dict(schema)
     if made.get("type") == "integer":
         made["maximum"] = most
-        if "minimum" in made:  # FastAPI writes it as a float, which readers round to other digits
+        if "minimum" in made:  # FastAPI writes it as a float, which parsers round
             made["minimum"] = int(made["minimum"])
     if "anyOf" in made:
         made["anyOf"] = [bounded(each, most, several) for each in made["anyOf"]]

@@ -121,7 +121,7 @@ class Service:
         return JSONResponse(reply.whole(choices, tokens))
 
     def _echo(self, body: CompletionRequest, given: str | list[int], prompt: list[int]) -> Echo:
-        """What of a prompt the reply repeats."""
+        """The part of a prompt that the reply echoes."""
         if not body.echo:
             return Echo()
         decode = self.engine.tokens.decode

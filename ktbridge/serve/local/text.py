@@ -1,4 +1,4 @@
-"""From token ids to text that can be sent: whole characters only, and nothing past a stop string."""
+"""Incremental detokenisation: whole characters only, and nothing past a stop string."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class TextStream:
     """Incremental detokenisation: ``feed`` tokens, receive the text that they completed.
 
     The joined pieces equal the text decoded at once: each new token is decoded together with those
-    since the last emitted piece, because how a token reads may depend on the one before it.
+    since the last emitted piece, because a token's text may depend on the one before it.
     """
 
     def __init__(self, tokens: Tokens, *, special: bool = False) -> None:
         self._tokens = tokens
         self._special = special
         self._ids: list[int] = []
-        self._emitted = 0  # ids whose text went out and that give context to the next
+        self._emitted = 0  # ids already sent, kept as context for the next
 
     def feed(self, token: int) -> str:
         self._ids.append(token)

@@ -20,15 +20,15 @@ Said = tuple[int, Event] | BaseException | None  # an event of a choice, a failu
 
 
 class QueueFull(Exception):
-    """More prompts wait than the server is willing to hold."""
+    """The queue of waiting prompts is full."""
 
 
 class ServerStopping(Exception):
-    """The server is going down and gives up this answer."""
+    """The server is shutting down and aborts this answer."""
 
 
 class Outbox:
-    """Events on their way from the worker's thread to the event loop, which is woken once for a step's."""
+    """Passes events from the worker's thread to the event loop, which is woken once per step."""
 
     def __init__(self) -> None:
         self._events: list[tuple[Job, Said]] = []
@@ -56,7 +56,7 @@ def _receive(events: Sequence[tuple[Job, Said]]) -> None:
 
 
 class Job:
-    """One request: consume its events with ``async for``; ``cancel`` when nobody listens."""
+    """One request: consume its events with ``async for``; ``cancel`` when the client is gone."""
 
     def __init__(self, model: str, choices: int, outbox: Outbox) -> None:
         """``choices``: how many answers it has; the events end once each has finished.
@@ -99,13 +99,13 @@ class Job:
                 self._outbox.put(self, None)
 
     def fail(self, error: BaseException) -> None:
-        """End the request; its other choices are given up, too."""
+        """End the request; its other choices are aborted, too."""
         self._outbox.put(self, error)
         self.cancel()
 
 
 class Worker:
-    """Admits what waits, one chunk of a prompt a step, and advances what runs, until it is closed."""
+    """Admits waiting prompts, one chunk per step, and advances running answers, until closed."""
 
     def __init__(self, batch: Batch, max_waiting: int = 64, metrics: Metrics | None = None) -> None:
         self._batch = batch
@@ -133,7 +133,7 @@ class Worker:
         with self._changed:
             if self._draining:
                 raise ServerStopping
-            # A prompt that nobody waits for any more takes no one's place.
+            # A cancelled prompt takes no place in the queue.
             self._waiting = deque(ask for ask in self._waiting if not ask.listener.cancelled)
             if len(self._waiting) + len(asks) > self._max_waiting:
                 raise QueueFull
@@ -141,12 +141,12 @@ class Worker:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Take no more; those accepted are still answered."""
+        """Accept no more requests; those accepted are still answered."""
         with self._changed:
             self._draining = True
 
     def close(self) -> None:
-        """Give up all there are; does not wait."""
+        """Abort all requests; does not wait."""
         with self._changed:
             self._draining = self._closed = True
             self._changed.notify()
@@ -180,7 +180,7 @@ class Worker:
         return bool(self._closed or self._waiting or batch.rows or batch.coming)
 
     def _next(self) -> Ask | None:
-        """The prompt whose turn it is, if there is room for it. In the order of asking."""
+        """The next prompt (first in, first out), if there is room for it."""
         if self._batch.coming is not None:
             return None
         with self._changed:

@@ -1,4 +1,4 @@
-"""SGLang-KT, launched as the version at hand wants it. Nothing here needs torch.
+"""Launch SGLang-KT with the options that the installed version needs. Nothing here needs torch.
 
 Read in this order: ``request`` (what is asked for), ``facts`` (what engine, machine, model and adapters
 are), ``plan`` (both together: an argv, its reasons and every problem; pure), ``launch`` (conversions,

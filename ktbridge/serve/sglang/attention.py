@@ -3,7 +3,7 @@
 Its fused kernel rotates queries in place, and keys only on their way into the cache. A backend that reads
 a prompt's keys from the cache (fa3, torch_native) is right; one that reads them from the layer (triton,
 flashinfer) computes every prompt without RoPE on the keys. Only models whose attention uses that kernel are
-concerned: of those that KT serves, Qwen3-MoE. Seen with 0.6.4 and triton: logprobs 0.4 nats off, equal to
+affected: of those that KT serves, Qwen3-MoE. Observed with 0.6.4 and triton: logprobs 0.4 nats off, equal to
 those of a model without rotated keys to within rounding.
 """
 
@@ -32,7 +32,7 @@ def check_attention(flags: Sequence[EngineFlag], facts: Facts, version: str) -> 
         return  # the fused kernel is for a bfloat16 cache alone
     given = value_of(flags, "--prefill-attention-backend") or value_of(flags, "--attention-backend")
     if given is None:
-        # What the engine takes by default: fa3 on Hopper, others elsewhere.
+        # The engine's default: fa3 on Hopper, others elsewhere.
         if facts.gpus and all(gpu.capability.startswith(_HOPPER) for gpu in facts.gpus):
             return
         where, found = (

@@ -1,9 +1,9 @@
-"""Converted adapters, kept by what they were made from.
+"""Cache of converted adapters, keyed by the content of their sources.
 
 A directory's name is a hash over the content of its sources, so an adapter that was rewritten in
 place, with the same size and time, is another directory. The engine keeps a split copy of a merged
 adapter by path, time and size; it is pointed to a directory of ours for the same reason (and because
-its own lies in /tmp under a name that anybody can foresee).
+its own lies in /tmp under a predictable name).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.sglang.sources import Source
 
-# Part of every key: a conversion that writes something else must not find the old result.
+# Part of every key: bump it when the conversion's output changes, to invalidate old results.
 _RECIPE = "1"
 ENGINE_CACHE = "SGLANG_KT_LORA_CACHE_DIR"
 KERNEL_CACHE = "TVM_FFI_CACHE_DIR"
@@ -62,10 +62,10 @@ def slot(sources: Sequence[Source], root: Path | None = None) -> Path:
 
 
 def convert(conversion: Conversion, on_progress: Callable[[int, int], None] | None = None) -> bool:
-    """Make ``conversion.target`` unless it is there and whole. Returns whether it was made.
+    """Make ``conversion.target`` unless it exists and is complete. Returns whether it was made.
 
     Raises ProblemsError when the sources can't be converted, KtbridgeError when writing fails; the
-    target is complete or as it was.
+    target is complete or unchanged.
     """
     if is_intact(conversion.target, conversion.layout):
         return False
@@ -91,7 +91,7 @@ def convert(conversion: Conversion, on_progress: Callable[[int, int], None] | No
 
 
 def is_intact(directory: Path, layout: str) -> bool:
-    """Whether a converted directory holds what its manifest says, by size and hash."""
+    """Whether a converted directory matches its manifest, by size and hash."""
     with suppress(KtbridgeError, OSError):
         manifest = read_json_object(directory / MANIFEST_FILE)
         artifacts = manifest.get("artifacts")
@@ -107,9 +107,9 @@ def is_intact(directory: Path, layout: str) -> bool:
 
 
 def _join(expert: Path, nonexpert: Path, target: Path, base_model: str) -> None:
-    """One raw adapter from both halves of a split pair: the form that everything is converted from."""
+    """Join both halves of a split pair into one raw adapter, from which everything is converted."""
     experts, rest = read_adapter(expert), read_adapter(nonexpert)
-    for half in (experts, rest):  # what is joined gets hashes of its own
+    for half in (experts, rest):  # the joined adapter gets its own hashes
         require_hashes(half.path)
     fused = {
         fused_key(layer, name): experts.expert_tensor(layer, name)

@@ -1,6 +1,6 @@
-"""Why an engine ended: its own last error, what that usually means, and what to do.
+"""Failure diagnosis: the engine's last error, its usual cause, and the remedy.
 
-One table; the patterns are words of the engines' own messages (sglang-kt 0.6.3 to 0.7.2, kt-kernel).
+One table; the patterns match the engines' own messages (sglang-kt 0.6.3 to 0.7.2, kt-kernel).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ERROR = re.compile(
     r"|^[\w.]+: error: |\bNo module named\b|^(?:RuntimeError|AssertionError)\b"
     r"|^Illegal instruction|^Killed$"
 )
-# What is said when another process has failed already.
+# Errors that only follow from the failure of another process.
 _ECHO = re.compile(
     r"EOFError|BrokenPipeError|ConnectionResetError|[Ss]igquit|scheduler (?:died|is dead)"
 )
@@ -173,7 +173,7 @@ _SIGNALS = {
 
 
 class Diagnosis(NamedTuple):
-    """``error`` is the engine's own words; ``cause`` and ``remedy`` are "" when not in the table."""
+    """``error`` is the engine's own message; ``cause`` and ``remedy`` are "" when not in the table."""
 
     error: str
     cause: str
@@ -181,14 +181,14 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(lines: Sequence[str], code: int | None) -> Diagnosis:
-    """What the log and the exit code (negative: a signal, None: still running) tell."""
+    """Diagnose a failure from the log and the exit code (negative: a signal, None: still running)."""
     errors = [text for text in map(clean, lines) if _ERROR.search(text)]
-    told = [text for text in errors if not _ECHO.search(text)]
-    for text in reversed(told):
+    own_errors = [text for text in errors if not _ECHO.search(text)]
+    for text in reversed(own_errors):
         for row in CAUSES:
             if row.pattern.search(text):
                 return Diagnosis(text, row.cause, row.remedy)
-    error = (told or errors or [""])[-1]
+    error = (own_errors or errors or [""])[-1]
     if code is not None and code < 0 and -code in _SIGNALS:
         cause, remedy = _SIGNALS[signal.Signals(-code)]
         return Diagnosis(error, cause, remedy)

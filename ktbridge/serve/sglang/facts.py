@@ -1,4 +1,4 @@
-"""Everything a plan depends on, looked up once: engine, machine, GPUs, model, adapters, port."""
+"""Facts that a plan depends on, collected once: engine, machine, GPUs, model, adapters, port."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LOGGING = "SGLANG_LOGGING_CONFIG_PATH"
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found. ``port`` is the request's, or a free one where that was 0.
+    """The facts. ``port`` is the request's, or a free one where that was 0.
 
-    ``port_fault`` says why it can't be had. ``stored`` is the format of the checkpoint's experts,
-    None where config.json doesn't say. ``environment`` are variables that the engine would inherit
+    ``port_fault`` is the reason why it is unavailable. ``stored`` is the format of the checkpoint's experts,
+    None if config.json doesn't specify it. ``environment`` are variables that the engine would inherit
     and that matter here. ``machine`` and ``gpus`` are another machine's where one was ``described``;
-    ``gpus`` is None where nothing is known of them.
+    ``gpus`` is None if unknown.
     """
 
     installed: Installed
@@ -50,7 +50,7 @@ class Facts:
 
 
 def gather(request: Request) -> Facts:
-    """Look everything up. Raises KtbridgeError for a model or an interpreter that can't be read."""
+    """Collect all facts. Raises KtbridgeError for a model or an interpreter that can't be read."""
     model_path = Path(resolve_model(request.model)).absolute()
     sources, problems = read_sources(request)
     port, fault = check_port(request.host, request.port)
@@ -92,7 +92,7 @@ def _gpus(request: Request) -> tuple[Gpu, ...] | None:
 
 
 def machine_text(facts: Facts) -> str:
-    """Which machine a plan is for, and what is taken for granted of one that isn't this one."""
+    """Which machine a plan is for, and what is assumed of a machine other than this one."""
     machine, described = facts.machine, facts.described
     has = [f"{machine.usable_cores} cores"]
     if described.elsewhere and described.cores is None:
@@ -121,7 +121,7 @@ def machine_text(facts: Facts) -> str:
 
 
 def check_port(host: str, port: int) -> tuple[int, str]:
-    """The port (a free one for 0), and why it can't be had, "" when it can."""
+    """The port (a free one for 0), and why it is unavailable ("" if it is available)."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

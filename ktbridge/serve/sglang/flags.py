@@ -1,7 +1,7 @@
 """The engine's own flags, as they come after ``--``: what they override, and which contradict the contract.
 
 The engine's parser takes any unambiguous beginning of a flag for the flag, so abbreviations are
-refused: a guard that ``--kt-num-gpu 4`` slips past is none.
+refused: otherwise ``--kt-num-gpu 4`` would bypass the check.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ktbridge.adapter.engines import Contract
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
-# Flags that ktbridge's own options stand for: what they say must be known to plan and to supervise.
+# Flags covered by ktbridge's own options: planning and supervision need to know their values.
 OWNED = {
     "--model-path": "--base-model",
     "--model": "--base-model",
@@ -75,7 +75,7 @@ def parse_flags(words: Sequence[str]) -> tuple[list[EngineFlag], list[Problem]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides whether a flag contradicts: the contract and what is served."""
+    """What decides whether a flag is a contradiction: the contract and what is served."""
 
     contract: Contract
     expert: bool
@@ -178,7 +178,7 @@ GUARDED: dict[str, Verdict] = {
 def check_flags(
     flags: Sequence[EngineFlag], setting: Setting, parser: frozenset[str] | None
 ) -> Iterator[Problem]:
-    """What is wrong with the user's flags. ``parser``: the flags of the engine, where it is there."""
+    """Problems of the user's flags. ``parser``: the flags of the engine, if it is installed."""
     guarded = sorted({*OWNED, *GUARDED})
     seen: set[str] = set()
     for flag in flags:

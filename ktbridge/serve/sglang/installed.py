@@ -1,4 +1,4 @@
-"""Which engine an interpreter would start, read from package metadata: nothing of it is imported."""
+"""Which engine an interpreter would start, read from package metadata without importing it."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def read_installed(python: str | None = None) -> Installed:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise KtbridgeError(f"{interpreter} does not run: {error}", step) from error
     if found is None:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise KtbridgeError(f"{interpreter} does not run: {said}", step)
+        last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise KtbridgeError(f"{interpreter} does not run: {last_line}", step)
     return Installed(
         python=interpreter,
         engine=found.get(DISTRIBUTION),

@@ -1,4 +1,4 @@
-"""Carrying out a plan: convert, check what will be served, start, wait, serve, end."""
+"""Execute a plan: convert, check what will be served, start, wait, serve, stop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ktbridge.serve.sglang.ready import Progress
 from ktbridge.serve.sglang.request import Request
 from ktbridge.serve.sglang.supervise import GRACE_SECONDS, Engine
 
-# What a conversion mends: the layout isn't served as it is.
+# Problems that a conversion fixes: the layout isn't served as it is.
 _LAYOUT = "KTB901"
 
 
 def check_sources(plan: Plan, facts: Facts, allow_other_base: bool = False) -> list[Problem]:
-    """What the engine's rules say of the adapters as they are given; headers only.
+    """Check the given adapters against the engine's rules; headers only.
 
-    What the plan converts first isn't blamed for its layout.
+    The layout of adapters that the plan converts is not a problem.
     """
     if not facts.sources:
         return []
@@ -49,9 +49,9 @@ def prepare(
     on_step: Callable[[str], None] = lambda _: None,
     allow_other_base: bool = False,
 ) -> list[Problem]:
-    """Make the conversions and check what will be served, values too. Returns what is worth saying.
+    """Make the conversions and check what will be served, values too. Returns warnings.
 
-    Raises ProblemsError when the engine would refuse or swallow something.
+    Raises ProblemsError when the engine would refuse or silently ignore something.
     """
     for step in plan.conversions:
         on_step(f"converting to the {step.layout} layout")
@@ -78,7 +78,7 @@ def prepare(
 
 @contextmanager
 def key_file(api_key: str | None) -> Iterator[tuple[str, ...]]:
-    """Flags that hand the API key to the engine: a file that nobody else may read, gone afterwards.
+    """Flags that hand the API key to the engine: a private file, deleted afterwards.
 
     The engine reads no environment variable for it; its argv would show in `ps`.
     """

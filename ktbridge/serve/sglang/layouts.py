@@ -1,4 +1,4 @@
-"""Which layout a version is given: from the halves at hand, the wish, and the contract. Pure."""
+"""Choose the adapter layout from the available halves, the requested layout and the contract. Pure."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Choice:
 
 
 def granting(grants: Callable[[Contract], bool]) -> str:
-    """The versions of which ``grants`` is true, in words."""
+    """The versions for which ``grants`` is true, as text."""
     names = [contract.name for contract in CONTRACTS if grants(contract)]
     return f"{ENGINE} {', '.join(names)}" if names else f"no version of {ENGINE}"
 
 
-def choose_layout(sources: Sequence[Source], wish: LayoutWish, contract: Contract) -> Choice:
-    """Decide the layout; what the version doesn't grant is a problem that names those that do."""
+def choose_layout(sources: Sequence[Source], requested: LayoutWish, contract: Contract) -> Choice:
+    """Decide the layout; an unsupported one is a problem that names the versions supporting it."""
     experts = [source for source in sources if source.expert]
     nonexpert = tuple(source for source in sources if source.nonexpert)
     expert = experts[0] if experts else None
@@ -54,9 +54,9 @@ def choose_layout(sources: Sequence[Source], wish: LayoutWish, contract: Contrac
     if expert is None:
         layout = "nonexpert" if nonexpert else "base"
         reasons.append("there is no expert LoRA" if nonexpert else "there is no adapter")
-        if wish != "auto":
+        if requested != "auto":
             refuse(
-                f"--layout {wish} needs an expert and a non-expert LoRA",
+                f"--layout {requested} needs an expert and a non-expert LoRA",
                 "both",
                 "leave --layout out",
             )
@@ -66,17 +66,19 @@ def choose_layout(sources: Sequence[Source], wish: LayoutWish, contract: Contrac
         return Choice("base", None, (), tuple(reasons), tuple(problems))
     if not nonexpert:
         reasons.append("there is no non-expert LoRA: the expert directory is served alone")
-        if wish != "auto":
-            refuse(f"--layout {wish} needs a non-expert LoRA too", "both", "leave --layout out")
+        if requested != "auto":
+            refuse(
+                f"--layout {requested} needs a non-expert LoRA too", "both", "leave --layout out"
+            )
         return Choice("expert", expert, (), tuple(reasons), tuple(problems))
     several = len(nonexpert) > 1
-    if wish == "split" or (wish == "auto" and (contract.split or several)):
+    if requested == "split" or (requested == "auto" and (contract.split or several)):
         layout = "split"
         if contract.split:
             reasons.append(f"{where} takes the expert and the non-expert LoRA side by side")
         else:
             found = "refuses --kt-expert-lora-path together with --lora-paths"
-            if several and wish == "auto":
+            if several and requested == "auto":
                 found += ", and several non-expert adapters need both"
             refuse(
                 found, granting(lambda row: row.split), None if several else "use --layout merged"

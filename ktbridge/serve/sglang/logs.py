@@ -1,4 +1,4 @@
-"""The engine's output: into a file, without the API key, and the end of it in readable form."""
+"""The engine's log: written to a file with the API key redacted; its tail in readable form."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _KEPT = 4000  # lines: a traceback of eight ranks, and what led to it
 _LONGEST = 1 << 16  # bytes of one line that are kept; progress bars end in no newline
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STAMP = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\]\s*")
-# Frames of a traceback, the code they quote, progress bars: what nobody reads first.
+# Noise: traceback frames, the code they quote, progress bars.
 _NOISE = re.compile(r"^\s*(File \"|\^+|~+|Traceback \(|During handling|The above exception)|\d+%\|")
 
 
 class Pump:
     """A thread that moves a pipe's lines into a log file, and shows each to ``on_line`` first.
 
-    ``secret`` is replaced by asterisks in what is written and kept. Ends with the pipe.
+    ``secret`` is redacted (asterisks) in what is written and kept. Ends with the pipe.
     """
 
     def __init__(
         self, pipe: BinaryIO, path: Path, on_line: Callable[[bytes], None], secret: str | None
     ) -> None:
         self._pipe, self._on_line = pipe, on_line
-        self._secrets = _spellings(secret)
+        self._secrets = _redacted_forms(secret)
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,12 +51,12 @@ class Pump:
             return list(self._lines)
 
     def join(self, seconds: float) -> None:
-        """Wait until the pipe has ended, so that the last words are there."""
+        """Wait until the pipe is closed, so that the last lines are there."""
         self._thread.join(seconds)
 
 
-def _spellings(secret: str | None) -> list[bytes]:
-    """A secret as it is and as Python's repr writes it."""
+def _redacted_forms(secret: str | None) -> list[bytes]:
+    """The forms of a secret to redact: as it is and as Python's repr writes it."""
     if not secret:
         return []
     forms = {secret, repr(secret)[1:-1]}
@@ -64,7 +64,7 @@ def _spellings(secret: str | None) -> list[bytes]:
 
 
 def clean(line: str) -> str:
-    """A line without colours, time stamp, and what a progress bar has overwritten."""
+    """A line without ANSI colours, timestamp, and text that a progress bar has overwritten."""
     text = _ANSI.sub("", line.rstrip("\r\n").rpartition("\r")[2])
     return _STAMP.sub("", text).rstrip()
 

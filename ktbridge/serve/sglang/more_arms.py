@@ -1,4 +1,4 @@
-"""Arms that a launch can't offer, and the servers that would: an evaluation compares base, expert and full.
+"""Arms that a launch can't serve, and the servers that can: an evaluation compares base, expert and full.
 
 SGLang-KT applies the expert LoRA to every request, so no server with one answers as the base; and with a
 merged adapter versions from 0.7.0.post4 on answer as the whole adapter alone. Pure.
@@ -25,7 +25,7 @@ class MoreArms:
     evaluate: str
 
     def lines(self) -> list[str]:
-        """For people: which arms are missing, and what to do about it."""
+        """As text: which arms are missing, and what to do about it."""
         missing = " and ".join(f"{arm} arm" for arm in self.commands)
         text = (
             f"this server has no {missing}; for an evaluation of base, expert and full start also"

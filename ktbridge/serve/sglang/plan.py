@@ -1,4 +1,4 @@
-"""From a request and the facts to an argv, its reasons, and everything that stands in its way. Pure."""
+"""From a request and the facts to an argv, its reasons, and all problems. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONVERTED_WEIGHTS = ("AMXBF16", "AMXINT8", "AMXINT4")
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, decided. ``launches`` has one entry a replica, ``router`` stands before several.
+    """One launch, decided. ``launches`` has one entry per replica, ``router`` is in front of several.
 
     ``models`` are the names that requests may use, with what answers. ``directories`` are the
     adapter directories as the engine will get them, ``conversions`` what must be made first.
@@ -78,7 +78,7 @@ class Plan:
 
     def commands(self) -> list[str]:
         """Commands to copy: the conversions, the engine (each replica), the router."""
-        made: dict[Path, list[str]] = {}  # one pass over a source writes all that is made of it
+        made: dict[Path, list[str]] = {}  # one pass over a source writes all its outputs
         for step in self.conversions:
             if len(step.sources) == 1:
                 words = made.setdefault(step.sources[0], [])
@@ -119,7 +119,7 @@ class Plan:
 
 
 def plan(request: Request, facts: Facts) -> Plan:
-    """Decide a launch. Raises UsageError for an engine version that is none."""
+    """Decide a launch. Raises UsageError for an invalid engine version."""
     problems: list[Problem] = list(facts.source_problems)
     version = request.engine_version or facts.installed.engine or CONTRACTS[-1].last
     contract, known = contract_for(f"{ENGINE}=={version}")
@@ -153,8 +153,8 @@ def plan(request: Request, facts: Facts) -> Plan:
     problems += check_attention(flags, facts, version)
 
     served, conversions = _directories(choice, facts)
-    own = _model_words(request, facts, method) + _kt_words(threads) + _lora_words(choice, served)
-    own += _server_words(request, facts, expert)
+    own = _model_args(request, facts, method) + _kt_args(threads) + _lora_args(choice, served)
+    own += _server_args(request, facts, expert)
     weights = value_of(flags, "--kt-weight-path")
     if weights is None and method in _CONVERTED_WEIGHTS:
         found = f"{method} reads experts as kt-kernel's converter writes them, not the checkpoint"
@@ -196,7 +196,7 @@ def plan(request: Request, facts: Facts) -> Plan:
         reasons.append(
             "the API key goes to the engine in a private file that is removed once it is up"
         )
-    # A version that isn't here is planned for a machine that isn't described.
+    # A version that isn't installed here is meant for another machine, which isn't described.
     if elsewhere and request.engine_version and not facts.described.given:
         problems = [
             replace(p, severity="warning") if p.code in OF_THE_MACHINE else p for p in problems
@@ -272,7 +272,7 @@ def _directories(choice: Choice, facts: Facts) -> tuple[dict[str, Path], list[Co
 Words = list[tuple[str, ...]]
 
 
-def _model_words(request: Request, facts: Facts, method: str) -> Words:
+def _model_args(request: Request, facts: Facts, method: str) -> Words:
     words: Words = [
         ("--model-path", str(facts.model_path)),
         ("--kt-weight-path", str(facts.model_path)),
@@ -281,18 +281,18 @@ def _model_words(request: Request, facts: Facts, method: str) -> Words:
     return words + ([("--trust-remote-code",)] if request.trust_remote_code else [])
 
 
-def _kt_words(threads: Threads) -> Words:
+def _kt_args(threads: Threads) -> Words:
     words: Words = [
         ("--kt-cpuinfer", str(threads.cpuinfer)),
         ("--kt-threadpool-count", str(threads.pools)),
     ]
     if threads.nodes:
         words.append(("--kt-numa-nodes", *map(str, threads.nodes)))
-    # Without this one (or a ratio) KT wraps nothing: one warning, and the expert LoRA never loads.
+    # Without this flag (or a ratio) KT wraps nothing: it only warns, and the expert LoRA never loads.
     return [*words, ("--kt-num-gpu-experts", "0")]
 
 
-def _lora_words(choice: Choice, served: Mapping[str, Path]) -> Words:
+def _lora_args(choice: Choice, served: Mapping[str, Path]) -> Words:
     words: Words = []
     if choice.expert is not None and choice.layout != "merged":
         words.append(("--kt-expert-lora-path", str(served["expert"])))
@@ -309,7 +309,7 @@ def _lora_words(choice: Choice, served: Mapping[str, Path]) -> Words:
     return words
 
 
-def _server_words(request: Request, facts: Facts, expert: bool) -> Words:
+def _server_args(request: Request, facts: Facts, expert: bool) -> Words:
     words: Words = [("--max-running-requests", str(RUNNING_REQUESTS))]
     if expert:
         words.append(("--disable-cuda-graph",))
@@ -330,7 +330,7 @@ def _server_words(request: Request, facts: Facts, expert: bool) -> Words:
 
 
 def _models(served: str, choice: Choice, contract: Contract) -> dict[str, str]:
-    """Names that requests may use. The engine answers other ones too, as something else."""
+    """Names that requests may use. The engine answers other names too, with another model."""
     expert = choice.expert is not None
     arms = []
     if choice.layout != "merged" or contract.base_requests:

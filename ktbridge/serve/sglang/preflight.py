@@ -1,4 +1,4 @@
-"""What would make a launch fail, or serve to whom it shouldn't: all of it, before anything is started."""
+"""Preflight checks: everything that would make a launch fail or expose it, before anything is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ktbridge.serve.sglang.resources import memory_needed
 from ktbridge.served_names import BASE
 from ktbridge.units import size_text
 
-# What is about this machine: no fault of a plan that is made for another one.
+# Problems of this machine: they don't apply to a plan for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
 
 
@@ -47,7 +47,7 @@ def preflight(
 
 
 def served_name(request: Request, facts: Facts) -> str:
-    """What requests call the model: the option, or the model directory's name."""
+    """The served model name: the option, or the model directory's name."""
     return (
         request.served_name if request.served_name is not None else facts.model_path.resolve().name
     )

@@ -1,7 +1,7 @@
-"""What can stand in the way of a launch, and which of it a user may allow.
+"""Problems of a launch, and which of them a user may allow.
 
-``--allow CODE`` turns an error of ``ktbridge.codes.serving.LAUNCH`` into a warning, where the user knows
-better than an estimate does.
+``--allow CODE`` turns an error of ``ktbridge.codes.serving.LAUNCH`` into a warning, if the user knows
+better than an estimate.
 """
 
 from __future__ import annotations

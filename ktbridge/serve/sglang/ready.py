@@ -1,4 +1,4 @@
-"""What must be true before a server counts as ready, and how far it is."""
+"""Readiness of a server: what is required, and the progress so far."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Conditions:
 
 @dataclass
 class Progress:
-    """How far a server is. Fed with its log, line by line, and with its answers."""
+    """Startup progress, fed with the server's log, line by line, and with its answers."""
 
     conditions: Conditions
     loaded: set[int] = field(default_factory=set)
@@ -40,7 +40,7 @@ class Progress:
     listed: set[str] | None = None
 
     def read(self, line: bytes) -> None:
-        """Take notice of one line of the engine's log."""
+        """Parse one line of the engine's log."""
         found = _LOADED.search(line)
         if found:
             self.loaded.add(int(found[1]))
@@ -63,7 +63,7 @@ class Progress:
         return self.answering and not self.missing_layers and not self.missing_adapters
 
     def missing(self) -> str:
-        """What is missing, in words."""
+        """What is missing, as text."""
         parts = []
         if not self.healthy:
             parts.append("/health does not answer")
@@ -93,7 +93,7 @@ def probe(progress: Progress, host: str, port: int, api_key: str | None, timeout
 
 
 def _get(host: str, port: int, path: str, api_key: str | None, timeout: float) -> bytes | None:
-    """The body of a 200 answer; None for everything else. No proxy is asked: it is our own child."""
+    """The body of a 200 answer; None for everything else. Bypasses proxies: it is our own child."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
         connection.request(

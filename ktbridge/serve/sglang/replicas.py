@@ -1,6 +1,6 @@
-"""Several replicas on one machine, and the router before them. Pure.
+"""Several replicas on one machine, and the router in front of them. Pure.
 
-Each replica has its own GPUs, memory nodes and port; ``sglang-router`` spreads requests over them by
+Each replica has its own GPUs, NUMA nodes and port; ``sglang-router`` distributes requests by
 the prefixes they share.
 """
 
@@ -36,7 +36,7 @@ class Launch:
 def replicate(
     launch: Launch, request: Request, facts: Facts, threads: Threads
 ) -> tuple[Launch, ...]:
-    """One launch a replica: replica i listens on the port after the router's, i further on."""
+    """One launch per replica: replica i listens on the port after the router's, i further on."""
     if request.replicas <= 1:
         return (launch,)
     nodes = [node.node for node in facts.machine.numa if node.usable] or [0]
@@ -76,7 +76,7 @@ def router_argv(python: str, request: Request, facts: Facts) -> tuple[str, ...]:
 
 
 def _set(argv: tuple[str, ...], flag: str, *values: str) -> tuple[str, ...]:
-    """``argv`` with ``flag`` having these values, whether or not it was there."""
+    """``argv`` with ``flag`` set to these values (replaced or added)."""
     if flag not in argv:
         return (*argv, flag, *values)
     start = argv.index(flag)

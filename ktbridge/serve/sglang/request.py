@@ -1,4 +1,4 @@
-"""What a user asks of an SGLang-KT launch, before anything is looked at."""
+"""A user's request for an SGLang-KT launch, before any check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads, memory nodes and weights: what a launch takes of the machine. Pure, from facts."""
+"""Resources of a launch: threads, NUMA nodes and weights. Pure, from facts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AT_MOST_TWO = ("RAWINT4", "MXFP4")
 
 @dataclass(frozen=True)
 class Weights:
-    """What a checkpoint's headers say: bytes of routed experts, bytes of everything else."""
+    """Sizes from a checkpoint's headers: bytes of routed experts, bytes of everything else."""
 
     experts: int
     rest: int
@@ -51,7 +51,7 @@ def weigh(checkpoint: Checkpoint) -> Weights:
 
 
 def stored_format(config: Mapping[str, Any]) -> str | None:
-    """How config.json says the experts are stored: bf16, fp8, rawint4, mxfp4; None if unclear."""
+    """Storage format of the experts by config.json: bf16, fp8, rawint4, mxfp4; None if unclear."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         text = config.get("text_config")
@@ -73,7 +73,7 @@ def plan_threads(
 ) -> Threads:
     """Threads for the CPU experts: physical cores that this process may use, less one for the engine.
 
-    One pool a memory node, where the method can cut the intermediate size into so many pieces.
+    One pool per NUMA node, if the method can split the intermediate size into so many parts.
     ``share``: replicas on this machine, each of which gets an equal part. ``wanted`` overrides the
     number of threads.
     """
@@ -104,6 +104,6 @@ def plan_threads(
 
 
 def memory_needed(weights: Weights, method: str, stored: str | None) -> int:
-    """Bytes of RAM for the CPU experts and the engine's processes. An estimate, on the low side."""
+    """Bytes of RAM for the CPU experts and the engine's processes. A lower estimate."""
     factor = _PACKED.get(method, 1.0) if stored == "bf16" else 1.0
     return int(weights.experts * factor) + 6 * GIB

@@ -25,8 +25,8 @@ _OPTION = {
 class Source:
     """One adapter directory. ``name`` is what requests select it by; None for a bare expert one.
 
-    ``layers`` are those with expert LoRA, ``nonexpert`` tells of the rest. ``expert_format`` is the
-    storage format of the weights the experts were trained upon, where the manifest tells.
+    ``layers`` are those with expert LoRA, ``nonexpert`` describes the rest. ``expert_format`` is the
+    storage format of the weights the experts were trained on, if the manifest names it.
     ``digest`` is a SHA-256 over names and contents of its files.
     """
 
@@ -45,7 +45,8 @@ class Source:
 
 
 def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
-    """Open every adapter of the request, and what can't be opened or isn't what the option says.
+    """Open every adapter of the request; also the problems of those that can't be opened or don't fit
+    their option.
 
     Reads each file once, for its hash.
     """

@@ -1,4 +1,4 @@
-"""One engine process and all it starts: begun, watched until it is ready, and ended without a trace.
+"""One engine process and its descendants: started, watched until ready, and all terminated.
 
 A server is ready when it answers /health, each MoE layer has logged its expert LoRA, and /v1/models
 lists the non-expert adapters: the first alone is also true of a server that dropped the adapter.
@@ -28,7 +28,7 @@ from ktbridge.serve.sglang.tree import (
 )
 
 GRACE_SECONDS = 20.0
-# Lines may still be on their way when the server answers already.
+# Log lines may still be in the pipe when the server already answers.
 _LATE_LINES = 3.0
 _TAIL = 12
 
@@ -51,8 +51,8 @@ class EngineFailed(KtbridgeError):
 class Engine:
     """A started engine. Use as a context manager: leaving it ends the whole tree.
 
-    ``host`` is where it can be asked from here. ``secret`` is kept out of the log. Made on the main
-    thread: the engine is told of that thread's end.
+    ``host`` is its address from here. ``secret`` is redacted from the log. Made on the main
+    thread: the kernel signals the engine when that thread ends.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Engine:
         self._mark = secrets.token_hex(8)
         self._code: int | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
-        # The key is handed over on its own way; what the engine runs has no business with it.
+        # The key is passed separately; the engine's children must not inherit it.
         inherited = {
             name: value for name, value in os.environ.items() if name != "KTBRIDGE_API_KEY"
         }
@@ -84,7 +84,7 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**inherited, "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark},
-            start_new_session=True,  # the terminal's Ctrl-C is ours to pass on
+            start_new_session=True,  # we forward the terminal's Ctrl-C
             preexec_fn=end_with_parent,  # no thread runs yet
         )
         assert self._process.stdout is not None
@@ -139,8 +139,8 @@ class Engine:
     def end(self) -> int:
         """End the engine and everything it started; returns its exit code (128 + n for signal n).
 
-        The engine itself is asked first, so that it can finish what it is answering; after the
-        grace time, or at a second Ctrl-C, nothing is asked any more.
+        The engine itself gets SIGTERM first, so that it can finish its answers; after the grace time the
+        rest of the tree is terminated, at a second Ctrl-C without waiting.
         """
         if self._code is not None:
             return self._code
@@ -166,7 +166,7 @@ class Engine:
     def _ended(self, when: str) -> EngineFailed:
         code = self._process.wait()
         if not members(self._process.pid, self._mark):
-            self._pump.join(5.0)  # its last words
+            self._pump.join(5.0)  # its last log lines
         else:
             time.sleep(0.2)
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -174,12 +174,12 @@ class Engine:
 
     def _failed(self, message: str, step: str, code: int | None = None) -> EngineFailed:
         lines = self._pump.lines()
-        told = diagnose(lines, code)
-        if told.error:
-            message += f"; its last error: {told.error}"
-        if told.cause:
-            message += f" ({told.cause})"
-        step = "; ".join(filter(None, (told.remedy or step, f"the whole log is {self.log}")))
+        diagnosis = diagnose(lines, code)
+        if diagnosis.error:
+            message += f"; its last error: {diagnosis.error}"
+        if diagnosis.cause:
+            message += f" ({diagnosis.cause})"
+        step = "; ".join(filter(None, (diagnosis.remedy or step, f"the whole log is {self.log}")))
         return EngineFailed(message, step, readable(lines, _TAIL), _exit_code(code or 0) or 1)
 
 

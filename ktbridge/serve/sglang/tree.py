@@ -1,8 +1,8 @@
-"""The processes that an engine started, and their end. Linux: /proc tells who belongs to whom.
+"""The process tree of an engine: find, terminate and reap it. Linux: reads /proc.
 
 An engine starts schedulers and detokenizers of its own, and a killed one leaves them with the GPU and
-the port. They are found by any of three marks, as each can be lost: the session they were started in,
-a variable they inherited, a parent that belongs.
+the port. They are found by any of three criteria, as each can fail: the session they were started in,
+a variable they inherited, a parent in the tree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 MARK = "KTBRIDGE_ENGINE"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Loaded here: between fork and exec nothing may be.
+# Loaded here: nothing may be loaded between fork and exec.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -33,12 +33,12 @@ class Process(NamedTuple):
 
 
 def end_with_parent() -> None:
-    """Run in the child before exec: it gets SIGTERM when we die without having ended it."""
+    """Run in the child before exec: it gets SIGTERM if we die before it (PR_SET_PDEATHSIG)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """What the engine's processes leave behind becomes ours to bury.
+    """Become the subreaper, so that the engine's orphans are reparented to us and we can reap them.
 
     In a container whose first process reaps nothing, they would stay as zombies.
     """
@@ -46,7 +46,7 @@ def adopt_orphans() -> None:
 
 
 def bury(leader: int, ended: set[int]) -> None:
-    """Reap our dead children that belonged to a tree: those ``ended``, and those of its session."""
+    """Reap our zombie children that belonged to a tree: those ``ended``, and those of its session."""
     ours = os.getpid()
     for process in _processes():
         of_the_tree = process.pid in ended or leader in (process.group, process.session)
@@ -73,7 +73,7 @@ def members(leader: int, mark: str) -> set[int]:
 
 
 def end_members(leader: int, mark: str, grace: float = 1.0) -> set[int]:
-    """End whatever is left of a tree: SIGTERM, after ``grace`` seconds SIGKILL. Returns survivors."""
+    """Terminate what is left of a tree: SIGTERM, after ``grace`` seconds SIGKILL. Returns survivors."""
     ended: set[int] = set()
     try:
         return _end_members(leader, mark, grace, ended)
@@ -87,7 +87,7 @@ def _end_members(leader: int, mark: str, grace: float, ended: set[int]) -> set[i
         asked: set[int] = set()
         while left := members(leader, mark):
             ended |= left
-            for pid in left - asked:  # what was started meanwhile is asked as well
+            for pid in left - asked:  # processes started meanwhile get the signal as well
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
             asked |= left

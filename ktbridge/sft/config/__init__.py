@@ -1,6 +1,6 @@
 """The training configuration: YAML with LLaMA-Factory's field names, read strictly.
 
-Every key means something, or is noted or refused by name, and all that is wrong is said at once. Reading
+Every key has a meaning, or is noted or refused by name; all errors are reported at once. Reading
 one needs neither torch nor numpy::
 
     from ktbridge.sft.config import load_config
@@ -8,9 +8,9 @@ one needs neither torch nor numpy::
     config = load_config("run.yaml", ["learning_rate=2e-4", "kt_config.kt_num_threads=16"])
     config.notes  # warnings: keys that mean nothing here, and what to use instead
 
-values.py parses a value, schema.py has the keys, aliases.py their other spellings, foreign.py the keys of
-other tools, optimize_rule.py KTransformers' rule files, paths.py what is relative to the file, checks.py what
-keys say together; reading.py brings them together.
+values.py parses a value, schema.py has the keys, aliases.py their other names, foreign.py the keys of
+other tools, optimize_rule.py KTransformers' rule files, paths.py what is relative to the file, checks.py
+contradictions between keys; reading.py combines them.
 """
 
 from ktbridge.sft.config.paths import check_output_dir

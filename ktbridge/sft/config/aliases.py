@@ -1,4 +1,4 @@
-"""Other spellings of keys that mean something: KTransformers' and LLaMA-Factory's, old and new.
+"""Aliases of supported keys: KTransformers' and LLaMA-Factory's, old and new.
 
 KTransformers' keys stood flat beside the others in one version of LLaMA-Factory, in accelerate's file in
 another, and in ``kt_config`` in a third; some had other names. Each is moved to where it is read.
@@ -28,23 +28,23 @@ _FLAT_FOREIGN = [key for row in IN_BLOCK.rows for key in row.keys if key.startsw
 
 
 class _Place:
-    """Keys in their place, and as what each was said."""
+    """Keys in their place, and the name each was given by."""
 
     def __init__(self, findings: Findings) -> None:
         self.values: dict[Any, Any] = {}
-        self._said: dict[Any, str] = {}
+        self._spelling: dict[Any, str] = {}
         self._findings = findings
 
-    def put(self, name: Any, value: Any, said_as: str) -> None:
-        """Set a key once; ``null`` says nothing, and the same value twice is no contradiction."""
+    def put(self, name: Any, value: Any, alias: str) -> None:
+        """Set a key once; ``null`` is ignored, and the same value twice is no contradiction."""
         before = self.values.get(name)
         if before is None:
-            self.values[name], self._said[name] = value, said_as
+            self.values[name], self._spelling[name] = value, alias
         elif value is not None and before != value:
             self._findings.error(
-                said_as,
+                alias,
                 shown(value),
-                f"{shown(before)}, as {self._said[name]} has it",
+                f"{shown(before)}, as {self._spelling[name]} has it",
                 "Keep one of the two.",
                 code=AT_ODDS,
             )
@@ -66,13 +66,13 @@ def moved(
         else:
             outside.put(key, value, str(key))
     for key, value in block.items():
-        said_as = f"kt_config.{key}"
+        alias = f"kt_config.{key}"
         if key in POLICIES:
-            policies.append((said_as, value))
+            policies.append((alias, value))
         elif key == "kt_cpu_activation":
-            outside.put(key, value, said_as)
+            outside.put(key, value, alias)
         else:
-            inside.put(INSIDE.get(key, key), value, said_as)
+            inside.put(INSIDE.get(key, key), value, alias)
     for key, value in policies:
         _policy(outside, key, value, findings)
     return outside.values, inside.values
@@ -81,11 +81,11 @@ def moved(
 def _policy(outside: _Place, key: str, value: Any, findings: Findings) -> None:
     if value is None:
         return
-    wishes = ("retain", "recompute")
+    modes = ("retain", "recompute")
     if (
         not isinstance(value, Mapping)
         or not set(value) <= {"cpu", "gpu"}
-        or any(wish not in wishes for wish in value.values())
+        or any(mode not in modes for mode in value.values())
     ):
         findings.error(key, shown(value), "cpu and gpu, each retain or recompute")
         return

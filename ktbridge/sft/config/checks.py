@@ -1,4 +1,4 @@
-"""What keys say together: contradictions are errors, and what is other than one may expect is noted."""
+"""Checks across keys: contradictions are errors, surprising defaults are noted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _QUANTISED = {"AMXINT8": "INT8", "INT8": "INT8", "AMXINT4": "INT4", "AMXINT4_KGr
 
 
 def check(main: Mapping[str, Any], kt: Mapping[str, Any], findings: Findings) -> None:
-    """Look at the parsed values that were given: ``main`` of the file, ``kt`` of the block."""
+    """Check the parsed values that were given: ``main`` of the file, ``kt`` of the block."""
     values = {key: item.default for key, item in options(TrainConfig).items()} | dict(main)
     block = {key: item.default for key, item in options(KtConfig).items()} | dict(kt)
     _needed(values, block, findings)
-    _at_odds(values, main, block, kt, findings)
+    _contradictions(values, main, block, kt, findings)
     if block["kt_backend"] == "kt-kernel":
         _kt_kernel(block, findings)
     _notes_on_training(values, main, block, findings)
@@ -46,51 +46,51 @@ def _needed(values: Mapping[str, Any], block: Mapping[str, Any], findings: Findi
         findings.error("adapter_name_or_path", "several adapters", "one", "Merge the others first.")
 
 
-def _at_odds(
+def _contradictions(
     values: Mapping[str, Any],
     main: Mapping[str, Any],
     block: Mapping[str, Any],
     kt: Mapping[str, Any],
     findings: Findings,
 ) -> None:
-    def odds(wrong: bool, key: str, found: str, expected: str, next_step: str) -> None:
+    def error_if(wrong: bool, key: str, found: str, expected: str, next_step: str) -> None:
         if wrong:
             findings.error(key, found, expected, next_step, code=AT_ODDS)
 
     dpo = values["stage"] == "dpo"
     for key in ("packing", "neat_packing"):
-        odds(dpo and values[key], key, "true with stage: dpo", "false",
-             "Pairs are compared one by one: leave it out.")  # fmt: skip
-    odds(
+        error_if(dpo and values[key], key, "true with stage: dpo", "false",
+                 "Pairs are compared one by one: leave it out.")  # fmt: skip
+    error_if(
         values["neat_packing"] and main.get("packing") is False,
         "neat_packing", "true with packing: false", "one of the two", "neat_packing implies packing.",
     )  # fmt: skip
-    odds(
+    error_if(
         values["dpo_label_smoothing"] > 0 and values["pref_loss"] != "sigmoid",
         "dpo_label_smoothing", f"{values['dpo_label_smoothing']} with pref_loss: {values['pref_loss']}",
         "pref_loss: sigmoid", "Leave one of the two out.",
     )  # fmt: skip
-    odds(
+    error_if(
         bool(values["warmup_steps"] and values["warmup_ratio"]),
         "warmup_steps", f"{values['warmup_steps']} beside warmup_ratio: {values['warmup_ratio']}",
         "one of the two", "Leave one of the two out.",
     )  # fmt: skip
-    odds(
+    error_if(
         values["pure_bf16"] and not values["bf16"],
         "pure_bf16", "true with bf16: false", "bf16: true", "Leave one of the two out.",
     )  # fmt: skip
-    odds(
+    error_if(
         values["save_only_model"] and bool(values["resume_from_checkpoint"]),
         "save_only_model", "true with resume_from_checkpoint", "false",
         "Such checkpoints have no optimizer to go on with.",
     )  # fmt: skip
-    odds(
+    error_if(
         values["use_cpu"] and values["flash_attn"] in ("fa2", "fa3"),
         "flash_attn", f"{values['flash_attn']} with use_cpu: true", "auto, sdpa or disabled",
         "Flash-attention runs on GPUs only.",
     )  # fmt: skip
     policy = values["kt_cpu_activation"]
-    odds(
+    error_if(
         "expert_activation" in kt and policy not in (None, kt["expert_activation"]),
         "kt_config.expert_activation", block["expert_activation"],
         f"{policy}, as kt_cpu_activation has it", "Keep kt_cpu_activation, the newer name.",
@@ -98,7 +98,7 @@ def _at_odds(
 
 
 def _kt_kernel(block: Mapping[str, Any], findings: Findings) -> None:
-    """KTransformers' wheel is given bfloat16 tensors, which it packs itself."""
+    """KTransformers' wheel needs bfloat16 tensors, which it packs itself."""
     storage = block["kt_expert_weight_format"]
     if storage not in (None, "bf16"):
         findings.error(

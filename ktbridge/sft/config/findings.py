@@ -1,4 +1,4 @@
-"""What is found while a configuration is read: errors, all told at once, and notes that don't stop a run."""
+"""Findings while a configuration is read: errors, all reported at once, and notes that don't stop a run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Findings:
     def error(
         self, key: str, found: str, expected: str = "", next_step: str = "", code: str = WRONG
     ) -> None:
-        """Nothing can be started with this."""
+        """An error: the run isn't started."""
         self.errors.append(self._problem("error", key, found, expected, next_step, code))
 
     def note(
         self, key: str, found: str, expected: str = "", next_step: str = "", code: str = MEANINGLESS
     ) -> None:
-        """The run goes on, and the user should know."""
+        """A warning: the run continues."""
         self.notes.append(self._problem("warning", key, found, expected, next_step, code))
 
     def raise_errors(self) -> None:
@@ -44,7 +44,7 @@ class Findings:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML has it, and never more than a line of it."""
+    """A value as YAML, at most one line."""
     words = {True: "true", False: "false", None: "null"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"

@@ -1,8 +1,7 @@
-"""Keys of LLaMA-Factory, transformers and KTransformers that mean nothing here, and what to use instead.
+"""Unsupported keys of LLaMA-Factory, transformers and KTransformers, and what to use instead.
 
-Ignoring a key is allowed only where the trained adapter stays what was asked for: then it is noted. A key
-whose wish can't be met, and would be missed in the result, is refused. A value that asks for what happens
-anyway is neither.
+A key is refused if ignoring it would change the trained adapter, noted if it would not, and accepted
+silently if its value is what ktbridge does anyway.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from ktbridge.sft.config.findings import Findings, shown
 
 @dataclass(frozen=True)
 class Row:
-    """Keys that share one answer; a key that ends in * stands for all that begin so."""
+    """Keys that share one answer; a trailing * matches any ending."""
 
     keys: tuple[str, ...]
     why: str
     instead: str
     same: tuple[Any, ...] = ()
-    """Values that ask for what happens anyway."""
+    """Values that request what happens anyway."""
     refused: bool = False
 
 
@@ -37,7 +36,7 @@ class Foreign:
         self._starts = {key[:-1]: row for key, row in pairs if key.endswith("*")}
 
     def row(self, key: object) -> Row | None:
-        """The row for ``key``: its own, or else that of its beginning."""
+        """The row for ``key``: its own, or else that of its prefix."""
         if not isinstance(key, str):
             return None
         own = self._exact.get(key)
@@ -48,7 +47,7 @@ class Foreign:
     ) -> dict[Any, Any]:
         """``values`` without the foreign keys, each of which is noted or refused by name.
 
-        ``known`` are the keys that mean something: they, and what looks like a slip in one, are left.
+        ``known`` are the supported keys: they, and likely misspellings of them, are left.
         """
         known = tuple(known)
         rest = {}
@@ -59,8 +58,8 @@ class Foreign:
             ):
                 rest[key] = value
             elif value is not None and not any(_equal(value, idle) for idle in row.same):
-                tell = findings.error if row.refused else findings.note
-                tell(f"{prefix}{key}", f"{shown(value)}: {row.why}", "", row.instead)
+                report = findings.error if row.refused else findings.note
+                report(f"{prefix}{key}", f"{shown(value)}: {row.why}", "", row.instead)
         return rest
 
 

@@ -1,4 +1,4 @@
-"""The tables of foreign keys: what each would mean elsewhere, and what to use here.
+"""Tables of unsupported keys: what each means elsewhere, and what to use here.
 
 Sources: LLaMA-Factory's argument classes, transformers' ``TrainingArguments``, and KTransformers'
 configuration for fine-tuning, as of 2026.

@@ -1,6 +1,6 @@
 """KTransformers' older optimize rules: a list of which modules are replaced by what, and where they run.
 
-Two things in it mean something here: the backend that the experts' rule names, and the device of each
+Two things in it are used: the backend that the experts' rule names, and the device of each
 rule that selects modules by name. Everything else chooses classes of KTransformers' own.
 """
 
@@ -26,8 +26,8 @@ def read_rules(
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """(regular expression, device) of the rules that place modules, and the experts' backends.
 
-    Both in the file's order, without repetitions. What is wrong in the file becomes errors that name the
-    rule, and what it asks for in vain one note.
+    Both in the file's order, without repetitions. Problems in the file become errors that name the
+    rule; rules that are ignored become one note.
     """
     try:
         rules = yaml.safe_load(path.read_text(encoding="utf-8"))

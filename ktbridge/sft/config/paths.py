@@ -1,4 +1,4 @@
-"""What paths are relative to: those in a configuration to its file, typed ones to the working directory."""
+"""Resolve paths: those in a configuration relative to its file, typed ones to the working directory."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def typed(key: str, value: Any) -> Any:
 def resolve(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: Findings) -> None:
     """Make the paths among the parsed values absolute, in place, and read the optimize rule.
 
-    A name that may be something else than a path (a model's id, a dataset's name) is left as it is where
-    nothing is there.
+    A name that may be something else than a path (a model's id, a dataset's name) is left as it is if no
+    such path exists.
     """
 
     def at(name: str) -> Path:
@@ -98,12 +98,14 @@ def _resolve_model(main: dict[str, Any], root: Path, findings: Findings) -> None
 def _resolve_dataset(main: dict[str, Any], root: Path, findings: Findings) -> None:
     """Files become paths; other names wait for dataset_info.json, which the data's reader opens."""
     own = main.get("dataset_dir")
-    wish = Path(own or "data").expanduser()
-    folder = next((place / wish for place in (root, Path.cwd()) if (place / wish).is_dir()), None)
+    requested = Path(own or "data").expanduser()
+    folder = next(
+        (place / requested for place in (root, Path.cwd()) if (place / requested).is_dir()), None
+    )
     if own and folder is None:
         findings.error(
             "dataset_dir",
-            f"there is no directory {str(root / wish)!r}",
+            f"there is no directory {str(root / requested)!r}",
             "the directory of dataset_info.json",
             code=NOT_THERE,
         )
@@ -226,7 +228,7 @@ def _apply_rule(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: 
 def check_output_dir(config: TrainConfig) -> None:
     """Refuse an output directory that could not be written, before any work is done for it.
 
-    Tries it: makes an empty directory where the adapter's would be made, and removes it.
+    Tests it by creating an empty directory where the adapter's would be, and removing it.
     """
     output = Path(config.output_dir)
     reason = why_not_writable(output, config.overwrite_output_dir)

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a checked ``TrainConfig``: everything that is wrong is said at once."""
+"""From a YAML file and overrides to a checked ``TrainConfig``: all errors are reported at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a YAML file and ``key=value`` overrides (``kt_config.key=value`` for the block).
 
     Relative paths in the file are taken from its own directory, those in overrides from the working one.
-    Warnings about keys that mean nothing here are in the result's ``notes``.
+    Warnings about ignored keys are in the result's ``notes``.
     Raises ``ProblemsError`` with every unknown key, wrong value, contradiction (of accelerate's own
     configuration, too), missing field and file that isn't there, and ``UsageError`` for text that isn't YAML.
     """
@@ -49,7 +49,7 @@ def parse_config(
     """Check plain values against ``TrainConfig``; see ``load_config`` for what it raises.
 
     Paths are taken from ``root``; without it they are left as they are, and no file is looked at. With it
-    what ``accelerate launch`` was told is checked as well.
+    the settings of ``accelerate launch`` are checked as well.
     """
     findings = Findings(where)
     block = values.get("kt_config")
@@ -99,7 +99,7 @@ def _parsed(
 
 
 def _unquoted(value: Any, parse: Parser) -> str:
-    """What to do about a text that would be right without its quotes."""
+    """The next step for a text that would be valid without its quotes."""
     if not isinstance(value, str):
         return ""
     try:
@@ -154,8 +154,10 @@ def _yaml(path: Path) -> dict[Any, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        said = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(f"{path}{line}: this is not valid YAML: {said}.", _mended(said)) from error
+        message = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UsageError(
+            f"{path}{line}: this is not valid YAML: {message}.", _yaml_fix(message)
+        ) from error
     if isinstance(values, dict):
         return values
     found = "nothing" if values is None else "a list" if isinstance(values, list) else "a text"
@@ -165,8 +167,8 @@ def _yaml(path: Path) -> dict[Any, Any]:
     )
 
 
-def _mended(said: str) -> str:
-    """What to do about the commonest mistakes in YAML, told from the parser's words."""
+def _yaml_fix(message: str) -> str:
+    """The next step for the commonest mistakes in YAML, by the parser's message."""
     steps = {
         r"'\t'": "Indent with spaces: YAML takes no tabs.",
         "mapping values": "Write a space behind each key's colon, and quotes around values with colons.",
@@ -174,11 +176,11 @@ def _mended(said: str) -> str:
         "single document": "Remove the line `---` and what belongs to another document.",
         "stands twice": "Keep one of the two.",
     }
-    return next((step for words, step in steps.items() if words in said), "")
+    return next((step for words, step in steps.items() if words in message), "")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML, but a key that stands twice is an error instead of a silent choice."""
+    """YAML, but a duplicate key is an error instead of a silent choice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

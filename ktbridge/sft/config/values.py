@@ -1,4 +1,4 @@
-"""What a value must look like: one small parser a kind.
+"""Parsers of values, one per kind.
 
 A parser takes what YAML gave and returns the value, or raises ValueError with a phrase for what was
 expected.

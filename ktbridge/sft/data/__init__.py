@@ -1,8 +1,8 @@
 """Training rows: from files to tokens, with every row accounted for.
 
 ``load_rows`` reads and checks alpaca, sharegpt, OpenAI messages and preference pairs without torch;
-``fit_rows`` writes them by the tokenizer's chat template and cuts them; ``describe`` tells what became of
-them in a line, and ``refused_file`` lists those that are not trained on.
+``fit_rows`` writes them by the tokenizer's chat template and cuts them; ``describe`` sums them up
+in a line, and ``refused_file`` lists those that are not trained on.
 """
 
 from ktbridge.sft.data.fit import Fitted, describe, fit_rows

@@ -1,4 +1,4 @@
-"""Conversations as a server writes them by the tokenizer's chat template, and what of them is learned."""
+"""Render conversations with the chat template as a server does, and find the tokens to be learned."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
-"""Characters of a text, from the first to behind the last."""
+"""A character range [start, end) of a text."""
 IGNORED = -100
-"""The label of a token that isn't learned."""
+"""The label of a token that the loss ignores."""
 MARK = "\u241e\u241f\u241e"
-"""Stands for an answer, to find where a template puts it."""
+"""Placeholder of an answer, to find where a template puts it."""
 DIFFERENT = "the chat template writes the prompt differently when an answer follows"
 THOUGHTS_END = "</think>"
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -56,11 +56,11 @@ class TrainingText:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template as a server uses it, found out by rendering each answer's own prompt.
+    """A tokenizer's chat template as a server uses it, determined by rendering each answer's own prompt.
 
-    Where the template has {% generation %} markers they say what the model writes; else that is what an
-    answer adds to its prompt. Raises KtbridgeError for a tokenizer without a template, or one that can't
-    tell where in a text its tokens stand.
+    If the template has {% generation %} markers, they mark what the model writes; else that is what an
+    answer adds to its prompt. Raises KtbridgeError for a tokenizer without a template, or one without
+    offset mapping.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -86,7 +86,7 @@ class ChatTemplate:
     def text(self, messages: Sequence[Message], opened: bool = False) -> str:
         """The conversation; ``opened``: up to where the model goes on, as a server sends it.
 
-        Raises ValueError with the template's own words when it refuses the conversation.
+        Raises ValueError with the template's own message when it refuses the conversation.
         """
         return self._rendered(messages, opened)[0]
 
@@ -117,7 +117,7 @@ class ChatTemplate:
         return found[::-1]
 
     def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[list[Span]]]:
-        """Token ids of texts the template has written, and the characters each token stands for."""
+        """Token ids of texts rendered by the template, and the character range of each token."""
         encoded = self._tokenizer(
             texts,
             add_special_tokens=False,  # the template has written them
@@ -162,7 +162,7 @@ class ChatTemplate:
         if self._marked:
             if len(spans) < sum(message["role"] == "assistant" for message in messages):
                 raise ValueError("the chat template does not mark every answer as the assistant's")
-            start, end = spans[-1]  # its author's word
+            start, end = spans[-1]  # marked by the template's author
             body = self._body_end(text[:end], start)
         else:
             start, unmatched = self._start(messages, text)
@@ -181,7 +181,7 @@ class ChatTemplate:
         return Answer(text, start, end, added, unmatched)
 
     def _start(self, messages: Sequence[Message], text: str) -> tuple[int, str]:
-        """Where in ``text`` the model begins to write, and what of a server's prompt ``text`` lacks there."""
+        """Where in ``text`` the model begins to write, and what part of a server's prompt it lacks."""
         prompt = messages[:-1]
         if not prompt or not self._opening:  # the template does not open answers
             header = self.text([*prompt, {"role": "assistant", "content": MARK}])
@@ -240,7 +240,7 @@ class ChatTemplate:
         probe = [{"role": "user", "content": "0"}]
         try:
             before, opened = self.text(probe), self.text(probe, opened=True)
-        except ValueError:  # it may want a system message, or no text at all
+        except ValueError:  # it may require a system message, or reject an empty text
             return MARK
         return opened[shared(before, opened) :]
 
@@ -279,7 +279,7 @@ def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
 
 
 def shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many elements both begin with."""
+    """Length of the common prefix."""
     if first == second[: len(first)]:
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))

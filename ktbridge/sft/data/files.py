@@ -25,7 +25,7 @@ NOT_JSON = {
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a file as it stands there: its place, and its value or why there is none."""
+    """One raw row of a file: its location, and its value or why there is none."""
 
     where: str
     row: Any
@@ -35,9 +35,9 @@ class Line:
 def read_lines(path: Path) -> Iterator[Line]:
     """The rows of a file, in order.
 
-    A file is a JSON list of rows, one JSON object, or one JSON value a line (empty lines are skipped); which
-    one is told by its text, not by its name. UTF-8, with or without a byte order mark. Raises KtbridgeError
-    for a file that can't be read, is none of these, or is a compressed or binary format.
+    A file is a JSON list of rows, one JSON object, or one JSON value per line (empty lines are skipped), as
+    detected from its text, not its name. UTF-8, with or without a byte order mark. Raises KtbridgeError
+    for a file that can't be read, has another form, or is in a compressed or binary format.
     """
     try:
         with path.open("rb") as file:
@@ -51,7 +51,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     whole = None
     if first[:1] == b"[":
         whole = _whole(path)
-    elif first[:1] == b"{" and not _one_a_line(path):
+    elif first[:1] == b"{" and not _is_json_lines(path):
         with suppress(KtbridgeError):  # no object over several lines, so its first line is broken
             whole = _whole(path)
     if whole is None:
@@ -59,7 +59,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     return (Line(f"{path}: row {number}", row) for number, row in enumerate(whole, 1))
 
 
-def _one_a_line(path: Path) -> bool:
+def _is_json_lines(path: Path) -> bool:
     """Whether the first line that has something in it is a JSON value of its own."""
     with path.open("rb") as file:
         line = next(text for text in file if text.removeprefix(codecs.BOM_UTF8).strip())
@@ -67,7 +67,7 @@ def _one_a_line(path: Path) -> bool:
 
 
 def _whole(path: Path) -> list[Any] | None:
-    """The rows of a file that is one JSON value; None when it is several, one a line."""
+    """The rows of a file that is one JSON value; None when it is several, one per line."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -79,7 +79,7 @@ def _whole(path: Path) -> list[Any] | None:
             f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
             "Mend it there, or write one row a line (JSONL): then broken rows are listed, not fatal.",
         ) from error
-    except (ValueError, RecursionError) as error:  # digits without end, brackets without end
+    except (ValueError, RecursionError) as error:  # integer too long, or nesting too deep
         raise KtbridgeError(f"{path} is not JSON that can be read: {error}.") from error
     return value if isinstance(value, list) else [value]
 

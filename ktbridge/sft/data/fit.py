@@ -1,4 +1,4 @@
-"""Rows as tokens: what is trained on, what the cutoff took, and the dataset for trl's trainers."""
+"""Tokenize rows: what is trained on, what the cutoff removed, and the dataset for trl's trainers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_progress``."""
 Progress = Callable[[int, int], None]
 Preview = dict[str, list[tuple[str, bool]]]
-"""Texts by name, each as pieces in order: what they say, and whether the loss counts it."""
+"""Texts by name, each as pieces in order: the text, and whether the loss counts it."""
 
 
 @dataclass
 class Fitted:
-    """What of the rows is trained on, within ``cutoff_len`` tokens each.
+    """The part of the rows that is trained on, within ``cutoff_len`` tokens each.
 
     ``dataset`` for sft: ``input_ids`` and ``labels`` (-100 but for the assistant's tokens), int32, and with
     packing ``seq_lengths``, the lengths of the conversations in each row; for dpo: ``prompt``, ``chosen``
@@ -60,7 +60,7 @@ def fit_rows(
 ) -> Fitted:
     """Tokenize rows by the tokenizer's chat template, and cut them to ``config.cutoff_len`` tokens.
 
-    ``on_progress(done, total)`` is called now and then. Rows with no answer left, and those that the
+    ``on_progress(done, total)`` is called regularly. Rows with no answer left, and those that the
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
     """

@@ -1,4 +1,4 @@
-"""What a row of a file means: alpaca, sharegpt and OpenAI messages, and preference pairs in each of them."""
+"""Interpret rows of a file: alpaca, sharegpt and OpenAI messages, and preference pairs in each format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = {
     "rejected": "rejected",
     "kto_tag": "kto_tag",
 }
-"""LLaMA-Factory's names of columns, and the keys they have where a file isn't described."""
+"""LLaMA-Factory's column names, and their default keys."""
 MEANINGFUL = (
     "tools", "functions", "images", "image", "videos", "video", "audios", "audio", "kto_tag",
     "loss_mask",
@@ -46,7 +46,7 @@ NOT_USED = ("id",)
 class Layout:
     """How the rows of one dataset are laid out.
 
-    ``formatting`` None: told from the keys of each row. ``columns``: from LLaMA-Factory's names to the keys
+    ``formatting`` None: detected from each row's keys. ``columns``: from LLaMA-Factory's names to the keys
     of the file; a name that is missing is not read.
     """
 
@@ -63,7 +63,7 @@ def read_conversation(row: Any, layout: Layout, unused: set[str]) -> list[Messag
     fields = _Fields(row, layout)
     if not is_empty(fields.get("chosen")) and not is_empty(fields.get("rejected")):
         raise ValueError("a preference pair: stage dpo trains on it")
-    kind = layout.formatting or _told_by_keys(fields)
+    kind = layout.formatting or _detect_format(fields)
     if kind == "alpaca":
         if not fields.has("prompt") or not fields.has("response"):
             raise ValueError(_keys(row))
@@ -84,7 +84,7 @@ def read_pair(row: Any, layout: Layout, unused: set[str]) -> Pair:
     if is_empty(chosen) or is_empty(rejected):
         raise ValueError("no pair of answers: stage dpo needs chosen and rejected")
     better, worse = _answer(chosen, layout, unused), _answer(rejected, layout, unused)
-    kind = layout.formatting or ("" if "prompt" in row else _told_by_keys(fields))
+    kind = layout.formatting or ("" if "prompt" in row else _detect_format(fields))
     if kind == "alpaca":
         prompt = _alpaca_prompt(fields)
     elif kind == "messages":
@@ -138,7 +138,7 @@ class _Fields:
         }
 
 
-def _told_by_keys(fields: _Fields) -> str:
+def _detect_format(fields: _Fields) -> str:
     if fields.has("messages"):
         return "messages"
     return "alpaca" if fields.has("prompt") else ""
@@ -191,7 +191,7 @@ def _trl_prompt(value: Any, layout: Layout, unused: set[str]) -> list[Message]:
 
 
 def _shared(first: list[Message], second: list[Message]) -> int:
-    """How many messages both begin with, at most all but the last of the shorter."""
+    """Number of leading messages in common, at most all but the last of the shorter."""
     most = min(len(first), len(second)) - 1
     return next((i for i in range(most) if first[i] != second[i]), most)
 

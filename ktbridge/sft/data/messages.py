@@ -30,7 +30,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Tags:
-    """How a file spells a message: the keys of role and text, and the names of the roles.
+    """A file's message format: the keys of role and text, and the names of the roles.
 
     ``None`` for a key: ``role`` or ``from``, ``content`` or ``value``, whichever the message has.
     """
@@ -42,12 +42,12 @@ class Tags:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field says nothing: exporters write such columns for every row."""
+    """Whether a field is empty: exporters write such columns for every row."""
     return value is None or value in ("", "[]", "{}", [], {})
 
 
 def read_messages(values: Any, tags: Tags, unused: set[str]) -> list[Message]:
-    """A list of messages in a file's spelling; keys that were not read are added to ``unused``.
+    """A list of messages in a file's format; unread keys are added to ``unused``.
 
     Raises ValueError with the reason, as a short phrase, when one of them can't be trained on.
     """
@@ -80,11 +80,11 @@ def _read_message(value: Any, tags: Tags, unused: set[str]) -> Message:
         raise ValueError(f"a message that is a {type(value).__name__}, not an object")
     role_key = tags.role or ("role" if "role" in value else "from")
     content_key = tags.content or ("content" if "content" in value else "value")
-    said = value.get(role_key)
+    role = value.get(role_key)
     roles = tags.roles or SHAREGPT_ROLES
-    if isinstance(said, str) and said in tags.tools and said not in roles:
-        raise ValueError(f"a {said} message: tool calls are not trained on")
-    if not isinstance(said, str) or said not in roles:
+    if isinstance(role, str) and role in tags.tools and role not in roles:
+        raise ValueError(f"a {role} message: tool calls are not trained on")
+    if not isinstance(role, str) or role not in roles:
         raise ValueError(f"a message whose role is not {', '.join(roles)}")
     for key in value.keys() - {role_key, content_key}:
         if is_empty(value[key]):
@@ -92,7 +92,7 @@ def _read_message(value: Any, tags: Tags, unused: set[str]) -> Message:
         if key in MEANINGFUL_IN_MESSAGE:
             raise ValueError(f"a message with {key}: that is not trained on")
         unused.add(f"{key} of a message")
-    return message(roles[said], value.get(content_key))
+    return message(roles[role], value.get(content_key))
 
 
 def _text(role: str, content: Any) -> str:

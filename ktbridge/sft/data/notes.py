@@ -1,4 +1,4 @@
-"""What a user should know of how rows become sequences: forms of the template, rows left out, stop tokens."""
+"""Notes on how rows become sequences: forms of the template, rows left out, stop tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REASONS = 3
-"""Reasons named one by one in a summary."""
+"""Reasons listed one by one in a summary."""
 LOUD, TOO_MANY = 0.1, 0.5
-"""Shares of refused rows from which a run warns, and isn't started unless it is allowed to."""
+"""Shares of refused rows from which a run warns, and is refused unless allowed."""
 
 
 class Forms:
-    """How the chat template writes the answers that were taken in, counted."""
+    """Counts of how the chat template writes the answers used."""
 
     def __init__(self) -> None:
         self._rows = self._answers = self._texts = 0

@@ -1,4 +1,4 @@
-"""The rows of a run, checked before anything is loaded; what can't be used is listed, never dropped."""
+"""Read and check the rows of a run before anything is loaded; unusable rows are listed, never dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ktbridge.sft.data.messages import Message, Pair
 from ktbridge.sft.data.sources import Source, find_sources
 
 SHOWN = 20
-"""Rows told one by one in an error."""
+"""Rows listed one by one in an error."""
 ALIKE = 3
 """Of these, rows with the same kind of reason."""
 STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
@@ -99,11 +99,11 @@ def unusable(refused: Sequence[Refused], total: int) -> ProblemsError:
     return ProblemsError(
         f"{len(refused)} of {total} rows can't be used{more}.",
         shown,
-        _what_to_do(seen, len(refused)),
+        _next_step(seen, len(refused)),
     )
 
 
-def _what_to_do(reasons: Counter[str], count: int) -> str:
+def _next_step(reasons: Counter[str], count: int) -> str:
     """The next step, where all rows fail for the same reason one that helps with it."""
     kind, most = reasons.most_common(1)[0]
     if most == count and kind.startswith("no answer within cutoff_len"):
@@ -171,11 +171,11 @@ def _notes(
     source: Source, unused: Counter[str], ids: Counter[Any], total: int
 ) -> Iterable[Problem]:
     if unused:
-        told = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))
+        fields = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))
         yield problem(
             "KTD003",
             source.name,
-            f"fields that are not trained on: {told}",
+            f"fields that are not trained on: {fields}",
             next_step="To train on them, name them in the columns of dataset_info.json.",
         )
     again = sum(count - 1 for count in ids.values())

@@ -152,32 +152,32 @@ def _described(
 
 
 def _formatting(entry: dict[str, Any], where: str, problems: list[Problem]) -> str:
-    said = entry.get("formatting") or "alpaca"
-    if said not in ("alpaca", "sharegpt", "openai"):
-        problems.append(_problem(where, f"formatting {said!r}", "alpaca, sharegpt or openai"))
-    return "alpaca" if said == "alpaca" else "messages"
+    stated = entry.get("formatting") or "alpaca"
+    if stated not in ("alpaca", "sharegpt", "openai"):
+        problems.append(_problem(where, f"formatting {stated!r}", "alpaca, sharegpt or openai"))
+    return "alpaca" if stated == "alpaca" else "messages"
 
 
 def _named(
     entry: dict[str, Any], key: str, where: str, problems: list[Problem], known: Mapping[str, str]
 ) -> dict[str, str]:
-    """The entry's ``columns`` or ``tags``; nulls are as if they weren't there."""
-    said = entry.get(key) or {}
-    if not isinstance(said, dict):
-        problems.append(_problem(where, f"{key} {said!r}", "an object"))
+    """The entry's ``columns`` or ``tags``; nulls are treated as absent."""
+    given = entry.get(key) or {}
+    if not isinstance(given, dict):
+        problems.append(_problem(where, f"{key} {given!r}", "an object"))
         return {}
-    for name, value in said.items():
+    for name, value in given.items():
         if name not in known:
             problems.append(_problem(where, f"unknown {key} {name}", ", ".join(known)))
         elif value is not None and not isinstance(value, str):
             problems.append(_problem(where, f"{key} {name}: {value!r}", "a text"))
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def _tags(said: Mapping[str, str], formatting: str) -> Tags:
-    if formatting == "alpaca" or not said:
+def _tags(given: Mapping[str, str], formatting: str) -> Tags:
+    if formatting == "alpaca" or not given:
         return Tags()
-    tags = {**TAGS, **said}
+    tags = {**TAGS, **given}
     roles = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag"}
     return Tags(
         tags["role_tag"],
@@ -190,7 +190,7 @@ def _tags(said: Mapping[str, str], formatting: str) -> Tags:
 def _files(
     entry: dict[str, Any], directory: Path, where: str, problems: list[Problem]
 ) -> tuple[Path, ...]:
-    """The file that is named, or the JSON and JSONL files of the directory that is named, by name."""
+    """The named file, or the JSON and JSONL files of the named directory, sorted by name."""
     name = entry.get("file_name")
     if not isinstance(name, str) or not name:
         problems.append(_problem(where, "no file_name", "a file beside dataset_info.json"))

@@ -1,4 +1,4 @@
-"""Several processes on one model: each runs attention and the other non-experts on rows of its own.
+"""Multi-process training of one model: each process runs attention and other non-experts on its own rows.
 
 PEFT's LoRA is averaged over the ranks by DDP or FSDP2 as in any other model. The routed experts are computed
 in one of two ways (``prepare``):

@@ -10,7 +10,7 @@ from torch import distributed, nn
 from ktbridge.sft.distributed.group import told
 from ktbridge.sft.distributed.world import world
 
-_BUCKET = 64 << 20  # bytes: a link is at its full pace with fewer, and a GPU has room for so many
+_BUCKET = 64 << 20  # bytes: a link reaches full bandwidth with fewer, and a GPU has room for this
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """One call of an experts module by several processes: tokens to rank 0, outputs back, in backward alike.
 
 All ranks make the same calls in the same order. Each call starts with a row of whole numbers from every
-rank, so ranks that lost step stop with a sentence before tokens of different layers are mixed. Gradient
+rank, so ranks out of step stop with an error before tokens of different layers are mixed. Gradient
 checkpointing repeats nothing here: outputs are kept and handed out again (``experts.checkpointing``).
 
 Scale: DDP and FSDP2 average gradients over W ranks, and the trainers scale losses for that. The expert
@@ -140,7 +140,7 @@ def _forward(
     whole = collect([hidden, ids, weights], call.counts)
     outputs = []
     if is_main():
-        # A graph of its own: the one outside holds this rank's tokens only. What it saves is no business of
+        # A graph of its own: the one outside holds this rank's tokens only. What it saves must not be seen by
         # a checkpointed layer around it, which would count it and find nothing of it the second time.
         with (
             torch.set_grad_enabled(call.training),
@@ -149,7 +149,7 @@ def _forward(
         ):
             inputs = [whole[0].requires_grad_(call.training), whole[1]]
             inputs.append(whole[2].requires_grad_(call.training))
-            out = type(call.layer).forward(call.layer, *inputs)  # the layer's own face comes here
+            out = type(call.layer).forward(call.layer, *inputs)  # layer() would dispatch again
         outputs.append(out.detach())
         if call.training:
             call.inner = (inputs[0], inputs[2], out)

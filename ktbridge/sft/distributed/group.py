@@ -1,6 +1,6 @@
-"""The processes' own line to each other: a gloo group for tensors on the CPU, beside torch's default group.
+"""A gloo process group for tensors on the CPU, beside torch's default group.
 
-Every wait ends: with what was waited for, when another process has ended, or after the timeout.
+Every wait ends: with its result, when another process has ended, or after the timeout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ktbridge.sft.distributed.launch import launch_problems
 from ktbridge.sft.distributed.world import World, world
 
 TIMEOUT = 1800
-"""Seconds to wait for another process where nothing is said (``ddp_timeout``)."""
+"""Default seconds to wait for another process (``ddp_timeout``)."""
 
 
 class _State:
@@ -31,7 +31,7 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
 
     Does nothing for a process that is alone. ``timeout``, in seconds, is how long any wait for another
     process may take. Raises ``KtbridgeError`` where the others don't come, or there are more than GPUs,
-    and ``ProblemsError`` naming what accelerate's configuration asks for in vain.
+    and ``ProblemsError`` naming unsupported settings of accelerate's configuration.
     """
     if problems := launch_problems():
         raise ProblemsError(
@@ -60,7 +60,7 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
 
 
 def finish() -> None:
-    """Leave the others; for the end of a run that went well. Without ``start`` it does nothing."""
+    """Leave the group at the end of a successful run. Without ``start`` it does nothing."""
     if _State.group is not None:
         _State.group = None
         distributed.destroy_process_group()
@@ -78,7 +78,7 @@ def group() -> distributed.ProcessGroup:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """What torch says of a lost process, in a sentence."""
+    """Turn torch's error about a lost rank into a KtbridgeError."""
     try:
         yield
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def agree(value: int) -> int:
 
 
 def from_main(value: float) -> float:
-    """Rank 0's ``value``, for all."""
+    """Broadcast rank 0's ``value``."""
     if world().size == 1:
         return value
     mine = torch.tensor([value], dtype=torch.float64)
@@ -111,12 +111,12 @@ def from_main(value: float) -> float:
 
 
 def barrier() -> None:
-    """Wait until all ranks are here."""
+    """Barrier: wait for all ranks."""
     agree(0)
 
 
 def exchange(row: Sequence[int]) -> list[list[int]]:
-    """Each rank's ``row`` of whole numbers, in rank order, for all; rows are equally long."""
+    """All-gather each rank's ``row`` of integers, in rank order; rows are equally long."""
     mine = torch.tensor(row, dtype=torch.int64)
     rows = [torch.empty_like(mine) for _ in range(world().size)]
     with told():
@@ -125,7 +125,7 @@ def exchange(row: Sequence[int]) -> list[list[int]]:
 
 
 def collect(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-    """Rows of all ranks behind each other, on rank 0; the others get nothing.
+    """Gather the rows of all ranks, concatenated, on rank 0; the others get nothing.
 
     ``tensors`` are this rank's, contiguous on the CPU, each [counts[rank], …].
     """
@@ -153,7 +153,7 @@ def collect(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torc
 def distribute(
     whole: Sequence[torch.Tensor], like: Sequence[torch.Tensor], counts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The way back: each rank's rows of rank 0's ``whole``, shaped and typed as its ``like``.
+    """Scatter: each rank's rows of rank 0's ``whole``, with shape and dtype of its ``like``.
 
     Rank 0's are views.
     """

@@ -1,4 +1,4 @@
-"""What accelerate's configuration file asks for and a run here can't do, told before anything is started.
+"""Report unsupported settings of accelerate's configuration file before anything is started.
 
 ``accelerate launch`` hands its settings to the processes in their environment; without it none is there.
 """

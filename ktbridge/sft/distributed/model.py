@@ -1,4 +1,4 @@
-"""A wrapped model among several processes: whose its experts are, and getting what is sharded whole."""
+"""A wrapped model in several processes: which rank owns its experts, and gathering sharded tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ktbridge.sft.distributed.world import is_main, world
 
 
 def prepare(model: nn.Module) -> None:
-    """Settle whose a wrapped model's experts are, before an optimizer sees its parameters.
+    """Decide which rank owns a wrapped model's experts, before an optimizer sees its parameters.
 
     Experts on the GPU (``place_experts``, which comes first) are every rank's: each computes its own rows,
     and who trains averages the expert LoRA's gradients (``average_gradients``). Other experts become rank
     0's: layers then dispatch (``run_experts``), and other ranks drop expert weights and expert LoRA. Either
-    way DDP is told to leave the expert LoRA alone, and FSDP2 will be (``DistributedTrainer``), and what more
+    way DDP is set to ignore the expert LoRA, and FSDP2 will be (``DistributedTrainer``), and what more
     than one rank trains starts from rank 0's values. Does nothing for a process that is alone.
     """
     if world().size == 1:

@@ -26,11 +26,11 @@ from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
 from ktbridge.sft.distributed.world import world
 
 _MAIN_STATE = "optimizer.safetensors"
-"""Rank 0's file has the name that tells a checkpoint to go on from."""
+"""Rank 0's file has the name that marks a checkpoint as resumable."""
 
 
 def trainer_arguments() -> dict[str, Any]:
-    """What a Trainer's arguments must say among several processes; nothing for one that is alone."""
+    """Trainer arguments required with several processes; none for a single one."""
     if world().size == 1:
         return {}
     return {
@@ -104,7 +104,7 @@ class DistributedTrainer:
         os.makedirs(output_dir, exist_ok=True)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         state = _local(inner.state_dict())
-        if world().rank:  # what it may have of the experts is the same as rank 0's
+        if world().rank:  # its expert LoRA, if any, equals rank 0's
             experts = self._expert_parameters()
             others = [each for each in inner.param_groups if experts.isdisjoint(each["params"])]
             state = _of_groups(state, len(others))

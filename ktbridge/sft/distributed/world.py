@@ -1,4 +1,4 @@
-"""Which of how many processes this one is, as the launcher says; without torch."""
+"""Rank and world size of this process, as set by the launcher; without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training run before it starts: what it needs of memory, disk and time, and what to change.
+"""Estimate a training run before it starts: memory, disk and time, and what to change.
 
 Reads config.json, the headers of the safetensors and the rows; torch is imported only to measure, and to
 compute sizes where there are no safetensors yet::
@@ -43,12 +43,12 @@ __all__ = [
 ]
 
 NEEDED = "config.json tokenizer.json tokenizer_config.json"
-"""What of a model a plan is made from."""
+"""The files of a model that a plan is made from."""
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan:
-    """What the run of ``config`` will need, against what ``target`` has.
+    """Estimate the needs of a run of ``config``, against what ``target`` has.
 
     ``measure`` times the kernels on this machine, for tokens/s, and the disk if each pass reads experts from
     it. Of the model its config.json suffices: where the weights aren't here, their sizes are computed from it
@@ -126,7 +126,7 @@ def _disk_checks(
 
 
 def _from_config(setting: Setting, missing: str) -> Iterator[str]:
-    """That the weights were not looked at, and what the plan lacks for it."""
+    """Notes that the weights were not read, and what the plan lacks therefore."""
     if not missing:
         return
     shape = setting.shape
@@ -146,7 +146,7 @@ def _pace_notes(pace: Pace, target: Target) -> Iterator[str]:
 
 
 def _notes(setting: Setting, target: Target) -> list[str]:
-    """What a reader must know of how sure the numbers are."""
+    """Notes on the accuracy of the numbers."""
     notes = []
     shape, config = setting.shape, setting.config
     if setting.lengths.turns_unknown:

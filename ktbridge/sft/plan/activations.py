@@ -97,7 +97,7 @@ def loss_bytes(shape: ModelShape, batch: Batch) -> int:
 
 
 def _attention(shape: ModelShape, layer: LayerShape, batch: Batch) -> tuple[int, int]:
-    """Bytes a token: kept, and passing in backward."""
+    """Bytes per token: kept, and temporary in backward."""
     text, width = shape.config.text, batch.width
     if any(name.startswith("linear_attn.") for name in layer.linears):
         return _linear_attention(text, width)

@@ -1,4 +1,4 @@
-"""What to change where a run doesn't fit: each change is tried on paper, and what it saves is told."""
+"""Advice for a run that doesn't fit: each change is estimated, and its savings are reported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _overrides(config: TrainConfig) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _by_hand(setting: Setting, failed: list[tuple[Verdict, tuple[Where, ...]]]) -> Iterator[Advice]:
-    """What is more than an override of the same run."""
+    """Advice beyond overrides of the same run."""
     short = {place for _, places in failed for place in places}
     shape = setting.shape
     if "page cache" in short and shape.expert_storage == "bf16":

@@ -1,4 +1,4 @@
-"""The choices of who computes the experts, compared: what each takes of the GPU, and its pace."""
+"""Compare the devices that may compute the experts: GPU memory and pace of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktbridge.sft.plan.target import Target
 
 @dataclass(frozen=True)
 class Choice:
-    """``setting`` is None where it can't be had, for the reason in ``why``."""
+    """``setting`` is None if the mode is unavailable, for the reason in ``why``."""
 
     name: str
     setting: Setting | None
@@ -35,9 +35,9 @@ class Choice:
 
 
 def compare(setting: Setting, target: Target, measure: bool) -> tuple[Choice, ...]:
-    """The CPU's kernels and, where ``kt_experts`` leaves it open, the GPU; timed here where ``measure``.
+    """The CPU's kernels and, if ``kt_experts`` allows it, the GPU; timed here if ``measure``.
 
-    Raises ``UsageError`` where the GPU is asked for and can't be had.
+    Raises ``UsageError`` if the GPU is requested and unavailable.
     """
     config = setting.config
     closed = obstacle(config, setting.cuda)
@@ -81,7 +81,7 @@ def _timed(choices: Sequence[Choice], memory: int | None) -> Iterator[Choice]:
 def choose(choices: tuple[Choice, ...], wanted: str) -> Choice:
     """What is ``wanted``; for "auto" the fastest, or where none was timed what needs the CPU least.
 
-    Raises ``UsageError`` where what is wanted can't be had.
+    Raises ``UsageError`` if the requested mode is unavailable.
     """
     if wanted != "auto":
         found = next(each for each in choices if each.name == wanted)

@@ -31,7 +31,7 @@ _PACKED = 8  # int4 values in an int32
 
 
 class Declared(Checkpoint):
-    """Stands in for a checkpoint as far as names and entries go; there is no byte to be read."""
+    """Stands in for a checkpoint for names and entries; it has no data."""
 
     def __init__(self, path: Path, tensors: Iterable[tuple[str, str, Shape]]) -> None:
         self._entries = {
@@ -145,7 +145,7 @@ class _Storage:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a pattern of a quantisation's lists means a module: "re:…", a path, or a part of one."""
+    """Whether a pattern of a quantisation's lists matches a module: "re:…", a path, or a part of one."""
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None

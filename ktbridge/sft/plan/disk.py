@@ -54,7 +54,7 @@ def missed_bytes(setting: Setting, parts: list[Part], memory: int | None) -> int
 
 
 def read_rate(file: Path) -> float:
-    """Bytes a second of reading up to 256 MB from the start of ``file``, for two seconds at most.
+    """Bytes per second of reading up to 256 MB from the start of ``file``, for two seconds at most.
 
     Reads go past the page cache, which stays as it is. Raises OSError where the file system has no such
     reads, as tmpfs, or the file is empty.

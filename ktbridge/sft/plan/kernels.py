@@ -1,4 +1,4 @@
-"""Bytes that the expert kernels take on the host: what a forward keeps, and what a pass needs besides.
+"""Host memory of the expert kernels: what a forward keeps, and what a pass needs besides.
 
 The formulas are those of kernels/moe/{pass.h,gate_up.cpp,forward.cpp,backward.cpp}: memory is counted in
 tiles of 16 x 32 bfloat16 (1 KB), an expert's tokens in strips of 16 and doubles of 32.
@@ -16,7 +16,7 @@ _WORKSPACE = 4 << 20  # panels, factors and results of one thread: about three t
 
 @dataclass(frozen=True)
 class Pass:
-    """One layer's pass: E experts, K of them a token, hidden H, intermediate I, LoRA rank r, T tokens."""
+    """One layer's pass: E experts, K of them per token, hidden H, intermediate I, LoRA rank r, T tokens."""
 
     experts: int
     top_k: int

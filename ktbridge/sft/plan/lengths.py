@@ -1,4 +1,4 @@
-"""How many rows a run has and how long they are, and the steps that follow."""
+"""Number and lengths of a run's rows, and the resulting steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BYTES_A_TOKEN = 3
 class Lengths:
     """Sequences of a run, cut at cutoff_len: how many, the longest and the mean, in tokens.
 
-    ``counted`` tells whether the model's own tokenizer counted a sample, or bytes were divided by 3.
+    ``counted``: the model's own tokenizer counted a sample; otherwise bytes were divided by 3.
     ``sequences`` are rows for sft (several to a sequence if ``packed``) and pairs for dpo. ``each`` are
     the rows' own lengths, as far as they are known.
     """
@@ -108,7 +108,7 @@ def measure(texts: Sequence[tuple[int, str]], config: TrainConfig, base: Path) -
     by_size = sorted(texts, key=lambda item: len(item[1]))
     step = max(1, len(by_size) // _SAMPLE)
     sample = [count(text) + _A_MESSAGE * n for n, text in by_size[::step]]
-    # A row that isn't counted is taken to be as long as the nearest one by size that is.
+    # An uncounted row is assumed to be as long as the counted one nearest in size.
     last = len(sample) - 1
     each = [sample[min((index + step // 2) // step, last)] for index in range(len(by_size))]
     each[-_LONGEST:] = [count(text) + _A_MESSAGE * n for n, text in by_size[-_LONGEST:]]
@@ -147,7 +147,7 @@ def _counter(base: Path) -> tuple[Any, bool]:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    except Exception:  # not installed, not there or not to its liking: then bytes must do
+    except Exception:  # not installed, missing or unsupported: estimate from bytes
         return lambda text: -(-len(text.encode()) // _BYTES_A_TOKEN), False
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids), True
 

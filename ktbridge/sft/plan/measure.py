@@ -21,7 +21,7 @@ from ktbridge.sft.plan.memory import Setting
 _SECONDS = 1.0
 _ROOM = 3_000_000_000
 _CACHES = 4  # how many times the last-level cache the layers take together
-_CACHE = 32 << 20  # where the system doesn't tell
+_CACHE = 32 << 20  # if the system doesn't report it
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 

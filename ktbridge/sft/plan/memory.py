@@ -1,4 +1,4 @@
-"""Where a training run's bytes are: the process's own memory, the page cache, the GPU, the disk.
+"""Memory of a training run: the process's own, the page cache, the GPU, the disk.
 
 A pure function of the model's shape, the configuration and the rows' lengths, so that advice is
 the same function of another configuration.
@@ -30,7 +30,7 @@ CUDA_HOST = 1_150_000_000
 CUDA_FILES = 285_000_000
 CUDA_PINNED = 20_000_000
 CUDA_CONTEXT = 800_000_000
-# What allocators hold beyond what is asked for, of that which comes and goes.
+# Allocator overhead, as a fraction of temporary memory.
 HOST_SLACK, GPU_SLACK = 0.05, 0.25
 # The same on the GPU where its memory grows in segments, as `ktbridge train` asks for with experts there.
 GPU_SEGMENTS_SLACK = 0.1
@@ -46,13 +46,13 @@ class Setting:
     cuda: bool
     threads: int
     rows: int | None = None
-    """Rows of a pass; None: as many as the configuration says."""
+    """Rows of a pass; None: as configured."""
     share: Share | None = None
-    """What of the experts is on the GPU, where that computes them."""
+    """The experts' share on the GPU, if it computes them."""
 
     @property
     def sides(self) -> int:
-        """Sequences a row: dpo runs chosen and rejected side by side."""
+        """Sequences per row: dpo runs chosen and rejected side by side."""
         return 2 if self.config.stage == "dpo" else 1
 
     @property
@@ -288,12 +288,12 @@ def activation_bytes(setting: Setting) -> tuple[int, int]:
 
 
 def kept_token_bytes(setting: Setting) -> int:
-    """Bytes a token of what is kept between forward and backward outside the experts."""
+    """Bytes per token kept between forward and backward outside the experts."""
     return _activations(setting)[0] // setting.batch.tokens
 
 
 def _passing(setting: Setting) -> int:
-    """The largest that comes and goes within a layer outside its experts."""
+    """The largest temporary memory within a layer outside its experts."""
     return max(one.passing for one in _layers(setting))
 
 
@@ -307,7 +307,7 @@ def _layers(setting: Setting) -> list[LayerBytes]:
 
 
 def _process_parts(cuda: bool) -> Iterator[Part]:
-    """What any training process takes, whatever it trains."""
+    """Fixed memory of any training process."""
     files = LIBRARY_FILES + (CUDA_FILES if cuda else 0)
     name = "Python, torch, CUDA" if cuda else "Python, torch, …"
     yield Part(f"{name}, mapped", "page cache", files, "their files, as far as they are touched")

@@ -1,4 +1,4 @@
-"""Who computes the experts: what each choice takes of the GPU and, where times were measured, its pace.
+"""Modes of computing the experts: GPU memory of each and, if times were measured, its pace.
 
 The same functions decide in ``ktbridge train`` (``ktbridge.sft.expert_device``), from the run's own weights.
 """
@@ -75,7 +75,7 @@ def limit_of(setting: Setting, memory: int) -> int:
 
 
 def everything_fits(share: Share, sizes: Sizes) -> bool:
-    """Whether nothing crosses any more: every layer is resident, or the ring holds all groups."""
+    """Whether no weights are transferred any more: every layer is resident, or the ring holds all groups."""
     streamed = sizes.layers - len(share.resident)
     return share.cold is None and share.slots >= streamed * share.groups
 
@@ -93,7 +93,7 @@ def cpu_tokens(setting: Setting, space: Room, memory: int | None) -> int:
 
 
 def obstacle(config: TrainConfig, cuda: bool) -> str:
-    """What of a configuration keeps experts off the GPU, to follow "kt_experts: stream"; "" if nothing does.
+    """Why a configuration keeps experts off the GPU, to follow "kt_experts: stream"; "" if nothing does.
 
     ``cuda``: whether there is a GPU to use.
     """
@@ -107,7 +107,7 @@ def obstacle(config: TrainConfig, cuda: bool) -> str:
 
 
 def refuse_on_gpu(config: TrainConfig, why: str) -> None:
-    """Raise ``UsageError`` where ``kt_experts`` asks for the GPU, which can't be had because of ``why``."""
+    """Raise ``UsageError`` if ``kt_experts`` requests the GPU, which is unavailable because of ``why``."""
     wanted = config.kt_config.kt_experts
     if why and wanted in ON_GPU:
         raise UsageError(f"kt_experts: {wanted} {why}.", "Set kt_experts: cpu, or auto.")
@@ -121,7 +121,7 @@ def with_tokens(setting: Setting, tokens: int) -> Setting:
 def possible(
     setting: Setting, memory: int, host: int | None
 ) -> Iterator[tuple[str, Setting | str]]:
-    """cpu, hybrid, stream and resident, each as the setting that it makes, or why it can't be had.
+    """cpu, hybrid, stream and resident, each as its setting, or why it is unavailable.
 
     ``memory`` are the bytes of the GPU, ``host`` those of RAM.
     """

@@ -1,4 +1,4 @@
-"""What a plan is made of: parts of memory, verdicts, advice."""
+"""Data types of a plan: parts of memory, verdicts, advice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Where = Literal["RAM", "page cache", "GPU", "disk"]
 
 @dataclass(frozen=True)
 class Part:
-    """``size`` bytes of something somewhere, and how that was found."""
+    """``size`` bytes of one item in one place, and how that was determined."""
 
     what: str
     where: Where
@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to change, as overrides of ``ktbridge train``, with what it saves and what it costs."""
+    """A suggested change, as overrides of ``ktbridge train``, with its savings and cost."""
 
     change: str
     where: Where
@@ -53,7 +53,7 @@ class Advice:
 class Pace:
     """How fast a run should be once its pages are warm.
 
-    ``how`` says what was measured and what was assumed. ``cold_bytes`` of experts are read from disk in
+    ``how`` describes what was measured and what was assumed. ``cold_bytes`` of experts are read from disk in
     the first step unless they are in the page cache; nothing here counts that time.
     """
 
@@ -68,10 +68,10 @@ class Pace:
 
 @dataclass(frozen=True)
 class DiskReads:
-    """What the page cache can't hold of the experts, and the pace at which it comes instead.
+    """The part of the experts that the page cache can't hold, and the disk's speed.
 
-    ``size`` bytes at least are read in each pass. ``rate`` is the disk's bytes a second, None where it isn't
-    known; ``how`` says how it was measured, or why not. ``Pace`` doesn't count these seconds.
+    ``size`` bytes at least are read in each pass. ``rate`` is the disk's bytes per second, None if it isn't
+    known; ``how`` describes how it was measured, or why not. ``Pace`` doesn't count these seconds.
     """
 
     size: int
@@ -96,7 +96,7 @@ class DiskReads:
 
 @dataclass(frozen=True)
 class Experts:
-    """One choice of who computes the experts; None where it can't be had, or was not timed."""
+    """One mode of computing the experts; None if it is unavailable or was not timed."""
 
     name: str
     chosen: bool
@@ -105,14 +105,14 @@ class Experts:
     tokens_per_pass: int | None
     tokens_per_second: float | None
     why: str
-    """Why it can't be had or wasn't timed."""
+    """Why it is unavailable or wasn't timed."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """A training run before it starts. Sizes are bytes.
 
-    ``machine`` says in words what it is for. ``from_config`` tells that the weights aren't here, and
+    ``machine`` describes what it is for. ``from_config`` is true if the weights aren't here, and
     ``to_download`` how many bytes they have. ``rows`` of the dataset make ``sequences``: as many, or fewer
     under packing; ``longest`` and ``mean_tokens`` are those of sequences.
     """
@@ -135,9 +135,9 @@ class Plan:
     pace: Pace | None
     tokens_per_pass: int
     experts: tuple[Experts, ...] = ()
-    """Who may compute the experts, where there is a GPU."""
+    """Modes of computing the experts, if there is a GPU."""
     disk_reads: DiskReads | None = None
-    """What each pass reads from disk for want of page cache."""
+    """What each pass reads from disk because the page cache is too small."""
 
     @property
     def fits(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a plan must know of a base model, from config.json and the headers of its safetensors alone."""
+"""Shape of a base model for planning, from config.json and the headers of its safetensors alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale", ".weight_shape"
 # Vision towers and draft layers, which text training doesn't load.
 _DRAFT = ("mtp.", "model.mtp.")
 _VISION = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
-# Their text model can't be had alone: the wrapper is loaded, vision tower and all.
+# Their text model can't be loaded alone: the wrapper is, with its vision tower.
 _WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "ernie4_5_vl_moe")
 _STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4"}
 
@@ -156,7 +156,7 @@ def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict) -> bool:
     home = next(iter(homes.values()))
     if home.names:
         return False
-    if isinstance(checkpoint, Declared):  # only the family's row says how its files will have them
+    if isinstance(checkpoint, Declared):  # only the family's row defines its file layout
         return config.family is None or config.family.storage != "fused"
     shape = checkpoint.entry(f"{home.base}.gate_up_proj").shape
     rows = (2 * config.intermediate_size, config.hidden_size)

@@ -1,4 +1,4 @@
-"""From a measurement of this machine to the pace of a run: seconds a step, tokens/s, hours."""
+"""Predict the pace of a run from a measurement of this machine: seconds per step, tokens/s, hours."""
 
 from __future__ import annotations
 

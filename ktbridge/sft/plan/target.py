@@ -16,7 +16,7 @@ from ktbridge.units import size_text
 class Target:
     """Bytes of one GPU's memory (None: no GPU), of memory and of free disk (None: not known), cores, GPUs.
 
-    ``text`` describes it in words; ``elsewhere`` tells that it isn't the machine that the plan runs on.
+    ``text`` describes it; ``elsewhere``: it isn't the machine that the plan runs on.
     """
 
     gpu_memory: int | None
@@ -29,7 +29,7 @@ class Target:
 
 
 def this_machine(output_dir: Path, described: Described | None = None) -> Target:
-    """What this machine has, or the one that is ``described``; torch is not imported.
+    """Resources of this machine, or of the ``described`` one; torch is not imported.
 
     Cores and GPUs that aren't given are this machine's. The disk of another machine isn't known.
     """
@@ -73,7 +73,7 @@ def _gpus(described: Described) -> tuple[list[int], str]:
 
 
 def _here() -> list[int]:
-    """Memory of each GPU as the driver tells; empty without one, or with a torch that can't use it."""
+    """Memory of each GPU as the driver reports; empty without one, or with a torch that can't use it."""
     try:
         if importlib.metadata.version("torch").endswith("+cpu"):
             return []
