@@ -62,8 +62,8 @@ def encode(
         list(conversations), return_dict=True, return_assistant_tokens_mask=True
     )
     return [
-        Encoded(tuple(ids), tuple(said))
-        for ids, said in zip(batch["input_ids"], batch["assistant_masks"], strict=True)
+        Encoded(tuple(ids), tuple(assistant))
+        for ids, assistant in zip(batch["input_ids"], batch["assistant_masks"], strict=True)
     ]
 
 
@@ -97,12 +97,12 @@ def pretrain(
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _schedule(step, recipe)
-        ids, said, real = _tensors(next(batches), pad)
+        ids, assistant, real = _tensors(next(batches), pad)
         output = model(input_ids=ids, use_cache=False, output_router_logits=True)
         each = functional.cross_entropy(
             output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
         )
-        spoken, counted = said[:, 1:].flatten(), real[:, 1:].flatten()
+        spoken, counted = assistant[:, 1:].flatten(), real[:, 1:].flatten()
         weight = spoken + recipe.prompt_weight * (counted - spoken)
         loss = (each * weight).sum() / weight.sum() + recipe.aux_coef * output.aux_loss
         optimizer.zero_grad()
@@ -153,14 +153,14 @@ def _tensors(batch: Sequence[Encoded], pad: int) -> tuple[torch.Tensor, torch.Te
     """Ids [B, T] padded on the right, where the assistant speaks and where tokens are real."""
     width = max(len(one.ids) for one in batch)
     ids = torch.full((len(batch), width), pad)
-    said = torch.zeros(len(batch), width)
+    assistant = torch.zeros(len(batch), width)
     real = torch.zeros(len(batch), width)
     for row, one in enumerate(batch):
         length = len(one.ids)
         ids[row, :length] = torch.tensor(one.ids)
-        said[row, :length] = torch.tensor(one.said, dtype=torch.float32)
+        assistant[row, :length] = torch.tensor(one.said, dtype=torch.float32)
         real[row, :length] = 1.0
-    return ids, said, real
+    return ids, assistant, real
 
 
 def _shares(

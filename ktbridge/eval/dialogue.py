@@ -92,13 +92,13 @@ async def hold_dialogue(
             "model": partner.model,
             "messages": _seen_by_partner(item, bench.partner, turns),
         }
-        said = await clients[partner.url].chat(asked)
-        if said.outcome not in ("ok", "truncated"):
-            detail = f"turn {turn}: the partner's is {said.outcome}"
-            detail += f": {said.detail}" if said.detail else ""
-            failed = replace(_whole(given, "http-error", detail), status=said.status)
+        reply = await clients[partner.url].chat(asked)
+        if reply.outcome not in ("ok", "truncated"):
+            detail = f"turn {turn}: the partner's is {reply.outcome}"
+            detail += f": {reply.detail}" if reply.detail else ""
+            failed = replace(_whole(given, "http-error", detail), status=reply.status)
             return Dialogue(failed, turns, partner.url)
-        turns.append({"role": "user", "content": said.text})
+        turns.append({"role": "user", "content": reply.text})
     return Dialogue(_whole(given, "ok", ""), turns, arm.url)
 
 
@@ -109,12 +109,12 @@ def _seen_by_partner(
     many templates want one before any answer, and some know no system message."""
     scene = [message["content"] for message in item.messages if message["role"] == "system"]
     other = {"user": "assistant", "assistant": "user"}
-    said = [*item.messages, *turns]
+    messages = [*item.messages, *turns]
     return [
         {"role": "user", "content": "\n\n".join([partner.system.strip(), *scene])},
         *(
             {"role": other[message["role"]], "content": message["content"]}
-            for message in said
+            for message in messages
             if message["role"] in other
         ),
     ]

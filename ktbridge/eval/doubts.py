@@ -201,12 +201,12 @@ def _unread(results: Mapping[str, Any]) -> list[Problem]:
             if cell["asked"] >= _FEW_ANSWERS and cell["share"] < _READABLE
         }
         if low:
-            told = ", ".join(f"{arm} {one['read']} of {one['asked']}" for arm, one in low.items())
+            counts = ", ".join(f"{arm} {one['read']} of {one['asked']}" for arm, one in low.items())
             problems.append(
                 problem(
                     "KTB824",
                     f"slice {slice_title(results, name)}",
-                    f"few answers hold the letter, number or JSON to mark: {told}",
+                    f"few answers hold the letter, number or JSON to mark: {counts}",
                     f"at least {_READABLE:.0%}; an answer without one is marked 0",
                 )
             )

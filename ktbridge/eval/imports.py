@@ -92,8 +92,8 @@ def import_answers(sources: Sequence[Source], directory: Path) -> None:
             problem("KTB841", "the files", "no rows", "one answer a line", next_step="")
         )
     if not problems and not any(one["answers"].keys() == arms.keys() for one in items.values()):
-        told = "; ".join(f"{name} answers {_kinds(items.values(), name)}" for name in arms)
-        fault = f"no question is in the files of every arm: {told}"
+        kinds = "; ".join(f"{name} answers {_kinds(items.values(), name)}" for name in arms)
+        fault = f"no question is in the files of every arm: {kinds}"
         wanted, next_step = "the same data for every arm", "give each arm its answers to one task"
         problems.append(problem("KTB842", "the files", fault, wanted, next_step))
     if problems:

@@ -84,8 +84,8 @@ def _response(row: Mapping[str, Any]) -> tuple[str | None, str]:
     known = [(weight, -i) for i, weight in enumerate(weights) if weight is not None]
     if not known:
         return None, json.dumps(replies, ensure_ascii=False)
-    told = ", ".join("–" if weight is None else f"{weight:.2f}" for weight in weights)
-    return None, f"choice {1 - max(known)[1]} of {len(weights)} (log-likelihoods {told})"
+    shown = ", ".join("–" if weight is None else f"{weight:.2f}" for weight in weights)
+    return None, f"choice {1 - max(known)[1]} of {len(weights)} (log-likelihoods {shown})"
 
 
 def _weight(reply: Any) -> float | None:

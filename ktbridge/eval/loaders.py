@@ -169,13 +169,13 @@ def beyond_dialogue(
                 {"role": "user", "content": str(turn[0])},
                 {"role": "assistant", "content": str(turn[1])},
             ]
-        said = "\n".join(filter(None, (_text(record, "instruction"), _text(record, "input"))))
+        question = "\n".join(filter(None, (_text(record, "instruction"), _text(record, "input"))))
         answer = _text(record, "output")
-        if not said or not answer:
+        if not question or not answer:
             raise Skipped("without a question or an answer")
-        row = {"slice": "DIALOGUE", "messages": messages + _user(said), "gold": [answer]}
+        row = {"slice": "DIALOGUE", "messages": messages + _user(question), "gold": [answer]}
         # What one role says in several scenes is not independent.
-        return row | {"cluster": system or said, "checks": _references(source), "judge": "DIALOGUE"}
+        return row | {"cluster": system or question, "checks": _references(source), "judge": "DIALOGUE"}
 
     return _each(records, make, skipped)
 

@@ -54,8 +54,8 @@ class Wire:
         the connection fails or what comes is not HTTP. A kept connection that the server ended
         before it replied is replaced by a new one: it had most likely been idle for too long.
         """
-        told = [*headers, ("content-length", str(len(body)))]
-        request = h11.Request(method="POST", target=target, headers=told)
+        all_headers = [*headers, ("content-length", str(len(body)))]
+        request = h11.Request(method="POST", target=target, headers=all_headers)
         return await self._ask(request, timeout, h11.Data(data=body))
 
     async def _ask(self, request: h11.Request, timeout: float, *body: h11.Data) -> Reply:
@@ -148,8 +148,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
         kind = ConnectionError if self._heard else _NoReplyError
-        said = "in the middle of its reply" if self._heard else "without a reply"
-        self._fail(kind(str(exc) if exc else f"the server ended the connection {said}"))
+        when = "in the middle of its reply" if self._heard else "without a reply"
+        self._fail(kind(str(exc) if exc else f"the server ended the connection {when}"))
 
     def _fail(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, None
