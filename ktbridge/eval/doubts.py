@@ -19,7 +19,7 @@ _ENOUGH_OK = 0.95
 _NEARLY_ALL = 0.9
 _READABLE = 0.9
 _FEW_ANSWERS = 5
-_FEW_PAIRS = 8  # so many short answers may be identical by chance
+_FEW_PAIRS = 8  # with fewer, short answers may be identical by chance
 _SAME_FILES = "import files in which every arm answers the same rows"
 _REMEDIES = {
     NOT_RUN: AGAIN,

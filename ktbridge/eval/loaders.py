@@ -175,7 +175,11 @@ def beyond_dialogue(
             raise Skipped("without a question or an answer")
         row = {"slice": "DIALOGUE", "messages": messages + _user(question), "gold": [answer]}
         # Answers of one role in several scenes are not independent.
-        return row | {"cluster": system or question, "checks": _references(source), "judge": "DIALOGUE"}
+        return row | {
+            "cluster": system or question,
+            "checks": _references(source),
+            "judge": "DIALOGUE",
+        }
 
     return _each(records, make, skipped)
 

@@ -139,7 +139,7 @@ def _bad_file(name: str, found: str, loader: str) -> ProblemsError:
 def _check_columns(
     records: Sequence[Record], columns: Sequence[Sequence[str]], name: str, loader: str
 ) -> None:
-    """Every alternative in ``columns`` is a set of names; some record must have one set complete."""
+    """Raise ProblemsError unless the fields of at least one set in ``columns`` occur."""
     seen = {key for record in records for key in record}
     if columns and not any(set(wanted) <= seen for wanted in columns):
         wanted = " or ".join("{" + ", ".join(group) + "}" for group in columns)

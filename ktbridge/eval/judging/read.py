@@ -191,7 +191,10 @@ def _verdicts(plan: Plan, parsed: Mapping[str, Said]) -> list[bool]:
     """Every yes/no verdict on the arms' answers; identical repeats count once."""
     asks = {(ask.of, ask.key): ask for ask in plan.scores if ask.form == "checks"}
     return [
-        check.yes for ask in asks.values() if parsed[ask.key][0] == "ok" for check in parsed[ask.key][1]
+        check.yes
+        for ask in asks.values()
+        if parsed[ask.key][0] == "ok"
+        for check in parsed[ask.key][1]
     ]
 
 

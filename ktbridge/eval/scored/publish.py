@@ -79,7 +79,12 @@ def _write_index(directory: Path) -> dict[str, Any]:
     index = {"schema": INDEX_SCHEMA, "ktbridge": ktbridge.__version__, "benches": benches}
     published = {**index, "benches": [_entry(one) for one in benches]}
     failed = failures(index)
-    _write(directory, published, render_index(published, failed), render_index_markdown(published, failed))
+    _write(
+        directory,
+        published,
+        render_index(published, failed),
+        render_index_markdown(published, failed),
+    )
     return index
 
 
