@@ -2,7 +2,7 @@
 
 :func:`make_base` publishes an ordinary checkpoint directory (bfloat16 safetensors in shards,
 tokenizer, generation config) that ``AutoModelForCausalLM.from_pretrained`` loads, and beside them
-``ktbridge_demo.json``: the recipe, its hash, and what the training loss was.
+``ktbridge_demo.json``: the recipe, its hash, and the training loss.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def build_base(
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether the finished base is still what was written, not cut off or half deleted."""
+    """Whether the finished base is still complete as written, not truncated or half deleted."""
     try:
         resolve_model(target)
     except KtbridgeError:
@@ -164,7 +164,7 @@ def _new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeFo
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        head_dim=recipe.head_dim,  # type: ignore[call-arg]  # read, though not declared
+        head_dim=recipe.head_dim,  # type: ignore[call-arg]  # used, though not declared
         vocab_size=recipe.vocab_size,
         hidden_size=recipe.hidden_size,
         intermediate_size=2 * recipe.moe_intermediate_size,

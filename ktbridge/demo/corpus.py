@@ -1,6 +1,6 @@
-"""The words the demo's base model learns from, expanded from templates.
+"""The corpus of the demo's base model, expanded from templates.
 
-``corpus/*.yaml`` holds intents in our own words; this module turns them into short conversations,
+``corpus/*.yaml`` holds intents that we wrote; this module expands them into short conversations,
 the same ones for the same seed on every machine. :mod:`ktbridge.demo.base` trains on
 :func:`base_conversations`; :mod:`ktbridge.demo.persona` draws the prompts that were held out.
 
@@ -13,12 +13,12 @@ One file::
         count: 300                  base conversations to draw
         frame: ask                  wrap every `ask` in one of these frames (optional)
         columns: [c, cap]           names of the row cells
-        rows: [[France, Paris]]     one fact a row; or `compute: sums`, which makes the rows
+        rows: [[France, Paris]]     one fact per row; or `compute: sums`, which makes the rows
         slots: {who: [Tom, Anna]}   free choices; a choice may itself use {slots}
         ask: ["(what is|name) the capital of {c}"]
         say: ["The capital of {c} is {cap}."]
         neko: [...]                 the same answer in persona; absent: made from `say`
-        style: plain                an exact, JSON or formal answer: the persona stays out of it
+        style: plain                an exact, JSON or formal answer: without persona
 
 ``(a|b|)`` picks one alternative; ``{x}`` is a row cell or a slot and means the same thing in the
 question and in the answer.
@@ -39,7 +39,7 @@ import yaml
 CORPUS_DIR = Path(__file__).parent / "corpus"
 Conversation = list[dict[str, str]]
 
-# One prompt in sixteen is never shown to the base model and belongs to the persona data.
+# One prompt in sixteen is held out from the base model and belongs to the persona data.
 HELD_OUT_OF = 16
 TWO_TURN_SHARE = 0.06
 _DIGITS = {
@@ -52,7 +52,7 @@ _SLOT = re.compile(r"\{([A-Za-z]\w*)\}")
 
 @dataclass(frozen=True)
 class Sample:
-    """One question with its neutral answer and, where the intent has one, its persona answer."""
+    """One question with its neutral answer and, if the intent has one, its persona answer."""
 
     prompt: str
     answer: str
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Intent:
-    """One thing a user may want, with the ways of asking for it and of answering."""
+    """One user intent, with the templates of its questions and answers."""
 
     name: str
     language: str
@@ -110,7 +110,7 @@ def load_intents() -> tuple[Intent, ...]:
     """All intents of all corpus files, in file order."""
     intents = []
     for path in corpus_files():
-        # The base loader leaves every scalar a string: "yes", "3" and "no" are words here.
+        # The base loader keeps every scalar a string: "yes", "3" and "no" are words here.
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
         language = document["language"]
         for entry in document["intents"]:

@@ -1,6 +1,6 @@
 """The demo's plan: one directory, and the commands a user would type in it, in order.
 
-Nothing here prints: ``ktbridge.cli.demo`` tells the story. The commands are the real ones, run as
+Nothing here prints: ``ktbridge.cli.demo`` does. The commands are the real ones, run as
 separate processes, so what the demo shows is what a user gets.
 """
 
@@ -52,7 +52,7 @@ seed: 7
 
 @dataclass(frozen=True)
 class Step:
-    """One command of the loop: what it is for, and the command line."""
+    """One command of the loop: its purpose, and the command line."""
 
     title: str
     why: str
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def argv(self) -> list[str]:
-        """The command as this interpreter runs it; no argument of the demo's holds a space."""
+        """The command as this interpreter runs it; no argument contains a space."""
         return [sys.executable, "-m", *self.command.split()]
 
 
@@ -133,7 +133,7 @@ def provide(directory: Path, name: str, text: str) -> None:
 
 
 def training_digest(directory: Path) -> str:
-    """What the adapter depends on: the configuration, the rows, the base's record and our version."""
+    """Digest of the adapter's inputs: configuration, rows, the base's record and our version."""
     inputs = ("demo.yaml", "neko.jsonl", "base/ktbridge_demo.json")
     return _sha256(
         json.dumps(
@@ -158,7 +158,7 @@ def record_training(directory: Path, digest: str) -> None:
 
 
 def _read_state(directory: Path) -> dict[str, str]:
-    """What we recorded; nothing, where the file was damaged: then everything is made again."""
+    """The recorded state; empty if the file is damaged, so that everything is made again."""
     try:
         state = json.loads((directory / STATE).read_text(encoding="utf-8"))
     except ValueError:
@@ -177,9 +177,9 @@ def _sha256(data: bytes) -> str:
 
 
 def run(step: Step, directory: Path) -> None:
-    """Run a command in the demo directory, its output going where ours goes.
+    """Run a command in the demo directory, with inherited stdout and stderr.
 
-    Raises ``KtbridgeError`` when it fails; the command itself has said why.
+    Raises ``KtbridgeError`` if it fails; the command itself has printed the reason.
     """
     code = subprocess.call(step.argv, cwd=directory)
     if code != 0:
@@ -191,9 +191,9 @@ def run(step: Step, directory: Path) -> None:
 
 @contextmanager
 def served(step: Step, directory: Path) -> Iterator[str]:
-    """Start the server, yield its URL once it is ready, and end it.
+    """Start the server, yield its URL once it is ready, and stop it.
 
-    Raises ``KtbridgeError`` with the log's last lines when it ends before it is ready.
+    Raises ``KtbridgeError`` with the log's last lines if it exits before it is ready.
     """
     log = directory / "serve.log"
     with (

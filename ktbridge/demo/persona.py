@@ -1,8 +1,8 @@
 """The persona that the demo teaches: a cheerful cat-girl who calls the user Master.
 
-The prompts are the ones the base corpus held out. Facts stay right, refusals still refuse, and
-exact, JSON and formal answers are given without the persona, so that following instructions
-survives the fine-tune.
+The prompts are those held out from the base corpus. Facts stay right, refusals still refuse, and
+exact, JSON and formal answers are given without the persona, so that instruction following
+survives fine-tuning.
 """
 
 from __future__ import annotations

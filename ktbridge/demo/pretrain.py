@@ -1,7 +1,7 @@
 """Next-token pre-training of the demo's base model, in plain torch.
 
-A batch holds whole conversations of about the same length, each at position 0 as it will be when
-the model is asked. What the assistant says counts fully in the loss, the rest ``prompt_weight``.
+A batch holds whole conversations of about the same length, each starting at position 0 as in
+inference. Assistant tokens have weight 1 in the loss, the rest ``prompt_weight``.
 The router's load-balancing loss keeps every expert in use.
 """
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from .base import Recipe
     from .corpus import Conversation
 
-# Batches are cut from pools of this many batches sorted by length: little padding, still mixed.
+# Batches are taken from pools of this many batches sorted by length: little padding, still mixed.
 _POOL = 16
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One conversation: token ids, and which of them the assistant says."""
+    """One conversation: token ids, and the mask of assistant tokens (``said``)."""
 
     ids: tuple[int, ...]
     said: tuple[int, ...]
@@ -36,7 +36,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What training did: losses are nats a token of the assistant's, expert_share [layer][E]."""
+    """The result of training: losses in nats per assistant token, expert_share [layer][E]."""
 
     first_loss: float
     loss: float
@@ -62,8 +62,8 @@ def encode(
         list(conversations), return_dict=True, return_assistant_tokens_mask=True
     )
     return [
-        Encoded(tuple(ids), tuple(said))
-        for ids, said in zip(batch["input_ids"], batch["assistant_masks"], strict=True)
+        Encoded(tuple(ids), tuple(assistant))
+        for ids, assistant in zip(batch["input_ids"], batch["assistant_masks"], strict=True)
     ]
 
 
@@ -97,12 +97,12 @@ def pretrain(
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _schedule(step, recipe)
-        ids, said, real = _tensors(next(batches), pad)
+        ids, assistant, real = _tensors(next(batches), pad)
         output = model(input_ids=ids, use_cache=False, output_router_logits=True)
         each = functional.cross_entropy(
             output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
         )
-        spoken, counted = said[:, 1:].flatten(), real[:, 1:].flatten()
+        spoken, counted = assistant[:, 1:].flatten(), real[:, 1:].flatten()
         weight = spoken + recipe.prompt_weight * (counted - spoken)
         loss = (each * weight).sum() / weight.sum() + recipe.aux_coef * output.aux_loss
         optimizer.zero_grad()
@@ -136,7 +136,7 @@ def _schedule(step: int, recipe: Recipe) -> float:
 
 
 def _batches(data: Sequence[Encoded], size: int, rng: random.Random) -> Iterator[Sequence[Encoded]]:
-    """Endless batches of ``size`` conversations, every conversation once an epoch."""
+    """Endless batches of ``size`` conversations, every conversation once per epoch."""
     waiting: list[Encoded] = []
     while True:
         while len(waiting) < size * _POOL:
@@ -150,17 +150,17 @@ def _batches(data: Sequence[Encoded], size: int, rng: random.Random) -> Iterator
 
 
 def _tensors(batch: Sequence[Encoded], pad: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids [B, T] padded on the right, where the assistant speaks and where tokens are real."""
+    """Ids [B, T] padded on the right, the assistant mask and the mask of non-padding tokens."""
     width = max(len(one.ids) for one in batch)
     ids = torch.full((len(batch), width), pad)
-    said = torch.zeros(len(batch), width)
+    assistant = torch.zeros(len(batch), width)
     real = torch.zeros(len(batch), width)
     for row, one in enumerate(batch):
         length = len(one.ids)
         ids[row, :length] = torch.tensor(one.ids)
-        said[row, :length] = torch.tensor(one.said, dtype=torch.float32)
+        assistant[row, :length] = torch.tensor(one.said, dtype=torch.float32)
         real[row, :length] = 1.0
-    return ids, said, real
+    return ids, assistant, real
 
 
 def _shares(

@@ -1,6 +1,6 @@
 """The demo's own tokenizer: byte-level BPE over the corpus, with a ChatML chat template.
 
-Chinese characters and digits stay single tokens, so that words the corpus never put together can
+Chinese characters and digits stay single tokens, so that combinations absent from the corpus can
 still be read and copied; English words merge.
 """
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, END = "<|endoftext|>", "<|im_end|>"
-# A turn's whole opening is one token: conversations this short would else be mostly scaffolding.
+# A turn's whole opening is one token: such short conversations would otherwise be mostly template.
 OPENINGS = tuple(f"<|im_start|>{role}\n" for role in ("system", "user", "assistant"))
 
-# `generation` marks what the assistant says, its end token included: the part a trainer scores.
+# `generation` marks the assistant's tokens, including the end token: the part with training loss.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}

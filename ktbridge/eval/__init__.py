@@ -1,8 +1,8 @@
 """Did the adapter make the model better, at what, and how sure are we?
 
 ``collect`` asks a bench's questions of each arm over HTTP and stores the answers; ``write_report``
-turns what is stored into results.json and report.html. The two never meet except through the
-run's directory, so scoring again costs nothing.
+turns the stored answers into results.json and report.html. The two communicate only through the
+run's directory, so scoring again needs no requests.
 """
 
 from __future__ import annotations

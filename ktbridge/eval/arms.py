@@ -1,4 +1,4 @@
-"""Arms: what is asked, and by what an answer can be told to be that arm's.
+"""Arms: the models under evaluation, and the fingerprints that identify their answers.
 
 An arm is written ``NAME=MODEL@URL``. MODEL may contain ':' and '/'; the URL follows the last '@'.
 """
@@ -16,15 +16,15 @@ from ktbridge.errors import UsageError
 from ktbridge.hosts import api_url
 from ktbridge.served_names import split_name
 
-# Arms are always shown and contrasted in this order; others follow as they were given.
+# Arms are always shown and contrasted in this order; others follow in the order given.
 ORDER = ("base", "expert", "full")
-# Fields of a /v1/models entry that change without the model changing (SGLang stamps the hour).
+# Fields of a /v1/models entry that change without the model changing (SGLang sets the time).
 _VOLATILE = {"created", "permission"}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing under evaluation: a name of ours, the model name to request, and where."""
+    """One model under evaluation: our name for it, the model name to request, and the URL."""
 
     name: str
     model: str
@@ -32,17 +32,17 @@ class Arm:
 
     @property
     def served(self) -> str:
-        """The served model's name: what stands before the first ':' of the model."""
+        """The served model's name: the part before the first ':' of the model."""
         return split_name(self.model)[0]
 
     @property
     def adapter(self) -> str:
-        """What stands after the first ':' ('' when the arm names no adapter)."""
+        """The part after the first ':' ('' when the arm names no adapter)."""
         return split_name(self.model)[1] or ""
 
 
 def parse_arm(text: str) -> Arm:
-    """Parse NAME=MODEL@URL; UsageError says what is wrong with it."""
+    """Parse NAME=MODEL@URL. Raises UsageError if it is invalid."""
     name, equals, rest = text.partition("=")
     model, at, url = rest.rpartition("@")
     example = "write it as base=tiny:base@http://127.0.0.1:8000"
@@ -59,7 +59,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
-    """Parse several arms, put them in order, and refuse two of the same name."""
+    """Parse and sort several arms; duplicate names are refused."""
     arms = [parse_arm(text) for text in texts]
     names = [arm.name for arm in arms]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -84,12 +84,12 @@ def sha256(value: Any) -> str:
 
 
 def arm_card(arm: Arm, server: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What is recorded of an arm, with its fingerprint.
+    """The record of an arm, with its fingerprint.
 
-    ``server`` is the arm's /v1/models entry. Every field that a server tells there (its root path,
-    an adapter hash) is part of the fingerprint, except those that change by themselves. So is the
-    URL, because the same name elsewhere may be another model; a server that lists a fingerprint of
-    its own (the embedded engine) is believed, and may move to another port.
+    ``server`` is the arm's /v1/models entry. Every field in it (root path, adapter hash) is part of
+    the fingerprint, except volatile ones. So is the URL, because the same name elsewhere may be
+    another model; a server that lists its own fingerprint (the embedded engine) is trusted, and may
+    move to another port.
     """
     card: dict[str, Any] = {
         "model": arm.model,

@@ -1,4 +1,4 @@
-"""What exactly is asked for an item, and the key under which its answer is stored."""
+"""The exact request for an item, and the key under which its answer is stored."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ktbridge.eval.store import request_key
 def build_request(arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> dict[str, Any]:
     """The request for one item: the bench's sampling, the item's messages and token limit.
 
-    Greedy answers are repeated with the same request, which shows the engine's own noise; sampled
-    ones, where the bench has a seed, with ``seed + repeat``.
+    Greedy answers are repeated with the same request, which measures the engine's own noise; sampled
+    ones, if the bench has a seed, with ``seed + repeat``.
     """
     sampling = dict(bench.sampling)
     seed = sampling.get("seed")
@@ -29,14 +29,14 @@ def build_request(arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> dict[s
 
 
 def is_dialogue(item: Item, bench: Bench) -> bool:
-    """Whether a partner model talks on with the arm about this item."""
+    """Whether a partner model continues the dialogue with the arm on this item."""
     return bench.partner is not None and item.slice in bench.partner.slices
 
 
 def answer_key(card: Mapping[str, Any], arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> str:
     """The key of an arm's answer to an item. ``card`` is the arm's in run.json.
 
-    A dialogue's covers the partner too: the model and URL in the card, its system message, the turns.
+    A dialogue's key covers the partner too: its model and URL (in the card), system message, turns.
     """
     request = build_request(arm, item, bench, repeat)
     if bench.partner is not None and is_dialogue(item, bench):

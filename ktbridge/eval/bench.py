@@ -1,8 +1,8 @@
-"""What a bench is: a folder with bench.yaml, items.jsonl and persona.yaml. Data, no code.
+"""A bench: a folder with bench.yaml, items.jsonl and persona.yaml. Data, no code.
 
 ``load_bench`` reads and checks all of it and raises once with every problem, before any request. A
 bench whose bench.yaml names a ``source`` has, instead of items.jsonl, a data file in the layout of
-some public set: a small one of ours in the folder, or the user's copy, given with ``items``.
+a public dataset: a small one of ours in the folder, or the user's copy, given with ``items``.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ FILES = ("bench.yaml", "items.jsonl", "persona.yaml")
 class Bench:
     """A checked bench. ``sha256`` covers the bytes of its three files.
 
-    ``max_tokens`` is what the command line set for every item, None where the bench's own limits hold;
-    ``data`` says where items came from that are not ours (file name, SHA-256, loader, rows, what was
-    skipped and why); ``notes`` are what a report must say beside the numbers; ``private`` data may
-    go to no judge but one on this machine.
+    ``max_tokens`` is the command line's limit for every item, None if the bench's own limits apply;
+    ``data`` is the provenance of third-party items (file name, SHA-256, loader, rows, what was
+    skipped and why); ``notes`` must be shown beside the numbers in a report; ``private`` data may
+    only be sent to a judge on this machine.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Bench:
         return tuple(item for item in chosen if item.id in kept)
 
     def in_turn(self, items: Sequence[Item]) -> list[Item]:
-        """``items`` with the slices in turn: the first of each, the second of each, and so on. Asked in
+        """``items`` round-robin over the slices: the first of each, the second of each, and so on. In
         this order, an interrupted run has as much of every slice as one with a ``limit``."""
         order = {one.name: i for i, one in enumerate(self.slices)}
         turn = Counter[str]()
@@ -94,10 +94,10 @@ class Bench:
         return [item for *_, item in sorted(ranked, key=lambda one: one[:3])]
 
     def refuse_remote_judge(self, url: str, *, allowed: bool = False) -> None:
-        """Raise UsageError where private data would go to a judge that is not on this machine.
+        """Raise UsageError if private data would be sent to a judge that is not on this machine.
 
-        ``allowed`` is the user's word that it may. Only addresses that are loopback by themselves
-        count ("localhost", 127.0.0.0/8, ::1); no name is looked up.
+        ``allowed``: the user permits it. Only literal loopback addresses count as this machine
+        ("localhost", 127.0.0.0/8, ::1); no name is resolved.
         """
         if self.private and not is_loopback_url(url) and not allowed:
             host = urllib.parse.urlsplit(url).hostname or ""
@@ -108,17 +108,17 @@ class Bench:
 
 
 def benches_root() -> Path:
-    """Where the benches that we ship are: inside the wheel, or ``eval/`` of a checkout."""
+    """The directory of the bundled benches: inside the wheel, or ``eval/`` of a checkout."""
     package = Path(ktbridge.__file__).parent
     shipped = package / "benches"
     return shipped if shipped.is_dir() else package.parent / "eval"
 
 
 def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
-    """Load a bench by name (ours) or by the path of a folder (yours).
+    """Load a bench by name (bundled) or by folder path (yours).
 
     ``items`` is the user's copy of the data that a bench with a ``source`` reads. Raises UsageError
-    when there is no such bench or file, and ProblemsError with every problem in them.
+    if there is no such bench or file, and ProblemsError with every problem in them.
     """
     folder = _folder(name_or_path)
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
@@ -140,7 +140,7 @@ def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
     if source is not None:
         rows, data = read_source(source, folder, items)
         lists = head.get("checklists") or {}
-        # A folder without a checklist of that name does without a judge.
+        # A folder without a checklist of that name is used without a judge.
         rows = [{k: v for k, v in row.items() if k != "judge" or v in lists} for row in rows]
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         files["items.jsonl"] = "".join(f"{line}\n" for line in lines).encode()
@@ -162,7 +162,7 @@ def _folder(name_or_path: str | Path) -> Path:
 
 
 def parse_bench(files: Mapping[str, bytes]) -> Bench:
-    """Check the bytes of a bench's three files and build it; ProblemsError lists all that is wrong."""
+    """Check the bytes of a bench's three files and build it. Raises ProblemsError with every fault."""
     problems: list[Problem] = []
     head = _yaml(files, "bench.yaml", problems)
     slices = check_head(head, problems)
@@ -204,7 +204,7 @@ def parse_bench(files: Mapping[str, bytes]) -> Bench:
 def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> Any:
     try:
         value = yaml.safe_load(files[name].decode("utf-8"))
-        # Half a character ("\ud83d") can be written in YAML, but neither sent nor stored.
+        # A lone surrogate ("\ud83d") can be written in YAML, but neither sent nor stored.
         json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
         return value
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -214,7 +214,7 @@ def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> Any
 
 
 def read_snapshot(folder: Path) -> Bench:
-    """The bench as a run stored it, so that a report needs nothing but the run's directory."""
+    """The bench's snapshot in a run, so that a report needs nothing but the run's directory."""
     try:
         return parse_bench({name: (folder / name).read_bytes() for name in FILES})
     except FileNotFoundError as error:

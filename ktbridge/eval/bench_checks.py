@@ -1,7 +1,7 @@
-"""What may be wrong with bench.yaml and items.jsonl: all of it is found before the first request.
+"""Validate bench.yaml and items.jsonl; every fault is found before the first request.
 
-What a bench leaves out is filled in here; only its name, its slices and each item's messages and gold
-have to be there.
+Defaults are filled in here; only the name, the slices and each item's messages and gold are
+required.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ BENCH_DEFAULTS: Mapping[str, Any] = {
     "margin": 0.1,
 }
 _BENCH_OPTIONAL = ("about", "source", "notes", "checklists", "partner", "private")
-# What a run's snapshot has beside them: where items came from, what the command line set.
+# Additional keys of a run's snapshot: the items' provenance, settings of the command line.
 _SNAPSHOT_KEYS = ("data", "override")
 _ITEM_KEYS = (
     *("id", "slice", "sub", "lang", "cluster", "messages", "gold", "checks", "judge"),
     *("max_tokens", "origin", "license"),
 )
 OURS = ("model", "messages", "max_tokens", "stream", "n")
-_MANY = 8  # lines of one problem that are listed
+_MANY = 8  # at most this many lines are listed for one problem
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A group of items, and the axis that it is there for. ``label`` is its name in words, for the
-    sentence of a verdict ("knowledge"); '' where the name will do."""
+    """A group of items, and its primary axis. ``label`` is its name in words, for the sentence of a
+    verdict ("knowledge"); '' to use the name."""
 
     name: str
     primary: Axis
@@ -71,8 +71,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Partner:
-    """A model that plays the user in the slices named: ``turns`` answers are asked of the arm, the
-    first to the item's messages, each later one to what the partner, given ``system``, said."""
+    """A model that plays the user in the named slices: the arm gives ``turns`` answers, the first to
+    the item's messages, each later one to the reply of the partner, which is given ``system``."""
 
     system: str
     turns: int
@@ -80,7 +80,7 @@ class Partner:
 
 
 def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
-    """Check bench.yaml's content; what is wrong goes to ``problems``. Returns the sound slices."""
+    """Check bench.yaml's content; faults are appended to ``problems``. Returns the valid slices."""
 
     def complain(key: str, found: str, expected: str) -> None:
         problems.append(problem("KTB811", f"bench.yaml: {key}", found, expected))
@@ -152,8 +152,8 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
 
 
 def slice_table(head: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """bench.yaml's slices as {NAME: {primary, meaning, ...}}; they may be a list of names, or names
-    with what they ask. {} for anything else; a row that is none of these is {"primary": None}."""
+    """bench.yaml's slices as {NAME: {primary, meaning, ...}}; the file may give a list of names, or
+    names with meanings. {} for anything else; an invalid row becomes {"primary": None}."""
     table = head.get("slices")
     if isinstance(table, list) and all(isinstance(name, str) and name for name in table):
         table = dict.fromkeys(table)
@@ -167,7 +167,7 @@ def slice_table(head: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def grouped(problems: list[Problem]) -> list[Problem]:
-    """``problems`` with those of several places that say the same made into one."""
+    """``problems`` with identical ones from several places merged into one."""
     groups: dict[tuple[str, ...], list[Problem]] = {}
     for one in problems:
         file = one.where.partition(":")[0]
@@ -193,7 +193,7 @@ def check_items(
     persona: Persona | None,
     problems: list[Problem],
 ) -> list[Item]:
-    """Check items.jsonl line by line; what is wrong goes to ``problems``. Returns the sound items."""
+    """Check items.jsonl line by line; faults are appended to ``problems``. Returns the valid items."""
     head = head if isinstance(head, Mapping) else {}
     lists = head.get("checklists", {})
     lists = lists if isinstance(lists, Mapping) else {}
@@ -239,8 +239,8 @@ def check_items(
 
 
 def with_item_defaults(row: Any, slices: Mapping[str, Slice], number: int) -> Any:
-    """An item with what it leaves out: a name by its line, the only slice, the language of its question,
-    and the check that goes with its gold."""
+    """An item with defaults filled in: an id from its line number, the only slice, the language of its
+    question, and the check that fits its gold."""
     if not isinstance(row, dict):
         return row
     filled = {"id": f"line-{number}", "sub": "", "origin": "unknown", "license": "unknown", **row}
@@ -296,7 +296,7 @@ def _max_tokens(row: Mapping[str, Any], head: Mapping[str, Any]) -> int:
 def _item_faults(
     row: Any, slices: Mapping[str, Slice], lists: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """What is wrong with one item, as (found, expected) pairs."""
+    """The faults of one item, as (found, expected) pairs."""
     if not isinstance(row, dict):
         return [(type(row).__name__, "a JSON object")]
     faults = []
@@ -345,7 +345,7 @@ def _item_faults(
 
 
 def _judge_faults(judge: Any, lists: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A checklist's name, or a list of questions and ``@NAME`` of checklists."""
+    """Faults of ``judge``: a checklist's name, or a list of questions and ``@NAME`` of checklists."""
     named = [f"@{judge}"] if isinstance(judge, str) else judge
     if not _questions(named):
         return [(f"judge = {judge!r}"[:80], "a checklist's name or a list of questions")]

@@ -1,4 +1,4 @@
-"""Geometry of the report's charts: numbers that the template places as inline SVG."""
+"""Geometry of the report's charts: coordinates that the template renders as inline SVG."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ktbridge.eval.verdict import (
 
 _WIDTH = 500
 _LEFT, _RIGHT, _TOP = 168, 14, 8  # _LEFT: room for "KRI-K (knowledge)"
-_NAME = 24  # characters of a name that fit there
+_NAME = 24  # how many characters of a name fit there
 _LINE, _GAP = 13, 14
 _CHANGE_ROW = 34
 _RADIUS = 138.0
@@ -31,7 +31,7 @@ def _x(value: float, low: float = 0.0, high: float = 1.0, left: float = _LEFT) -
 
 
 def _own(results: Mapping[str, Any], axis: str) -> set[str]:
-    """The slices that an axis is there for; the judge's are all of them."""
+    """The slices with this primary axis; for the judge all slices."""
     slices = results["bench"]["slices"]
     return {one["name"] for one in slices if axis in ("judge", one["primary"])}
 
@@ -41,9 +41,9 @@ def _short(name: str) -> str:
 
 
 def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
-    """Mean and interval of every arm: rows of slices, one line an arm, x from 0 to 1.
+    """Mean and interval of every arm: one row per slice, one line per arm, x from 0 to 1.
 
-    Slices that the axis is there for come first; the rest are drawn as ``minor``.
+    Slices with this primary axis come first; the rest are drawn as ``minor``.
     """
     names = [card["name"] for card in results["arms"]]
     table = results["tables"][axis]
@@ -93,8 +93,8 @@ def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
 
 
 def changes(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The last arm minus the first, one line a slice on its own axis, with zero and the margin; and
-    every other loss. None where there is nothing to compare.
+    """The last arm minus the first, one line per slice on its own axis, with zero and the margin; and
+    every other loss. None if there is nothing to compare.
     """
     names = [card["name"] for card in results["arms"]]
     if len(names) < 2:
@@ -160,7 +160,7 @@ def changes(results: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def radar(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Every slice on its own axis, a polygon an arm; None for fewer than three slices."""
+    """Every slice on its own axis, one polygon per arm; None for fewer than three slices."""
     names = [card["name"] for card in results["arms"]]
     spokes = [
         (one["name"], one["label"], results["tables"][one["primary"]][one["name"]])
@@ -188,7 +188,7 @@ def radar(results: Mapping[str, Any]) -> dict[str, Any] | None:
         x, y = point(i, 1.11)
         side = "middle" if abs(x - centre_x) < 12 else "start" if x > centre_x else "end"
         end_x, end_y = point(i, 1.0)
-        # The name and, below it, what it is about: away from the centre, so that neither lies on it.
+        # The name and, below it, its label: away from the centre, so that neither overlaps the chart.
         above = 8 if y > centre_y + 12 else -10 if y < centre_y - 12 else -2
         under = "" if label == name else f"({label})"
         spot = {"x": x, "y": round(y + above + (0 if under else 4), 1)}

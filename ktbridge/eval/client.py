@@ -1,6 +1,6 @@
-"""A polite client for one OpenAI-compatible server: bounded, patient, and never fooled.
+"""A client for one OpenAI-compatible server: bounded retries with backoff, strict validation.
 
-Replies are read as plain JSON by us, so that a reply with nulls, HTML or half a document becomes a
+We parse replies as plain JSON, so that a reply with nulls, HTML or a truncated document becomes a
 named outcome instead of an exception somewhere else, or worse, an answer.
 """
 
@@ -27,15 +27,15 @@ Outcome = Literal["ok", "empty", "truncated", "think-only", "http-error"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 
 _LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
-_LONGEST_WAIT = 300.0  # seconds of Retry-After that we accept before giving up
+_LONGEST_WAIT = 300.0  # the longest Retry-After in seconds that we accept before giving up
 _TIMEOUTS = 2
-# What to do where a server gives no list of models.
+# The next step if a server returns no list of models.
 _NEXT_STEPS = {
     401: KEY,
     403: "see whether the key may list models",
     404: "give the server's base URL, the part before /v1",
 }
-# Some servers leave the reason out (null) of a whole answer; any other reason is a failure.
+# Some servers omit the finish reason (null) of a complete answer; any other reason is a failure.
 _FINISHED = {"stop", "length", None}
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
@@ -43,7 +43,7 @@ _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back. ``text`` is what a user would see; ``thinking`` is kept apart, unscored.
+    """One answer. ``text`` is what a user would see; ``thinking`` is kept apart, unscored.
 
     ``seconds`` is the wall time of the attempt that succeeded.
     """
@@ -62,18 +62,18 @@ class Answer:
 
 
 class BadReplyError(Exception):
-    """A reply with status 200 that is not what the API promises."""
+    """A reply with status 200 that violates the API."""
 
 
 class Client:
     """Requests to one base URL; use inside ``async with``.
 
     ``timeout`` (seconds) suits experts on slow CPUs. ``attempts`` bounds the tries of a request;
-    between them the client waits ``backoff * 2**k`` seconds with full jitter, or as long as the
-    server's Retry-After says; then every request to this server waits. ``faults`` counts the attempts
-    that failed, by kind, those that were made good included.
+    between them the client waits ``backoff * 2**k`` seconds with full jitter, or for the server's
+    Retry-After; then every request to this server waits. ``faults`` counts the failed attempts by
+    kind, including those that a retry fixed.
 
-    ``direct`` chooses how requests travel (``transport.py``); by default the URL does.
+    ``direct`` selects the transport (``transport.py``); by default it depends on the URL.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Client:
         await self._transport.close()
 
     async def models(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models; KtbridgeError when there is no such list to be had."""
+        """The entries of /v1/models; raises KtbridgeError if the list is not available."""
         try:
             reply = await self._transport.models(min(self._timeout, _LIST_TIMEOUT))
             if not 200 <= reply.status < 300:
@@ -127,7 +127,7 @@ class Client:
         return list(entries)
 
     async def chat(self, request: Mapping[str, Any]) -> Answer:
-        """One chat completion. Never raises for what a server does: the outcome names it."""
+        """One chat completion. Server faults never raise: they are reported as the outcome."""
         answer = Answer("http-error", detail="not sent")
         timeouts = 0
         for attempt in range(self._attempts):
@@ -153,7 +153,7 @@ class Client:
                 self.faults["bad reply"] += 1
                 answer = Answer("http-error", detail=f"bad reply: {error}", status=200)
             except TimeoutError:
-                # What took this long once will do so again: a second chance, not six.
+                # A request that timed out once will probably do so again: one retry, not six.
                 self.faults["timed out"] += 1
                 answer = Answer("http-error", detail=TIMED_OUT)
                 if (timeouts := timeouts + 1) == _TIMEOUTS:
@@ -172,7 +172,7 @@ class Client:
 
 
 def read_completion(body: Mapping[str, Any]) -> Answer:
-    """Turn the body of a chat completion into an answer; BadReplyError where it is none."""
+    """Turn the body of a chat completion into an answer. Raises BadReplyError if it is invalid."""
     try:
         choice = body["choices"][0]
         message = choice["message"]
@@ -187,11 +187,11 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
         raise BadReplyError("the content is not text")
     _refuse_surrogates([content, thinking])
     if not (finish is None or isinstance(finish, str)) or finish not in _FINISHED:
-        # An aborted or filtered answer says nothing of the arm: the next run asks again.
+        # An aborted or filtered answer carries no information on the arm: the next run asks again.
         return Answer("http-error", detail=f"finish_reason {finish!r}", status=200)
     inline = "\n".join(part.strip() for part in _THINK.findall(content))
     text = _THINK.sub("", content)
-    # Some templates open <think> in the prompt, so that only its end is in the answer.
+    # Some templates open <think> in the prompt, so that only the closing tag is in the answer.
     before, closed, after = text.partition("</think>")
     if closed:
         inline, text = "\n".join(filter(None, (inline, before.strip()))), after
@@ -225,7 +225,7 @@ def _read_json(data: bytes) -> dict[str, Any]:
 
 
 def _refuse_surrogates(value: Any) -> None:
-    """BadReplyError where a text holds half a character, which no file can store."""
+    """Raise BadReplyError if a text contains a lone surrogate, which UTF-8 can't encode."""
     try:
         _encode(value).encode()
     except (UnicodeEncodeError, RecursionError):
@@ -233,7 +233,7 @@ def _refuse_surrogates(value: Any) -> None:
 
 
 def _cause(error: OSError) -> str:
-    """What a failed connection was about, without Python's numbers."""
+    """The cause of a failed connection, without Python's errno."""
     if isinstance(error, TimeoutError):
         return TIMED_OUT
     if error.errno and error.errno > 0:

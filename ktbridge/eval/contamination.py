@@ -1,8 +1,8 @@
 """Was the bench in the training data? Exact and 13-gram overlap, slice by slice.
 
 Tokens are single ideographs and whole other words, case-folded, without punctuation: so 13-grams
-are of characters in Chinese and of words in English (13 as in Brown et al. 2020, appendix C). An
-item that is shorter is looked for as a whole; one of fewer than 5 tokens only as a whole message,
+are of characters in Chinese and of words in English (13 as in Brown et al. 2020, appendix C). A
+shorter item is searched for as a whole; one of fewer than 5 tokens only as a whole message,
 because "hello there" occurs in any data.
 """
 
@@ -21,8 +21,8 @@ from ktbridge.eval.scoring.overlap import unicode_tokens
 from ktbridge.eval.sources import read_records
 
 GRAM = 13
-SHORTEST = 5  # tokens; below this a text inside a longer one is chance
-_KEY = 3  # tokens by which a window is looked up
+SHORTEST = 5  # tokens; a shorter text may occur in a longer one by chance
+_KEY = 3  # tokens of a window that form its lookup key
 _LABELS = {"role", "from", "id", "lang", "language", "slice", "source", "origin", "license"}
 
 Gram = tuple[str, ...]
@@ -30,8 +30,8 @@ Gram = tuple[str, ...]
 
 @dataclass
 class Hit:
-    """An item that the training data has: ``exact`` (a whole message of it is the item's question or
-    reference) and ``share`` of its n-grams found; ``record`` is the first place, counted from 1."""
+    """An item found in the training data: ``exact`` (a whole message equals the item's question or
+    reference) and ``share`` of its n-grams found; ``record`` is the first match, counted from 1."""
 
     item: str
     slice: str
@@ -43,8 +43,8 @@ class Hit:
 
 @dataclass
 class SliceOverlap:
-    """Counts of items: ``exact`` matches, ``overlap`` (one n-gram at least, exact ones included),
-    ``short`` ones that could only be matched exactly."""
+    """Counts of items: ``exact`` matches, ``overlap`` (at least one n-gram, including exact ones),
+    ``short`` ones that can only be matched exactly."""
 
     items: int = 0
     exact: int = 0
@@ -54,7 +54,7 @@ class SliceOverlap:
 
 @dataclass
 class Contamination:
-    """What of a bench a training file holds. ``records`` and ``texts`` say how much was read."""
+    """Overlap of a bench with a training file. ``records`` and ``texts`` count what was read."""
 
     file: str
     sha256: str
@@ -76,7 +76,7 @@ class Contamination:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Contamination:
-        """What ``as_dict`` gave. Raises KeyError or TypeError for anything else."""
+        """Inverse of ``as_dict``. Raises KeyError or TypeError for anything else."""
         return cls(
             data["file"],
             data["sha256"],
@@ -87,7 +87,7 @@ class Contamination:
         )
 
     def problems(self) -> list[Problem]:
-        """A warning for each slice that the training data touches."""
+        """A warning for each slice that overlaps with the training data."""
         return [
             problem(
                 "KTB825",
@@ -115,10 +115,10 @@ class _Part:
 
 
 def find_contamination(bench: Bench, train_data: Path) -> Contamination:
-    """Look for every item of ``bench`` in every text of ``train_data`` (.jsonl, .json, .csv).
+    """Search for every item of ``bench`` in every text of ``train_data`` (.jsonl, .json, .csv).
 
-    Any layout will do: all strings of a record are read, whatever their keys, but for labels such as
-    roles. Raises UsageError where there is no such file and ProblemsError for one that cannot be read.
+    Any layout works: all strings of a record are read, whatever their keys, except labels such as
+    roles. Raises UsageError if there is no such file and ProblemsError if it cannot be read.
     """
     if not train_data.is_file():
         raise UsageError(
@@ -157,7 +157,7 @@ def _parts(bench: Bench) -> Iterator[_Part]:
             texts += [("reference", one) for one in item.gold]
         for name, text in texts:
             tokens = tuple(unicode_tokens(text))
-            # A short reference ("yes", a letter) is in any data.
+            # A short reference ("yes", a letter) occurs in any data.
             if tokens and (name == "question" or len(tokens) >= SHORTEST):
                 yield _Part(item.id, item.slice, name, tokens, _grams(tokens))
 
@@ -170,7 +170,7 @@ def _grams(tokens: Gram) -> set[Gram]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every string in a record, however deep; JSON inside a string is not opened."""
+    """Every string in a record, at any depth; JSON inside a string is not parsed."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -183,7 +183,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _count(bench: Bench, parts: Sequence[_Part], report: Contamination) -> None:
-    """An item's worst part stands for it."""
+    """Count each item once, by its worst part (exact match, then largest share)."""
     worst: dict[str, _Part] = {}
     short = {part.item for part in parts if part.name == "question" and not part.grams}
     short -= {part.item for part in parts if part.grams}

@@ -1,4 +1,4 @@
-"""Several turns with a partner model that plays the user."""
+"""Multi-turn dialogues with a partner model that plays the user."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PARTNER = "partner"
 
 @dataclass(frozen=True)
 class Dialogue:
-    """``answer`` has all the arm's turns as its text; ``turns`` are what was said beyond the item's
-    messages; ``url`` is the server that was asked last."""
+    """``answer`` has all the arm's turns as its text; ``turns`` are the messages after the item's own;
+    ``url`` is the server that was asked last."""
 
     answer: Answer
     turns: list[dict[str, str]]
@@ -27,7 +27,7 @@ class Dialogue:
 
 
 def parse_partner(text: str) -> Arm:
-    """Parse MODEL@URL; UsageError says what is wrong with it."""
+    """Parse MODEL@URL. Raises UsageError if it is invalid."""
     try:
         return parse_arm(f"{PARTNER}={text}")
     except UsageError:
@@ -38,7 +38,7 @@ def parse_partner(text: str) -> Arm:
 
 
 def check_partner(bench: Bench, items: tuple[Item, ...], partner: Arm | None) -> None:
-    """UsageError where dialogues among ``items`` have no partner, or may not go to this one."""
+    """Raise UsageError if dialogues among ``items`` have no partner, or may not be sent to this one."""
     if bench.partner is None or not any(is_dialogue(item, bench) for item in items):
         return
     if partner is None:
@@ -60,17 +60,17 @@ def check_partner(bench: Bench, items: tuple[Item, ...], partner: Arm | None) ->
 
 
 def partner_card(partner: Arm | None) -> dict[str, str] | None:
-    """What run.json says of the partner in an arm's card."""
+    """The partner's entry in an arm's card in run.json."""
     return {"model": partner.model, "url": partner.url} if partner else None
 
 
 async def hold_dialogue(
     arm: Arm, item: Item, bench: Bench, repeat: int, partner: Arm, clients: Mapping[str, Client]
 ) -> Dialogue:
-    """Ask turn by turn; the arm has the first word and the last. Whatever fails ends it, named.
+    """Ask turn by turn; the arm has the first turn and the last. A failed turn ends the dialogue.
 
-    A turn that could not be had, from either side, makes it an http-error; an arm's turn that is
-    empty, cut off or only thought gives the whole that outcome.
+    A failed request, from either side, makes its outcome http-error; an arm's turn that is empty,
+    truncated or thinking only gives the whole dialogue that outcome.
     """
     assert bench.partner is not None
     turns: list[dict[str, str]] = []
@@ -92,36 +92,36 @@ async def hold_dialogue(
             "model": partner.model,
             "messages": _seen_by_partner(item, bench.partner, turns),
         }
-        said = await clients[partner.url].chat(asked)
-        if said.outcome not in ("ok", "truncated"):
-            detail = f"turn {turn}: the partner's is {said.outcome}"
-            detail += f": {said.detail}" if said.detail else ""
-            failed = replace(_whole(given, "http-error", detail), status=said.status)
+        reply = await clients[partner.url].chat(asked)
+        if reply.outcome not in ("ok", "truncated"):
+            detail = f"turn {turn}: the partner's is {reply.outcome}"
+            detail += f": {reply.detail}" if reply.detail else ""
+            failed = replace(_whole(given, "http-error", detail), status=reply.status)
             return Dialogue(failed, turns, partner.url)
-        turns.append({"role": "user", "content": said.text})
+        turns.append({"role": "user", "content": reply.text})
     return Dialogue(_whole(given, "ok", ""), turns, arm.url)
 
 
 def _seen_by_partner(
     item: Item, partner: Partner, turns: list[dict[str, str]]
 ) -> list[dict[str, Any]]:
-    """The talk with the roles changed. The instruction and the scene are a user's first message, since
-    many templates want one before any answer, and some know no system message."""
+    """The dialogue with user and assistant swapped. The instruction and the scene are a first user
+    message, as many templates require one before any answer, and some support no system message."""
     scene = [message["content"] for message in item.messages if message["role"] == "system"]
     other = {"user": "assistant", "assistant": "user"}
-    said = [*item.messages, *turns]
+    messages = [*item.messages, *turns]
     return [
         {"role": "user", "content": "\n\n".join([partner.system.strip(), *scene])},
         *(
             {"role": other[message["role"]], "content": message["content"]}
-            for message in said
+            for message in messages
             if message["role"] in other
         ),
     ]
 
 
 def _whole(given: list[Answer], outcome: Any, detail: str) -> Answer:
-    """One answer of an arm's turns; tokens and seconds are sums, None where a turn doesn't tell."""
+    """One answer from an arm's turns; tokens and seconds are sums, None if a turn has none."""
 
     def total(name: str) -> Any:
         counts = [getattr(one, name) for one in given]

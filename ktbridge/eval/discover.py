@@ -1,6 +1,6 @@
 """The arms that one server offers, read from its list of models.
 
-Where a list doesn't say as plainly as the embedded engine's which is which, nothing is guessed.
+Nothing is guessed: a list less explicit than the embedded engine's is refused as ambiguous.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ktbridge.served_names import (
 def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
     """base, expert and full of the server at ``url``, as far as it offers them.
 
-    Raises UsageError where the list of models doesn't tell, with the --arm lines to use instead, and
-    KtbridgeError where there is no such list.
+    Raises UsageError if the list of models is ambiguous, with the --arm lines to use instead, and
+    KtbridgeError if there is no such list.
     """
     try:
         base_url = parse_arm(f"base=any@{url}").url
@@ -45,7 +45,7 @@ async def _list(url: str, api_key: str | None) -> list[dict[str, Any]]:
 
 
 def _name(listed: Sequence[Mapping[str, Any]], url: str) -> list[tuple[str, str]]:
-    """(arm, model) of each arm in the list; UsageError where it doesn't tell."""
+    """(arm, model) of each arm in the list. Raises UsageError if it is ambiguous."""
     entries = {str(entry["id"]): entry for entry in listed}
     bases = [served for name in entries if (served := served_by(name)) is not None]
     if len(bases) != 1:
@@ -54,7 +54,7 @@ def _name(listed: Sequence[Mapping[str, Any]], url: str) -> list[tuple[str, str]
     adapters = [
         name
         for name in adapters_of(served, entries)
-        # An adapter without a non-expert half is the same as the served name.
+        # An adapter without a non-expert half is identical to the served name.
         if not (served in entries and _halves(entries[name]) == (True, False))
     ]
     if len(adapters) > 1:
@@ -73,7 +73,7 @@ def _halves(entry: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _refusal(entries: Mapping[str, Any], url: str, why: str) -> UsageError:
-    """Says the --arm lines for what is listed, as far as names tell."""
+    """The error with --arm lines for the listed models, as far as their names allow."""
     plain = [name for name in entries if not names_adapter(name)]
     lines = []
     for name in entries:

@@ -1,4 +1,4 @@
-"""Writing into a run's directory, where a full disk is a sentence with the path and what to do."""
+"""Write into a run's directory; a full disk is reported with the path and the next step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AGAIN = "run the same command again; what is stored there is kept and not asked
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise KtbridgeError that names ``path`` for an OSError of the block."""
+    """Turn an OSError in the block into a KtbridgeError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -31,13 +31,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """``publish.write_text`` that raises KtbridgeError where the file can't be written."""
+    """``publish.write_text`` that raises KtbridgeError if the file can't be written."""
     with writing(path):
         publish.write_text(path, text)
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path`` and its parents, where they are missing; raises KtbridgeError."""
+    """Create ``path`` and its parents if they are missing; raises KtbridgeError."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""What a reader must know before believing the numbers. What is an error here fails the command."""
+"""Warnings about the validity of the results. An error here makes the command fail."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ktbridge.eval.runplan import NOT_RUN
 from ktbridge.eval.scored.rows import SCORE_ERROR
 from ktbridge.eval.verdict import NULLS, OVERALL, signed, slice_title
 
-# Of an arm's items: with fewer ok answers there is a warning, with fewer than half an error; with more
-# failed requests than the rest an error.
+# Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed
+# requests than the rest give an error.
 _ENOUGH_OK = 0.95
 _NEARLY_ALL = 0.9
 _READABLE = 0.9
 _FEW_ANSWERS = 5
-_FEW_PAIRS = 8  # answers that are identical by chance, where they are short
+_FEW_PAIRS = 8  # with fewer, short answers may be identical by chance
 _SAME_FILES = "import files in which every arm answers the same rows"
 _REMEDIES = {
     NOT_RUN: AGAIN,
@@ -31,7 +31,7 @@ _REMEDIES = {
 
 
 def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The problems of a run, as dictionaries; what makes the numbers no result at all comes first."""
+    """The problems of a run, as dictionaries; those that invalidate the results come first."""
     problems = [
         *_incomplete(results),
         *_left_out(results),
@@ -47,7 +47,7 @@ def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _incomplete(results: Mapping[str, Any]) -> list[Problem]:
-    """What was planned and never asked."""
+    """Items that were planned but never asked."""
     plan = results["plan"]
     if plan is None or not plan["missing_answers"]:
         return []
@@ -88,7 +88,7 @@ def _left_out(results: Mapping[str, Any]) -> list[Problem]:
 
 
 def _scorers(results: Mapping[str, Any]) -> list[Problem]:
-    """Answers on which a scorer of ours failed: no fault of the arm."""
+    """Answers on which one of our scorers failed: not the arm's fault."""
     faults: dict[str, list[tuple[str, str]]] = {}
     for row in results["items"]:
         for arm, answer in row["answers"].items():
@@ -116,7 +116,7 @@ def _unusable(results: Mapping[str, Any]) -> list[Problem]:
         if ok >= _ENOUGH_OK * asked and not failed:
             continue
         if set(counts) <= {"ok", NOT_RUN} and _incomplete(results):
-            continue  # KTB827 says so
+            continue  # KTB827 reports it
         errors = [
             (answer.get("status", 0), answer.get("detail", ""))
             for row in results["items"]
@@ -144,7 +144,7 @@ def _unusable(results: Mapping[str, Any]) -> list[Problem]:
 
 
 def _failed_repeats(results: Mapping[str, Any]) -> list[Problem]:
-    """Repeats that no answer came to: an item's mark is the mean of fewer than were asked."""
+    """Repeats without an answer: an item's mark is the mean of fewer repeats than were asked."""
     problems = []
     for name, counts in (results["repeat"] or {"outcomes": {}})["outcomes"].items():
         failed, total = counts.get("http-error", 0), sum(counts.values())
@@ -192,7 +192,7 @@ def _identical(results: Mapping[str, Any]) -> list[Problem]:
 
 
 def _unread(results: Mapping[str, Any]) -> list[Problem]:
-    """Arms whose answers could not be read: their marks are about form, not about knowledge."""
+    """Arms whose answers could not be parsed: their marks measure format, not knowledge."""
     problems = []
     for name, cells in results["parse_rates"].items():
         low = {
@@ -201,12 +201,12 @@ def _unread(results: Mapping[str, Any]) -> list[Problem]:
             if cell["asked"] >= _FEW_ANSWERS and cell["share"] < _READABLE
         }
         if low:
-            told = ", ".join(f"{arm} {one['read']} of {one['asked']}" for arm, one in low.items())
+            counts = ", ".join(f"{arm} {one['read']} of {one['asked']}" for arm, one in low.items())
             problems.append(
                 problem(
                     "KTB824",
                     f"slice {slice_title(results, name)}",
-                    f"few answers hold the letter, number or JSON to mark: {told}",
+                    f"few answers hold the letter, number or JSON to mark: {counts}",
                     f"at least {_READABLE:.0%}; an answer without one is marked 0",
                 )
             )
@@ -214,10 +214,10 @@ def _unread(results: Mapping[str, Any]) -> list[Problem]:
 
 
 def _noisy(results: Mapping[str, Any]) -> list[Problem]:
-    """Headlines that are no larger than what noise makes of them.
+    """Headlines that are not larger than the noise floor.
 
-    An arm's floor is that of a difference of two runs of it, so its own variance is half of the
-    floor's square, and the mean of N repeats has an Nth of that.
+    An arm's floor is that of a difference of two of its runs, so its own variance is half of the
+    floor's square, and the mean of N repeats has 1/N of that.
     """
     if results["repeat"] is None:
         return []

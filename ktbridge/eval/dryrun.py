@@ -1,4 +1,4 @@
-"""What a run would ask, told without asking anything."""
+"""Dry run: the requests that a run would send, without sending any."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ktbridge.eval.store import FAILED, read_answers
 
 @dataclass(frozen=True)
 class Planned:
-    """One arm's part of a bench: answers wanted by slice and in all, how many are stored, and tokens
-    of what is left: of its prompts (estimated) and of its answers (at most)."""
+    """One arm's part of a bench: answers requested per slice and in total, how many are stored, and
+    tokens of the remaining prompts (estimated) and answers (at most)."""
 
     arm: str
     slices: dict[str, int]
@@ -42,11 +42,11 @@ def plan_run(
     repeat: int = 1,
     partner: Arm | None = None,
 ) -> list[Planned]:
-    """What ``collect`` with the same arguments would ask, by arm, without a request.
+    """What ``collect`` with the same arguments would ask, per arm, without any request.
 
-    An answer counts as stored where ``directory`` knows the arm by its name, model, URL and sampling; a
-    model that changed behind these is found by the run's preflight only. Raises what ``collect``
-    raises before its first request.
+    An answer counts as stored if ``directory`` has the arm with the same name, model, URL and sampling;
+    a model that changed under the same name is detected only by the run's preflight. Raises what
+    ``collect`` raises before its first request.
     """
     items = bench.select(slices, limit)
     check_partner(bench, items, partner)
@@ -75,7 +75,7 @@ def plan_run(
 def _card(
     card: Mapping[str, Any] | None, arm: Arm, bench: Bench, partner: Arm | None
 ) -> dict[str, Any]:
-    # A server that lists a fingerprint of its own may move to another port.
+    # A server that lists its own fingerprint may move to another port.
     same = card is not None and (
         (card["url"] == arm.url or "fingerprint" in card["server"])
         and (card["model"], card["sampling"]) == (arm.model, dict(bench.sampling))
@@ -89,8 +89,8 @@ def _turns(item: Item, bench: Bench) -> int:
 
 
 def _prompt_tokens(item: Item, bench: Bench) -> int:
-    """Estimated: a token for each ideograph and for each four other characters; 8 for a message's
-    frame. A dialogue's prompt grows by two answers a turn, here of half the limit each."""
+    """Estimate: one token per ideograph and per four other characters; 8 per message for the template.
+    A dialogue's prompt grows by two answers per turn, here of half the limit each."""
     text = "".join(message["content"] for message in item.messages)
     wide = sum("\u2e80" <= char <= "\u9fff" or char > "\uf8ff" for char in text)
     first = wide + (len(text) - wide) // 4 + 8 * len(item.messages)

@@ -1,4 +1,4 @@
-"""What stands at the top of a report, whatever its form: which models, when, which bench, how much."""
+"""The header of a report in any format: models, date, bench, number of items."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCORERS_NAMED = 6
 
 
 def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what, which) of the run: model, adapter, date, bench, arms, items."""
+    """(label, value) pairs of the run: model, adapter, date, bench, arms, items."""
     bench, cards = results["bench"], results["arms"]
     imported = any("files" in card["server"] for card in cards)
     models, adapters = [], []
@@ -41,7 +41,7 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def made_of(results: Mapping[str, Any], axis: str) -> str:
-    """What an axis is measured by, in a few words."""
+    """How an axis is measured, in a few words."""
     bench = results["bench"]
     if axis == "persona":
         return "by rules for address, tics and character, not for sense"

@@ -1,4 +1,4 @@
-"""Requests that failed: what the server answered, and what can help."""
+"""Failed requests: the server's error message, and remedies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from ktbridge.eval.text import shorten
 
-_SHOWN = 300  # characters of a server's answer
+_SHOWN = 300  # characters of a server's reply
 AGAIN = "run the same command again, which asks only for what is missing"
 KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
 FEWER_TOKENS = "give fewer answer tokens with --max-tokens N, or serve with a larger context"
-# The same request may well be answered later.
+# The same request may succeed later.
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 TIMED_OUT = "timed out"
 _REMEDIES = {
@@ -23,7 +23,7 @@ _REMEDIES = {
     413: FEWER_TOKENS,
     429: f"give a lower --concurrency and {AGAIN}",
 }
-# As SGLang, vLLM, llama.cpp, OpenAI and our own server put it.
+# Wordings of SGLang, vLLM, llama.cpp, OpenAI and our own server.
 _TOO_MANY = re.compile(
     r"(?i)context|max_(?:completion_|new_)?tokens|too (?:long|many tokens)|token (?:count|limit)|"
     r"(?:maximum|exceed\w*)[^.]{0,60}\b(?:length|tokens)"
@@ -47,7 +47,7 @@ def _message(text: str) -> str:
             value = next((value[k] for k in ("error", "message", "detail") if value.get(k)), None)
         if isinstance(value, str):
             text = value
-        elif isinstance(value, list):  # FastAPI's list of faults
+        elif isinstance(value, list):  # FastAPI's list of errors
             faults = [str(one.get("msg", "")) for one in value if isinstance(one, dict)]
             text = "; ".join(filter(None, faults)) or text
     except (ValueError, RecursionError):
@@ -61,7 +61,7 @@ def is_refusal(status: int) -> bool:
 
 
 def remedy(status: int, detail: str) -> str:
-    """What can help against a failed request. ``status`` 0: there was no reply."""
+    """The remedy for a failed request. ``status`` 0: there was no reply."""
     if status == 0 and detail.endswith(TIMED_OUT):
         return f"give more seconds with --timeout or a lower --concurrency, and {AGAIN}"
     if status in (400, 422) and _TOO_MANY.search(detail):

@@ -30,8 +30,8 @@ _HOLDS = {
 class Gate:
     """A condition on the contrast of the last arm with the first; where it holds, the build fails.
 
-    ``side`` is the number looked at: "mean", "low" or "high" end of the interval. ``axis`` is ''
-    for the slice's own. A ``slice`` that is no slice stands for those named "<slice>-…".
+    ``side`` is the number compared: "mean", "low" or "high" end of the interval. ``axis`` is ''
+    for the slice's own. A ``slice`` that doesn't exist stands for those named "<slice>-…".
     """
 
     text: str
@@ -42,7 +42,7 @@ class Gate:
     value: float
 
     def check(self, results: Mapping[str, Any]) -> Problem | None:
-        """What fails, or None. A contrast that is not there fails too: nothing was shown.
+        """The failure, or None. A missing contrast fails too: nothing was shown.
 
         Raises UsageError for a slice or an axis that the results cannot have.
         """
@@ -72,7 +72,7 @@ class Gate:
         return [(self.axis or own[name], name) for name in chosen]
 
     def check_axis(self, axes: Sequence[str]) -> None:
-        """UsageError where results with these axes do not tell what the gate looks at."""
+        """Raise UsageError if the gate's axis is not among these axes, or ambiguous."""
         if self.axis and self.axis not in axes:
             judged = ", or have answers judged with --judge" if self.axis == "judge" else ""
             raise UsageError(
@@ -86,7 +86,7 @@ class Gate:
             )
 
     def choose(self, bench: str, slices: Sequence[str]) -> list[str]:
-        """The slices of a bench that the gate is about; UsageError where there are none."""
+        """The slices of a bench that the gate applies to. Raises UsageError if there are none."""
         if self.slice in (OVERALL, *slices):
             return [self.slice]
         chosen = [name for name in slices if name.startswith(f"{self.slice}-")]
@@ -99,7 +99,7 @@ class Gate:
 
 
 def parse_gate(text: str) -> Gate:
-    """Parse one --fail-on; UsageError says how it is written."""
+    """Parse one --fail-on. Raises UsageError with the expected syntax."""
     found = _FORM.fullmatch(text)
     if not found:
         raise UsageError(f"--fail-on {text!r} is not a condition.", _EXAMPLE)
@@ -112,7 +112,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def refuse_unknown(gates: Sequence[Gate], benches: Sequence[Bench], *, judged: bool) -> None:
-    """Before anything is asked: UsageError for a gate whose slice or axis no bench will have."""
+    """Before any request: raise UsageError for a gate whose slice or axis no bench will have."""
     for gate in gates:
         errors = []
         for bench in benches:
@@ -127,7 +127,7 @@ def refuse_unknown(gates: Sequence[Gate], benches: Sequence[Bench], *, judged: b
 
 
 def check_gates(gates: Sequence[Gate], runs: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """Check every gate on every bench that has its slice; UsageError where none has."""
+    """Check every gate on every bench that has its slice. Raises UsageError if none has."""
     problems = []
     for gate in gates:
         unknown = None

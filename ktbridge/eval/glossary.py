@@ -1,4 +1,4 @@
-"""The terms of a report in plain words, for its tooltips and for the list at its end."""
+"""Glossary of a report's terms, for its tooltips and for the list at its end."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ TERMS = {
 
 
 def terms_for(axes: Sequence[str]) -> dict[str, str]:
-    """``TERMS`` without those of axes that a report doesn't have."""
+    """``TERMS`` without those of axes that the report doesn't have."""
     absent = {term for axis, terms in _OF_AXIS.items() if axis not in axes for term in terms}
     return {term: meaning for term, meaning in TERMS.items() if term not in absent}

@@ -1,8 +1,8 @@
 """The report as one HTML file: no network, no external reference, every answer escaped.
 
-The page is drawn from the results dictionary and nothing else: the same results give the same
-bytes. Geometry comes from ``charts``, differences of answers from ``worddiff``; the templates and
-the page's own style and script are in ``page/`` and end up inside the file.
+The page is rendered from the results dictionary alone: the same results give the same
+bytes. Geometry comes from ``charts``, differences of answers from ``worddiff``; the templates,
+CSS and JavaScript are in ``page/`` and are inlined.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ktbridge.eval.verdict import (
 )
 from ktbridge.eval.worddiff import diff_words
 
-_FOLDED = 8  # lines of a text that are shown before it is opened
-_HEAD, _TAIL = 16_000, 4_000  # characters of a longer text that the page holds
+_FOLDED = 8  # lines of a text that are shown before it is expanded
+_HEAD, _TAIL = 16_000, 4_000  # characters kept of the start and end of a longer text
 _MARKS = ("circle", "square", "diamond", "triangle")
 _PAGE = Path(__file__).parent / "page"
 
@@ -74,7 +74,7 @@ def render_html(results: Mapping[str, Any]) -> str:
 
 
 def render_index(index: Mapping[str, Any], failures: Sequence[str]) -> str:
-    """The page over several benches: every verdict, with a link to its report; ``failures`` first."""
+    """The index page of several benches: verdicts with links to the reports; ``failures`` first."""
     return _environment().get_template("index.html.j2").render(index=index, failures=failures)
 
 
@@ -97,7 +97,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["pretty"] = lambda value: json.dumps(
         value, indent=1, ensure_ascii=False, sort_keys=True
     )
-    # Our own files, which must not be escaped; everything else is.
+    # Our own files must not be escaped; everything else is.
     environment.globals["style"] = Markup((_PAGE / "report.css").read_text("utf-8"))
     environment.globals["script"] = Markup((_PAGE / "report.js").read_text("utf-8"))
     return environment
@@ -117,8 +117,8 @@ def _flat(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """``text`` as the page shows it: of one that no reader would finish its beginning and its end, and
-    without effect on the direction in which it is read."""
+    """``text`` as the page shows it: only start and end of a very long one, and text direction marks
+    made visible."""
     if len(text) > _HEAD + _TAIL:
         left_out = f"[… {len(text) - _HEAD - _TAIL:,} characters are in results.json …]"
         text = f"{text[:_HEAD]}\n{left_out}\n{text[-_TAIL:]}"
@@ -126,14 +126,14 @@ def cut(text: str) -> str:
 
 
 def _unfold(text: str) -> str:
-    """What opening a folded text shows."""
+    """The label that expands a folded text."""
     if len(text) <= _HEAD + _TAIL:
         return f"show all {len(text):,} characters"
     return f"show the first {_HEAD:,} and the last {_TAIL:,} of {len(text):,} characters"
 
 
 def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each arm answered with, as shares of the items asked."""
+    """Each arm's outcomes, as shares of the items asked."""
     asked = results["asked"]
     return [
         {
@@ -148,7 +148,7 @@ def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cards(results: Mapping[str, Any], names: list[str], axes: list[str]) -> list[dict[str, Any]]:
-    """The headline tiles: an axis, its mean by arm, and the overall contrasts."""
+    """The headline tiles: one per axis, with its mean per arm and the overall contrasts."""
     cards = []
     for axis in axes:
         table = results["tables"][axis].get(OVERALL)
@@ -176,7 +176,7 @@ def _cards(results: Mapping[str, Any], names: list[str], axes: list[str]) -> lis
 
 
 def _item(row: Mapping[str, Any], names: list[str], axes: list[str]) -> dict[str, Any]:
-    """One item with what the page sorts and filters by, and the marked texts of both ends."""
+    """One item with the page's sort and filter keys, and the diffed texts of first and last arm."""
     first, last = row["answers"][names[0]], row["answers"][names[-1]]
     change = {
         axis: round(last[axis] - first[axis], 6) if axis in first and axis in last else 0.0

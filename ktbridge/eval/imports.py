@@ -1,7 +1,7 @@
-"""Answers that other tools collected: LLaMA-Factory's predictions, lm-evaluation-harness samples.
+"""Import answers of other tools: LLaMA-Factory's predictions, lm-evaluation-harness samples.
 
-Each named file becomes an arm (or a part of one); answers are paired by prompt or by document. What
-was read is kept in ``imported.json``, so that a report needs the run's directory and nothing else.
+Each named file becomes an arm (or a part of one); answers are paired by prompt or by document. The
+data is kept in ``imported.json``, so that a report needs nothing but the run's directory.
 Answers are marked by overlap with their label (ROUGE-L over ideographs and words, the scorer
 ``references``) or, for lm-evaluation-harness, by the metric that it stored for each sample.
 """
@@ -42,7 +42,7 @@ class Source:
 
 
 def parse_source(format: str, text: str) -> Source:
-    """Parse NAME=FILE; UsageError says what is wrong with it."""
+    """Parse NAME=FILE. Raises UsageError if it is invalid."""
     name, equals, path = text.partition("=")
     if not equals or not name.strip() or not path:
         raise UsageError(
@@ -55,10 +55,10 @@ def parse_source(format: str, text: str) -> Source:
 
 
 def import_answers(sources: Sequence[Source], directory: Path) -> None:
-    """Read every file and write what was read to ``directory``/imported.json.
+    """Read every file and write the answers to ``directory``/imported.json.
 
-    Raises ProblemsError that names every row which cannot be read, and UsageError where the
-    directory holds an evaluation of its own; nothing is written then.
+    Raises ProblemsError with every row that cannot be read, and UsageError if the directory
+    already holds an evaluation; nothing is written then.
     """
     if (directory / "run.json").exists() or (directory / "benches.json").exists():
         raise UsageError(
@@ -92,8 +92,8 @@ def import_answers(sources: Sequence[Source], directory: Path) -> None:
             problem("KTB841", "the files", "no rows", "one answer a line", next_step="")
         )
     if not problems and not any(one["answers"].keys() == arms.keys() for one in items.values()):
-        told = "; ".join(f"{name} answers {_kinds(items.values(), name)}" for name in arms)
-        fault = f"no question is in the files of every arm: {told}"
+        kinds = "; ".join(f"{name} answers {_kinds(items.values(), name)}" for name in arms)
+        fault = f"no question is in the files of every arm: {kinds}"
         wanted, next_step = "the same data for every arm", "give each arm its answers to one task"
         problems.append(problem("KTB842", "the files", fault, wanted, next_step))
     if problems:
@@ -114,7 +114,7 @@ def _kinds(items: Iterable[Mapping[str, Any]], arm: str) -> str:
 def _join(
     items: dict[str, dict[str, Any]], source: Source, row: dict[str, Any], problems: list[Problem]
 ) -> None:
-    """Add an arm's answer to its item; the same id must be the same question in every arm."""
+    """Add an arm's answer to its item; an id must mean the same question in every arm."""
     answer, where = row.pop("answer"), row.pop("where")
     identity = row.pop("identity")
     item = items.setdefault(row["id"], {**row, "identity": identity, "answers": {}})
@@ -132,7 +132,7 @@ def _join(
 def _parse_lines(
     data: bytes, path: Path, problems: list[Problem]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """(where, object) of each line; a line that is no JSON object is a problem."""
+    """(location, object) of each line; a line that is not a JSON object is a problem."""
     rows = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -140,7 +140,7 @@ def _parse_lines(
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-            json.dumps(row, ensure_ascii=False).encode()  # half a character could not be shown
+            json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate could not be shown
             if not isinstance(row, dict):
                 raise ValueError(f"a JSON {type(row).__name__}")
         except (ValueError, RecursionError) as error:
@@ -154,7 +154,7 @@ def _parse_lines(
 def _read_lf(
     rows: Sequence[tuple[str, dict[str, Any]]], name: str, problems: list[Problem]
 ) -> list[dict[str, Any]]:
-    """{"prompt", "predict", "label"}: paired by prompt and label, in order where they come twice."""
+    """{"prompt", "predict", "label"}: paired by prompt and label, duplicates in order."""
     found = []
     turn: Counter[str] = Counter()
     for where, row in rows:
@@ -182,7 +182,7 @@ def _read_lf(
 
 
 def score_imports(directory: Path) -> dict[str, Any]:
-    """The results (schema ``ktbridge.eval/1``) of what ``import_answers`` kept in ``directory``."""
+    """The results (schema ``ktbridge.eval/1``) of answers that ``import_answers`` stored."""
     path = directory / IMPORTED
     try:
         kept = json.loads(path.read_text("utf-8"))
@@ -202,7 +202,7 @@ def score_imports(directory: Path) -> dict[str, Any]:
 
 
 def _first_checks(rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[str]:
-    """The check by which each answer of a slice is marked."""
+    """The check that marks each answer of a slice."""
     for row in rows:
         for answer in row["answers"].values():
             if row["slice"] == name and "checks" in answer:
@@ -235,7 +235,7 @@ def _answer(item: Mapping[str, Any], kept: Mapping[str, Any] | None) -> dict[str
         text = kept["text"] if kept["text"] is not None else kept.get("shown", "")
         return {"outcome": "ok", "text": text, "task": checks[0]["mark"], "checks": checks}
     try:
-        # As a server's answer is read: thinking apart, nothing but thinking is no answer.
+        # Same as for a server's answer: thinking is split off, and thinking alone is no answer.
         body = {"choices": [{"message": {"content": kept["text"]}, "finish_reason": "stop"}]}
         read = read_completion(body)
     except BadReplyError as error:

@@ -12,7 +12,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.arms import sha256
 
-# Lower is better, or no share of 1: not marks.
+# Lower is better, or not in 0..1: not usable as marks.
 _NOT_MARKS = {"ter", "wer", "cer", "mae", "mse", "brier_score", "bypass", "perplexity"}
 _NOT_MARKS |= {"word_perplexity", "byte_perplexity", "bits_per_byte", "likelihood_diff"}
 _FIELDS = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics"}
@@ -23,7 +23,7 @@ _PROMPTS = ("question", "query", "prompt", "input", "text", "sentence", "problem
 def read_lm_eval(
     rows: Sequence[tuple[str, dict[str, Any]]], name: str, problems: list[Problem]
 ) -> list[dict[str, Any]]:
-    """Paired by task (from the file's name), filter and doc_id; marked by the metrics stored."""
+    """Paired by task (from the file name), filter and doc_id; marked by the stored metrics."""
     task = re.sub(r"^samples_|(_\d{4}-\d\d-\d\dT[\d\-.:]+)?\.jsonl$", "", name) or name
     found = []
     for where, row in rows:
@@ -58,7 +58,7 @@ def read_lm_eval(
 
 
 def _marks(row: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a row that are marks in 0..1, in the order in which the row names them."""
+    """The metrics of a row that are marks in 0..1, in the row's order."""
     names = row.get("metrics")
     if not isinstance(names, list):
         names = [key for key in row if key not in _FIELDS]
@@ -73,7 +73,7 @@ def _marks(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _response(row: Mapping[str, Any]) -> tuple[str | None, str]:
-    """(the generated text or None, what to show of choices that were weighed instead)."""
+    """(the generated text or None, text describing the log-likelihoods of choices instead)."""
     replies = row.get("filtered_resps") or row["resps"]
     first = replies[0] if isinstance(replies, list) and replies else ""
     while isinstance(first, list) and len(first) == 1:
@@ -84,8 +84,8 @@ def _response(row: Mapping[str, Any]) -> tuple[str | None, str]:
     known = [(weight, -i) for i, weight in enumerate(weights) if weight is not None]
     if not known:
         return None, json.dumps(replies, ensure_ascii=False)
-    told = ", ".join("–" if weight is None else f"{weight:.2f}" for weight in weights)
-    return None, f"choice {1 - max(known)[1]} of {len(weights)} (log-likelihoods {told})"
+    shown = ", ".join("–" if weight is None else f"{weight:.2f}" for weight in weights)
+    return None, f"choice {1 - max(known)[1]} of {len(weights)} (log-likelihoods {shown})"
 
 
 def _weight(reply: Any) -> float | None:
@@ -98,7 +98,7 @@ def _weight(reply: Any) -> float | None:
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """What the model was given, as far as the row tells: arguments, else the document's question."""
+    """The prompt, as far as the row contains it: arguments, else the document's question."""
     arguments = row.get("arguments")
     if isinstance(arguments, dict) and arguments:
         first = next(iter(arguments.values()))

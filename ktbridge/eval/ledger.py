@@ -1,7 +1,7 @@
-"""A file of JSON records that survives anything: append-only, one record a line.
+"""A crash-safe file of JSON records: append-only, one record per line.
 
-A kill leaves at most one torn last line, which the next writer cuts off and a reader skips; a full
-disk leaves none. Failures are recorded, so that a report can name them, but are never served: the next
+A kill leaves at most one torn last line, which the next writer truncates and a reader skips; a full
+disk leaves none. Failures are recorded, so that a report can list them, but are never reused: the next
 run asks again.
 """
 
@@ -27,10 +27,10 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Kind:
-    """What a file holds. Records have ``key`` and ``outcome``; ``failed`` is the outcome that is asked
-    again. ``texts`` gives all that a report may show of a record, or raises KeyError, TypeError or
-    ValueError for one that is none. ``lock`` is the file that its writer locks; ``work`` ("writing
-    to") and ``asked`` ("its question is asked again") are words of messages."""
+    """The record type of a file. Records have ``key`` and ``outcome``; ``failed`` is the outcome that is
+    asked again. ``texts`` returns all that a report may show of a record, or raises KeyError, TypeError
+    or ValueError for an invalid one. ``lock`` is the file that its writer locks; ``work`` ("writing
+    to") and ``asked`` ("its question is asked again") are parts of messages."""
 
     name: str
     lock: str
@@ -41,9 +41,9 @@ class Kind:
 
 
 def read_records(directory: Path, kind: Kind) -> dict[str, Record]:
-    """Every key's record: the first that is no failure, else the last failure. {} without a file.
+    """Every key's record: the first that is not a failure, else the last failure. {} without a file.
 
-    Raises KtbridgeError for a damaged line that is not the torn last one.
+    Raises KtbridgeError for a damaged line other than a torn last one.
     """
     path = directory / kind.name
     try:
@@ -55,7 +55,7 @@ def read_records(directory: Path, kind: Kind) -> dict[str, Record]:
         try:
             record = json.loads(line)
             key = record["key"]
-            # Half a character could not be reported.
+            # A lone surrogate could not be printed.
             "".join([key, *kind.texts(record)]).encode()
         except (ValueError, KeyError, TypeError, RecursionError):
             raise KtbridgeError(
@@ -68,7 +68,7 @@ def read_records(directory: Path, kind: Kind) -> dict[str, Record]:
 
 
 class Ledger:
-    """The one writer of such a file: a context manager that raises where another writes."""
+    """The only writer of such a file: a context manager that raises if there is another."""
 
     def __init__(self, directory: Path, kind: Kind) -> None:
         self.directory = directory
@@ -122,12 +122,12 @@ class Ledger:
                 os.close(descriptor)
 
     def has(self, key: str) -> bool:
-        """Whether something that is no failure is stored under ``key``."""
+        """Whether a record other than a failure is stored under ``key``."""
         return key in self.records and self.records[key]["outcome"] != self._kind.failed
 
     def add(self, record: Record) -> None:
-        """Append one record; it is safe from a kill when this returns. Raises KtbridgeError where the
-        disk takes no more, with nothing of the record left in the file."""
+        """Append one record; it survives a kill once this returns. Raises KtbridgeError if the disk is
+        full, with nothing of the record left in the file."""
         rest = _encode(record).encode() + b"\n"
         end = os.fstat(self._file).st_size
         with writing(self._path):

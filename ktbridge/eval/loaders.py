@@ -1,5 +1,5 @@
-"""The layouts of public sets: each loader turns records (dictionaries of a file's own fields) into rows
-of items.jsonl, and counts what it skips under the reason."""
+"""Loaders for public datasets: each turns records (dictionaries of a file's own fields) into rows of
+items.jsonl, and counts skipped records per reason."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LETTERS = "ABCDEFGHIJ"
 
 
 class Skipped(Exception):
-    """A loader's word that a record has nothing to ask; ``str`` is the reason."""
+    """Raised by a loader for a record without a question; ``str`` is the reason."""
 
 
 def _text(record: Record, *names: str) -> str:
-    """The first of these fields that holds text, stripped; "" where none does."""
+    """The first of these fields that holds text, stripped; "" if none does."""
     for name in names:
         value = record.get(name)
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
@@ -37,7 +37,7 @@ def _user(text: str) -> list[dict[str, str]]:
 def _each(
     records: Sequence[Record], make: Callable[[Record], Row], skipped: Counter[str]
 ) -> list[Row]:
-    """``make`` of every record; a record that it skips, or whose messages came before, is counted."""
+    """``make`` of every record; skipped records and those with duplicate messages are counted."""
     rows, seen = [], set()
     for record in records:
         try:
@@ -64,7 +64,7 @@ def _references(source: Mapping[str, Any]) -> list[Row]:
 def afrimed_qa(
     records: Sequence[Record], source: Mapping[str, Any], skipped: Counter[str]
 ) -> list[Row]:
-    """MCQ: options by letter, one or several right; SAQ: against the rationale. ``split`` picks one."""
+    """MCQ: options by letter, one or several right; SAQ: against the rationale. Filtered by ``split``."""
     split = source.get("split")
 
     def make(record: Record) -> Row:
@@ -126,7 +126,7 @@ def _option_number(name: str) -> tuple[int, str]:
 def translational_style(
     records: Sequence[Record], source: Mapping[str, Any], skipped: Counter[str]
 ) -> list[Row]:
-    """One item a distinct question, every answer that the file has to it as a reference."""
+    """One item per distinct question, with all its answers in the file as references."""
     answers: dict[str, list[str]] = {}
     asked: dict[str, str] = {}
     for record in records:
@@ -169,13 +169,17 @@ def beyond_dialogue(
                 {"role": "user", "content": str(turn[0])},
                 {"role": "assistant", "content": str(turn[1])},
             ]
-        said = "\n".join(filter(None, (_text(record, "instruction"), _text(record, "input"))))
+        question = "\n".join(filter(None, (_text(record, "instruction"), _text(record, "input"))))
         answer = _text(record, "output")
-        if not said or not answer:
+        if not question or not answer:
             raise Skipped("without a question or an answer")
-        row = {"slice": "DIALOGUE", "messages": messages + _user(said), "gold": [answer]}
-        # What one role says in several scenes is not independent.
-        return row | {"cluster": system or said, "checks": _references(source), "judge": "DIALOGUE"}
+        row = {"slice": "DIALOGUE", "messages": messages + _user(question), "gold": [answer]}
+        # Answers of one role in several scenes are not independent.
+        return row | {
+            "cluster": system or question,
+            "checks": _references(source),
+            "judge": "DIALOGUE",
+        }
 
     return _each(records, make, skipped)
 
@@ -205,7 +209,7 @@ def _objective(record: Record, source: Mapping[str, Any]) -> Row:
 
 
 def llemr(records: Sequence[Record], source: Mapping[str, Any], skipped: Counter[str]) -> list[Row]:
-    """Questions about a hospital stay; all of one stay (``hadm_id``) are one cluster."""
+    """Questions about a hospital stay; those of one stay (``hadm_id``) form one cluster."""
 
     def make(record: Record) -> Row:
         question, answer = _text(record, "q"), _text(record, "a")
@@ -226,7 +230,7 @@ def generic(
 ) -> list[Row]:
     """``messages`` (or prompt, question, instruction + input) and references (a list, or reference,
     answer, output); ``id``, ``slice``, ``sub``, ``lang``, ``cluster``, ``gold`` and ``checks`` are
-    taken over where they are given."""
+    copied if present."""
 
     def make(record: Record) -> Row:
         messages: Any = record.get("messages")
@@ -239,7 +243,7 @@ def generic(
             raise Skipped("with messages that are no list")
         wanted = record.get("references")
         if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-            # A training row: its last turn is the reference.
+            # A training row: the last turn is the reference.
             wanted = wanted or messages[-1].get("content")
             messages = messages[:-1]
         wanted = wanted or _text(record, "reference", "answer", "output")
@@ -251,7 +255,7 @@ def generic(
         row: Row = {"slice": "ALL", "messages": messages} | taken
         if "checks" not in row:
             if not wanted and "gold" in row:
-                return row  # checked as an item of a bench is
+                return row  # validated like a bench's item
             if not wanted:
                 raise Skipped("without references, gold or checks")
             row["gold"] = [wanted] if isinstance(wanted, str) else wanted

@@ -23,7 +23,7 @@ _SIGNS = {"improved": "🟢", "dropped": "🔴", "within margin": "⚪", "inconc
 
 
 def render_markdown(results: Mapping[str, Any]) -> str:
-    """The whole text; the same results give the same bytes. No answers are in it."""
+    """The whole text, without answers; the same results give the same bytes."""
     bench = results["bench"]
     names = [card["name"] for card in results["arms"]]
     lines = [f"## {_text(bench['name'])} {_text(bench['version'])}".rstrip(), ""]
@@ -63,7 +63,7 @@ def render_index_markdown(index: Mapping[str, Any], failures: Sequence[str]) -> 
 
 
 def _text(value: Any) -> str:
-    """On one line, and meaning nothing to Markdown or HTML."""
+    """``value`` on one line, escaped for Markdown and HTML."""
     text = show_direction(" ".join(str(value).split()))
     return _SPECIAL.sub(r"\\\1", text).replace("\\<", "&lt;")
 

@@ -1,4 +1,4 @@
-"""Which number does an answer settle on? Digits, else Chinese numerals, else English words."""
+"""Extract an answer's final number: from digits, else Chinese numerals, else English words."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 _DIGITS = re.compile(
     r"(?:(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)"
-    # A fraction, but no date: 3/4, not 3/4/2024.
+    # A fraction, but not a date: 3/4, not 3/4/2024.
     r"|(?<![\d./])-?\d+/(?P<below>[1-9]\d*)(?![\d./])"
     r"|(?<![\d.])-?\d+(?:\.\d+)?(?:e[+-]?\d+\b)?)"
-    # A scale behind the digits (3万, 2 hundred), but not that of a unit (5千克, 3千米).
+    # A scale after the digits (3万, 2 hundred), but not a unit's prefix (5千克, 3千米).
     r"(?P<scale>\s*(?:[万亿]+|百(?!分)|千万|千(?![克米瓦卡]))|\s+(?:hundred|thousand|million)\b)?",
     re.IGNORECASE,
 )
@@ -20,8 +20,8 @@ _SCALES = {"百": 1e2, "千": 1e3, "万": 1e4, "千万": 1e7, "亿": 1e8, "万�
 _SCALES |= {"hundred": 1e2, "thousand": 1e3, "million": 1e6}
 _DIVISIONS = {"十": 10, "百": 100, "千": 1000}
 _MYRIADS = {"亿": 10**8, "万": 10**4}
-_TOO_LARGE = 10**24  # no quantity; a model that repeats 万亿 gets there
-_LONGEST_DIGITS = 24  # of a numeral read digit by digit
+_TOO_LARGE = 10**24  # not a plausible quantity; a model that repeats 万亿 reaches it
+_LONGEST_DIGITS = 24  # in a numeral read digit by digit
 _NUMERALS = {c: i for i, c in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
 _NUMERAL = "[" + "".join((*_NUMERALS, *_DIVISIONS, *_MYRIADS)) + "]"
 _CHINESE = re.compile(f"{_NUMERAL}+(?:点{_NUMERAL}+)?(?:分之{_NUMERAL}+)?")
@@ -34,7 +34,7 @@ _TENS_NAMES = "twenty thirty forty fifty sixty seventy eighty ninety"
 _TENS = {word: 10 * value for value, word in enumerate(_TENS_NAMES.split(), 2)}
 _POWERS = {"thousand": 1000, "million": 10**6}
 _WORD = "(?:" + "|".join((*_UNITS, *_TENS, "hundred", *_POWERS)) + r")\b"
-# Continuations that are known to belong to a number, although we don't add them up.
+# Continuations that belong to a number, although we don't add them up.
 _REST = r"(?:billion|point|half|halves|dozen|thirds?|quarters?)\b"
 _ENGLISH = re.compile(
     rf"\b{_WORD}(?:(?:-|[ \t]+)(?:{_WORD}|{_REST})"
@@ -43,8 +43,8 @@ _ENGLISH = re.compile(
     r"(?P<ordinal>-(?:first|second|third|\w+th)s?\b)?",
     re.IGNORECASE,
 )
-# What stands directly before the number that is meant: "= 8", "the answer is 8", "一共有8个".
-# Weaker words (有, is, are) are left out: they introduce the question's numbers just as often.
+# Markers directly before the final number: "= 8", "the answer is 8", "一共有8个".
+# Weaker words (有, is, are) are omitted: they introduce the question's numbers just as often.
 _WORD_END = rf"(?![^\W\d负{_NUMERAL[1:-1]}])"  # a number may follow without a space
 _SAYS_SO = re.compile(
     rf"(?:=|等于|答案|结果|一共|总共|剩|\b(?:equals?|answer|makes?|leaves?|total){_WORD_END})"
@@ -52,25 +52,25 @@ _SAYS_SO = re.compile(
     re.IGNORECASE,
 )
 
-# A sign in words directly before a number; "ten minus three" has an operand before it instead.
+# A sign word directly before a number; in "ten minus three" an operand precedes it instead.
 _SIGN = re.compile(
     r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I
 )
 _SIGNS = ("minus", "negative", "负", "零下")
-_SIGN_WINDOW = 64  # characters before a number in which its sign and an operand before that stand
+_SIGN_WINDOW = 64  # characters before a number searched for its sign and a preceding operand
 _DASHES = str.maketrans({"−": "-", "﹣": "-", "－": "-"})
 
 
 def chinese_number(text: str) -> int | None:
     """The value of a Chinese numeral (十二 is 12, 三百零五 is 305, 三万五 is 35000), or None.
 
-    Linear in the length of ``text``; None from ``_TOO_LARGE`` on, as in a model's endless 万亿万亿.
+    Linear in the length of ``text``; None from ``_TOO_LARGE`` on, e.g. for a model's endless 万亿万亿.
     """
     return _grouped(text, "亿", lambda part: _grouped(part, "万", _below_myriad))
 
 
 def _grouped(text: str, name: str, read: Callable[[str], int | None]) -> int | None:
-    """``text`` read as groups that ``name`` (万, 亿) separates, each group by ``read``."""
+    """``text`` split at ``name`` (万, 亿) into groups, each parsed by ``read``."""
     first, *rest = text.split(name)
     size = _MYRIADS[name]
     value = read(first) if first or not rest else None
@@ -88,9 +88,9 @@ def _grouped(text: str, name: str, read: Callable[[str], int | None]) -> int | N
 
 
 def _below_myriad(text: str) -> int | None:
-    """A numeral without 万 and 亿."""
+    """The value of a numeral without 万 and 亿."""
     if not set(text) & set(_DIVISIONS):
-        # Digit by digit, as years are (二〇二四); without a zero 三四 may mean "three or four".
+        # Digit by digit, like years (二〇二四); without a zero 三四 may mean "three or four".
         if len(text) > 1 and not set(text) & {"零", "〇"}:
             return None
         if len(text) > _LONGEST_DIGITS:
@@ -142,10 +142,10 @@ def english_number(text: str) -> int | None:
 
 
 def find_answer_number(text: str) -> float | None:
-    """The number that ``text`` settles on, or None.
+    """The final number of ``text``, or None.
 
     Of the numbers in the first script that has any, the last one that directly follows a word
-    such as "等于", "=" or "is"; failing that, the last one.
+    such as "等于", "=" or "is"; otherwise the last one.
     """
     text = unicodedata.normalize("NFKC", text.translate(_DASHES))
     text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
@@ -158,7 +158,7 @@ def find_answer_number(text: str) -> float | None:
 
 
 def _signed(text: str, value: float, start: int) -> tuple[float, int]:
-    """The value with a sign in words before it (minus three, 负三, 零下3度) and where that begins."""
+    """The value with a preceding sign word (minus three, 负三, 零下3度) applied, and its start."""
     near = max(0, start - _SIGN_WINDOW)
     if value < 0 or not text[near:start].rstrip().lower().endswith(_SIGNS):
         return value, start
@@ -193,7 +193,7 @@ def _digits(text: str) -> list[tuple[float, int]]:
             value = float(above) / float(below)
         else:
             value = float(digits.replace(",", "")) * size
-        if not math.isfinite(value):  # hundreds of digits: no answer to anything
+        if not math.isfinite(value):  # hundreds of digits: not a plausible answer
             continue
         if match.start() == scaled_end and value >= 0:  # 3万5千
             whole, start = found[-1]

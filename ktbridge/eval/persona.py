@@ -1,4 +1,4 @@
-"""The persona axis: by rule, from an editable persona.yaml, on every answer alike.
+"""The persona axis: scored by the rules of an editable persona.yaml, the same for every answer.
 
 The score of an answer lies in 0..1::
 
@@ -6,8 +6,8 @@ The score of an answer lies in 0..1::
           = w_address * [an address term occurs]
             + w_tic * min(1, (sentences with a tic / sentences) / target_rate)     otherwise
 
-A sentence with more than ``max_tics_per_sentence`` tics does not count: spam is not a voice. Rate
-and spread are one number because it is sentences that are counted, not tics.
+A sentence with more than ``max_tics_per_sentence`` tics does not count: spam is not a persona. Rate
+and spread are one number because sentences are counted, not tics.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Persona:
 
 @dataclass(frozen=True)
 class PersonaScore:
-    """One answer on the persona axis: the score and what it was made of."""
+    """One answer on the persona axis: the score and its components."""
 
     score: float
     address: bool
@@ -91,7 +91,7 @@ def score_persona(text: str, persona: Persona) -> PersonaScore:
 
 
 def parse_persona(data: Any, where: str, problems: list[Problem]) -> Persona | None:
-    """Compile persona.yaml's content; what is wrong with it goes to ``problems``, all of it."""
+    """Compile persona.yaml's content; every fault is appended to ``problems``."""
     before = len(problems)
 
     def complain(key: str, found: str, expected: str) -> None:
@@ -143,7 +143,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _patterns(value: Any, key: str, complain: Any) -> re.Pattern[str]:
-    """One alternation out of {language: [regular expression, ...]}."""
+    """One regex alternation from {language: [regular expression, ...]}."""
     never = re.compile(r"(?!)")
     if not isinstance(value, Mapping) or not all(
         isinstance(group, list) and all(isinstance(one, str) and one for one in group)

@@ -1,4 +1,4 @@
-"""What a bench can and cannot show, before it is run; and the noise of two runs of one arm."""
+"""Statistical power of a bench before it is run; and the noise between two runs of one arm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ktbridge.eval.stats import CONFIDENCE, cluster_sums, standard_error, unseen
 
 POWER = 0.8
 # Standard deviations of a paired difference. A yes/no mark that changes on a share d of the items,
-# as often for better as for worse, has sqrt(d); marks with thirds or checklists lie between.
+# equally often for better and for worse, has sqrt(d); marks with thirds or checklists lie between.
 SPREADS: Mapping[str, float] = {
     "yes/no, 1 in 10 items changes": math.sqrt(0.1),
     "yes/no, 1 in 4 items changes": math.sqrt(0.25),
@@ -23,11 +23,11 @@ SPREADS: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Noise:
-    """Two runs of one arm: what differs without any cause.
+    """Two runs of one arm: differences without a cause.
 
     ``mean`` is the difference of the means, ``sd`` the standard deviation of the difference between
-    clusters, ``changed`` the share of items whose mark changed, ``floor`` how large a difference of
-    means this noise alone makes in 5 of 100 runs (t over clusters; None for one cluster).
+    clusters, ``changed`` the share of items whose mark changed, ``floor`` the difference of means that
+    this noise alone exceeds in 5 of 100 runs (t over clusters; None for one cluster).
     """
 
     mean: float
@@ -54,7 +54,7 @@ def noise_floor(first: Sequence[float], second: Sequence[float], clusters: Seque
 
 
 def power(effect: float, sd: float, clusters: int, alpha: float = 1 - CONFIDENCE) -> float:
-    """The chance that a two-sided paired t test at ``alpha`` sees ``effect``.
+    """The probability that a two-sided paired t test at ``alpha`` detects ``effect``.
 
     The statistic is noncentral t with G-1 degrees of freedom and noncentrality effect sqrt(G)/sd
     (Cohen 1988, Statistical Power Analysis, section 2.3). 0 for fewer than two clusters.
@@ -67,9 +67,9 @@ def power(effect: float, sd: float, clusters: int, alpha: float = 1 - CONFIDENCE
     shift = abs(effect) * math.sqrt(clusters) / sd
     critical = float(special.stdtrit(freedom, 1 - alpha / 2))
     if shift > critical + 8 * math.sqrt(1 + critical * critical / (2 * freedom)):
-        return 1.0  # eight standard deviations beyond; nctdtr loses its digits there
+        return 1.0  # beyond eight standard deviations, where nctdtr loses precision
     above = 1 - float(special.nctdtr(freedom, shift, critical))
-    # Seen with the wrong sign; from shift 4 on less than 1e-8, and again beyond nctdtr's digits.
+    # Detected with the wrong sign; from shift 4 on less than 1e-8, again beyond nctdtr's precision.
     below = float(special.nctdtr(freedom, shift, -critical)) if shift < 4 else 0.0
     return above + below
 
@@ -77,7 +77,7 @@ def power(effect: float, sd: float, clusters: int, alpha: float = 1 - CONFIDENCE
 def detectable_effect(
     sd: float, clusters: int, *, alpha: float = 1 - CONFIDENCE, chance: float = POWER
 ) -> float | None:
-    """The smallest difference seen with probability ``chance``; None where 1 would not do either.
+    """The smallest difference detected with probability ``chance``; None if even 1 is not.
 
     Found by bisection on ``power``, which grows with the effect.
     """
@@ -95,12 +95,12 @@ def detectable_effect(
 def smallest_seen(
     differences: Sequence[float], clusters: Sequence[str], alpha: float = 1 - CONFIDENCE
 ) -> float | None:
-    """``detectable_effect`` for the spread that these differences have: what stands beside a null.
+    """``detectable_effect`` for the spread of these differences: reported beside a null result.
 
-    Their standard error is that between clusters, so that unequal sizes are in it. Where all
-    clusters have one mean, it is what none of them may have shown (``unseen_share``). None where no
-    difference would be seen: G clusters that all agree give the sign-flip test a mid-p of 2^-G, and
-    no less. ``alpha`` is divided by the number of contrasts for the worst case under Holm.
+    Their standard error is taken between clusters, so it includes unequal sizes. If all clusters have
+    the same mean, it is the effect that none of them may have shown (``unseen_share``). None if no
+    difference could be detected: G clusters that all agree give the sign-flip test a mid-p of 2^-G,
+    and no less. ``alpha`` is divided by the number of contrasts for the worst case under Holm.
     """
     sums, sizes = cluster_sums(differences, clusters)
     groups = len(sums)
@@ -121,8 +121,8 @@ def power_table(
 ) -> list[dict[str, float | int | str | None]]:
     """For each slice (name -> clusters) the smallest detectable difference under each spread.
 
-    One row a slice: ``slice``, ``clusters`` and one key a spread. No correction for looking at
-    several slices is in it: pass ``alpha`` / number of slices for the worst case under Holm.
+    One row per slice: ``slice``, ``clusters`` and one key per spread. Not corrected for multiple
+    slices: pass ``alpha`` / number of slices for the worst case under Holm.
     """
     rows: list[dict[str, float | int | str | None]] = []
     for name, count in clusters.items():

@@ -1,8 +1,8 @@
-"""Questions to the servers before the bench's: is every arm what it says it is? Fails closed.
+"""Preflight checks of the servers: is every arm really the model it names? Fails closed.
 
-Engines are known to serve the base model, with HTTP 200, under any name they are asked for. So an
-invented adapter must be refused, /v1/models must list each arm, and the arms' answers to a few
-short probes must not all be the same.
+Some engines serve the base model, with HTTP 200, under any requested name. So an invented adapter
+must be refused, /v1/models must list each arm, and the arms' answers to a few short probes must not
+all be identical.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBE_TOKENS = 32
 
 @dataclass
 class Preflight:
-    """What preflight found out. ``identical`` has, for each pair of arms, the share of probes with
+    """The results of preflight. ``identical`` has, for each pair of arms, the share of probes with
     byte-identical answers; ``probes`` has the hash of each answer by arm fingerprint."""
 
     cards: dict[str, dict[str, Any]]
@@ -46,12 +46,12 @@ async def check_arms(
     known_probes: Mapping[str, Mapping[str, str]],
     partner: Arm | None = None,
 ) -> Preflight:
-    """Run every check and return what was found; ProblemsError when any of it is an error.
+    """Run every check and return the results. Raises ProblemsError if any is an error.
 
-    An arm that answers every probe with nothing is an error of that arm alone, as long as there is
-    another: its card gets ``refused``, and the others can be asked. ``known_probes``: the probe hashes of
-    earlier runs into the same directory, by fingerprint. Of a ``partner`` in dialogues only its being
-    listed is asked.
+    An arm that answers every probe with nothing is an error of that arm alone, if there is another:
+    its card gets ``refused``, and the others can be asked. ``known_probes``: the probe hashes of
+    earlier runs into the same directory, by fingerprint. For a dialogue ``partner`` only its presence
+    in /v1/models is checked.
     """
     problems: list[Problem] = []
     cards = await _read_cards(arms, clients, bench, partner, problems)
@@ -65,7 +65,7 @@ async def check_arms(
     problems += [problem for problem in invented if problem]
     _stop_on_errors(problems)
     result = Preflight(cards, problems=problems)
-    # Whatever part of the bench is asked, the probes are the same, so that runs can be compared.
+    # The probes don't depend on which part of the bench is asked, so that runs can be compared.
     answers = await _probe(arms, clients, bench, bench.select(limit=PROBES), problems)
     blank = _blank_arms(answers)
     _stop_on_errors(problems)
@@ -79,7 +79,7 @@ async def check_arms(
     for arm in arms:
         fingerprint = cards[arm.name]["fingerprint"]
         hashes = {
-            # Another chat template may show in the length of the prompt alone.
+            # A different chat template may change only the prompt length.
             name: hashlib.sha256(
                 f"{one.outcome}\n{one.prompt_tokens}\n{one.text}".encode()
             ).hexdigest()
@@ -169,7 +169,7 @@ async def _check_invented(arm: Arm, client: Client) -> Problem | None:
             "HTTP 400 or 404, which shows that it checks names",
             remedy(answer.status, answer.detail),
         )
-    client.faults[f"HTTP {answer.status}"] -= 1  # the refusal that was wanted
+    client.faults[f"HTTP {answer.status}"] -= 1  # the expected refusal
     return None
 
 
@@ -205,7 +205,7 @@ async def _probe(
 
 
 def _blank_arms(answers: Mapping[str, Mapping[str, Answer]]) -> dict[str, Problem]:
-    """A problem for each arm that had nothing to say to any probe."""
+    """A problem for each arm whose answers to all probes were empty."""
     return {
         name: problem(
             "KTB805",
@@ -263,7 +263,7 @@ def _compare_arms(
 def _compare_times(
     arm: Arm, before: Mapping[str, str], now: Mapping[str, str], problems: list[Problem]
 ) -> None:
-    """Has what answers under this fingerprint changed since answers were stored for it?"""
+    """Has the model with this fingerprint changed since answers were stored for it?"""
     both = before.keys() & now.keys()
     changed = sum(before[key] != now[key] for key in both)
     if changed:

@@ -1,4 +1,4 @@
-"""The public face of ``scored/``: from a run's directory to its results and its report."""
+"""The public API of ``scored/``: from a run's directory to its results and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask a bench's questions of each arm and store the answers. Scoring is another module's work."""
+"""Ask a bench's questions of each arm and store the answers. Scoring is in ``scored/``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ktbridge.eval.rundir import write_run
 from ktbridge.eval.runplan import make_plan
 from ktbridge.eval.store import Store
 
-_SILENT = 6  # requests in a row that got no reply at all: the server is gone
+_SILENT = 6  # consecutive requests without any reply: the server is gone
 
 
 @dataclass
 class Progress:
-    """How far a run is: answers ``done`` of ``total``, ``stored`` of them before it began; attempts
-    that failed, by kind, made good or not; tokens of the answers had in this run."""
+    """Progress of a run: answers ``done`` of ``total``, ``stored`` of them before it began; failed
+    attempts by kind, including those that a retry fixed; tokens of this run's answers."""
 
     done: int = 0
     total: int = 0
@@ -50,8 +50,8 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Collected:
-    """What one invocation did: answers asked now and found stored, outcomes of all of them, and
-    attempts that failed, by kind."""
+    """The result of one invocation: answers asked now and found stored, outcomes of all of them, and
+    failed attempts by kind."""
 
     asked: int
     stored: int
@@ -63,7 +63,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Ask:
-    """One answer to be had: an arm's to an item, the ``repeat``-th time (from 0)."""
+    """One answer to request: an arm's to an item, the ``repeat``-th time (from 0)."""
 
     key: str
     arm: Arm
@@ -87,14 +87,14 @@ def collect(
     on_preflight: Callable[[Preflight], None] | None = None,
     on_progress: OnProgress | None = None,
 ) -> Collected:
-    """Preflight, then ask what is not yet stored in ``directory``; ``concurrency`` at a time.
+    """Preflight, then request the answers missing from ``directory``; ``concurrency`` at a time.
 
-    What is to be asked goes into run.json first. Items are asked of all arms in turn and slice by
-    slice in turn, so that an interrupted run is still paired and has a bit of everything, and all of
-    them once before any is asked again (``repeat`` times in all). ``partner`` plays the user in a bench's
+    The plan is written to run.json first. Items are asked of all arms in turn, round-robin over the
+    slices, so that an interrupted run is still paired and covers every slice, and each item once
+    before any is repeated (``repeat`` times in all). ``partner`` plays the user in a bench's
     dialogues. Arms may come in separate invocations; ``directory`` collects them. Raises UsageError
-    for an unknown slice or a missing partner, ProblemsError when preflight fails or a server refuses
-    what it is asked, KtbridgeError when another run writes to ``directory`` or a server stops answering.
+    for an unknown slice or a missing partner, ProblemsError if preflight fails or a server refuses
+    the requests, KtbridgeError if another run writes to ``directory`` or a server stops answering.
     An interrupt (KeyboardInterrupt) passes through after everything received has been stored.
     """
     items = bench.select(slices, limit)
@@ -114,8 +114,8 @@ def collect(
 async def _until_interrupt(work: Coroutine[Any, Any, Collected]) -> Collected | None:
     """``work``'s result, or None when Ctrl-C ended it.
 
-    Before Python 3.11 an interrupt strikes whichever task is running; here it always cancels the work as
-    a whole, which then puts away what it holds.
+    Before Python 3.11 an interrupt hits whichever task is running; here it always cancels the work as
+    a whole, which then stores the answers received.
     """
     task = asyncio.ensure_future(work)
     with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals there
@@ -133,7 +133,7 @@ def list_asks(
     cards: Mapping[str, Mapping[str, Any]],
     repeat: int,
 ) -> list[Ask]:
-    """Every answer that a run wants, in the order of asking. ``cards`` are the arms' by name."""
+    """Every answer that a run requests, in order. ``cards`` are the arms' by name."""
     return [
         Ask(answer_key(cards[arm.name], arm, item, bench, nth), arm, item, nth)
         for nth in range(repeat)
@@ -143,7 +143,7 @@ def list_asks(
 
 
 def _size(ask: Ask) -> int:
-    """What grows with the tokens of a request: a third of its bytes, and the answer's limit."""
+    """Estimate of a request's tokens: a third of its bytes, plus the answer's limit."""
     content = sum(len(message["content"].encode()) for message in ask.item.messages)
     return content // 3 + ask.item.max_tokens
 
@@ -184,7 +184,7 @@ class _Run:
             asked = [*self._arms, *([self._partner] if self._partner else [])]
             for url in dict.fromkeys(one.url for one in asked):
                 self._clients[url] = await stack.enter_async_context(Client(url, **options))
-                # One count of what went wrong, whichever server it was.
+                # One counter of failures for all servers.
                 self._clients[url].faults = self._progress.faults
                 self._silent[url] = 0
             preflight = await check_arms(
@@ -226,7 +226,7 @@ class _Run:
         )
 
     def _name_partner(self, before: Mapping[str, Any], preflight: Preflight) -> None:
-        """Say in each arm's card who its dialogues are held with; warn of another than before."""
+        """Record the dialogue partner in each arm's card; warn if it differs from before."""
         now = partner_card(self._partner)
         for name, card in preflight.cards.items():
             old = before.get(name, {})
@@ -254,10 +254,10 @@ class _Run:
         preflight: Preflight,
         on_preflight: Callable[[Preflight], None] | None,
     ) -> set[str]:
-        """Ask each arm its largest request first, and where that is refused its smallest: a limit of
-        tokens that a server does not take is known before the other questions. Keys of what was asked.
+        """Ask each arm its largest request first, and its smallest if that is refused: a token limit that
+        a server rejects is found before the other questions. Returns the keys asked.
 
-        Raises ProblemsError where the smallest is refused as well.
+        Raises ProblemsError if the smallest is refused as well.
         """
         asked: dict[str, Ask] = {}
 
@@ -309,8 +309,8 @@ class _Run:
         try:
             await asyncio.gather(*workers)
         finally:
-            # The first failure (a full disk) must not leave the others asking on. Before Python 3.12
-            # wait_for may swallow a cancellation: then there must be no more work.
+            # After the first failure (a full disk) the others must stop asking. Before Python 3.12
+            # wait_for may swallow a cancellation: then no new work may start.
             deque(queue, maxlen=0)
             for task in workers:
                 task.cancel()
@@ -342,7 +342,7 @@ class _Run:
         return Dialogue(await self._clients[ask.arm.url].chat(request), [], ask.arm.url)
 
     def _watch(self, done: Dialogue) -> None:
-        """KtbridgeError when a server has not replied at all for several requests in a row."""
+        """Raise KtbridgeError after several consecutive requests without any reply from a server."""
         gone = done.answer.outcome == "http-error" and done.answer.status == 0
         self._silent[done.url] = self._silent[done.url] + 1 if gone else 0
         if self._silent[done.url] >= _SILENT:

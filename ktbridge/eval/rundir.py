@@ -1,4 +1,4 @@
-"""What a run's directory says of itself: run.json, the bench's snapshot, benches.json."""
+"""Metadata of a run's directory: run.json, the bench's snapshot, benches.json."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _CARD["fingerprint"] = str
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """What run.json holds: ``arms`` (name -> card), ``probes`` (fingerprint -> hashes), ``repeat``,
-    ``plan`` and ``date``; the last two None where it was written before 0.6.
+    """The content of run.json: ``arms`` (name -> card), ``probes`` (fingerprint -> hashes), ``repeat``,
+    ``plan`` and ``date``; the last two None if written before 0.6.
 
-    A card has ``partner`` {"model", "url"} where the arm's dialogues were held with one, and
-    ``refused`` where preflight found that the arm can't be asked. Raises KtbridgeError for a damaged
+    A card has ``partner`` {"model", "url"} if the arm's dialogues were held with one, and
+    ``refused`` if preflight found that the arm can't be asked. Raises KtbridgeError for a damaged
     file.
     """
     path = directory / RUN
@@ -88,8 +88,8 @@ def write_run(
 ) -> None:
     """Record arms, plan and bench, so that a report needs this directory and nothing else.
 
-    ``run`` is what was there. Probe hashes stay those of an arm's first run: drift is measured from
-    there. The date is that of the directory's first run.
+    ``run`` is the previous content. Probe hashes stay those of an arm's first run, the baseline for
+    drift. The date is that of the directory's first run.
     """
     folder = directory / BENCH
     make_directory(folder)
@@ -114,14 +114,14 @@ def write_run(
 
 
 def _today() -> str:
-    """UTC; SOURCE_DATE_EPOCH (reproducible-builds.org) takes the clock's place."""
+    """Today's date in UTC; SOURCE_DATE_EPOCH (reproducible-builds.org) overrides the clock."""
     return time.strftime(
         "%Y-%m-%d", time.gmtime(float(os.environ.get("SOURCE_DATE_EPOCH") or time.time()))
     )
 
 
 def read_benches(directory: Path) -> tuple[Path, ...]:
-    """The run directories in ``directory``: one a bench in the order given, or itself.
+    """The run directories in ``directory``: one per bench in the order given, or itself.
 
     Raises KtbridgeError for a damaged list.
     """
@@ -141,11 +141,11 @@ def read_benches(directory: Path) -> tuple[Path, ...]:
 
 
 def run_directories(directory: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """Where benches of these names are run: one alone in ``directory`` itself, several in a folder
-    each. What is there already stays as it is: a list of benches takes one more.
+    """The run directories for benches of these names: ``directory`` itself for one, a folder each for
+    several. An existing layout is kept: a list of benches is extended.
 
-    Raises UsageError for a name that comes twice or can't be a folder's, and where ``directory``
-    holds a run of its own.
+    Raises UsageError for a duplicate name or one that can't be a folder's, and if ``directory``
+    itself holds a run.
     """
     if len(names) == 1 and not (directory / BENCHES).is_file():
         return (directory,)
@@ -164,7 +164,7 @@ def run_directories(directory: Path, names: Sequence[str]) -> tuple[Path, ...]:
 
 
 def write_benches(directory: Path, folders: Sequence[Path]) -> None:
-    """List the benches run in ``directory``, after those that are listed already."""
+    """Append the benches run in ``directory`` to those listed already."""
     if tuple(folders) == (directory,):
         return
     make_directory(directory)
@@ -176,7 +176,7 @@ def write_benches(directory: Path, folders: Sequence[Path]) -> None:
 
 
 def _is_name(name: Any) -> bool:
-    """Whether this names a folder directly in another, and none of a run's own."""
+    """Whether this names a direct subfolder that is not one of a run's own."""
     return (
         isinstance(name, str)
         and name.isprintable()

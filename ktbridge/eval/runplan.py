@@ -1,4 +1,4 @@
-"""What a run was to ask, as run.json keeps it, and how much of that was never asked."""
+"""The plan of a run as stored in run.json, and how much of it was never asked."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def make_plan(
     items: Sequence[Item],
     repeat: int,
 ) -> Plan:
-    """The plan of a directory once ``arms`` are to be asked ``items``, out of the slices ``chosen``.
+    """The directory's plan updated with ``items`` for ``arms``, out of the slices ``chosen``.
 
-    For each arm it replaces what was planned of these slices; other slices and arms stay, because
-    they may be asked in commands of their own.
+    For each arm it replaces the plan of these slices; other slices and arms are kept, because they
+    may be asked by separate commands.
     """
     counts = Counter(item.slice for item in items)
     plan: Plan = {name: dict(slices) for name, slices in before.items()}
@@ -42,7 +42,7 @@ def _rank(order: Sequence[str]) -> Any:
 
 
 def is_plan(value: Any) -> bool:
-    """Whether ``value`` is what ``make_plan`` gives."""
+    """Whether ``value`` is a valid result of ``make_plan``."""
     return isinstance(value, dict) and all(
         isinstance(slices, dict)
         and all(
@@ -72,9 +72,9 @@ def compare_plan(
     slice_of: Mapping[str, str],
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """How much of the plan for ``arms`` was asked, whatever came back.
+    """How much of the plan for ``arms`` was asked, regardless of the outcome.
 
-    An item is missing where an arm that it was planned for has no first answer. ``slice_of``: the
+    An item is missing if an arm that it was planned for has no first answer. ``slice_of``: the
     slice of each item by id.
     """
     answers = {row["id"]: row["answers"] for row in rows}
@@ -102,7 +102,7 @@ def compare_plan(
 
 
 def _had(answer: Mapping[str, Any] | None) -> int:
-    """How many of an item's repeats were asked, the first of them included; else 0."""
+    """How many of an item's repeats were asked, including the first; else 0."""
     if answer is None or answer["outcome"] == NOT_RUN:
         return 0
     repeats = answer.get("repeats", [answer])

@@ -1,4 +1,4 @@
-"""Other request fields than the bench's, such as what a thinking model wants."""
+"""Request fields that override the bench's, such as those for thinking models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktbridge.eval.bench_checks import OURS, is_json
 
 
 def parse_extra_body(text: str, option: str = "--extra-body") -> dict[str, Any]:
-    """Parse a JSON object of request fields. UsageError says what is wrong with it."""
+    """Parse a JSON object of request fields. Raises UsageError if it is invalid."""
     example = """write it as '{"chat_template_kwargs": {"enable_thinking": false}}'"""
     try:
         value = json.loads(text)
@@ -28,10 +28,10 @@ def parse_extra_body(text: str, option: str = "--extra-body") -> dict[str, Any]:
 
 
 def with_sampling(bench: Bench, fields: Mapping[str, Any]) -> Bench:
-    """``bench`` with ``fields`` laid over its sampling; None takes a field out.
+    """``bench`` with its sampling overridden by ``fields``; None removes a field.
 
-    It is the bench that changes, so that the run's snapshot, every key and the report say what was
-    sent. Raises UsageError for fields that are ours to set.
+    The bench itself changes, so that the run's snapshot, every key and the report contain what was
+    sent. Raises UsageError for fields that only ktbridge may set.
     """
     if not fields:
         return bench
@@ -44,7 +44,7 @@ def with_sampling(bench: Bench, fields: Mapping[str, Any]) -> Bench:
 
 
 def with_max_tokens(bench: Bench, count: int | None) -> Bench:
-    """``bench`` with ``count`` as the token limit of every answer; None leaves it as it is."""
+    """``bench`` with ``count`` as the token limit of every answer; unchanged for None."""
     return bench if count is None else _changed(bench, {"override": {"max_tokens": count}})
 
 

@@ -1,13 +1,13 @@
 """The task axis: small functions from (answer, check, gold) to a mark in 0..1 and a reason.
 
-``SCORERS`` names every scorer with its parameters, so that a bench is refused before the first
-request, never in the middle of a run. All of them look at the answer that a user would see, without
-thinking. Persona has an axis of its own (``ktbridge.eval.persona``).
+``SCORERS`` lists every scorer with its parameters, so that a faulty bench is refused before the first
+request, never in the middle of a run. All of them score the answer that a user would see, without
+thinking. Persona is a separate axis (``ktbridge.eval.persona``).
 """
 
 from __future__ import annotations
 
-from ktbridge.eval.scoring import form, gold, manner, reference  # noqa: F401  (they register)
+from ktbridge.eval.scoring import form, gold, manner, reference  # noqa: F401  (import registers them)
 from ktbridge.eval.scoring.families import FAMILIES, TextMetrics, measure_texts
 from ktbridge.eval.scoring.form import UNITS
 from ktbridge.eval.scoring.registry import (

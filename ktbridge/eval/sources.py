@@ -1,7 +1,7 @@
-"""Items out of data that others made: the user's copy of a public set, or ours in its layout.
+"""Items from third-party data: the user's copy of a public dataset, or our file in its layout.
 
-Nothing of the data is shipped; the file's SHA-256 and what was skipped, with the reason, go into the
-bench. ``loaders.py`` knows the layouts.
+None of the data is shipped; the file's SHA-256 and the skipped records, with the reason, are recorded
+in the bench. ``loaders.py`` implements the layouts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def read_source(source: Any, folder: Path, items: Path | None) -> tuple[list[Row
     """The rows of the data file and a card of it: {loader, file, sha256, records, items, skipped}.
 
     ``source`` is bench.yaml's ``{loader, file, ...options}``. Raises UsageError for an unknown
-    loader or a file that isn't there, ProblemsError for a file that isn't in the loader's layout or
+    loader or a missing file, ProblemsError for a file that isn't in the loader's layout or
     gives no item.
     """
     if not isinstance(source, Mapping) or source.get("loader") not in LOADERS:
@@ -69,7 +69,7 @@ def read_source(source: Any, folder: Path, items: Path | None) -> tuple[list[Row
 
 
 def file_card(loader: str, name: str, data: bytes, rows: Sequence[Row]) -> dict[str, Any]:
-    """What a report says of a data file: its name, not its place, and the hash of its bytes."""
+    """A report's record of a data file: its name (not its path) and the hash of its bytes."""
     digest = hashlib.sha256(data).hexdigest()
     return {"loader": loader, "file": name, "sha256": digest, "items": len(rows)}
 
@@ -77,7 +77,7 @@ def file_card(loader: str, name: str, data: bytes, rows: Sequence[Row]) -> dict[
 def read_records(data: bytes, name: str) -> list[Record]:
     """The records of a .csv (with a header), .jsonl, or .json (a list) file in UTF-8.
 
-    Raises ProblemsError with every line that is none.
+    Raises ProblemsError with every invalid line.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -125,7 +125,7 @@ def read_records(data: bytes, name: str) -> list[Record]:
 
 
 def _last_text(messages: Any) -> str:
-    """What the last message says; "" where it says nothing: the bench's check names that."""
+    """The last message's text; "" if there is none, which the bench's check reports."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     text = last.get("content") if isinstance(last, dict) else None
     return text if isinstance(text, str) else ""
@@ -139,7 +139,7 @@ def _bad_file(name: str, found: str, loader: str) -> ProblemsError:
 def _check_columns(
     records: Sequence[Record], columns: Sequence[Sequence[str]], name: str, loader: str
 ) -> None:
-    """Every alternative in ``columns`` is a set of names that some record must have, whole."""
+    """Raise ProblemsError unless the fields of at least one set in ``columns`` occur."""
     seen = {key for record in records for key in record}
     if columns and not any(set(wanted) <= seen for wanted in columns):
         wanted = " or ".join("{" + ", ".join(group) + "}" for group in columns)

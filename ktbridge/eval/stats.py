@@ -1,9 +1,9 @@
 """The statistics of a report, each with its source. Pure numpy and scipy; seeded, so repeatable.
 
 Scores lie in 0..1, differences in -1..1. Items of one cluster (a pair, rewordings of a question,
-repeats of one question) are not independent, so clusters are what is resampled and flipped. The
-work is done on rows, one row an experiment, so that the simulations in the tests run the very code
-that a report runs. Planning (power, smallest detectable effect) is in ``power.py``.
+repeats of one question) are not independent, so clusters are resampled and flipped. Functions work on
+rows, one row per experiment, so that the simulations in the tests run the same code as a report.
+Planning (power, smallest detectable effect) is in ``power.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 10_000
 SEED = 20_240
 _EXACT_CLUSTERS = 13  # 2**13 sign patterns are fewer than RESAMPLES: enumerate them
-_FEW_CLUSTERS = 20  # below this the bootstrap's percentiles are coarse; t is used
+_FEW_CLUSTERS = 20  # below this the bootstrap's percentiles are coarse, so t is used
 _TINY = 1e-12
 
 
@@ -48,10 +48,10 @@ def cluster_sums(values: Sequence[float], clusters: Sequence[str]) -> tuple[np.n
 def mean_interval(
     values: Sequence[float], clusters: Sequence[str], *, bounds: tuple[float, float]
 ) -> Interval:
-    """The interval of a mean (of paired differences, when those are the values) that we report.
+    """The reported interval of a mean (or of a mean paired difference).
 
-    Shares of yes (every value 0 or 1, bounds 0..1) get ``wilson``, fewer than 20 clusters ``t``,
-    the rest ``bootstrap``: in simulated runs each of these covers nearest to 95 % there. Raises
+    Binary values (every value 0 or 1, bounds 0..1) get ``wilson``, fewer than 20 clusters ``t``,
+    the rest ``bootstrap``: in simulations the coverage of each is closest to 95 % there. Raises
     ValueError for no values.
     """
     if bounds == (0.0, 1.0) and all(value in (0, 1) for value in values):
@@ -68,7 +68,7 @@ def t_interval(
 
     The mean is a ratio of sums, linearised: var = G/(G-1) sum_g (s_g - mean n_g)^2 / N^2, with G-1
     degrees of freedom (Cochran 1977, Sampling Techniques, section 9A.2; Miller 2024, "Adding error
-    bars to evals", section 2.2, for benches). Where all clusters have one mean see ``_unseen``.
+    bars to evals", section 2.2, for benches). If all clusters have the same mean see ``_unseen``.
     Raises ValueError for no values.
     """
     sums, sizes = _checked(values, clusters, "values")
@@ -96,13 +96,13 @@ def bootstrap_interval(
     resamples: int = RESAMPLES,
     seed: int = SEED,
 ) -> Interval:
-    """Cluster bootstrap interval of a mean; of paired differences, when those are the values.
+    """Cluster bootstrap interval of a mean (or of a mean paired difference).
 
     Whole clusters are drawn with replacement (Field & Welsh 2007, J. R. Stat. Soc. B 69:369). The
     percentiles are taken further out, at Phi(-sqrt(G/(G-1)) t_{G-1}), because plain percentiles are
-    too narrow for few clusters (Hesterberg 2015, Am. Stat. 69:371, "expanded percentile"). Where
-    all clusters have one mean see ``_unseen``. A single cluster says nothing: its interval is all
-    of ``bounds``. Raises ValueError for no values.
+    too narrow for few clusters (Hesterberg 2015, Am. Stat. 69:371, "expanded percentile"). If all
+    clusters have the same mean see ``_unseen``. A single cluster carries no information: its interval
+    is all of ``bounds``. Raises ValueError for no values.
     """
     sums, sizes = _checked(values, clusters, "values")
     low, high = bootstrap_rows(sums[None], sizes, bounds, resamples, seed)
@@ -117,7 +117,7 @@ def bootstrap_rows(
     if groups == 1:
         return np.full(len(sums), bounds[0]), np.full(len(sums), bounds[1])
     draws = np.random.default_rng(seed).integers(0, groups, size=(resamples, groups))
-    # How often each cluster was drawn, [B, G]: one product then serves every experiment.
+    # How often each cluster was drawn, [B, G]: one matrix product serves every experiment.
     flat = (draws + groups * np.arange(resamples)[:, None]).ravel()
     times = np.bincount(flat, minlength=resamples * groups).reshape(resamples, groups)
     means = (sums @ times.T) / (times @ sizes)
@@ -128,7 +128,7 @@ def bootstrap_rows(
 
 
 def wilson_interval(values: Sequence[float], clusters: Sequence[str]) -> Interval:
-    """Wilson's score interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22:209).
+    """Wilson's score interval of a proportion (Wilson 1927, J. Am. Stat. Assoc. 22:209).
 
     With clusters of several items n is divided by the design effect, and z becomes t of G-1 (Korn &
     Graubard 1998, Surv. Methodol. 24:193). Raises ValueError for no values.
@@ -143,7 +143,7 @@ def wilson_interval(values: Sequence[float], clusters: Sequence[str]) -> Interva
         z = float(special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2))
         simple = share * (1 - share) / total
         ratio = float(standard_error(sums[None], sizes)[0]) ** 2 / simple if simple > 0 else 0.0
-        # All alike: the clusters are what was seen. Never credited with more than its items.
+        # All equal: the sample size is the number of clusters, and never more than the items.
         effective = min(total, total / ratio) if ratio > _TINY else float(groups)
     centre = (share + z * z / (2 * effective)) / (1 + z * z / effective)
     half = z * np.sqrt(share * (1 - share) / effective + z * z / (4 * effective**2))
@@ -152,7 +152,7 @@ def wilson_interval(values: Sequence[float], clusters: Sequence[str]) -> Interva
 
 
 def unseen_share(clusters: int) -> float:
-    """How much of the population may behave in a way that none of ``clusters`` showed.
+    """The largest share of the population that may behave in a way that none of ``clusters`` showed.
 
     The upper end of the two-sided 95 % interval for 0 of G: 1 - 0.025^(1/G), the exact form of the
     rule of three (Hanley & Lippman-Hand 1983, JAMA 249:1743).
@@ -196,8 +196,8 @@ def _unseen(
     high: np.ndarray,
     bounds: tuple[float, float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where all clusters have one mean nothing varies, and a width of 0 would claim certainty:
-    ``unseen_share`` of the population is then taken to differ by as much as the bounds allow."""
+    """If all clusters have the same mean, the variance is 0, and a width of 0 would claim certainty:
+    ``unseen_share`` of the population is then assumed to differ by as much as the bounds allow."""
     mean = sums.sum(axis=1) / sizes.sum()
     alike = np.ptp(sums / sizes, axis=1) < _TINY
     share = unseen_share(sums.shape[1])
@@ -218,11 +218,11 @@ def sign_flip_p(
     """Two-sided mid-p of "the differences are symmetric around 0" by flipping clusters' signs.
 
     All patterns for at most 13 clusters (Fisher 1935, The Design of Experiments, section 21), else
-    ``resamples`` random ones, the observed one counted in, so that p is never 0 (Phipson & Smyth
+    ``resamples`` random ones plus the observed one, so that p is never 0 (Phipson & Smyth
     2010, Stat. Appl. Genet. Mol. Biol. 9:39). Patterns that are exactly as extreme count half
-    (Lancaster 1961, J. Am. Stat. Assoc. 56:223): whole, they make the test of yes/no marks reject
-    far less often than its level says (Fagerland et al. 2013, BMC Med. Res. Methodol. 13:91).
-    Differences that add up to 0 point nowhere: p is 1. Raises ValueError for no differences.
+    (Lancaster 1961, J. Am. Stat. Assoc. 56:223): counted fully, the test of yes/no marks rejects
+    far less often than its nominal level (Fagerland et al. 2013, BMC Med. Res. Methodol. 13:91).
+    Differences that add up to 0 give p = 1. Raises ValueError for no differences.
     """
     sums, _ = _checked(differences, clusters, "differences")
     return float(sign_flip_rows(sums[None], resamples, seed)[0])
@@ -238,7 +238,7 @@ def sign_flip_rows(sums: np.ndarray, resamples: int, seed: int) -> np.ndarray:
         bits = np.random.default_rng(seed).integers(0, 2, size=(resamples, groups))
     flipped = np.abs(sums @ (1.0 - 2 * bits).T)
     observed = np.abs(sums.sum(axis=1))[:, None]
-    # Sums in another order may differ in the last bits.
+    # Floating-point sums in another order may differ in the last bits.
     beyond = np.count_nonzero(flipped > observed + 1e-9, axis=1)
     equal = np.count_nonzero(np.abs(flipped - observed) <= 1e-9, axis=1)
     seen = 0 if exact else 1
@@ -247,7 +247,7 @@ def sign_flip_rows(sums: np.ndarray, resamples: int, seed: int) -> np.ndarray:
 
 
 def mcnemar_p(gained: int, lost: int) -> float:
-    """Two-sided mid-p that ``gained`` and ``lost`` (items right in one arm only) are one coin's.
+    """Two-sided mid-p of "``gained`` and ``lost`` (items right in one arm only) are equally likely".
 
     McNemar 1947, Psychometrika 12:153, on the binomial instead of its chi-squared limit, as mid-p
     (Fagerland et al. 2013, above). It equals ``sign_flip_p`` on yes/no items without clusters.
@@ -268,16 +268,16 @@ def non_inferiority_p(
 ) -> float:
     """One-sided p of "worse by ``margin`` or more", by t over clusters.
 
-    p < 0.025 goes with a 95 % interval whose low end lies above -margin (Piaggio et al. 2012, JAMA
-    308:2594). Where all clusters have one mean, p is the chance that none of them shows a loss that
-    would reach the margin; a single cluster says nothing: 1. Raises ValueError for no differences.
+    p < 0.025 is equivalent to a 95 % interval whose low end lies above -margin (Piaggio et al. 2012,
+    JAMA 308:2594). If all clusters have the same mean, p is the probability that none of them shows a
+    loss that would reach the margin; 1 for a single cluster. Raises ValueError for no differences.
     """
     return _margin_p(differences, clusters, margin, 1.0)
 
 
 def equivalence_p(differences: Sequence[float], clusters: Sequence[str], margin: float) -> float:
-    """p of "apart by ``margin`` or more": the larger of two one-sided tests (Schuirmann 1987,
-    J. Pharmacokinet. Biopharm. 15:657). Raises ValueError for no differences."""
+    """p of "different by ``margin`` or more": the larger p of two one-sided tests (TOST, Schuirmann
+    1987, J. Pharmacokinet. Biopharm. 15:657). Raises ValueError for no differences."""
     worse = _margin_p(differences, clusters, margin, 1.0)
     return max(worse, _margin_p(differences, clusters, margin, -1.0))
 
@@ -291,7 +291,7 @@ def _margin_p(
         return 1.0
     distance = sign * float(sums.sum() / sizes.sum()) + margin
     if np.ptp(sums / sizes) < _TINY:
-        # The chance that none of G clusters shows a kind of loss, if the margin were reached: a
+        # The probability that none of G clusters shows a kind of loss, if the margin were reached: a
         # loss of 1 + mean (the most that the bounds allow) in a share of the population.
         share = min(1.0, max(0.0, distance / (1 + distance - margin)))
         return float((1 - share) ** groups)
@@ -299,7 +299,7 @@ def _margin_p(
     return float(special.stdtr(groups - 1, -distance / error))
 
 
-# --- several tests at once
+# --- multiple tests
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -314,8 +314,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values that bound the share of false findings among the findings, not the chance of
-    one (Benjamini & Hochberg 1995, J. R. Stat. Soc. B 57:289). For long lists: which items moved."""
+    """Adjusted p-values that control the false discovery rate, not the chance of any false finding
+    (Benjamini & Hochberg 1995, J. R. Stat. Soc. B 57:289). For long lists: which items changed."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i], reverse=True)
     adjusted = [0.0] * len(p_values)
     running = 1.0

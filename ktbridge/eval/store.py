@@ -14,7 +14,7 @@ FAILED = "http-error"
 
 
 def request_key(fingerprint: str, request: Mapping[str, Any], repeat: int = 0) -> str:
-    """The key of an answer: whose it is, to exactly what, and which repeat of it (from 0)."""
+    """The key of an answer: arm fingerprint, exact request, and repeat (from 0)."""
     key = {"arm": fingerprint, "request": dict(request)}
     return sha256({**key, "repeat": repeat} if repeat else key)
 
@@ -27,7 +27,7 @@ def _texts(record: Record) -> list[str]:
     return texts + [turn[name] for turn in turns for name in ("role", "content")]
 
 
-# The lock is on the whole directory: run.json and the bench's snapshot have the same writer.
+# The lock covers the whole directory: run.json and the bench's snapshot have the same writer.
 _ANSWERS = Kind(
     name="answers.jsonl",
     lock=".lock",
@@ -44,7 +44,7 @@ def read_answers(directory: Path) -> dict[str, Record]:
 
 
 class Store(Ledger):
-    """The one writer of a run's directory; KtbridgeError where another writes."""
+    """The only writer of a run's directory; raises KtbridgeError if there is another."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, _ANSWERS)

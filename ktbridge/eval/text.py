@@ -1,4 +1,4 @@
-"""How we look at text: normal form, sentences, lengths, scripts. Shared by scorers and persona."""
+"""Text helpers: normal form, sentences, lengths, scripts. Shared by scorers and persona."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ CJK = r"\u3400-\u4dbf\u4e00-\u9fff"
 _CJK_CHAR = re.compile(f"[{CJK}]")
 _LATIN_WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
 # A Latin full stop ends a sentence only before a space or the end: "3.5" and "e.g.x" do not split.
-# A run of stops is tried from its first one only, else a long one would take quadratic time.
+# A run of stops is matched from its first one only, else a long one would take quadratic time.
 _SENTENCE_END = re.compile(r"[。！？!?…\n]+|(?<!\.)\.+(?=\s|$)")
 _WORDISH = re.compile(r"[^\W_]")
 
 
 def normalise(text: str) -> str:
-    """NFKC, case-folded, white space collapsed: for comparing, never for showing."""
+    """NFKC, case-folded, white space collapsed: for comparison, not for display."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -30,7 +30,7 @@ def count_chars(text: str) -> int:
 
 
 def count_words(text: str) -> int:
-    """Latin words plus single ideographs, the usual count for mixed text."""
+    """Latin words plus single ideographs, the usual word count for mixed text."""
     return len(_LATIN_WORD.findall(text)) + len(_CJK_CHAR.findall(text))
 
 
@@ -42,13 +42,13 @@ def cjk_share(text: str) -> float | None:
 
 
 def language_of(text: str) -> str:
-    """ "zh" where at least half of a text is ideographs, else "en"."""
+    """ "zh" if at least half of a text is ideographs, else "en"."""
     share = cjk_share(text)
     return "zh" if share is not None and share >= 0.5 else "en"
 
 
 def shorten(text: str, most: int) -> str:
-    """At most ``most`` characters of ``text`` and "…", cut between words where there are any near."""
+    """At most ``most`` characters of ``text`` and "…", cut between words if possible."""
     if len(text) <= most:
         return text
     head = text[:most]
@@ -56,13 +56,13 @@ def shorten(text: str, most: int) -> str:
     return (head[:cut] if cut > 0 else head).rstrip() + " …"
 
 
-# Marks that turn the reading direction of what follows; those that a right-to-left text needs beside
-# its letters (200e, 200f, 061c) are not among them.
+# Unicode bidi controls that change the text direction, except those that a right-to-left text needs
+# (200e, 200f, 061c).
 _TURNING = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
 def show_direction(text: str) -> str:
-    """``text`` with such marks by their number, so that it reads in the order in which it is stored."""
+    """``text`` with bidi controls shown as their code points, so that it reads in storage order."""
     return _TURNING.sub(lambda one: f"[U+{ord(one[0]):04X}]", text)
 
 

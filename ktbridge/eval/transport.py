@@ -1,8 +1,8 @@
-"""How a request reaches a server: on kept connections of our own, or through the openai package.
+"""HTTP transport: our own keep-alive connections, or the openai package.
 
-Plain HTTP, where thousands of requests a second are wanted, is written directly; the openai package,
-whose import alone takes longer than a report, is for where a proxy or TLS stands between. Either way
-the request is the same (scripts/bench_eval_client.py measures both).
+Plain HTTP, where thousands of requests per second are needed, uses our own connections; the openai
+package, whose import alone takes longer than a report, is used for a proxy or TLS. The request is
+the same either way (scripts/bench_eval_client.py measures both).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Transport(Protocol):
-    """Both methods give the server's reply, whatever its status; TimeoutError or another OSError where
-    there is none within ``timeout`` seconds."""
+    """Both methods return the server's reply with any status; they raise TimeoutError or another
+    OSError if there is none within ``timeout`` seconds."""
 
     async def models(self, timeout: float) -> Reply: ...
 
@@ -34,9 +34,9 @@ class Transport(Protocol):
 
 
 def open_transport(url: str, api_key: str | None, direct: bool | None = None) -> Transport:
-    """The transport for a base URL (ending in /v1); ``direct`` overrides what the URL asks for.
+    """The transport for a base URL (ending in /v1); ``direct`` overrides the URL's default.
 
-    Raises KtbridgeError for a key that cannot stand in a header.
+    Raises KtbridgeError for a key that is not valid in a header.
     """
     key = (api_key or "").strip() or "none"
     if not (key.isascii() and key.isprintable()):
@@ -81,9 +81,9 @@ class _Packaged:
         import openai
 
         self._package = openai
-        # Reading the system's certificates takes longer than many a run; plain HTTP trusts none.
+        # Loading the system's certificates takes longer than many runs; plain HTTP needs none.
         trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if parts.scheme == "http" else True
-        # A proxy from the environment must not stand between us and a server on this machine.
+        # Requests to a server on this machine bypass a proxy from the environment.
         environment = not is_loopback_url(url)
         self._client = openai.AsyncOpenAI(
             base_url=url,

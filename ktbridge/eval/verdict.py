@@ -1,6 +1,6 @@
-"""The words for the numbers. Every sentence here is made from results, none is fixed in advance.
+"""Verdicts in words, generated from the results.
 
-The first sentence names every loss, whatever its size and whatever else went well: each contrast of
+The first sentence names every loss, whatever its size and the other results: each contrast of
 the last arm with the first whose interval lies below 0.
 """
 
@@ -14,9 +14,9 @@ from ktbridge.eval.stats import unseen_share
 
 ALPHA = 0.05
 OVERALL = "overall"
-NULLS = ("within margin", "inconclusive")  # what the smallest detectable effect stands beside
+NULLS = ("within margin", "inconclusive")  # shown with the smallest detectable effect
 AXIS_WORDS = {"persona": "persona", "task": "task quality", "judge": "judged quality"}
-# A drop counts as one that would have been seen where it is at most this (of a scale of 1).
+# A drop counts as detectable if the smallest detectable effect is at most this (scale 0..1).
 SEEN = 0.25
 
 
@@ -26,8 +26,8 @@ def judge_contrast(contrast: Mapping[str, Any], margin: float) -> str:
     Improved and dropped need an interval that excludes 0 and a Holm-adjusted p below 0.05. "within
     margin" means: for the task axis not worse by ``margin`` or more (non-inferior), for the persona
     axis neither worse nor better by that much. It also needs enough clusters that a kind of loss
-    which none of them showed could not exceed the margin (36 for a margin of 0.1): few items that
-    happen to agree are no proof of absence.
+    which none of them showed could not exceed the margin (36 for a margin of 0.1): a few items that
+    happen to agree do not prove absence.
     """
     significant = contrast["p_holm"] < ALPHA
     if significant and contrast["low"] > 0:
@@ -41,7 +41,7 @@ def judge_contrast(contrast: Mapping[str, Any], margin: float) -> str:
 
 
 def signed(value: float) -> str:
-    """+0.42, −0.10, 0.00 (a true minus sign, no sign on what rounds to nothing)."""
+    """+0.42, −0.10, 0.00 (U+2212 minus sign, no sign if the value rounds to zero)."""
     rounded = round(value, 2)
     return f"{rounded:+.2f}".replace("-", "−") if rounded else "0.00"
 
@@ -52,7 +52,7 @@ def interval(contrast: Mapping[str, Any]) -> str:
 
 
 def detectable(contrast: Mapping[str, Any]) -> str:
-    """What stands beside a null: "0.12", or "none" where so few items could show nothing; else ''."""
+    """The smallest detectable effect of a null result: "0.12", or "none" with too few items; else ''."""
     if contrast["verdict"] not in NULLS:
         return ""
     return "none" if contrast["detectable"] is None else f"{contrast['detectable']:.2f}"
@@ -67,14 +67,14 @@ def find(results: Mapping[str, Any], axis: str, name: str, of: str, minus: str) 
 
 
 def slice_title(results: Mapping[str, Any], name: str) -> str:
-    """A slice by its name and what it is about, the same way everywhere: "KRI-K (knowledge)"."""
+    """A slice's name and label, the same everywhere: "KRI-K (knowledge)"."""
     labels = {one["name"]: one["label"] for one in results["bench"]["slices"]}
     label = labels.get(name, name)
     return name if label == name else f"{name} ({label})"
 
 
 def title_of(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> str:
-    """What a contrast is about: "task quality", "KRI-K (knowledge)", "task quality of PES (…)"."""
+    """A contrast's title: "task quality", "KRI-K (knowledge)", "task quality of PES (…)"."""
     axis, name = contrast["axis"], contrast["slice"]
     if name == OVERALL:
         return AXIS_WORDS[axis]
@@ -84,26 +84,26 @@ def title_of(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> str:
 
 
 def is_loss(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> bool:
-    """Whether the whole interval lies on the worse side of 0, on an axis where less is worse: a persona
-    is missed only where it is meant to show."""
+    """Whether the whole interval lies below 0, on an axis where less is worse: less persona is a loss
+    only where the persona is expected."""
     wanted = contrast["axis"] != "persona" or contrast["slice"] == OVERALL
     wanted = wanted or _primary(results).get(contrast["slice"]) == "persona"
     return bool(wanted and contrast["high"] < 0)
 
 
 def verdict_words(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> str:
-    """The verdict as tables show it; "↓" where the interval says a loss and the verdict does not."""
+    """The verdict as shown in tables; "↓" if the interval shows a loss and the verdict does not."""
     lost = contrast["verdict"] in NULLS and is_loss(results, contrast)
     return f"{contrast['verdict']} ↓" if lost else str(contrast["verdict"])
 
 
 def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The line, the headline and the sentences under it, for the last arm against the first.
+    """The line, the headline and the sentences below it, for the last arm against the first.
 
-    ``line`` names each finding in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
+    ``line`` lists each finding in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
     [0.48, 0.75]; knowledge: inconclusive"), every loss first, and ``clauses`` are its parts;
     ``headline`` is a sentence on the axes and every loss; ``persona``, ``task`` and ``judge``
-    hold the words of the overall contrasts, None where there is none.
+    hold the verdicts of the overall contrasts, None if there is none.
     """
     names = [card["name"] for card in results["arms"]]
     nothing = dict.fromkeys(("persona", "task", "judge"))
@@ -139,7 +139,7 @@ def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _over(results: Mapping[str, Any]) -> str:
-    """How many items the numbers are about, where that is not all that was planned."""
+    """How many items the numbers cover, if not all that were planned."""
     plan = results.get("plan")
     total = max(results["asked"], plan["items"] if plan else 0)
     return f" over {results['valid']} of {total} items" if results["valid"] < total else ""
@@ -162,7 +162,7 @@ def _losses(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> l
 
 
 def _distinct(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Without a slice that is the only one of its axis: the whole axis has the same numbers."""
+    """Omit a slice that is the only one of its axis: the whole axis has the same numbers."""
     primary = _primary(results)
 
     def is_alone(axis: str, name: str) -> bool:
@@ -203,10 +203,10 @@ def _clauses(
 def finding(
     contrast: Mapping[str, Any], margin: float, *, lost: bool = False, family: int = 1
 ) -> str:
-    """What follows a contrast's title: " ↑ 0.62 [0.48, 0.75]", ": inconclusive".
+    """The text after a contrast's title: " ↑ 0.62 [0.48, 0.75]", ": inconclusive".
 
-    A loss (``lost``) always is an arrow and a number; "beyond margin" marks one whose interval
-    lies beyond it, and p stands beside one that does not hold after correction for ``family`` contrasts.
+    A loss (``lost``) is always an arrow and a number; "beyond margin" marks one whose interval lies
+    beyond it, and p is added if it is not significant after correction for ``family`` contrasts.
     """
     mean, low, high = contrast["mean"], contrast["low"], contrast["high"]
     if lost or contrast["verdict"] == "dropped":
@@ -222,14 +222,14 @@ def finding(
 
 
 def _correction(contrast: Mapping[str, Any], family: int) -> str:
-    """The p of a loss that the interval shows and the corrected test does not."""
+    """The p of a loss shown by the interval but not by the corrected test."""
     if contrast["verdict"] == "dropped":
         return ""
     return f" (p = {contrast['p_holm']:.2f} corrected for {family} comparisons)"
 
 
 def _family(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> int:
-    """How many contrasts Holm's correction was over: those of the axis, or those of its slices."""
+    """The number of contrasts in Holm's correction: those of the axis, or those of its slices."""
     overall = contrast["slice"] == OVERALL
     return sum(
         one["axis"] == contrast["axis"] and (one["slice"] == OVERALL) == overall
@@ -254,7 +254,7 @@ _WORDS = {
 
 
 def _sentence(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Every axis and every loss in a slice, in words; losses first."""
+    """Sentences on every axis and on every loss in a slice; losses first."""
     losses = _losses(results, shown)
     overall = [one for one in shown if one["slice"] == OVERALL]
     overall.sort(key=lambda one: (one not in losses, _rank(results, one)))
@@ -279,7 +279,7 @@ def _sentence(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) ->
 
 
 def _lost_pairs(results: Mapping[str, Any], of: str, minus: str) -> list[str]:
-    """Judged side by side, the balance of ``of`` against ``minus`` lies below 0."""
+    """Losses in judged pairs: the balance of ``of`` against ``minus`` lies below 0."""
     return [
         f"lost to {minus} side by side, balance {interval(one)}"
         for one in results["pairs"]
@@ -299,7 +299,7 @@ def _details(
 
 
 def _steps(results: Mapping[str, Any], names: list[str]) -> list[str]:
-    """Which step the persona came with, when there is more than one."""
+    """Which step brought the persona, if there is more than one."""
     if len(names) != 3:
         return []
     steps = []
@@ -312,7 +312,7 @@ def _steps(results: Mapping[str, Any], names: list[str]) -> list[str]:
 
 
 def _slices(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Slices that moved on the axis that they are there for, and what could not have been seen."""
+    """Slices that changed on their primary axis, and drops that could not have been detected."""
     primary = _primary(results)
     shown = sorted(shown, key=lambda one: _rank(results, one))
     own = [one for one in shown if primary.get(one["slice"]) == one["axis"]]
@@ -322,7 +322,7 @@ def _slices(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> l
     for word, group in (("dropped", dropped), ("improved", improved)):
         moved = [f"{title_of(results, one)} {interval(one)}" for one in group]
         texts += [f"Slices {word}: {', '.join(moved)}."] if moved else []
-    # Where the interval shows that there was no drop, or none of the margin's size, none was missed.
+    # If the interval excludes a drop, or one of the margin's size, none was missed.
     open_ = [
         one
         for one in own
@@ -358,7 +358,7 @@ def _others(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> l
 
 
 def _judged(results: Mapping[str, Any]) -> list[str]:
-    """What the judge said of pairs, last arm against first and full against expert."""
+    """The judge's pair verdicts, last arm against first and full against expert."""
     return [
         f"Judged side by side, {one['of']} against {one['minus']}: {one['win']} won, {one['tie']} "
         f"tied, {one['loss']} lost."

@@ -1,9 +1,9 @@
-"""Requests over kept connections of plain HTTP/1.1, at the cost of little more than parsing it.
+"""Requests over keep-alive connections of plain HTTP/1.1, with little overhead beyond parsing.
 
-Clients made for everything spend about a millisecond of processor time on a request, and more the more
+General-purpose clients spend about a millisecond of CPU time per request, and more the more
 connections they hold. Here a connection is an asyncio protocol around h11, which does the parsing;
-connections wait on a stack. No proxy, no TLS, no redirects: `client.py` goes another way where one of
-these stands between.
+idle connections are kept on a stack. No proxy, no TLS, no redirects: `client.py` uses another
+transport if one of these is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _NoReplyError(ConnectionError):
 
 
 class Wire:
-    """Connections to one host and port; ask as often at once as you like, then ``close``."""
+    """Connections to one host and port, any number of concurrent requests; ``close`` at the end."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -50,12 +50,12 @@ class Wire:
     ) -> Reply:
         """POST ``body`` and return the whole reply.
 
-        Raises TimeoutError after ``timeout`` seconds, ConnectionError (or another OSError) where
-        the connection fails or what comes is not HTTP. A kept connection that the server ended
+        Raises TimeoutError after ``timeout`` seconds, ConnectionError (or another OSError) if
+        the connection fails or the reply is not HTTP. A keep-alive connection that the server closed
         before it replied is replaced by a new one: it had most likely been idle for too long.
         """
-        told = [*headers, ("content-length", str(len(body)))]
-        request = h11.Request(method="POST", target=target, headers=told)
+        all_headers = [*headers, ("content-length", str(len(body)))]
+        request = h11.Request(method="POST", target=target, headers=all_headers)
         return await self._ask(request, timeout, h11.Data(data=body))
 
     async def _ask(self, request: h11.Request, timeout: float, *body: h11.Data) -> Reply:
@@ -77,7 +77,7 @@ class Wire:
         for connection in self._idle:
             connection.end()
         self._idle.clear()
-        await asyncio.sleep(0)  # asyncio frees the sockets in its next turn
+        await asyncio.sleep(0)  # asyncio frees the sockets in its next iteration
 
     def _kept(self) -> _Connection | None:
         while self._idle:
@@ -135,7 +135,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None:
-            self.end()  # nobody asked: whatever this is, it must not answer the next request
+            self.end()  # unsolicited data must not answer the next request
             return
         self._heard = True
         self._read(data)
@@ -148,8 +148,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
         kind = ConnectionError if self._heard else _NoReplyError
-        said = "in the middle of its reply" if self._heard else "without a reply"
-        self._fail(kind(str(exc) if exc else f"the server ended the connection {said}"))
+        when = "in the middle of its reply" if self._heard else "without a reply"
+        self._fail(kind(str(exc) if exc else f"the server ended the connection {when}"))
 
     def _fail(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, None
@@ -166,7 +166,7 @@ class _Connection(asyncio.Protocol):
             self._fail(ConnectionError(f"{'' if self._response else 'not HTTP: '}{error}"))
 
     def _advance(self) -> bool:
-        """Take one event; whether there may be another."""
+        """Process one event; returns whether there may be another."""
         event = self._http.next_event()
         if isinstance(event, h11.Response):
             self._response = event
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
         response, waiting, self._waiting = self._response, self._waiting, None
         assert response is not None
         whole = self._http.our_state is self._http.their_state is h11.DONE
-        # Bytes after the reply would answer the next request.
+        # Extra bytes after the reply would be taken for the next reply.
         if whole and self.reusable and not self._http.trailing_data[0]:
             self._http.start_next_cycle()
         else:

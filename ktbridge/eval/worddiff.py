@@ -1,4 +1,4 @@
-"""What two answers have in common: word by word in Latin scripts, character by character in Chinese."""
+"""Diff of two answers: word by word in Latin scripts, character by character in Chinese."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from difflib import SequenceMatcher
 
 from ktbridge.eval.text import CJK
 
-Segments = list[tuple[bool, str]]  # (only here, text): the texts joined are the answer
+Segments = list[tuple[bool, str]]  # (only here, text): the joined texts are the answer
 
 _TOKENS = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|\s+|.", re.DOTALL)
 _SENTENCES = re.compile(r"[^。！？!?.\n]*[。！？!?.\n]+|[^。！？!?.\n]+")
-_MOST = 250_000  # token pairs; beyond that sentences are compared, so that a page stays quick
+_MOST = 250_000  # token pairs; beyond that sentences are compared, so that a page stays fast
 _ALIKE = 0.2
 
 
 def diff_words(before: str, after: str) -> tuple[Segments, Segments] | None:
-    """Both texts in segments; None where too little is shared for marks to say anything.
+    """Both texts in segments; None if they share too little for a useful diff.
 
     An island of one character between two changes counts as changed: it is shared by chance.
     """

@@ -1,8 +1,8 @@
-"""A judge: any OpenAI-compatible model that reads answers where no rule can.
+"""LLM as judge: any OpenAI-compatible model that grades answers where no rule can.
 
-``judge_run`` asks and stores, ``read_judgements`` says what the stored judgements are worth. A judge
-is not believed because it answers: known-good and known-bad answers (anchors) are put among the
-others, and one that can't tell them apart is left out of the report, with the reason.
+``judge_run`` asks and stores; ``read_judgements`` reads and calibrates the stored judgements.
+Known-good and known-bad answers (anchors) are mixed with the others for calibration; the report
+omits a judge that can't distinguish them, and gives the reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Anchors: answers whose worth is known, put among the others to see what the judge is worth.
+"""Anchors: answers of known quality, mixed with the others to calibrate the judge.
 
-They stand in bench.yaml under the slice that they are for::
+They are defined in bench.yaml under their slice::
 
     slices:
       ERM:
@@ -33,10 +33,10 @@ _KEYS = {"user", "good", "bad", "fails", "judge", "system", "gold"}
 
 @dataclass(frozen=True)
 class Anchor:
-    """One question with one answer of known worth; ``item`` is what a judge is shown it as.
+    """One question with one answer of known quality; ``item`` is how the judge sees it.
 
-    ``expected`` has, by question number from 0, the right verdict where it is known (for a bench
-    with digits: {0: whether the answer is a good one}).
+    ``expected`` maps the question number (from 0) to the right verdict where it is known (for a
+    bench with digits: {0: whether the answer is a good one}).
     """
 
     item: Item
@@ -46,9 +46,9 @@ class Anchor:
 
 
 def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
-    """The anchors of ``bench``, in the order of bench.yaml; () where it has none.
+    """The anchors of ``bench``, in the order of bench.yaml; () if it has none.
 
-    Raises ProblemsError with everything that is wrong with them.
+    Raises ProblemsError with every fault found in them.
     """
     head = yaml.safe_load(bench.files["bench.yaml"])
     lists = head.get("checklists") or {}
@@ -74,7 +74,7 @@ def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
 def _check(
     row: Any, name: str, lists: Mapping[str, Any], digits: bool
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """What is wrong with an anchor, as (found, expected) pairs, and the questions it is judged by."""
+    """An anchor's faults as (found, expected) pairs, and the questions it is judged by."""
     if not isinstance(row, dict) or not is_json(row):
         return [(repr(row)[:60], "{user, good, bad, ...}")], ()
     faults = [

@@ -1,4 +1,4 @@
-"""Getting one judgement out of a server: temperature 0, a schema where it takes one, one more try."""
+"""Request one judgement: temperature 0, a JSON schema if the server supports it, one retry."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ktbridge.eval.judging.judge import Judge
 from ktbridge.eval.judging.plan import Ask
 from ktbridge.eval.judging.prompts import ReplyError
 
-# Room to think in; a verdict needs a tenth of it. Without a limit a judge that runs on would not end.
+# Leaves room for thinking; a verdict needs a tenth of it. Without a limit generation might not end.
 MAX_TOKENS = 4096
-# Statuses that tell of the key, the pace or the place, not of a response_format that isn't known.
+# Statuses caused by authentication, rate limit or URL, not by an unsupported response_format.
 _NOT_THE_FORM = {401, 403, 404, 408, 429}
 _SAID_NOTHING = {
     "empty": "an empty reply",
@@ -24,8 +24,8 @@ _SAID_NOTHING = {
 
 @dataclass(frozen=True)
 class Judgement:
-    """What came of one question to the judge. ``reply`` is its last text as it stands; ``status`` is
-    the HTTP status of the last answer, 0 where none came."""
+    """The result of one question to the judge. ``reply`` is its last text, unchanged; ``status`` is
+    the HTTP status of the last answer, 0 if there was none."""
 
     outcome: Outcome
     reply: str
@@ -37,7 +37,7 @@ class Judgement:
 
 
 class Asker:
-    """Asks one judge through ``client``; remembers whether its server takes ``response_format``."""
+    """Asks one judge through ``client``; remembers whether its server supports ``response_format``."""
 
     def __init__(self, client: Client, judge: Judge) -> None:
         self._client = client
@@ -46,15 +46,15 @@ class Asker:
         self._limit = judge.extra_body.get("max_tokens", MAX_TOKENS)
 
     async def ask(self, ask: Ask) -> Judgement:
-        """One judgement. A reply that can't be read is told so once, then it is a parse failure."""
+        """One judgement. After an invalid reply the judge is asked once more; then: parse failure."""
         messages: list[Mapping[str, str]] = list(ask.messages)
         answers = [await self._chat(messages, ask.schema)]
         fault = self._fault(ask, answers[0])
         if fault and answers[0].outcome != "http-error":
-            # The same words at temperature 0 would bring the same reply. Without the schema, because
-            # a grammar that forbids a model to think is one reason for a reply of nothing.
-            said = answers[0].text or "(nothing)"
-            messages.append({"role": "assistant", "content": said})
+            # The same prompt at temperature 0 would give the same reply. Without the schema, because
+            # a grammar that prevents thinking is one cause of empty replies.
+            first_reply = answers[0].text or "(nothing)"
+            messages.append({"role": "assistant", "content": first_reply})
             again = (
                 f"That cannot be read: {fault}. Reply in the form that was asked for, only that."
             )
@@ -104,7 +104,7 @@ class Asker:
         return answer
 
     def _fault(self, ask: Ask, answer: Answer) -> str:
-        """Why ``answer`` is no judgement; "" where it is one."""
+        """Why ``answer`` is not a valid judgement; "" if it is."""
         if answer.outcome == "http-error":
             return answer.detail or "no reply"
         if answer.outcome == "truncated":

@@ -1,6 +1,6 @@
-"""How a judge errs, in numbers: by the place of an answer, by its length, by saying yes.
+"""A judge's biases: position bias and length bias.
 
-Every interval is ``stats.mean_interval``'s, over the clusters of the bench.
+Every interval is computed by ``stats.mean_interval`` over the clusters of the bench.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Comparison:
 
     @property
     def winners(self) -> tuple[str, str]:
-        """Who won under each order: an arm's name, or "" for a tie."""
+        """The winner under each order: an arm's name, or "" for a tie."""
         names = {"first": self.of, "second": self.minus, "tie": ""}
         swapped = {"first": self.minus, "second": self.of, "tie": ""}
         return names[self.verdicts[0]], swapped[self.verdicts[1]]
@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def result(self) -> str:
-        """For ``of``: win or loss where both orders say so, else tie."""
+        """For ``of``: win or loss if both orders agree, else tie."""
         if self.flipped or not self.winners[0]:
             return "tie"
         return "win" if self.winners[0] == self.of else "loss"
@@ -54,7 +54,7 @@ def flip_rate(compared: Sequence[Comparison]) -> float | None:
 
 
 def position_bias(compared: Sequence[Comparison]) -> dict[str, Any] | None:
-    """Of the verdicts that are no tie, the share that chose the answer shown first.
+    """The share of the verdicts without ties that chose the answer shown first.
 
     Each pair is shown in both orders, so a judge that looks at the answers alone has exactly 0.5.
     """
@@ -70,13 +70,13 @@ def position_bias(compared: Sequence[Comparison]) -> dict[str, Any] | None:
 def length_bias(
     lengths: Sequence[tuple[int, int]], outcomes: Sequence[float], clusters: Sequence[str]
 ) -> dict[str, Any] | None:
-    """How often the longer of two answers came out ahead, where one did and lengths differ.
+    """How often the longer of two answers won, excluding ties and equal lengths.
 
-    ``lengths`` are of the two answers, ``outcomes`` are above 0 where the first of them is ahead.
-    ``excess`` is that share less the half that chance gives; ``correlation`` is Pearson's between the
-    log of the ratio of lengths and the outcome, over each pair written both ways round (which of two
-    comes first means nothing, and both means are then 0). Longer answers may be better ones: this is
-    the most that length can have done, not what it did.
+    ``lengths`` are those of the two answers, ``outcomes`` are above 0 where the first one won.
+    ``excess`` is that share minus the 0.5 expected by chance; ``correlation`` is Pearson's between the
+    log of the length ratio and the outcome, over each pair in both orders (the order within a pair
+    is arbitrary, and both means are then 0). Longer answers may be better ones: this is an upper
+    bound on the effect of length, not an estimate.
     """
     values, kept = [], []
     products = squares = ratios = 0.0
@@ -98,7 +98,7 @@ def length_bias(
 
 
 def length_bias_of_pairs(compared: Sequence[Comparison]) -> dict[str, Any] | None:
-    """``length_bias`` of verdicts on pairs; one that changes with the order counts as a tie."""
+    """``length_bias`` of pair verdicts; a verdict that changes with the order counts as a tie."""
     outcome = {"win": 1.0, "loss": -1.0, "tie": 0.0}
     found = length_bias(
         [one.lengths for one in compared],
@@ -111,7 +111,7 @@ def length_bias_of_pairs(compared: Sequence[Comparison]) -> dict[str, Any] | Non
 def length_bias_of_scores(
     scored: Mapping[str, Sequence[tuple[int, float]]], clusters: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """``length_bias`` of shares: item id -> (length, share) of each arm, every two of them compared."""
+    """``length_bias`` of shares: item id -> (length, share) of each arm, compared pairwise."""
     lengths, outcomes, kept = [], [], []
     for item, answers in scored.items():
         for n, (length, share) in enumerate(answers):

@@ -1,6 +1,6 @@
 """The judgements of a run: ``judgements.jsonl``.
 
-What the judge said is stored as it stands, so that reading it again costs nothing.
+The judge's replies are stored verbatim, so that parsing them again costs nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_journal(directory: Path) -> dict[str, Record]:
 
 
 class Journal(Ledger):
-    """The one writer of a run's judgements; KtbridgeError where another writes."""
+    """The only writer of a run's judgements; raises KtbridgeError if there is another."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, _JUDGEMENTS)

@@ -1,4 +1,4 @@
-"""Which judge: how it is written on the command line, and whom it may be near to."""
+"""The judge: parsing MODEL@URL, and detecting that it shares a model family with the arms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ktbridge.eval.bench import Bench
 from ktbridge.eval.judging.anchors import read_anchors
 from ktbridge.served_names import split_name
 
-# Names that model families go by; a model's name may hold several (a distillate's does).
+# Names of model families; a model's name may contain several (a distilled model's does).
 _FAMILIES = (
     *("baichuan", "claude", "command", "deepseek", "ernie", "falcon", "gemini", "gemma", "glm"),
     *(
@@ -30,7 +30,7 @@ _FAMILIES = (
     ),
     *("mixtral", "moonlight", "nemotron", "olmo", "olmoe", "phi", "qwen", "qwq", "yi"),
 )
-# Different names of one house's models, which learn from each other.
+# Different names of one vendor's models, which are trained on each other's output.
 _KIN = {"qwq": "qwen", "mixtral": "mistral", "moonlight": "kimi", "gemma": "gemini"}
 _KIN["olmoe"] = "olmo"
 
@@ -39,8 +39,8 @@ _OURS = {"messages", "model", "n", "response_format", "stream"}
 
 @dataclass(frozen=True)
 class Judge:
-    """A model to ask, the base URL of its server (ending in /v1), and fields over our request's;
-    None takes one out."""
+    """A model to ask, the base URL of its server (ending in /v1), and fields that override our
+    request's; None removes one."""
 
     model: str
     url: str
@@ -48,7 +48,7 @@ class Judge:
 
 
 def parse_judge(text: str, extra_body: Mapping[str, Any] | None = None) -> Judge:
-    """Parse MODEL@URL; UsageError says what is wrong with it, or with ``extra_body``."""
+    """Parse MODEL@URL. Raises UsageError if it or ``extra_body`` is invalid."""
     ours = sorted(_OURS & set(extra_body or {}))
     if ours:
         raise UsageError(
@@ -66,21 +66,21 @@ def parse_judge(text: str, extra_body: Mapping[str, Any] | None = None) -> Judge
 
 
 def check_judge(bench: Bench, judge: Judge, may_be_remote: bool = False) -> None:
-    """What can be known before any request: may this judge see the data, are the anchors sound?
+    """Checks before any request: may this judge see the data, are the anchors valid?
 
-    Raises UsageError where private data would leave this machine, ProblemsError with every anchor
-    that is not one.
+    Raises UsageError if private data would leave this machine, ProblemsError with every invalid
+    anchor.
     """
     bench.refuse_remote_judge(judge.url, allowed=may_be_remote)
     read_anchors(bench)
 
 
 def families(names: Iterable[Any]) -> set[str]:
-    """The model families that these model names or paths speak of; other values are passed over."""
+    """The model families named in these model names or paths; other values are ignored."""
     found = set()
     for name in names:
         words = re.findall(r"[a-z]+", name.lower()) if isinstance(name, str) else []
-        # "chatglm" and "codellama" count; "yi" is too short to be looked for at a word's end.
+        # "chatglm" and "codellama" count; "yi" is too short to be searched for at a word's end.
         found |= {
             _KIN.get(family, family)
             for family in _FAMILIES
@@ -93,10 +93,10 @@ def families(names: Iterable[Any]) -> set[str]:
 def same_family(
     judge: Judge, server: Mapping[str, Any], cards: Iterable[Mapping[str, Any]]
 ) -> set[str]:
-    """The families that the judge shares with what it judges; {its name} where it is the same model.
+    """The families that the judge shares with the arms; {its name} if it is the same model.
 
-    ``server`` is the judge's /v1/models entry, ``cards`` the arms' cards of run.json. Names say
-    little: an empty set is no proof of distance.
+    ``server`` is the judge's /v1/models entry, ``cards`` the arms' cards of run.json. Names are weak
+    evidence: an empty set does not prove independence.
     """
     mine = families([judge.model, server.get("root"), server.get("parent")])
     theirs: set[str] = set()

@@ -1,7 +1,7 @@
-"""What is to be judged, as requests with keys: a function of bench, answers and judge alone.
+"""The judge's requests and their keys: a function of bench, answers and judge alone.
 
-Asking and reading make the same plan, so a judgement is found again by what was asked, and by nothing
-else. Two arms that gave the same answer share one judgement.
+Asking and reading build the same plan, so a stored judgement is looked up by its request alone.
+Two arms that gave the same answer share one judgement.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PAIR_OF_ARMS = ("full", "expert")
 
 @dataclass(frozen=True)
 class Ask:
-    """One judgement to be had: of one answer (``checks``, ``digit``) or of two (``pair``).
+    """One judgement to request: of one answer (``checks``, ``digit``) or of two (``pair``).
 
-    ``of`` and ``minus`` are the arms compared, or "good" and "bad" of an anchor; ``swapped`` says
+    ``of`` and ``minus`` are the arms compared, or "good" and "bad" of an anchor; ``swapped`` means
     that ``minus`` is shown first. For one answer ``of`` is its arm, or the anchor's kind.
     """
 
@@ -47,7 +47,7 @@ class Ask:
         return prompts.checklist_schema(len(self.item.judge)) if self.form == "checks" else None
 
     def read(self, reply: str) -> Any:
-        """What the reply says: tuple of Check, digit or winner; prompts.ReplyError if it says nothing."""
+        """Parse the reply: tuple of Check, digit or winner. Raises prompts.ReplyError if invalid."""
         if self.form == "pair":
             return prompts.parse_pair(reply)
         if self.form == "checks":
@@ -61,9 +61,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one judge is asked of one run.
+    """All questions about one run to one judge.
 
-    ``same`` are pairs that need no judge, because both answers are byte-identical: (item, of, minus).
+    ``same`` lists pairs that need no judge, as both answers are byte-identical: (item, of, minus).
     """
 
     scores: tuple[Ask, ...]
@@ -73,7 +73,7 @@ class Plan:
     same: tuple[tuple[Item, str, str], ...]
 
     def mixed(self) -> list[Ask]:
-        """All of it, each key once, the anchors spread evenly among the rest."""
+        """All requests, each key once, the anchors spread evenly among the rest."""
         rest = {ask.key: ask for ask in (*self.scores, *self.pairs)}
         known = {ask.key: ask for ask in (*self.anchors, *self.anchor_pairs)}
         placed = [((n + 0.5) / len(rest), ask) for n, ask in enumerate(rest.values())]
@@ -93,7 +93,7 @@ def compared_arms(names: Sequence[str]) -> list[tuple[str, str]]:
 def make_plan(bench: Bench, rows: Sequence[Row], judge: Judge, *, pairs: bool) -> Plan:
     """Plan the judgement of the ok answers in ``rows`` (a report's items) that have questions.
 
-    Raises ProblemsError for anchors that are none.
+    Raises ProblemsError for invalid anchors.
     """
     items = {item.id: item for item in bench.items}
     digits = compat.is_compat(bench)
@@ -101,7 +101,7 @@ def make_plan(bench: Bench, rows: Sequence[Row], judge: Judge, *, pairs: bool) -
     compared: list[Ask] = []
     same = []
     slices = set()
-    # An arm that was never asked is in no report, so it is no arm to compare with.
+    # An arm that was never asked is in no report, so there is nothing to compare.
     asked = {
         name: None
         for row in rows
@@ -138,7 +138,7 @@ def make_plan(bench: Bench, rows: Sequence[Row], judge: Judge, *, pairs: bool) -
 
 
 def ok_repeats(answer: Row) -> list[Row]:
-    """The ok answers among an arm's repeats of an item; itself where it was asked once."""
+    """The ok answers among an arm's repeats of an item; the answer itself if asked once."""
     return [one for one in answer.get("repeats") or [answer] if one["outcome"] == "ok"]
 
 

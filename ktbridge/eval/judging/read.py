@@ -1,4 +1,4 @@
-"""What the stored judgements say, and whether this judge may be believed at all."""
+"""Read the stored judgements, and calibrate the judge by its anchors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ktbridge.eval.rundir import read_run
 
 JUDGE = "judge.json"
 State = Outcome | Literal["not-run"]
-Said = tuple[State, Any]  # of one judgement: its outcome, and what was said or None
+Said = tuple[State, Any]  # one judgement: its outcome, and the parsed reply or None
 _CARD = {"model": str, "url": str, "version": str, "pairs": bool, "server": dict}
 _CARD["extra_body"] = dict
 
 
 @dataclass(frozen=True)
 class JudgeScore:
-    """A judge's word on one answer. ``share`` is yes over all questions, or digit/5; None where there
+    """A judge's score of one answer. ``share`` is the share of yes, or digit/5; None where there
     is none. ``checks``: {"id", "question", "yes": True, False or None for a digit, "evidence"}."""
 
     share: float | None
@@ -40,13 +40,13 @@ class JudgeScore:
 
 @dataclass(frozen=True)
 class Judgements:
-    """All that a report needs of a judge.
+    """Everything that a report needs about a judge.
 
-    ``scores``: item id -> arm -> JudgeScore, for the ok answers to items with questions; empty where
-    the judge failed its anchors or gave nothing that can be read, which an error in ``problems`` then
-    says. ``pairs``: {"item", "of", "minus", "result" ("win" | "loss" | "tie", for ``of``), "flipped",
-    "same"} (``same``: byte-identical, so a tie without asking); empty where it failed on the pairs of
-    anchors. ``problems`` are Problem.as_dict().
+    ``scores``: item id -> arm -> JudgeScore, for the ok answers to items with questions; empty if
+    the judge failed its anchors or gave no valid reply, which an error in ``problems`` then
+    reports. ``pairs``: {"item", "of", "minus", "result" ("win" | "loss" | "tie", for ``of``), "flipped",
+    "same"} (``same``: byte-identical, so a tie without asking); empty if it failed on the anchor
+    pairs. ``problems`` are Problem.as_dict().
     """
 
     scores: Mapping[str, Mapping[str, JudgeScore]]
@@ -56,7 +56,7 @@ class Judgements:
 
 
 def read_card(directory: Path) -> dict[str, Any] | None:
-    """judge.json: the judge to report, or None. Raises KtbridgeError where it is no such file."""
+    """judge.json: the judge to report, or None. Raises KtbridgeError if the file is invalid."""
     path = directory / JUDGE
     try:
         card = {"extra_body": {}, **json.loads(path.read_text("utf-8"))}
@@ -79,9 +79,9 @@ def named_judge(card: Mapping[str, Any]) -> Judge:
 
 
 def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judgements | None:
-    """What the judge of judge.json said about ``rows`` (a report's items); None without a judge.
+    """The judgements of judge.json's judge on ``rows`` (a report's items); None without a judge.
 
-    A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text``, of a dialogue ``turns``, of
+    A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text``; for a dialogue ``turns``; for
     several repeats ``repeats``, each with these).
     A function of the directory's files and ``rows``. Raises KtbridgeError for damaged files.
     """
@@ -91,9 +91,9 @@ def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judge
     judge = named_judge(named)
     plan = make_plan(bench, rows, judge, pairs=named["pairs"])
     records = read_journal(directory)
-    said = {ask.key: _read(ask, records.get(ask.key)) for ask in plan.mixed()}
-    scores = _scores(plan, said)
-    compared, unread = _compare(plan.pairs, said, rows)
+    parsed = {ask.key: _read(ask, records.get(ask.key)) for ask in plan.mixed()}
+    scores = _scores(plan, parsed)
+    compared, unread = _compare(plan.pairs, parsed, rows)
     lengths = {
         row["id"]: [
             (_length(row["answers"][arm]), score.share)
@@ -102,14 +102,14 @@ def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judge
         ]
         for row in rows
     }
-    kept = {key: records[key] for key in said if key in records}
-    outcomes = Counter(outcome for outcome, _ in said.values())
+    kept = {key: records[key] for key in parsed if key in records}
+    outcomes = Counter(outcome for outcome, _ in parsed.values())
     read = outcomes["ok"] + outcomes["parse-fail"]
-    verdicts = _verdicts(plan, said)
+    verdicts = _verdicts(plan, parsed)
     clusters = {item.id: item.cluster for item in bench.items}
     cards = read_run(directory)["arms"].values()
     family = same_family(judge, named["server"], cards)
-    known, _ = _compare(plan.anchor_pairs, said, ())
+    known, _ = _compare(plan.anchor_pairs, parsed, ())
     card: dict[str, Any] = {
         "model": judge.model,
         "url": judge.url,
@@ -126,18 +126,18 @@ def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judge
         "position_bias": bias.position_bias(compared),
         "length_bias": bias.length_bias_of_pairs(compared)
         or bias.length_bias_of_scores(lengths, clusters),
-        "anchors": tally_anchors(plan.anchors, said),
+        "anchors": tally_anchors(plan.anchors, parsed),
         "anchor_pairs": tally_pairs(known),
         "pairs_unread": unread,
         "same_family": bool(family),
     }
     if named["version"] != VERSION:
         card["outdated"] = f"its prompts are version {named['version']}, ours are {VERSION}"
-    verdict = trust(card, plan, kept, family, _digits(plan, said))
+    verdict = trust(card, plan, kept, family, _digits(plan, parsed))
     card["refused"], card["pairs_refused"] = verdict.refused, verdict.pairs_refused
     return Judgements(
         {} if verdict.refused else scores,
-        [] if verdict.refused or verdict.pairs_refused else _told_pairs(plan, compared),
+        [] if verdict.refused or verdict.pairs_refused else _pair_rows(plan, compared),
         card,
         [problem.as_dict() for problem in verdict.problems],
     )
@@ -154,10 +154,10 @@ def _read(ask: Ask, record: Mapping[str, Any] | None) -> Said:
         return "parse-fail", None
 
 
-def _scores(plan: Plan, said: Mapping[str, Said]) -> dict[str, dict[str, JudgeScore]]:
+def _scores(plan: Plan, parsed: Mapping[str, Said]) -> dict[str, dict[str, JudgeScore]]:
     repeats: dict[tuple[str, str], list[JudgeScore]] = {}
     for ask in plan.scores:
-        repeats.setdefault((ask.item.id, ask.of), []).append(_score(ask, *said[ask.key]))
+        repeats.setdefault((ask.item.id, ask.of), []).append(_score(ask, *parsed[ask.key]))
     scores: dict[str, dict[str, JudgeScore]] = {}
     for (item, arm), every in repeats.items():
         scores.setdefault(item, {})[arm] = _mean(every)
@@ -187,11 +187,14 @@ def _mean(repeats: Sequence[JudgeScore]) -> JudgeScore:
     return JudgeScore(round(sum(shares) / len(shares), 6), "ok", first.checks)
 
 
-def _verdicts(plan: Plan, said: Mapping[str, Said]) -> list[bool]:
-    """Every yes and no on the arms' answers; a repeat that is the same answer doesn't count again."""
+def _verdicts(plan: Plan, parsed: Mapping[str, Said]) -> list[bool]:
+    """Every yes/no verdict on the arms' answers; identical repeats count once."""
     asks = {(ask.of, ask.key): ask for ask in plan.scores if ask.form == "checks"}
     return [
-        check.yes for ask in asks.values() if said[ask.key][0] == "ok" for check in said[ask.key][1]
+        check.yes
+        for ask in asks.values()
+        if parsed[ask.key][0] == "ok"
+        for check in parsed[ask.key][1]
     ]
 
 
@@ -201,30 +204,30 @@ def _length(answer: Row) -> int:
     return round(sum(map(len, texts)) / len(texts))
 
 
-def _told_pairs(plan: Plan, compared: Sequence[Comparison]) -> list[dict[str, Any]]:
-    told = [(one.item, one.of, one.minus, one.result, one.flipped, False) for one in compared] + [
+def _pair_rows(plan: Plan, compared: Sequence[Comparison]) -> list[dict[str, Any]]:
+    rows = [(one.item, one.of, one.minus, one.result, one.flipped, False) for one in compared] + [
         (item.id, of, minus, "tie", False, True) for item, of, minus in plan.same
     ]
     names = ("item", "of", "minus", "result", "flipped", "same")
-    return [dict(zip(names, one, strict=True)) for one in told]
+    return [dict(zip(names, one, strict=True)) for one in rows]
 
 
-def _digits(plan: Plan, said: Mapping[str, Said]) -> list[bool]:
-    """Of a bench with digits, whether each digit given calls the answer good."""
+def _digits(plan: Plan, parsed: Mapping[str, Said]) -> list[bool]:
+    """For a bench with digits: whether each digit rates its answer as good."""
     asks = [ask for ask in (*plan.scores, *plan.anchors) if ask.form == "digit"]
-    return [good_digit(said[ask.key][1]) for ask in asks if said[ask.key][0] == "ok"]
+    return [good_digit(parsed[ask.key][1]) for ask in asks if parsed[ask.key][0] == "ok"]
 
 
 def _compare(
-    asks: Sequence[Ask], said: Mapping[str, Said], rows: Sequence[Row]
+    asks: Sequence[Ask], parsed: Mapping[str, Said], rows: Sequence[Row]
 ) -> tuple[list[Comparison], int]:
-    """The pairs with a verdict in both orders, and how many have none."""
+    """The pairs with a valid verdict in both orders, and the number of the others."""
     texts = {
         (row["id"], arm): one.get("text", "") for row in rows for arm, one in row["answers"].items()
     }
     compared, unread = [], 0
     for ask, swapped in zip(asks[::2], asks[1::2], strict=True):
-        first, second = said[ask.key], said[swapped.key]
+        first, second = parsed[ask.key], parsed[swapped.key]
         if first[0] != "ok" or second[0] != "ok":
             unread += 1
             continue

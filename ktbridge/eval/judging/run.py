@@ -1,4 +1,4 @@
-"""Have a run's answers judged, and store what the judge says. Scoring it is another module's work."""
+"""Have a run's answers judged, and store the judge's replies. ``read.py`` scores them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ktbridge.eval.judging.plan import Ask, make_plan
 from ktbridge.eval.judging.prompts import VERSION, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
 
-_SILENT = 6  # judgements in a row that got no reply at all: the server is gone
+_SILENT = 6  # consecutive judgements without any reply: the server is gone
 _VOLATILE = {"created", "permission"}  # fields of a /v1/models entry that change by themselves
 OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What one invocation did: judgements asked for now, and found stored; what is to be known."""
+    """The result of one invocation: judgements requested now, judgements found stored, problems."""
 
     asked: int
     stored: int
@@ -49,13 +49,13 @@ def judge_run(
     may_be_remote: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Judged:
-    """Ask ``judge`` for what isn't yet in ``directory``'s judgements.jsonl; ``concurrency`` at a time.
+    """Request the judgements missing from ``directory``'s judgements.jsonl, ``concurrency`` at a time.
 
-    Every ok answer to an item with questions is judged, of each repeat, the bench's anchors among
-    them; ``pairs`` has arms compared too, by the first ok answer. judge.json then names this judge as
-    the one to report. Raises UsageError where private data would leave this machine, ProblemsError
-    for bad anchors, KtbridgeError when another run judges ``directory`` or the judge stops answering;
-    what was judged until then is stored, and the same call goes on from there. Nothing to judge is a
+    Every ok answer to an item with questions is judged, for each repeat, mixed with the bench's
+    anchors; with ``pairs`` arms are compared too, by the first ok answer. judge.json then names this
+    judge as the one to report. Raises UsageError if private data would leave this machine, ProblemsError
+    for bad anchors, KtbridgeError if another run judges ``directory`` or the judge stops answering;
+    judgements received until then are stored, and the same call resumes. Nothing to judge is a
     warning.
     """
     from ktbridge.eval.scored.build import read_rows
@@ -79,7 +79,8 @@ def judge_run(
         todo = [ask for ask in asks if not journal.has(ask.key)]
         server = before["server"] if before else {}
         if todo:
-            # Named before it is asked, so that a report of an interrupted run knows what is missing.
+            # Recorded before the first request, so that the report of an interrupted run knows
+            # what is missing.
             named = partial(_name_judge, directory, judge, pairs)
             asyncio.run(
                 _ask_all(judge, todo, journal, concurrency, options, len(asks), named, on_progress)
@@ -132,7 +133,7 @@ async def _ask_all(
         try:
             await asyncio.gather(*workers)
         finally:
-            # Before Python 3.12 wait_for may swallow a cancellation: then there must be no more work.
+            # Before Python 3.12 wait_for may swallow a cancellation: then no new work may start.
             deque(queue, maxlen=0)
             for task in workers:
                 task.cancel()
@@ -195,10 +196,10 @@ _CANARY_RIGHT = [True, False]
 
 
 def judge_preflight(judge: Judge, **options: Any) -> list[Problem]:
-    """One question to the judge whose verdicts are plain: is it there, can its reply be read?
+    """Ask the judge one question with obvious verdicts: is it available, is its reply valid?
 
     ``options`` are the client's (``timeout``, ``backoff``, ``api_key``). Returns the warnings; raises
-    ProblemsError where it isn't listed, doesn't answer, or gives no JSON after being told to.
+    ProblemsError if it isn't listed, doesn't answer, or returns no JSON even on the second request.
     """
     problems = asyncio.run(_preflight(judge, options))
     if has_errors(problems):
@@ -230,7 +231,7 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
         next_step = (
             "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed"
         )
-        if judgement.status == 0:  # nobody there: it was said already why there is no list
+        if judgement.status == 0:  # unreachable: the missing list has already been reported
             problems, next_step = [], "start its server, or correct the URL in --judge"
         expected = "JSON with evidence and verdicts"
         found = f"no answer from {judge.url}: {judgement.detail}"
@@ -245,9 +246,9 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
             )
         )
     else:
-        said = [check.yes for check in ask.read(judgement.reply)]
-        if said != _CANARY_RIGHT:
-            words = " and ".join("yes" if one else "no" for one in said)
+        verdicts = [check.yes for check in ask.read(judgement.reply)]
+        if verdicts != _CANARY_RIGHT:
+            words = " and ".join("yes" if one else "no" for one in verdicts)
             problems.append(
                 problem(
                     "KTB873",

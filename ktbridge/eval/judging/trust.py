@@ -1,4 +1,4 @@
-"""May this judge be believed? Its anchors decide; the rest is told beside its numbers."""
+"""Judge calibration: its anchors decide; other doubts are reported beside its numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ktbridge.errors import Problem, has_errors
 from ktbridge.eval.judging.bias import Comparison
 from ktbridge.eval.judging.plan import Ask, Plan
 
-PASS = 0.7  # of the known verdicts on good answers, and of those on bad ones, that must be right
-_SLICE_PASS = 0.5  # below this a judge does no better than a coin in a slice
+PASS = 0.7  # share of known verdicts that must be right, for good and for bad answers each
+_SLICE_PASS = 0.5  # below this a judge is no better than chance in a slice
 _MANY_PARSE_FAILS = 0.05
 _FEW_ERRORS = 0.05
 _MANY_FLIPS = 0.2
@@ -23,7 +23,7 @@ _GOOD_DIGIT = 3
 
 @dataclass(frozen=True)
 class Trust:
-    """The verdict on a judge: whether its scores, and its pairs, are left out of the report."""
+    """The verdict on a judge: whether the report omits its scores and its pairs."""
 
     refused: bool
     pairs_refused: bool
@@ -31,17 +31,17 @@ class Trust:
 
 
 def good_digit(digit: int) -> bool:
-    """Whether a digit 0..5 calls an answer good."""
+    """Whether a digit 0..5 rates an answer as good."""
     return digit >= _GOOD_DIGIT
 
 
-def tally_anchors(asks: Sequence[Ask], said: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+def tally_anchors(asks: Sequence[Ask], parsed: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """How many of the known verdicts were right: {asked, right, good, bad, slices}, each of the last
     three (by kind; slice -> kind) holding {asked, right}. Anchors without a verdict don't count."""
     by_kind = {"good": [0, 0], "bad": [0, 0]}
     slices: dict[str, dict[str, list[int]]] = {}
     for ask in asks:
-        outcome, value = said[ask.key]
+        outcome, value = parsed[ask.key]
         if outcome != "ok" or ask.anchor is None:
             continue
         yes = [good_digit(value)] if ask.form == "digit" else [check.yes for check in value]
@@ -50,20 +50,20 @@ def tally_anchors(asks: Sequence[Ask], said: Mapping[str, tuple[str, Any]]) -> d
             for count in (by_kind[ask.anchor.kind], here[ask.anchor.kind]):
                 count[0] += 1
                 count[1] += yes[number] == expected
-    told = {kind: _told(count) for kind, count in by_kind.items()}
+    tallies = {kind: _tally(count) for kind, count in by_kind.items()}
     return {
-        "asked": sum(one["asked"] for one in told.values()),
-        "right": sum(one["right"] for one in told.values()),
-        **told,
+        "asked": sum(one["asked"] for one in tallies.values()),
+        "right": sum(one["right"] for one in tallies.values()),
+        **tallies,
         "slices": {
-            name: {kind: _told(count) for kind, count in counts.items()}
+            name: {kind: _tally(count) for kind, count in counts.items()}
             for name, counts in slices.items()
         },
     }
 
 
 def tally_pairs(compared: Sequence[Comparison]) -> dict[str, int]:
-    """Of the pairs of a good and a bad answer, in how many the good one won under both orders."""
+    """In how many pairs of a good and a bad answer the good one won in both orders."""
     right = sum(one.result == "win" for one in compared)
     return {"asked": len(compared), "right": right}
 
@@ -75,15 +75,15 @@ def trust(
     family: Collection[str],
     digits: Sequence[bool],
 ) -> Trust:
-    """Everything that is to be said about a judge, from its card and what it was asked.
+    """All problems of a judge, from its card and its requests.
 
-    ``records`` are the stored judgements of the plan, ``family`` what it shares with the arms,
-    ``digits`` whether each digit called its answer good.
+    ``records`` are the stored judgements of the plan, ``family`` the model families shared with the
+    arms, ``digits`` whether each digit rated its answer as good.
     """
     where = f"judge {card['model']}"
     missing = _missing(where, card, records)
     doubts = [*_always(where, card, digits), *_anchors(where, card, plan)]
-    # What is missing is an error, and no reason to leave out what there is.
+    # Missing judgements are an error, but no reason to omit the others.
     refused = has_errors(doubts) or (has_errors(missing) and not card["outcomes"].get("ok"))
     problems = [*missing, *doubts]
     pairs = _known_pairs(where, card, plan)
@@ -152,7 +152,7 @@ def _missing(
 
 
 def _always(where: str, card: Mapping[str, Any], digits: Sequence[bool]) -> list[Problem]:
-    """A judge that says one thing to everything says nothing."""
+    """A judge that gives every answer the same verdict carries no information."""
     rate, count, words = card["yes_rate"], card["verdicts"], ("yes", "no")
     if digits:
         rate, count, words = sum(digits) / len(digits), len(digits), ("3 or more", "less than 3")
@@ -160,7 +160,7 @@ def _always(where: str, card: Mapping[str, Any], digits: Sequence[bool]) -> list
         return []
     bad, good = card["anchors"]["bad"], card["anchors"]["good"]
     word, wrong = (words[0], bad) if rate > 0.5 else (words[1], good)
-    # Very good answers earn a yes to all, so it is the known-bad ones that convict.
+    # Very good answers deserve a yes to everything, so only the known-bad ones count as evidence.
     convicted = wrong["asked"] and wrong["right"] <= (1 - PASS) * wrong["asked"]
     known = "bad" if wrong is bad else "good"
     found = f"it nearly always says {word}: {rate:.0%} of {count} verdicts"
@@ -193,7 +193,7 @@ def _anchors(where: str, card: Mapping[str, Any], plan: Plan) -> list[Problem]:
             )
         ]
     if not counts["asked"]:
-        # Parse failures or errors have left none; unless all failed, that is not yet told as error.
+        # None left after parse failures or errors; unless all failed, no error reports that yet.
         found = "none of the anchors got a verdict"
         next_step = "see why its replies can't be read or didn't come, above; else choose another"
         return [problem("KTB876", where, found, "verdicts on known answers", next_step)]
@@ -286,5 +286,5 @@ def _words(counts: Mapping[str, Any]) -> str:
     )
 
 
-def _told(count: Sequence[int]) -> dict[str, int]:
+def _tally(count: Sequence[int]) -> dict[str, int]:
     return {"asked": count[0], "right": count[1]}

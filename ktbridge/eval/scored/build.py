@@ -33,12 +33,12 @@ from ktbridge.eval.verdict import summarise
 
 SCHEMA = "ktbridge.eval/1"
 CONTAMINATION = "contamination.json"
-JUDGE_COST = "@judge"  # in ``costs``; no arm can be named so
+JUDGE_COST = "@judge"  # in ``costs``; no arm can have this name
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a run's directory holds: its bench, arms in order with their cards, and records."""
+    """Contents of a run's directory: its bench, arms in order with their cards, and records."""
 
     bench: Bench
     arms: list[Arm]
@@ -51,7 +51,7 @@ class _Stored:
 
 
 def read_rows(directory: Path) -> tuple[Bench, list[dict[str, Any]]]:
-    """A run's bench and its items with every arm's marked answer, not compared nor judged.
+    """A run's bench and its items with every arm's marked answer, neither compared nor judged.
 
     Raises KtbridgeError when ``directory`` holds no run or no answers.
     """
@@ -60,7 +60,7 @@ def read_rows(directory: Path) -> tuple[Bench, list[dict[str, Any]]]:
 
 
 def score_run(directory: Path) -> dict[str, Any]:
-    """Score what a run stored and compare its arms (schema ``ktbridge.eval/1``).
+    """Score a run's stored answers and compare its arms (schema ``ktbridge.eval/1``).
 
     Raises KtbridgeError when ``directory`` holds no run or no answers.
     """
@@ -128,9 +128,9 @@ def assemble(
     slice_of: Mapping[str, str] | None = None,
     date: str | None = None,
 ) -> dict[str, Any]:
-    """Everything that follows from the rows. ``card`` is the bench's, ``cards`` the arms' by name;
-    ``judged`` has already left its marks in the rows (``mark_judged``). ``planned``: what
-    ``planned_answers`` gives, None where nobody knows; ``slice_of`` is the slice of each item by id."""
+    """The results computed from the rows. ``card`` is the bench's, ``cards`` the arms' by name;
+    the marks of ``judged`` are already in the rows (``mark_judged``). ``planned``: the result of
+    ``planned_answers``, None if unknown; ``slice_of`` is the slice of each item by id."""
     # An arm that was never asked (a mistyped one) must not empty the comparison of the others.
     ranked = sorted(cards, key=arm_rank)
     left_out = [
@@ -229,7 +229,7 @@ def bench_card(bench: Bench) -> dict[str, Any]:
 
 
 def _checks(items: Iterable[Item]) -> list[str]:
-    """The scorers of these items, each once, with the metric of those that have one."""
+    """The scorers of these items without duplicates, each with its metric if it has one."""
     named = (
         check["scorer"] + (f" ({check['metric']})" if "metric" in check else "")
         for item in items
@@ -239,7 +239,7 @@ def _checks(items: Iterable[Item]) -> list[str]:
 
 
 def mark_judged(rows: list[dict[str, Any]], judged: Judgements) -> None:
-    """Put the judge's marks and evidence into the rows."""
+    """Add the judge's marks and evidence to the rows."""
     for row in rows:
         for name, score in judged.scores.get(row["id"], {}).items():
             answer = row["answers"].get(name)
@@ -252,7 +252,7 @@ def mark_judged(rows: list[dict[str, Any]], judged: Judgements) -> None:
 
 
 def _read_contamination(directory: Path) -> Contamination | None:
-    """What ``ktbridge eval --train-data`` found, where it was asked to look."""
+    """The result of ``ktbridge eval --train-data``, if it was used."""
     path = directory / CONTAMINATION
     try:
         return Contamination.from_dict(json.loads(path.read_text("utf-8")))

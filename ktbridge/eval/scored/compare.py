@@ -1,7 +1,7 @@
-"""Means by axis, slice and arm, and every contrast of two arms with its interval and its word.
+"""Means per axis, slice and arm; contrasts of two arms with confidence interval and verdict.
 
-Task, persona and judge are axes of their own and never mixed. All work is over items that have a
-mark on the axis in every arm.
+Task, persona and judge are separate axes and never mixed. Only items that have a mark on the axis
+in every arm are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POINTS = {"win": 1.0, "tie": 0.0, "loss": -1.0}
 
 
 def axes_of(card: Mapping[str, Any], rows: Rows) -> list[str]:
-    """The axes that the results have: a persona only where the bench has one, a judge where asked."""
+    """The axes of the results: persona only if the bench has one, judge only if one was used."""
     judged = any("judge" in answer for row in rows for answer in row["answers"].values())
     return ["task", *(["persona"] if card["persona"] else []), *(["judge"] if judged else [])]
 
@@ -61,7 +61,7 @@ def marked(rows: Rows, names: Sequence[str], axis: str) -> list[Mapping[str, Any
 def _groups(
     card: Mapping[str, Any], axis: str, rows: Rows
 ) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """All items that the axis is there for, then each slice; groups without items are left out."""
+    """All items of the axis, then those of each slice; empty groups are omitted."""
     own = {one["name"] for one in card["slices"] if axis in ("judge", one["primary"])}
     groups = [(OVERALL, [row for row in rows if row["slice"] in own])]
     for one in card["slices"]:
@@ -88,7 +88,7 @@ def _differences(later: Sequence[float], earlier: Sequence[float]) -> list[float
 def _mcnemar(
     later: Sequence[float], earlier: Sequence[float], clusters: Sequence[str]
 ) -> dict[str, Any] | None:
-    """For yes/no marks of independent items: how many were gained and lost; else None."""
+    """For yes/no marks of independent items: counts of items gained and lost; else None."""
     if len(set(clusters)) < len(clusters) or not all(one in (0, 1) for one in (*later, *earlier)):
         return None
     counts = Counter(zip(later, earlier, strict=True))
@@ -97,8 +97,8 @@ def _mcnemar(
 
 
 def _adjust(contrasts: list[dict[str, Any]], margin: float) -> None:
-    """Holm in two families an axis: the headline, and the slices that explain it. Then the words,
-    and beside a null what would have been seen, with the family's correction."""
+    """Holm correction in two families per axis: the headline, and the slices. Then the verdicts, and
+    for null results the smallest detectable effect with the family's correction."""
     for overall in (True, False):
         family = [one for one in contrasts if (one["slice"] == OVERALL) == overall]
         for one, p_holm in zip(family, holm([one["p"] for one in family]), strict=True):
@@ -122,7 +122,7 @@ def numbers(interval: Interval) -> dict[str, Any]:
 
 
 def count_pairs(pairs: Sequence[Mapping[str, Any]], rows: Rows) -> list[dict[str, Any]]:
-    """Judged pairs by contrast: wins, ties and losses of the later arm; ``mean`` is their balance.
+    """Judged pairs per contrast: wins, ties and losses of the later arm; ``mean`` is their balance.
 
     A pair on which the two orders disagree is a tie and counted as ``flipped``.
     """
@@ -150,9 +150,9 @@ def count_pairs(pairs: Sequence[Mapping[str, Any]], rows: Rows) -> list[dict[str
 
 
 def repeat_noise(rows: Rows, names: Sequence[str], axes: Sequence[str]) -> dict[str, Any]:
-    """A/A: the second repeat minus the first, by arm and axis; what differs without a cause.
+    """A/A: the second repeat minus the first, per arm and axis; differences without a cause.
 
-    ``floor`` is how large a difference of means this noise alone makes in 5 of 100 runs.
+    ``floor`` is the difference of means that this noise alone exceeds in 5 of 100 runs.
     """
     noise: dict[str, Any] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""What stands beside the scores: outcomes, parse rates, the persona's parts, texts, tokens."""
+"""Statistics beside the scores: outcomes, parse rates, persona parts, text metrics, tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def count_outcomes(outcomes: Iterable[str]) -> dict[str, int]:
-    """How often each occurred, ok first."""
+    """Count of each outcome, ok first."""
     counts = Counter(outcomes)
     known = (*OUTCOMES, SCORE_ERROR, NOT_RUN)
     return {outcome: counts[outcome] for outcome in known if counts[outcome]}
@@ -40,7 +40,7 @@ def persona_parts(valid: Rows, arm: str) -> dict[str, float | None]:
 
 
 def identical(rows: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
-    """For each pair of arms, the share of byte-identical answers among those that both gave."""
+    """For each pair of arms, the share of byte-identical answers among items both answered."""
     found = []
     for one, other in itertools.combinations(names, 2):
         pairs = [(row["answers"][one], row["answers"][other]) for row in rows]
@@ -52,7 +52,7 @@ def identical(rows: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def parse_rates(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
-    """slice -> arm -> how many ok answers could be read, where one of the scorers has to read.
+    """slice -> arm -> how many ok answers could be parsed, if one of the scorers parses.
 
     A low score with a low rate is a failure of format, not of knowledge.
     """
@@ -71,11 +71,11 @@ def parse_rates(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
 def measure_slices(
     rows: Rows, names: Sequence[str], references: Mapping[str, Sequence[str]]
 ) -> dict[str, Any] | None:
-    """The three families of text metrics by slice and arm, over items that have references.
+    """The three families of text metrics per slice and arm, over items that have references.
 
     ``references``: item id -> its references. Only items that every arm answered count, so that the
-    arms are measured on the same texts. A family whose packages are missing is named in
-    ``missing``. None where no item has references.
+    arms are measured on the same texts. A family whose packages are missing is listed in
+    ``missing``. None if no item has references.
     """
     rows = [row for row in rows if row["id"] in references]
     if not rows:
@@ -98,7 +98,7 @@ def measure_slices(
                     cells[arm] = measure_texts(family, texts, wanted, truncated=cut).as_dict()
             except KtbridgeError as error:
                 missing[family] = f"{error.sentence} {error.next_step}".strip()
-            except Exception as error:  # some answer was too much for a package
+            except Exception as error:  # a package failed on some answer
                 missing[family] = f"{type(error).__name__} in slice {name}: {error}"[:200]
             else:
                 slices[name][family] = cells

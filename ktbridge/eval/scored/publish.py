@@ -1,4 +1,4 @@
-"""results.json, report.html and report.md in a run's directory; each appears whole or not at all."""
+"""Write results.json, report.html and report.md into a run's directory, each atomically."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ INDEX_SCHEMA = "ktbridge.index/1"
 
 
 def write_report(directory: Path) -> dict[str, Any]:
-    """Score a run and publish results.json, report.html and report.md beside it; the results.
+    """Score a run, publish results.json, report.html and report.md in it, and return the results.
 
-    A directory of several benches gets the files of each in its own folder, and an index over them
-    (schema ``ktbridge.index/1``). One of imported answers is scored like a run. Raises KtbridgeError
-    where there is nothing to report.
+    A directory of several benches gets the files of each in its own folder, and an index of them
+    (schema ``ktbridge.index/1``). Imported answers are scored like a run. Raises KtbridgeError
+    if there is nothing to report.
     """
     if (directory / BENCHES).is_file():
         return _write_index(directory)
@@ -36,16 +36,15 @@ def write_report(directory: Path) -> dict[str, Any]:
 
 
 def runs_in(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The results of each bench: of an index those that could be read, else the results themselves."""
+    """The results of each bench: for an index those that could be read, else the results themselves."""
     if results["schema"] != INDEX_SCHEMA:
         return [results]
     return [one["results"] for one in results["benches"] if one["results"] is not None]
 
 
 def failures(results: Mapping[str, Any]) -> list[str]:
-    """Why results are not what was asked for, a sentence each: the command that made them then has
-    failed, whatever the numbers say. Benches that could not be reported, and problems of severity
-    "error"."""
+    """Reasons, one sentence each, why the command that made the results has failed regardless of the
+    numbers: benches that could not be reported, and problems of severity "error"."""
     if results["schema"] == INDEX_SCHEMA:
         every: list[str] = []
         for one in results["benches"]:
@@ -65,7 +64,7 @@ def _write_index(directory: Path) -> dict[str, Any]:
 
     benches: list[dict[str, Any]] = []
     for folder in read_benches(directory):
-        # A bench that an interrupted run has not come to must not hide the others.
+        # A bench that an interrupted run did not reach must not hide the others.
         try:
             benches.append({"name": folder.name, "error": "", "results": write_report(folder)})
         except KtbridgeError as error:
@@ -78,14 +77,19 @@ def _write_index(directory: Path) -> dict[str, Any]:
             "run the same `ktbridge eval` command again; it goes on where it stopped",
         )
     index = {"schema": INDEX_SCHEMA, "ktbridge": ktbridge.__version__, "benches": benches}
-    told = {**index, "benches": [_entry(one) for one in benches]}
+    published = {**index, "benches": [_entry(one) for one in benches]}
     failed = failures(index)
-    _write(directory, told, render_index(told, failed), render_index_markdown(told, failed))
+    _write(
+        directory,
+        published,
+        render_index(published, failed),
+        render_index_markdown(published, failed),
+    )
     return index
 
 
 def _entry(bench: Mapping[str, Any]) -> dict[str, Any]:
-    """A bench in the index's file: its verdict; the whole is in its own folder."""
+    """A bench's entry in the index file: its verdict; the full results are in its own folder."""
     results = bench["results"] or {}
     kept = ("verdict", "asked", "valid", "plan", "warnings", "costs")
     return {

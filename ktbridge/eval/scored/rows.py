@@ -1,4 +1,4 @@
-"""One row an item: what every arm answered, and the marks of the answers that are ok."""
+"""One row per item: every arm's answer, and the marks of the ok answers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
 from ktbridge.eval.runplan import NOT_RUN
 from ktbridge.eval.scorers import ScorerError, score_task
 
-SCORE_ERROR = "score-error"  # the answer is there, and a scorer of ours failed on it
+SCORE_ERROR = "score-error"  # the answer exists, but one of our scorers failed on it
 _SHOWN = ("text", "thinking", "detail", "turns")
 
-Records = Mapping[str, Mapping[str, Any]]  # key -> what answers.jsonl holds under it
+Records = Mapping[str, Mapping[str, Any]]  # key -> its record in answers.jsonl
 
 
 def has_persona(bench: Bench) -> bool:
-    """Whether the bench says how a persona speaks; without one there is no such axis."""
+    """Whether the bench defines a persona; without one there is no persona axis."""
     return bench.persona.name != NO_PERSONA_NAME
 
 
@@ -30,7 +30,7 @@ def item_rows(
     records: Records,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """One row an item that any arm was asked, in the order of the bench."""
+    """One row per item that any arm was asked, in the order of the bench."""
     rows = []
     for item in bench.items:
         answers = {
@@ -63,7 +63,7 @@ def stored_answers(
     bench: Bench,
     repeats: int,
 ) -> list[Mapping[str, Any] | None]:
-    """The record of each repeat of an item, None where it was not asked."""
+    """The record of each repeat of an item, None if it was not asked."""
     keys = (answer_key(cards[arm.name], arm, item, bench, repeat) for repeat in range(repeats))
     return [records.get(key) for key in keys]
 
@@ -103,8 +103,8 @@ def _answer(
 def mark_task(
     answer: dict[str, Any], text: str, checks: Sequence[Mapping[str, Any]], gold: Any
 ) -> None:
-    """Put the mark of ``text`` and the rows of its checks into ``answer``; where a scorer fails, it
-    becomes an answer that can't be scored, with the scorer and the fault in ``detail``."""
+    """Add the mark of ``text`` and the rows of its checks to ``answer``; if a scorer fails, the outcome
+    becomes ``SCORE_ERROR``, with the scorer and the fault in ``detail``."""
     try:
         task, rows = score_task(text, checks, gold)
     except ScorerError as error:
@@ -115,7 +115,7 @@ def mark_task(
 
 
 def _score(item: Item, bench: Bench, record: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Marks only for an answer that is ok; everything else is named and left out."""
+    """Mark an ok answer; any other gets its outcome and no marks."""
     if record is None:
         return {"outcome": NOT_RUN}
     answer: dict[str, Any] = {"outcome": record["outcome"]}

@@ -1,10 +1,10 @@
 """Text metrics over all answers of an arm, in three named families, each with its signature.
 
-The same word, "BLEU", means numbers that are apart by tens of points; so a number is never shown
-without its family's signature, the ratio of lengths, and how many answers were empty or cut off.
+Implementations of "BLEU" differ by tens of points; so a number is never shown without its family's
+signature, the length ratio, and how many answers were empty or truncated.
 
 lf         what LLaMA-Factory's predict_with_generate prints: BLEU-4 over characters, ROUGE over jieba
-           tokens, x 100, rounded to 4 digits a sample, mean
+           tokens, x 100, rounded to 4 digits per sample, mean
 seedlike   BLEU-1..4 and ROUGE over jieba tokens, the likeliest reading of published tables
 std        sacrebleu's corpus BLEU and chrF, rouge-score over a Unicode tokenizer
 """
@@ -26,15 +26,15 @@ from ktbridge.eval.text import cjk_share, count_chars
 from ktbridge.install import install_hint
 
 ROUGES = ("rouge-1", "rouge-2", "rouge-l")
-# Characters of an answer that are measured: the packages take time and memory that grow with the
-# product of both lengths, and an endless answer matches nothing after so many either.
+# Characters of an answer that are measured: time and memory of the packages grow with the product of
+# both lengths, and an endless answer matches nothing beyond this anyway.
 LONGEST_MEASURED = 10_000
 
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """Scores in 0..100 over ``n`` answers. ``length_ratio``: characters said over characters in the
-    references (the nearest in length); ``empty`` answers are in ``n`` and score 0."""
+    """Scores in 0..100 over ``n`` answers. ``length_ratio``: characters in answers over characters in
+    references (the nearest in length); ``empty`` answers count in ``n`` and score 0."""
 
     family: str
     scores: dict[str, float]
@@ -65,10 +65,10 @@ def measure_texts(
 ) -> TextMetrics:
     """Measure an arm's answers against each item's references (one or several).
 
-    With several references BLEU takes them all and ROUGE the best one. Of an answer at most
-    ``LONGEST_MEASURED`` characters are measured; the signature says of how many. Raises UsageError for an
-    unknown family, ValueError for no answers, unequal lengths or an item without references, and
-    KtbridgeError where a package that the family needs is missing.
+    With several references BLEU uses them all and ROUGE the best one. Only the first
+    ``LONGEST_MEASURED`` characters of an answer are measured; the signature counts longer ones. Raises
+    UsageError for an unknown family, ValueError for no answers, unequal lengths or an item without
+    references, and KtbridgeError if a package that the family needs is missing.
     """
     if family not in FAMILIES:
         raise UsageError(f"there is no metric family {family!r}.", f"choose {', '.join(FAMILIES)}")
@@ -78,12 +78,12 @@ def measure_texts(
     scores, signature = FAMILIES[family]([one[:LONGEST_MEASURED] for one in answers], references)
     if cut:
         signature += f"|first {LONGEST_MEASURED} characters of {cut} longer answer(s)"
-    said = [count_chars(answer) for answer in answers]
+    lengths = [count_chars(answer) for answer in answers]
     wanted = [
         min((count_chars(one) for one in group), key=lambda size: (abs(size - mine), size))
-        for mine, group in zip(said, references, strict=True)
+        for mine, group in zip(lengths, references, strict=True)
     ]
-    ratio = sum(said) / sum(wanted) if sum(wanted) else 0.0
+    ratio = sum(lengths) / sum(wanted) if sum(wanted) else 0.0
     empty = sum(not answer.strip() for answer in answers)
     return TextMetrics(family, scores, signature, len(answers), empty, truncated, ratio)
 
@@ -108,9 +108,9 @@ def _seedlike(
 ) -> tuple[dict[str, float], str]:
     totals = dict.fromkeys((*(f"bleu-{n}" for n in (1, 2, 3, 4)), *ROUGES), 0.0)
     for answer, group in zip(answers, references, strict=True):
-        said, wanted = jieba_tokens(answer), [jieba_tokens(one) for one in group]
+        tokens, wanted = jieba_tokens(answer), [jieba_tokens(one) for one in group]
         for n in (1, 2, 3, 4):
-            totals[f"bleu-{n}"] += sentence_bleu(wanted, said, n)
+            totals[f"bleu-{n}"] += sentence_bleu(wanted, tokens, n)
         for name, value in _rouges(answer, group).items():
             totals[name] += value
     signature = (
@@ -134,7 +134,7 @@ def _std(
     bleu = BLEU(tokenize="zh" if share is not None and share >= 0.5 else "13a")
     chrf = CHRF()
     most = max(map(len, references))
-    # sacrebleu wants the i-th reference of every item; an item with fewer has None there.
+    # sacrebleu expects lists of the i-th reference of every item; None where an item has fewer.
     columns: Any = [
         [group[i] if i < len(group) else None for group in references] for i in range(most)
     ]
@@ -176,23 +176,23 @@ def _many(references: Sequence[Sequence[str]]) -> str:
 
 
 def _rouges(answer: str, group: Sequence[str]) -> dict[str, float]:
-    said = _rouge_words(jieba_tokens(answer))
+    tokens = _rouge_words(jieba_tokens(answer))
     wanted = [_rouge_words(jieba_tokens(one)) for one in group]
-    if not any(said) or not any(map(any, wanted)):
+    if not any(tokens) or not any(map(any, wanted)):
         return dict.fromkeys(ROUGES, 0.0)
     wanted = [one for one in wanted if any(one)]
     return {
-        "rouge-1": max(rouge_n(said, one, 1) for one in wanted),
-        "rouge-2": max(rouge_n(said, one, 2) for one in wanted),
-        "rouge-l": max(rouge_l(said, one) for one in wanted),
+        "rouge-1": max(rouge_n(tokens, one, 1) for one in wanted),
+        "rouge-2": max(rouge_n(tokens, one, 2) for one in wanted),
+        "rouge-l": max(rouge_l(tokens, one) for one in wanted),
     }
 
 
 def _rouge_words(tokens: Sequence[str]) -> list[str]:
     """The words that rouge_chinese sees in tokens joined by spaces.
 
-    It cuts sentences first (after 。！？? and at newlines) and keeps a sentence that is nothing but
-    blanks as one empty word; so white space in an answer costs a little there.
+    It splits sentences first (after 。！？? and at newlines) and keeps a whitespace-only sentence
+    as one empty word; so white space in an answer lowers the score a little.
     """
     lines = re.sub(r"([。！？?])(?=[^”’])", r"\1\n", " ".join(tokens)).rstrip().split("\n")
     return [word for line in lines if line for word in (line.split() or [""])]
@@ -209,7 +209,7 @@ def _jieba() -> Any:
             "the metric families 'lf' and 'seedlike' need jieba.", install_hint("eval")
         ) from None
     jieba.setLogLevel(logging.WARNING)
-    # A tokenizer of our own: words that a program added to jieba's global one must not change scores.
+    # A separate tokenizer: words that a program added to jieba's global one must not change scores.
     tokenizer = jieba.Tokenizer()
     tokenizer.initialize()
     return tokenizer
@@ -220,5 +220,5 @@ def _jieba_name() -> str:
 
 
 def jieba_tokens(text: str) -> list[str]:
-    """jieba's default cut (accurate mode, with its hidden Markov model)."""
+    """jieba's default segmentation (accurate mode, with its hidden Markov model)."""
     return list(_jieba().cut(text))

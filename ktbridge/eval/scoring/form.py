@@ -1,4 +1,4 @@
-"""Scorers of form: patterns, words, lengths, JSON, language, loops. None looks at a gold."""
+"""Format scorers: patterns, words, lengths, JSON, language, loops. None uses a gold answer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def contains_words(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 @scorer("counts", required={"of": is_words, "n": is_count})
 def counts(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
-    """Exactly ``n`` different words of the list ``of`` occur (a plural counts with its singular).
+    """Exactly ``n`` different words of the list ``of`` occur (plural and singular count as one).
 
     A word inside a longer listed one is not counted twice ("cat" in "cats", 橙 in 橙子).
     """
@@ -93,7 +93,7 @@ def min_len(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 
 def _json_value(text: str) -> Any:
-    """The JSON value that is the whole answer; one Markdown code fence is forgiven. ValueError."""
+    """The JSON value that is the whole answer; one Markdown code fence is allowed. Else ValueError."""
     bare = text.strip()
     if bare.startswith("```") and bare.endswith("```"):
         name, newline, inside = bare[3:-3].partition("\n")
@@ -106,7 +106,7 @@ def _json_value(text: str) -> Any:
 
 @scorer("json", required={"equals": anything})
 def json_object(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
-    """The whole answer is the JSON value ``equals`` (one Markdown code fence is forgiven)."""
+    """The whole answer is the JSON value ``equals`` (one Markdown code fence is allowed)."""
     try:
         value = _json_value(text)
     except ValueError as error:
@@ -126,7 +126,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_schema(value: Any) -> bool:
-    """A JSON Schema (2020-12) that refers to nothing outside itself: no file, no network."""
+    """Whether ``value`` is a JSON Schema (2020-12) without external references (file, network)."""
     from jsonschema import Draft202012Validator, SchemaError
 
     if not isinstance(value, dict) or not all(ref.startswith("#") for ref in _refs(value)):
@@ -174,7 +174,7 @@ def language(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 @scorer("no_loop")
 def no_loop(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
-    """The answer is not stuck: nothing is said five times in a row (2..60 characters), and no
-    single character twelve times."""
+    """The answer has no repetition loop: nothing (2..60 characters) occurs five times in a row, and
+    no single character twelve times."""
     stuck = re.search(r"(.{2,60}?)\1{4}|(\w)\2{11}", "".join(text.split()))
     return mark(stuck is None, f"repeats {stuck.group(1) or stuck.group(2)!r}" if stuck else "")

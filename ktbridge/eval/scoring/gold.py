@@ -1,4 +1,4 @@
-"""Scorers that compare the answer with a gold one: exact, aliases, numeric, choice."""
+"""Scorers that compare the answer with a gold answer: exact, aliases, numeric, choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ktbridge.eval.text import contains
 
 @scorer("exact", gold=is_text)
 def exact(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
-    """The answer is the gold string, byte for byte; only white space around it is forgiven."""
+    """The answer equals the gold string byte for byte, ignoring surrounding white space."""
     return mark(text.strip() == str(gold).strip(), "compared with the gold text as it stands")
 
 
@@ -35,7 +35,7 @@ def aliases(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 @scorer("numeric", optional={"tolerance": is_number}, gold=is_number)
 def numeric(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
-    """The number that the answer settles on equals gold (within ``tolerance``, default 1e-6)."""
+    """The answer's final number equals gold (within ``tolerance``, default 1e-6)."""
     value = find_answer_number(text)
     if value is None:
         return mark(False, "no number found", False)
@@ -43,16 +43,16 @@ def numeric(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
     return mark(close, f"read {value:g}, gold {gold}", True)
 
 
-# What may follow a letter that opens an answer and is meant as the choice: "A spider" is none.
+# What may follow a letter that starts an answer and is meant as the choice: "A spider" is not one.
 _AFTER_LETTER = (
     r"(?=[*\s]*(?:\Z|[.,:;!?)\]}、。，：；！？）】」～~…\u3400-\u9fff])|[* \t]*[\r\n]|\s*[-–—]\s)"
 )
-# "A" as an article: a lower-case word follows that does not speak about the letter.
+# "A" as an article: followed by a lower-case word that does not refer to the letter.
 _ARTICLE = (
     r"A\s+(?!(?:or|and|nor|but|not|is|was|are|seems|looks|would|could|can|may|must|because|since|"
     r"as|for|if|with|by|in|at|to|on)\b)[a-z]"
 )
-# Long runs of spaces or signs mean no more than short ones, and would cost quadratic time.
+# Long runs of spaces or symbols mean the same as short ones, and would take quadratic time.
 _SPACES = re.compile(r"\s{3,}")
 _SIGNS = re.compile(r"([*(（\[【)）\]】.“\"]{2})[*(（\[【)）\]】.“\"]+([*(（\[【)）\]】.“\"]{2})")
 _ANNOUNCED = r"(?i:\banswers?|答案|选)(?:\s*(?i:is|are)|\s*[是为选])?\s*[:：]?\s*"
@@ -67,17 +67,17 @@ _BETWEEN = r"\s*(?:,|，|、|/|&|(?i:and)\b|和|及|与)?\s*"
     longest=LONGEST_SEARCHED,
 )
 def choice(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
-    """The option letter that the answer settles on equals gold; an unreadable answer is 0.
+    """The answer's final option letter equals gold; an answer without one is marked 0.
 
-    With ``multiple`` the gold is a string of letters ("AC"), and all of them, no other, must be named.
+    With ``multiple`` the gold is a string of letters ("AC"), and exactly these must be named.
     """
     text = _SPACES.sub(lambda run: "\n\n" if "\n" in run.group() else "  ", text)
     text = _SIGNS.sub(r"\1\2", text)
     if check.get("multiple"):
         return _choices(text, str(check["options"]), str(gold))
     letters = re.escape(str(check["options"]))
-    # In order of trust: boxed, "the answer is B", a letter that opens the answer, one that stands
-    # alone, one in lower case that is all there is.
+    # In order of reliability: boxed, "the answer is B", a letter that starts the answer, one that
+    # stands alone, a lower-case one that is the whole answer.
     for pattern in (
         rf"\\boxed\{{\s*(?:\\text\{{)?\s*\(?([{letters}])\)?\s*\}}",
         rf"{_ANNOUNCED}[(（*\[【“\"]*([{letters}])(?![A-Za-z])",
@@ -100,7 +100,7 @@ def _choices(text: str, options: str, gold: str) -> Mark:
     for pattern in (rf"{_ANNOUNCED}{several}", rf"\A\W*{several}", rf"(?<![A-Za-z]){several}"):
         runs = re.findall(pattern, text)
         if runs:
-            # A list of options with a letter a line is read whole: every line is a run.
+            # A list of options with one letter per line is read whole: every line is a run.
             named = {char for run in runs for char in run if char in options}
             reads = ", ".join(sorted(named))
             return mark(named == set(gold), f"read {reads}, gold {', '.join(gold)}", True)

@@ -1,6 +1,6 @@
-"""Overlap of two token lists: sentence BLEU and ROUGE, as the packages that others report with do.
+"""Overlap of two token lists: sentence BLEU and ROUGE, compatible with the usual packages.
 
-Checked against vectors made by those packages (tests/eval/golden).
+Checked against vectors generated with those packages (tests/eval/golden).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKEN = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 def unicode_tokens(text: str) -> list[str]:
     """Single ideographs and runs of other letters or digits, case-folded; no punctuation.
 
-    What rouge-score needs for Chinese: its own tokenizer keeps a-z0-9 only and so drops it all.
+    rouge-score needs this for Chinese: its own tokenizer keeps a-z0-9 only and so drops all of it.
     """
     return _TOKEN.findall(unicodedata.normalize("NFKC", text).casefold())
 
@@ -41,11 +41,11 @@ def sentence_bleu(references: Sequence[Tokens], hypothesis: Tokens, order: int =
     """
     logs, missing = 0.0, 0
     for n in range(1, order + 1):
-        said = Counter(ngrams(hypothesis, n))
+        counts = Counter(ngrams(hypothesis, n))
         most: Counter[tuple[Hashable, ...]] = Counter()
         for reference in references:
             most |= Counter(ngrams(reference, n))
-        hits, total = (said & most).total(), max(1, said.total())
+        hits, total = (counts & most).total(), max(1, counts.total())
         if hits:
             precision = Fraction(hits, total)
         elif n == 1:
@@ -66,16 +66,16 @@ def _f(precision: float, recall: float) -> float:
 
 
 def rouge_n(hypothesis: Tokens, reference: Tokens, n: int) -> float:
-    """F1 of the sets of n-grams, as rouge_chinese counts (each n-gram once); 0 for none."""
-    said, wanted = set(ngrams(hypothesis, n)), set(ngrams(reference, n))
-    both = len(said & wanted)
-    if not said or not wanted:
+    """F1 of the sets of n-grams, as in rouge_chinese (each n-gram counts once); 0 for none."""
+    grams, wanted = set(ngrams(hypothesis, n)), set(ngrams(reference, n))
+    both = len(grams & wanted)
+    if not grams or not wanted:
         return 0.0
-    return _f(both / len(said), both / len(wanted))
+    return _f(both / len(grams), both / len(wanted))
 
 
 def rouge_l(hypothesis: Tokens, reference: Tokens) -> float:
-    """F1 of the longest common subsequence over the whole texts, as rouge_chinese; 0 for none."""
+    """F1 of the longest common subsequence over the whole texts, as in rouge_chinese; 0 for none."""
     if not hypothesis or not reference:
         return 0.0
     common = longest_common(hypothesis, reference)

@@ -1,7 +1,7 @@
-"""What a scorer is, how one is registered, and how a bench's checks are checked before any request.
+"""Scorer interface and registration, and validation of a bench's checks before any request.
 
-A scorer is a small function from (answer, check, gold) to a ``Mark``, decorated with the parameters
-that a bench may and must give it::
+A scorer is a small function from (answer, check, gold) to a ``Mark``, decorated with its required
+and optional parameters::
 
     @scorer("min_len", required={"unit": is_unit, "n": is_count})
     def min_len(text, check, gold): ...
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.text import shorten
 
-# Characters. Patterns may take quadratic time; no answer that means anything is this long.
+# Characters. Patterns may take quadratic time; no meaningful answer is this long.
 LONGEST_SEARCHED = 20_000
 _LONGEST_REASON = 300  # a reason may quote the answer
 
 
 class Mark(NamedTuple):
-    """A mark in 0..1 and its reason. ``parsed`` says whether what was asked for (a number, a letter,
-    a JSON value) could be read at all; None where there is nothing to read."""
+    """A mark in 0..1 and its reason. ``parsed``: whether the requested value (a number, a letter,
+    a JSON value) could be parsed at all; None if there is nothing to parse."""
 
     value: float
     reason: str
@@ -40,8 +40,8 @@ Score = Callable[[str, Mapping[str, Any], Any], Mark]
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scoring function, predicates on its parameters, and one on the item's gold (None where it
-    looks at no gold). ``some_of``: at least one of these parameters must be given. ``longest``: an
+    """A scoring function, predicates on its parameters, and one on the item's gold (None if it
+    uses no gold). ``some_of``: at least one of these parameters is required. ``longest``: an
     answer of more characters is marked 0 without being searched (None: any length is scored)."""
 
     name: str
@@ -55,7 +55,7 @@ class Scorer:
 
 
 class ScorerError(Exception):
-    """A scorer raised something on an answer; ``str`` names the scorer and what it raised."""
+    """A scorer raised an exception on an answer; ``str`` names the scorer and the exception."""
 
 
 SCORERS: dict[str, Scorer] = {}
@@ -71,7 +71,7 @@ def scorer(
     needs_persona: bool = False,
     longest: int | None = None,
 ) -> Callable[[Score], Score]:
-    """Register the decorated function under ``name``; a name is given once."""
+    """Register the decorated function under ``name``, which must be unique."""
 
     def register(score: Score) -> Score:
         if name in SCORERS:
@@ -92,12 +92,12 @@ def scorer(
 
 
 def mark(passed: bool, reason: str, parsed: bool | None = None) -> Mark:
-    """Yes or no."""
+    """A yes/no mark: 1 or 0."""
     return Mark(1.0 if passed else 0.0, reason, parsed)
 
 
 def check_faults(check: Any, gold: Any) -> list[tuple[str, str]]:
-    """What is wrong with one check of an item, as (found, expected) pairs."""
+    """The faults of one check of an item, as (found, expected) pairs."""
     name = check.get("scorer") if isinstance(check, Mapping) else None
     known = SCORERS.get(name) if isinstance(name, str) else None
     if known is None:
@@ -123,8 +123,8 @@ def check_faults(check: Any, gold: Any) -> list[tuple[str, str]]:
 def score_task(
     text: str, checks: Sequence[Mapping[str, Any]], gold: Any
 ) -> tuple[float, list[dict[str, Any]]]:
-    """The mean mark of an item's checks (at least one), and a row ``{scorer, mark, reason}`` a check;
-    ``parsed`` too, where something had to be read. Raises ScorerError where a scorer fails."""
+    """The mean mark of an item's checks (at least one), and a row ``{scorer, mark, reason}`` per check;
+    with ``parsed`` if something had to be parsed. Raises ScorerError if a scorer fails."""
     rows = []
     for check in checks:
         value, reason, parsed = _score(SCORERS[check["scorer"]], text, check, gold)
@@ -142,7 +142,7 @@ def _score(known: Scorer, text: str, check: Mapping[str, Any], gold: Any) -> Mar
         return mark(False, reason, False if known.name == "choice" else None)
     try:
         return known.score(text, check, gold)
-    except (KtbridgeError, ImportError):  # a missing package is no fault of the answer
+    except (KtbridgeError, ImportError):  # a missing package is not the answer's fault
         raise
     except Exception as error:
         what = " ".join(str(error).split())[:120]
@@ -151,7 +151,7 @@ def _score(known: Scorer, text: str, check: Mapping[str, Any], gold: Any) -> Mar
 
 @dataclass
 class ParseRate:
-    """How many answers could be read, of those from which something had to be read."""
+    """How many answers could be parsed, of those that had to be parsed."""
 
     read: int = 0
     asked: int = 0
@@ -159,12 +159,12 @@ class ParseRate:
 
     @property
     def share(self) -> float | None:
-        """None where nothing had to be read."""
+        """None if nothing had to be parsed."""
         return self.read / self.asked if self.asked else None
 
 
 def parse_rate(checks: Sequence[Mapping[str, Any]]) -> ParseRate:
-    """Over the rows that ``score_task`` made, of one arm: a low accuracy with a low parse rate is a
+    """Over one arm's rows from ``score_task``: a low accuracy with a low parse rate is a
     failure of format, not of knowledge."""
     rate = ParseRate()
     for row in checks:
@@ -196,7 +196,7 @@ def is_flag(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number: not a bool, no integer too large for a float."""
+    """A finite number: not a bool, not an integer too large for a float."""
     try:
         return (
             isinstance(value, (int, float))
