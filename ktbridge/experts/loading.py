@@ -30,7 +30,7 @@ def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> 
     Raises KtbridgeError when it does not load, or when weights are missing that transformers would
     fill with random numbers.
     """
-    with told_in_a_sentence(path):
+    with readable_load_errors(path):
         cls, config = model_class(AutoConfig.from_pretrained(path))
         return _loaded(cls, path, config, dtype, _attending(attention))
 
@@ -74,7 +74,7 @@ def load_mapped(
     place, and KtbridgeError as ``load_model`` does.
     """
     mapped = MappedExperts(experts or path)
-    with told_in_a_sentence(path):
+    with readable_load_errors(path):
         whole, config = model_class(AutoConfig.from_pretrained(path))
         with experts_left_out(whole) as cls:
             options = _unquantised(config, mapped) | _attending(attention)
@@ -94,7 +94,7 @@ def load_mapped(
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer in ``path``. Raises KtbridgeError when it does not load."""
-    with told_in_a_sentence(path, "tokenizer"):
+    with readable_load_errors(path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path)
 
 
@@ -155,7 +155,7 @@ def _loaded(cls: Any, path: Path, config: Any, dtype: torch.dtype, options: dict
 
 
 @contextmanager
-def told_in_a_sentence(path: Path, what: str = "model") -> Iterator[None]:
+def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
     """Raise KtbridgeError for whatever transformers raises over ``what`` in ``path``."""
     try:
         yield

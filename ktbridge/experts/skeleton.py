@@ -11,7 +11,7 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import model_class, told_in_a_sentence
+from ktbridge.experts.loading import model_class, readable_load_errors
 from ktbridge.model.jsonfile import read_json_file
 
 
@@ -27,7 +27,7 @@ def skeleton(base: Path) -> Any:
             "know.",
             "Install a transformers version that has it, or use a model of a family it has.",
         )
-    with told_in_a_sentence(base):
+    with readable_load_errors(base):
         cls, own = model_class(AutoConfig.from_pretrained(base))
         with torch.device("meta"):
             return cls(own)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import told_in_a_sentence
+from ktbridge.experts.loading import readable_load_errors
 from ktbridge.experts.modules import LAYER, experts_modules, odd_traits
 from ktbridge.experts.skeleton import skeleton
 from ktbridge.model import read_model_config
@@ -73,7 +73,7 @@ class LayerwiseModel:
         self.add_to_head: Callable[[torch.Tensor, slice], torch.Tensor] | None = None
         self.on_layer: Callable[[int, int], None] = lambda done, whole: None
         self.reader = WeightReader(path)
-        with told_in_a_sentence(path):
+        with readable_load_errors(path):
             self._fill_buffers()
         self._strict = tuple(self.skeleton._keep_in_fp32_modules_strict or ())
         self._replace_experts()
@@ -81,7 +81,7 @@ class LayerwiseModel:
 
     def hidden(self, ids: torch.Tensor) -> Any:
         """Run the decoder over token ids [B, T]; its output, whose last_hidden_state is [B, T, H]."""
-        with torch.inference_mode(), told_in_a_sentence(self.path):
+        with torch.inference_mode(), readable_load_errors(self.path):
             return self.inner(input_ids=ids, use_cache=False)
 
     def logprobs(self, output: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def bury(leader: int, ended: set[int]) -> None:
+def reap(leader: int, ended: set[int]) -> None:
     """Reap our zombie children that belonged to a tree: those ``ended``, and those of its session."""
     ours = os.getpid()
     for process in _processes():
@@ -78,7 +78,7 @@ def end_members(leader: int, mark: str, grace: float = 1.0) -> set[int]:
     try:
         return _end_members(leader, mark, grace, ended)
     finally:
-        bury(leader, ended)
+        reap(leader, ended)
 
 
 def _end_members(leader: int, mark: str, grace: float, ended: set[int]) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ktbridge.sft.config.findings import AT_ODDS, Findings, shown
+from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
 from ktbridge.sft.config.foreign_keys import IN_BLOCK
 from ktbridge.sft.config.schema import KtConfig, options
 
@@ -46,7 +46,7 @@ class _Place:
                 shown(value),
                 f"{shown(before)}, as {self._spelling[name]} has it",
                 "Keep one of the two.",
-                code=AT_ODDS,
+                code=CONTRADICTION,
             )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktbridge.experts.rank import MAX_EXPERT_RANK
-from ktbridge.sft.config.findings import AT_ODDS, MEANINGLESS, Findings, shown
+from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, Findings, shown
 from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
 
 _DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
@@ -55,7 +55,7 @@ def _contradictions(
 ) -> None:
     def error_if(wrong: bool, key: str, found: str, expected: str, next_step: str) -> None:
         if wrong:
-            findings.error(key, found, expected, next_step, code=AT_ODDS)
+            findings.error(key, found, expected, next_step, code=CONTRADICTION)
 
     dpo = values["stage"] == "dpo"
     for key in ("packing", "neat_packing"):
@@ -106,7 +106,7 @@ def _kt_kernel(block: Mapping[str, Any], findings: Findings) -> None:
             f"{storage} with kt_backend: kt-kernel",
             "bf16",
             "Leave it out, or leave out kt_backend: ktbridge's kernels read bf16, FP8, INT8 and INT4.",
-            code=AT_ODDS,
+            code=CONTRADICTION,
         )
 
 
@@ -142,7 +142,7 @@ def _notes_on_training(
             f"missing, so it is {2 * own}, twice kt_lora_rank, whatever lora_alpha is",
             "a number",
             "Set it, or leave kt_lora_rank out to train the experts with lora_rank and lora_alpha.",
-            code=AT_ODDS,
+            code=CONTRADICTION,
         )
 
 

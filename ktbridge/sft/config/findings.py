@@ -7,7 +7,7 @@ from typing import Any
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, Severity
 
-UNKNOWN, WRONG, MISSING, MEANINGLESS, AT_ODDS, NOT_THERE = (
+UNKNOWN, WRONG, MISSING, MEANINGLESS, CONTRADICTION, NOT_THERE = (
     "KTC001", "KTC002", "KTC003", "KTC004", "KTC005", "KTC006"
 )  # fmt: skip
 

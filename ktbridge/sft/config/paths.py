@@ -11,7 +11,7 @@ from ktbridge.adapter.publish import why_not_writable
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.sft.config import optimize_rule
-from ktbridge.sft.config.findings import AT_ODDS, MEANINGLESS, NOT_THERE, Findings
+from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, NOT_THERE, Findings
 from ktbridge.sft.config.schema import STORAGE_BACKENDS, TrainConfig
 from ktbridge.sft.config.values import one_of
 
@@ -212,7 +212,7 @@ def _apply_rule(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: 
                 f"it asks for the backend {asked}",
                 kt["kt_backend"],
                 "Keep one; kt_backend decides, and of several in a file the first.",
-                code=AT_ODDS,
+                code=CONTRADICTION,
             )
     if main["device_rules"] and main.get("use_cpu"):
         main["device_rules"] = ()

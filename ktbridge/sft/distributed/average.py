@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import distributed, nn
 
-from ktbridge.sft.distributed.group import told
+from ktbridge.sft.distributed.group import explain_lost_rank
 from ktbridge.sft.distributed.world import world
 
 _BUCKET = 64 << 20  # bytes: a link reaches full bandwidth with fewer, and a GPU has room for this
@@ -31,7 +31,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
         parts = flat.split([gradient.numel() for gradient in gradients])
         for part, gradient in zip(parts, gradients, strict=True):
             part.copy_(gradient.flatten(), non_blocking=True)
-        with told():
+        with explain_lost_rank():
             distributed.all_reduce(flat)
         flat /= world().size
         for part, gradient in zip(parts, gradients, strict=True):

@@ -50,7 +50,7 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
             )
         torch.cuda.set_device(here.local_rank)
     limit = timedelta(seconds=timeout)
-    with told():
+    with explain_lost_rank():
         if not distributed.is_initialized():
             # The CPU backend of the default group is for what FSDP2 offloads.
             backend = "cuda:nccl,cpu:gloo" if gpus else "gloo"
@@ -77,7 +77,7 @@ def group() -> distributed.ProcessGroup:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def explain_lost_rank() -> Iterator[None]:
     """Turn torch's error about a lost rank into a KtbridgeError."""
     try:
         yield
@@ -95,7 +95,7 @@ def agree(value: int) -> int:
     if world().size == 1:
         return value
     mine = torch.tensor([value], dtype=torch.int64)
-    with told():
+    with explain_lost_rank():
         distributed.all_reduce(mine, distributed.ReduceOp.MAX, group())
     return int(mine)
 
@@ -105,7 +105,7 @@ def from_main(value: float) -> float:
     if world().size == 1:
         return value
     mine = torch.tensor([value], dtype=torch.float64)
-    with told():
+    with explain_lost_rank():
         distributed.broadcast(mine, 0, group())
     return float(mine)
 
@@ -119,7 +119,7 @@ def exchange(row: Sequence[int]) -> list[list[int]]:
     """All-gather each rank's ``row`` of integers, in rank order; rows are equally long."""
     mine = torch.tensor(row, dtype=torch.int64)
     rows = [torch.empty_like(mine) for _ in range(world().size)]
-    with told():
+    with explain_lost_rank():
         distributed.all_gather(rows, mine, group())
     return [each.tolist() for each in rows]
 
@@ -131,7 +131,7 @@ def collect(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torc
     """
     here = world()
     work: list[Any] = []
-    with told():
+    with explain_lost_rank():
         if here.rank:
             for tag, tensor in enumerate(tensors):
                 if tensor.numel():
@@ -159,7 +159,7 @@ def distribute(
     """
     here = world()
     work: list[Any] = []
-    with told():
+    with explain_lost_rank():
         if here.rank:
             own = [torch.empty_like(tensor) for tensor in like]
             for tag, part in enumerate(own):

@@ -12,7 +12,7 @@ from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft.distributed.dispatch import run_experts
-from ktbridge.sft.distributed.group import group, told
+from ktbridge.sft.distributed.group import explain_lost_rank, group
 from ktbridge.sft.distributed.world import is_main, world
 
 
@@ -80,7 +80,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     gather = getattr(tensor, "full_tensor", None)
     if gather is None:
         return tensor
-    with told():
+    with explain_lost_rank():
         whole: torch.Tensor = gather()
     return whole
 
@@ -100,7 +100,7 @@ def gather_trained(model: nn.Module) -> None:
 
 def _broadcast(parameter: torch.Tensor) -> None:
     value = parameter.detach().cpu().contiguous()
-    with told():
+    with explain_lost_rank():
         distributed.broadcast(value, 0, group())
     with torch.no_grad():
         parameter.copy_(value)

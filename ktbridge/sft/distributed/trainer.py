@@ -21,7 +21,7 @@ from torch import nn
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import expert_layers
 from ktbridge.sft.distributed.average import average_gradients
-from ktbridge.sft.distributed.group import from_main, told
+from ktbridge.sft.distributed.group import explain_lost_rank, from_main
 from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
 from ktbridge.sft.distributed.world import world
 
@@ -145,7 +145,7 @@ def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float)
             (own if parameter in experts else shared).append(parameter.grad)
     squares = from_main(sum(float(grad.double().square().sum()) for grad in own))
     if shared:
-        with told():
+        with explain_lost_rank():
             squares += float(full(nn.utils.get_total_norm(shared))) ** 2
     norm = squares**0.5
     if largest < float("inf"):

@@ -105,7 +105,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         steps=setting.steps,
         pace=pace,
         tokens_per_pass=setting.batch.tokens,
-        experts=tuple(choice.told(setting) for choice in choices) if cuda else (),
+        experts=tuple(choice.described(setting) for choice in choices) if cuda else (),
         disk_reads=disk_reads(
             setting, parts, target.memory, experts or (None if missing else base), measure
         ),

@@ -21,7 +21,7 @@ class Choice:
     pace: Pace | None = None
     why: str = ""
 
-    def told(self, taken: Setting) -> Experts:
+    def described(self, taken: Setting) -> Experts:
         """For the plan, which is made for ``taken``."""
         made = self.setting
         return Experts(

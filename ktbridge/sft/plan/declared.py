@@ -203,7 +203,7 @@ def _shapes(path: Path) -> dict[str, Shape]:
         import torch
         import transformers
 
-        from ktbridge.experts.loading import told_in_a_sentence
+        from ktbridge.experts.loading import readable_load_errors
         from ktbridge.experts.skeleton import skeleton
     except ModuleNotFoundError as error:
         raise KtbridgeError(
@@ -217,6 +217,6 @@ def _shapes(path: Path) -> dict[str, Shape]:
     )
     known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if known and not isinstance(model, cls):
-        with told_in_a_sentence(path), torch.device("meta"):
+        with readable_load_errors(path), torch.device("meta"):
             model = cls(transformers.AutoConfig.from_pretrained(path))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ktbridge.serve.sglang.supervise import GRACE_SECONDS
-from ktbridge.serve.sglang.tree import adopt_orphans, bury, end_members, members
+from ktbridge.serve.sglang.tree import adopt_orphans, end_members, members, reap
 
 KEY = "a-secret_4711"
 
@@ -257,5 +257,5 @@ def test_orphans_are_buried() -> None:
         until = time.monotonic() + 20
         while Path(f"/proc/{orphan}").exists():
             assert time.monotonic() < until, "a zombie is left"
-            bury(process.pid, set())
+            reap(process.pid, set())
             time.sleep(0.01)
