@@ -17,9 +17,14 @@ from torch.nn import functional
 
 def kernels(tensor: torch.Tensor) -> Any:
     """The Triton kernels for tensors that are where ``tensor`` is, or None."""
-    if tensor.device.type != "cuda":
+    return kernels_on(tensor.device)
+
+
+def kernels_on(device: torch.device) -> Any:
+    """The Triton kernels for tensors on ``device``, or None."""
+    if device.type != "cuda":
         return None
-    found = tried(tensor.device)
+    found = tried(device)
     return None if isinstance(found, str) else found
 
 
@@ -50,8 +55,7 @@ def from_host(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     torch doesn't see it being read: whoever gives it keeps it until then.
     """
-    there = torch.empty(0, device=device)
-    if fused := kernels(there):
+    if fused := kernels_on(device):
         return fused.from_host(pinned, device)
     return pinned.to(device, non_blocking=True)
 

@@ -109,7 +109,7 @@ class GpuExperts:
             index: [0.0] * weights[0].count for index, weights in self._weights.items()
         }
         self._layers = {index: self._lay_out(index, ()) for index in self._weights}
-        streamed = self._number(resident)
+        streamed = self._number([index for index in self._layers if index not in resident])
         self.ring = Ring(streamed, self._slot_bytes, slots, self.device, copier)
         self._work: Bordered | None = None
         self._make_work()
@@ -130,12 +130,12 @@ class GpuExperts:
 
     def set_cold(self, cold: Mapping[int, Sequence[int]]) -> None:
         """Have the CPU compute these experts of streamed layers, and no others; between passes."""
-        before = self.cold
-        for index in self.streamed:
+        before, streamed = self.cold, self.streamed
+        for index in streamed:
             experts = tuple(sorted(cold.get(index, ())))
             if experts != before.get(index, ()):
                 self._layers[index] = self._lay_out(index, experts)
-        self.ring.hold(self._number([i for i in self._layers if i not in self.streamed]))
+        self.ring.hold(self._number(streamed))
         self._make_work()
 
     def _lay_out(self, index: int, cold: Sequence[int]) -> Layer:
@@ -146,14 +146,13 @@ class GpuExperts:
         where = f"layer {index}"
         return lay_out(self._weights[index], self._slot_bytes, self.device, kernels, where)
 
-    def _number(self, resident: Sequence[int]) -> list[Group]:
-        """Number the groups of the layers that are streamed; all of these, in order."""
-        streamed: list[Group] = []
-        for index, layer in self._layers.items():
-            if index not in resident:
-                layer.first = len(streamed)
-                streamed += layer.groups
-        return streamed
+    def _number(self, streamed: Sequence[int]) -> list[Group]:
+        """Number the groups of the layers in ``streamed``; all of these, in order."""
+        groups: list[Group] = []
+        for index in streamed:
+            self._layers[index].first = len(groups)
+            groups += self._layers[index].groups
+        return groups
 
     def _make_work(self) -> None:
         """The matrices that a streamed group is unpacked into, for the largest."""
@@ -247,7 +246,7 @@ class GpuExperts:
                 self.ring.give_back(layer.first + number, forward, turns)
         if given is None:
             return kept
-        kept.set_borders(given, sum(len(each.experts) for each in layer.groups[:number]))
+        kept.set_borders(given, layer.starts[number])
         return replace(kept, scale=scale)
 
     def _borders(self, layer: Layer, lora: Lora) -> Borders | None:
@@ -360,8 +359,7 @@ class GpuExperts:
 
     def _rows(self, layer: Layer, number: int, routing: Routing) -> tuple[layer_math.Rows, slice]:
         """A group's rows, and where they are among all."""
-        before = sum(len(group.experts) for group in layer.groups[:number])
-        behind = before + len(layer.groups[number].experts)
+        before, behind = layer.starts[number : number + 2]
         start = routing.bounds[before]
         bounds = tuple(bound - start for bound in routing.bounds[before : behind + 1])
         ends = routing.ends[before:behind] - start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -20,8 +21,12 @@ class Layer:
     groups: tuple[Group, ...]
     cold: ColdExperts | None
     """The experts that the CPU computes."""
+    experts: tuple[int, ...]
+    """All experts in the order of computing."""
+    starts: tuple[int, ...]
+    """The place in that order of each group's first expert, and behind the last group's."""
     place: torch.Tensor
-    """[E] int64 on the device: each expert's place in the order of computing."""
+    """[E] int64 on the device: each expert's place in that order."""
     order: torch.Tensor | None
     """The experts that the GPU computes, int64 on the device; None: all, in their own order."""
     first: int = -1
@@ -31,13 +36,7 @@ class Layer:
     @property
     def hot(self) -> int:
         """How many experts the GPU computes."""
-        return sum(len(group.experts) for group in self.groups)
-
-    @property
-    def experts(self) -> list[int]:
-        """All experts in the order of computing."""
-        cold = self.cold.experts if self.cold else ()
-        return [*(expert for group in self.groups for expert in group.experts), *cold]
+        return self.starts[-1]
 
 
 def lay_out(
@@ -47,14 +46,19 @@ def lay_out(
 
     Raises ``UsageError`` as ``layer_groups``.
     """
-    aside = set(cold.experts if cold else ())
-    hot = [expert for expert in range(weights[0].count) if expert not in aside]
+    aside = cold.experts if cold else ()
+    hot = [expert for expert in range(weights[0].count) if expert not in set(aside)]
     groups = layer_groups(weights, slot_bytes, where, hot) if hot else ()
-    made = Layer(weights, groups, cold, torch.empty(0), None)
-    experts = made.experts
+    experts = (*(expert for group in groups for expert in group.experts), *aside)
     place = torch.empty(len(experts), dtype=torch.int64)
     place[torch.tensor(experts)] = torch.arange(len(experts))
-    made.place = place.to(device)
-    if cold or experts != sorted(experts):
-        made.order = torch.tensor(experts[: len(hot)], dtype=torch.int64, device=device)
-    return made
+    in_order = not cold and list(experts) == sorted(experts)
+    return Layer(
+        weights,
+        groups,
+        cold,
+        experts,
+        tuple(accumulate((len(group.experts) for group in groups), initial=0)),
+        place.to(device),
+        None if in_order else torch.tensor(experts[: len(hot)], dtype=torch.int64, device=device),
+    )
