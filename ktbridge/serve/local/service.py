@@ -73,20 +73,11 @@ class Service:
         prompt = await asyncio.to_thread(prompts.chat, body.messages, body.chat_template_kwargs)
         for limit in (body.max_tokens, body.max_completion_tokens):
             prompts.room(prompt, limit, "messages")
-        sampling = Sampling(
-            max_tokens=prompts.room(prompt, body.limit, "messages"),
-            temperature=body.temperature,
-            top_p=body.top_p,
-            seed=body.seed,
-            stop=body.stops,
-            top_logprobs=body.wanted_logprobs,
-        )
+        most = prompts.room(prompt, body.limit, "messages")
+        sampling = _sampling(body, most, body.wanted_logprobs)
         job = self._start(arm, [prompt], [sampling], body.n)
         reply = ChatReply(arm.name, self.engine.tokens, logprobs=body.logprobs, n=body.n)
-        if body.stream:
-            return stream(job, reply, len(prompt), body.include_usage, self.metrics)
-        choices = await collect(job, body.n, request, self.metrics)
-        return JSONResponse(reply.whole(choices, len(prompt)))
+        return await self._respond(job, reply, body, request, [prompt])
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """The reply to prompts, whole or as a stream. Raises ApiError."""
@@ -94,15 +85,7 @@ class Service:
         ids = [await asyncio.to_thread(prompts.completion, given) for given in body.prompts]
         scored = body.echo and body.logprobs is not None
         samplings = [
-            Sampling(
-                max_tokens=prompts.room(prompt, body.max_tokens, "prompt"),
-                temperature=body.temperature,
-                top_p=body.top_p,
-                seed=body.seed,
-                stop=body.stops,
-                top_logprobs=body.logprobs,
-                prompt_logprobs=scored,
-            )
+            _sampling(body, prompts.room(prompt, body.max_tokens, "prompt"), body.logprobs, scored)
             for prompt in ids
         ]
         job = self._start(arm, ids, samplings, body.n)
@@ -114,10 +97,21 @@ class Service:
             logprobs=body.logprobs is not None,
             tops=bool(body.logprobs),
         )
-        tokens = sum(map(len, ids))
+        return await self._respond(job, reply, body, request, ids)
+
+    async def _respond(
+        self,
+        job: Job,
+        reply: ChatReply | CompletionReply,
+        body: ChatRequest | CompletionRequest,
+        request: Request,
+        prompts: Sequence[list[int]],
+    ) -> Response:
+        """``reply`` of a queued request, whole or as a stream."""
+        tokens = sum(map(len, prompts))
         if body.stream:
             return stream(job, reply, tokens, body.include_usage, self.metrics)
-        choices = await collect(job, len(ids) * body.n, request, self.metrics)
+        choices = await collect(job, len(prompts) * body.n, request, self.metrics)
         return JSONResponse(reply.whole(choices, tokens))
 
     def _echo(self, body: CompletionRequest, given: str | list[int], prompt: list[int]) -> Echo:
@@ -149,3 +143,18 @@ class Service:
             self.metrics.ended(arm.name, "rejected")
             raise stopping() from None
         return job
+
+
+def _sampling(
+    body: ChatRequest | CompletionRequest, most: int, tops: int | None, scored: bool = False
+) -> Sampling:
+    """As ``body`` asks: ``most`` tokens with ``tops`` logprobs each, the prompt's too if ``scored``."""
+    return Sampling(
+        max_tokens=most,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        stop=body.stops,
+        top_logprobs=tops,
+        prompt_logprobs=scored,
+    )
