@@ -10,8 +10,8 @@
 
 A contestant is who computes the experts, and for ktbridge within how much GPU memory: `cpu`, `stream`,
 `hybrid`, `resident` and `auto` are ktbridge's, `hf` is Hugging Face and PEFT with everything on the GPU,
-`offload` the placement of `cpu` with torch's own operations. peers/train_worker.py is what each runs, in a
-process of its own. The first step, in which memory is touched and caches fill, is not counted. A step's rows
+`hf-autocast` the same under bfloat16 autocast, `offload` the placement of `cpu` with torch's own operations.
+peers/train_worker.py is what each runs, in a process of its own. The first step, in which memory is touched and caches fill, is not counted. A step's rows
 go through in --passes passes, the same rows in each step; with 0, in as few as ktbridge finds room for. With
 --gpus N there are N processes, each with a GPU and --rows rows of its own; tokens are of all, memory is the
 largest. Prints a table, and ends with 1 when a contestant fails or the first steps' losses, which are the
@@ -45,7 +45,7 @@ from ktbridge.model import read_model_config
 from ktbridge.units import parse_size
 
 OURS = ("cpu", "stream", "hybrid", "resident", "auto")
-WHO = (*OURS, "hf", "offload")
+WHO = (*OURS, "hf", "hf-autocast", "offload")
 SAME_LOSS = 0.01
 WORKER = Path(__file__).parent / "peers" / "train_worker.py"
 LEGEND = (
@@ -185,7 +185,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
         (line,) = axes.plot(
             [x for x, _, _ in ours], [y for _, y, _ in ours], marker="o", label=f"ktbridge: {label}"
         )
-        if peers := [point for point in points if point[2] == "hf"]:
+        if peers := [point for point in points if point[2].startswith("hf")]:
             axes.plot(
                 [x for x, _, _ in peers], [y for _, y, _ in peers], "x", color=line.get_color(),
                 markersize=9, markeredgewidth=2, label=f"Hugging Face + PEFT: {label}",
@@ -209,7 +209,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     "names",
     multiple=True,
     metavar="WHO[@GPU_MEMORY]",
-    help="cpu, stream, hybrid, resident, auto, hf or offload; several.  [default: stream, cpu, hf]",
+    help=f"{', '.join(WHO)}; several.  [default: stream, cpu, hf]",
 )
 @click.option("--rank", default=8, show_default=True, type=click.IntRange(1))
 @click.option(

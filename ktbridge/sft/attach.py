@@ -15,6 +15,7 @@ from ktbridge.experts.attach import TunedModel
 from ktbridge.experts.from_adapter import copy_nonexpert
 from ktbridge.experts.inject import expert_layers, load_expert_lora, wrap_experts
 from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.master_linear import convert_masters
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.targets import adaptable, chosen_modules
 from ktbridge.sft.config import TrainConfig
@@ -50,6 +51,7 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
         for parameter in tuned.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+    convert_masters(tuned)
     wrap_experts(
         tuned,
         config.expert_rank,

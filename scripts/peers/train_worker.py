@@ -5,7 +5,8 @@
 * ``cpu``, ``stream``, ``hybrid``, ``resident``, ``auto``: ktbridge, attention on the GPU, experts mapped
   from the checkpoint and computed by our CPU kernels, on the GPU, or by both.
 * ``offload``: the placement of ``cpu`` with torch's own operations for the experts, which are loaded.
-* ``hf``: Hugging Face and PEFT with everything on the GPU, LoRA on the fused experts too.
+* ``hf``: Hugging Face and PEFT with everything on the GPU, LoRA on the fused experts too; ``hf-autocast``
+  the same with torch's autocast to bfloat16, as Trainer's ``bf16`` has it.
 
 All train LoRA on attention and experts with the same rank, rows, passes, checkpointing, AdamW and loss.
 Without a GPU all of each is on the CPU. Prints a line a step on stderr. Needs `ktbridge[train]`.
@@ -41,6 +42,7 @@ from ktbridge.experts import checkpointing
 from ktbridge.experts.expert_call import kernel_seconds
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.master_linear import convert_masters
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft import distributed
 from ktbridge.sft.config import KtConfig, TrainConfig
@@ -141,6 +143,7 @@ def build(case: dict[str, Any]) -> nn.Module:
     if who in OURS:
         model = load_mapped(path, torch.bfloat16, lambda name: DEVICE)
         model = get_peft_model(model, lora(rank))
+        convert_masters(model)
         ktbridge.sft.wrap_experts(model, rank, 2 * rank, accumulate_grad=True)
         for layer in expert_layers(model).values():
             layer.run_ahead = True
@@ -285,7 +288,8 @@ def main() -> None:
         passes = every.to(DEVICE).split(case["rows_a_pass"])
         for ids in passes:
             with nullcontext() if ids is passes[-1] else alone():
-                loss = loss_of(ids) * (len(ids) / case["rows"])
+                with torch.autocast(DEVICE.type, torch.bfloat16, case["who"] == "hf-autocast"):
+                    loss = loss_of(ids) * (len(ids) / case["rows"])
                 loss.backward()
             total += float(loss.detach())
         distributed.average_gradients(lora, DEVICE)

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts import master_linear
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
@@ -110,14 +111,19 @@ def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
 @pytest.mark.parametrize(
-    ("family", "plain", "lora"),
+    ("family", "plain", "lora", "converted"),
     [
-        *((family, torch.bfloat16, torch.float32) for family in FAMILIES),
-        ("qwen3_moe", torch.bfloat16, torch.bfloat16),
-        ("deepseek_v2", torch.float32, torch.float32),
+        *((family, torch.bfloat16, torch.float32, False) for family in FAMILIES),
+        *((family, torch.bfloat16, torch.float32, True) for family in FAMILIES),
+        ("qwen3_moe", torch.bfloat16, torch.bfloat16, False),
+        ("deepseek_v2", torch.float32, torch.float32, False),
     ],
 )
-def test_autograd_keeps_what_the_formula_says(family, plain, lora, tmp_path):
+def test_autograd_keeps_what_the_formula_says(
+    family, plain, lora, converted, tmp_path, monkeypatch
+):
+    if converted:  # as on a GPU: the masters, not the hidden states
+        monkeypatch.setattr(master_linear, "_DEVICES", ("cpu",))
     torch.manual_seed(0)
     made = {"vocab_size": 64, "intermediate_size": 512, "moe_intermediate_size": 64}
     model = AutoModelForCausalLM.from_config(
@@ -140,7 +146,8 @@ def test_autograd_keeps_what_the_formula_says(family, plain, lora, tmp_path):
     frozen = sum(p.numel() for p in tuned.parameters()) - sum(trained.values())
     assert shape.nonexpert_elements == pytest.approx(frozen, rel=0.01)  # experts are no parameters
 
-    batch = Batch(1, 256, False, plain.itemsize, cuda=False, lora_width=lora.itemsize)
+    computed = plain if converted else lora
+    batch = Batch(1, 256, False, plain.itemsize, cuda=False, lora_width=computed.itemsize)
     predicted = sum(
         layer_bytes(shape, layer, lora_paths(setting, layer), 8, batch).kept
         for layer in shape.layers

@@ -1,7 +1,8 @@
 """How much of the experts a GPU-memory budget keeps on the GPU, and how many tokens fit beside it. Pure.
 
-In this order: two slots of the ring, the step's rows in as few passes as may be, the LoRA's masters with the
-optimizer's state, the rest of the ring, whole layers that stay resident, and more slots.
+In this order: two slots of the ring, the step's rows in as few passes as may be, the rest of the ring, the
+LoRA's masters with the optimizer's state, whole layers that stay resident, and more slots. Masters don't go
+before the ring: the optimizer on the host takes less than a GPU that waits for each layer's weights.
 """
 
 from __future__ import annotations
@@ -86,7 +87,6 @@ def choose_share(
             if not grown(share, groups=groups, slot_bytes=slot, masters=True):
                 break
             share = replace(share, groups=groups, slot_bytes=slot)
-    share = grown(share, masters=True) or share
 
     def with_slots(share: Share, most: int) -> Share:
         while share.slots < most and (more := grown(share, slots=share.slots + 1)):
@@ -96,7 +96,8 @@ def choose_share(
     def streamed(share: Share) -> int:
         return share.groups * (sizes.layers - len(share.resident))
 
-    share = with_slots(share, min(share.groups + _AHEAD, streamed(share)))
+    ring = max(share.slots, min(share.groups + _AHEAD, streamed(share)))
+    share = grown(share, masters=True, slots=ring) or with_slots(share, ring)
     if mode == "stream" and gpu_experts is None:
         while len(share.resident) < sizes.layers:
             layers = evenly(len(share.resident) + 1, sizes.layers)

@@ -1,8 +1,8 @@
 """Bytes that autograd keeps of a decoder layer outside its routed experts.
 
-Frozen weights need no input for their gradient, so what is kept are the float32 inputs of RMSNorm, the
-float32 copies that PEFT makes of each adapted linear's input, what attention needs, and the products of
-gated MLPs. Counted against autograd's own saved tensors in tests/sft/test_plan.py.
+Frozen weights need no input for their gradient, so what is kept are the float32 inputs of RMSNorm, each
+adapted linear's input (on a CPU PEFT's copies in the LoRA's dtype), what attention needs, and the products
+of gated MLPs. Counted against autograd's own saved tensors in tests/sft/test_plan.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _DELTA_CHUNK = 64
 class Batch:
     """One micro-batch: ``rows`` sequences of ``length`` tokens; ``masked``: some of them padded.
 
-    ``width`` is 2 for bfloat16 and 4 for float32 activations, ``lora_width`` the same for LoRA;
-    ``cuda`` decides which attention runs.
+    ``width`` is 2 for bfloat16 and 4 for float32 activations, ``lora_width`` the same for LoRA's weights;
+    ``cuda`` decides which attention runs, and in which dtype LoRA does (``master_linear``).
     """
 
     rows: int
@@ -51,16 +51,17 @@ def layer_bytes(
     a_token = 2 * 4 * hidden  # the layer's two norms
     a_token += sum(4 * size for name, size in layer.norms.items() if name.endswith("a_layernorm"))
     widest = 0
+    lora_width = width if batch.cuda else batch.lora_width
     inputs_kept: set[tuple[str, int, bool]] = set()
     for name, (out, inputs) in layer.linears.items():
         if name in targets:
-            a_token += batch.lora_width * rank
+            a_token += lora_width * rank
             # Converted for each of them; where no conversion is needed, q, k and v keep one tensor.
             group = (name.rpartition(".")[0], inputs, name.endswith(("o_proj", "out_proj")))
-            if batch.lora_width != width or group not in inputs_kept:
-                a_token += batch.lora_width * inputs
+            if lora_width != width or group not in inputs_kept:
+                a_token += lora_width * inputs
             inputs_kept.add(group)
-            widest = max(widest, 4 * (inputs + 3 * out))
+            widest = max(widest, max(lora_width, width) * (inputs + 3 * out))
         else:
             widest = max(widest, 2 * width * out)
         if name.endswith("up_proj"):  # silu(gate) * up, of dense layers and shared experts
