@@ -11,12 +11,12 @@
 A contestant is who computes the experts, and for ktbridge within how much GPU memory: `cpu`, `stream`,
 `hybrid`, `resident` and `auto` are ktbridge's, `hf` is Hugging Face and PEFT with everything on the GPU,
 `hf-autocast` the same under bfloat16 autocast, `offload` the placement of `cpu` with torch's own operations.
-peers/train_worker.py is what each runs, in a process of its own. The first step, in which memory is touched and caches fill, is not counted. A step's rows
-go through in --passes passes, the same rows in each step; with 0, in as few as ktbridge finds room for. With
---gpus N there are N processes, each with a GPU and --rows rows of its own; tokens are of all, memory is the
-largest. Prints a table, and ends with 1 when a contestant fails or the first steps' losses, which are the
-base model's, differ by more than 1 %. --plot draws tokens/s over GPU memory. Needs `ktbridge[train]`;
-without a GPU all are on the CPU.
+peers/train_worker.py is what each runs, in a process of its own. The first step, in which memory is touched
+and caches fill, is not counted. A step's rows go through in --passes passes, the same rows in each step;
+with 0, in as few as ktbridge finds room for. With --gpus N there are N processes, each with a GPU and --rows
+rows of its own; tokens are of all, memory is the largest. Prints a table, and ends with 1 when a contestant
+fails or the first steps' losses, which are the base model's, differ by more than 1 %. --plot draws tokens/s
+over GPU memory. Needs `ktbridge[train]`; without a GPU all are on the CPU.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ class MasterLinear(Linear):
             return super().forward(x, *args, **kwargs)
         result: torch.Tensor = self.base_layer(x)
         for name in names:
-            a, b = (each[name].weight.to(x.dtype) for each in (self.lora_A, self.lora_B))
+            a, b = (
+                each[name].get_parameter("weight").to(x.dtype)
+                for each in (self.lora_A, self.lora_B)
+            )
             thin = functional.linear(self.lora_dropout[name](x), a)
             whole = torch.addmm(
                 result.flatten(0, -2), thin.flatten(0, -2), b.T, alpha=self.scaling[name]

@@ -19,7 +19,7 @@ from ktbridge.experts.master_linear import convert_masters
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.targets import adaptable, chosen_modules
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.start import read_start
+from ktbridge.sft.start import Start, read_start
 
 
 def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
@@ -36,22 +36,8 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
     which an adapter to go on from doesn't fit configuration or model, and what ``wrap_experts`` does.
     """
     device = attention_device(model)
-    found = adaptable(model)
-    start = read_start(config, model, found)
-    names = start.modules if start else chosen_modules(model, found, config.lora_target)
-    lora = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation doesn't
-        lora_dropout=config.lora_dropout,
-        use_rslora=start.rslora if start else False,
-        task_type="CAUSAL_LM",
-    )
-    tuned = TunedModel(model, lora, names, found)
-    if not config.pure_bf16:  # masters, as PEFT makes them of whole models and the experts' LoRA is
-        for parameter in tuned.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-    convert_masters(tuned)
+    start = read_start(config, model, adaptable(model))
+    tuned = attach_linear_lora(model, config, start)
     wrap_experts(
         tuned,
         config.expert_rank,
@@ -75,6 +61,28 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
     if start:
         copy_nonexpert(model, start)
         load_expert_lora(tuned, start.adapter)
+    return tuned
+
+
+def attach_linear_lora(
+    model: PreTrainedModel, config: TrainConfig, start: Start | None = None
+) -> TunedModel:
+    """PEFT on the non-experts alone; on the modules of ``start``, if an adapter is given."""
+    found = adaptable(model)
+    names = start.modules if start else chosen_modules(model, found, config.lora_target)
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation doesn't
+        lora_dropout=config.lora_dropout,
+        use_rslora=start.rslora if start else False,
+        task_type="CAUSAL_LM",
+    )
+    tuned = TunedModel(model, lora, names, found)
+    if not config.pure_bf16:  # masters, as PEFT makes them of whole models and the experts' LoRA is
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    convert_masters(tuned)
     return tuned
 
 

@@ -45,6 +45,7 @@ from ktbridge.experts.loading import load_mapped
 from ktbridge.experts.master_linear import convert_masters
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft import distributed
+from ktbridge.sft.attach import threads_beside_python
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.distributed.group import group
 from ktbridge.sft.expert_device import place_experts
@@ -144,7 +145,8 @@ def build(case: dict[str, Any]) -> nn.Module:
         model = load_mapped(path, torch.bfloat16, lambda name: DEVICE)
         model = get_peft_model(model, lora(rank))
         convert_masters(model)
-        ktbridge.sft.wrap_experts(model, rank, 2 * rank, accumulate_grad=True)
+        threads = threads_beside_python(DEVICE)
+        ktbridge.sft.wrap_experts(model, rank, 2 * rank, threads=threads, accumulate_grad=True)
         for layer in expert_layers(model).values():
             layer.run_ahead = True
         if case["checkpointing"]:

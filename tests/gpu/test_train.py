@@ -63,6 +63,15 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+PLACES = {
+    "cpu": ("kt_experts=cpu",),
+    "stream": ("kt_experts=stream", "kt_num_gpu_experts=0"),
+    "hybrid": ("kt_experts=hybrid",),
+    "resident": ("kt_experts=resident",),
+}
+"""What a configuration says for experts there; so small a model is resident unless none of it may be."""
+
+
 def losses(directory: Path, key: str = "loss") -> list[float]:
     log = (directory / "trainer_log.jsonl").read_text().splitlines()
     return [json.loads(line)[key] for line in log]
@@ -82,7 +91,7 @@ def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
     assert result["steps"] == 12
     assert result["last_loss"] < 0.85 * result["first_loss"]
     assert result["peak_gpu_bytes"] > 0
-    assert 0 < result["expert_share"] < 1
+    assert 0 <= result["expert_share"] < 1
     assert validate_adapter([run_dir / "raw"]).ok
 
     on_cpu = train(run_dir, "use_cpu=true", f"output_dir={run_dir / 'cpu'}")
@@ -90,12 +99,12 @@ def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
     assert losses(run_dir / "cpu") == pytest.approx(losses(run_dir / "raw"), rel=0.1)
 
 
-@pytest.mark.parametrize("experts", ["cpu", "stream", "resident"])
+@pytest.mark.parametrize("experts", [*PLACES])
 @pytest.mark.parametrize("stage", [("stage=sft",), ("stage=dpo", "dataset=pairs.jsonl")])
 def test_a_run_that_was_stopped_goes_on(run_dir, stage, experts):
     from ktbridge.errors import KtbridgeError
 
-    stage = (*stage, f"kt_experts={experts}")
+    stage = (*stage, *PLACES[experts])
     whole = train(run_dir, *stage, f"output_dir={run_dir / 'whole'}")
     assert whole.experts == experts
 
@@ -115,9 +124,9 @@ def test_a_run_that_was_stopped_goes_on(run_dir, stage, experts):
 
 def test_wherever_experts_are_computed_a_run_learns_the_same(run_dir):
     results = {}
-    for experts in ("cpu", "stream", "resident", "auto"):
+    for experts, options in {**PLACES, "auto": ("kt_experts=auto",)}.items():
         output = run_dir / experts
-        found = train(run_dir, f"kt_experts={experts}", f"output_dir={output}")
+        found = train(run_dir, *options, f"output_dir={output}")
         results[experts] = losses(output)
         assert found.experts == experts or experts == "auto"
         assert bool(found.tokens_per_pass) == (experts != "cpu")
@@ -126,7 +135,7 @@ def test_wherever_experts_are_computed_a_run_learns_the_same(run_dir):
     for experts, found in results.items():
         assert found[0] == pytest.approx(results["cpu"][0], rel=1e-2), experts
         assert found == pytest.approx(results["cpu"], rel=0.1), experts
-    few = train(run_dir, "kt_experts=stream", "tokens_per_pass=32", f"output_dir={run_dir / 'few'}")
+    few = train(run_dir, *PLACES["stream"], "tokens_per_pass=32", f"output_dir={run_dir / 'few'}")
     assert few.tokens_per_pass == 32
     assert losses(run_dir / "few") == pytest.approx(results["stream"], rel=0.05)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -115,6 +116,8 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
     monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
     seconds = itertools.count()  # else no two runs would be alike
     monkeypatch.setattr(hybrid, "kernel_seconds", lambda: next(seconds) * 1e-3)
+    clock = itertools.count()  # each step faster than the one before
+    monkeypatch.setattr(hybrid, "perf_counter", lambda: math.sqrt(next(clock)))
     number = "kt_num_gpu_experts=0" if experts == "stream" else "kt_gpu_memory=1GB"
     streamed = (f"kt_experts={experts}", number, "lora_dropout=0.1", "save_total_limit=9")
     train(*streamed, "output_dir=whole")
@@ -123,6 +126,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
     if experts == "hybrid":
         assert any(one["cold"] != two["cold"] for one, two in itertools.pairwise(states))
         assert all(state["cold"] for state in states)
+        assert states[-1]["alone"] is not None
 
     def stop(step: int, steps: int) -> None:
         if step == 3:
@@ -134,6 +138,21 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
     for name in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
         one, two = (load_file(run_dir / place / name) for place in ("whole", "raw"))
         assert all(torch.equal(one[key], two[key]) for key in one | two)
+
+
+@pytest.mark.usefixtures("executor_here")
+def test_a_cpu_that_makes_no_step_faster_is_left_out(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_device, "time_layer", lambda *_, **__: times(1e-6, 1e9, 2e-5))
+    monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
+    clock = itertools.count()  # each step slower than the one before
+    monkeypatch.setattr(hybrid, "perf_counter", lambda: next(clock) ** 2)
+    train("kt_experts=hybrid", "kt_gpu_memory=1GB", "save_total_limit=9", "save_steps=1")
+    paths = run_dir.glob("raw.checkpoints/checkpoint-*/experts.json")
+    states = [json.loads(path.read_text()) for path in sorted(paths)]
+    assert [bool(state["cold"]) for state in states] == [True, True, False, True, False, False]
+    assert [state["left_out"] for state in states] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.usefixtures("executor_here")

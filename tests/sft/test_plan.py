@@ -23,7 +23,7 @@ from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import fit_rows, load_rows
-from ktbridge.sft.plan import Target, disk, make_plan, measure
+from ktbridge.sft.plan import Target, disk, make_plan, measure, outside
 from ktbridge.sft.plan.activations import Batch, layer_bytes
 from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes
 from ktbridge.sft.plan.lengths import Lengths, read_lengths
@@ -153,6 +153,29 @@ def test_autograd_keeps_what_the_formula_says(
         for layer in shape.layers
     )
     assert predicted == pytest.approx(saved_by_autograd(tuned, 256), rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path):
+    made = {"vocab_size": 64, "intermediate_size": 512, "moe_intermediate_size": 64}
+    own = AutoConfig.for_model(family, **made, **FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(own).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    config = load_config(write_run(tmp_path, tmp_path / "base", lora_rank=8))
+    setting = Setting(
+        read_shape(tmp_path / "base"), config, Lengths(1, 1, 32, 32.0, True), False, 2
+    )
+    whole, device = attach_lora(model, config), torch.device("cpu")
+    few = outside._first_layers(setting, 2, device)
+
+    def trained(model):
+        found = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        return {name: shape for name, shape in found.items() if ".experts." not in name}
+
+    both = {name for name in trained(whole) if ".layers.0." in name or ".layers.1." in name}
+    assert trained(few) == {name: trained(whole)[name] for name in both}
+    assert all(seconds > 0 for seconds in outside._seconds(setting, 2, 64, device))
 
 
 def saved_by_autograd(tuned, tokens):

@@ -1,13 +1,15 @@
 """Experts on both: which of them the CPU computes, chosen anew as a run learns where its tokens go.
 
-The choice is made after an optimizer step, from it and those before, and again at fixed steps.
-It goes into checkpoints with all that the next one depends on, so a run that goes on repeats itself.
+The choice is made after an optimizer step, from it and those before, and again at fixed steps. Early in a
+run one step goes without the CPU: where that is no slower, the CPU is left out from then on.
+The choice goes into checkpoints with all that the next one depends on, so a run that goes on repeats itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from ktbridge.experts.expert_call import kernel_seconds
@@ -18,6 +20,8 @@ _OFTEN = 32
 """Steps between choices, once there were some."""
 _WATCHED = 3
 """The step by whose times the paces are corrected: nothing is compiled or allocated any more."""
+_ALONE = _WATCHED + 1
+"""The step without the CPU, after which the one with it is timed."""
 
 
 class Hybrid:
@@ -30,6 +34,10 @@ class Hybrid:
         self._experts, self._paces, self._cold = experts, paces, cold
         self._before: dict[int, list[float]] = {}
         self._passes = self._kernels = 0.0
+        self._began = 0.0
+        self._alone: float | None = None
+        """Seconds of the step without the CPU."""
+        self._left_out = False
         counts = experts.counts
         self._choose({index: [rows / len(each)] * len(each) for index, each in counts.items()})
 
@@ -40,12 +48,17 @@ class Hybrid:
 
     def end_step(self, step: int) -> None:
         """Choose for the steps to come, if it is time to; ``step`` optimizer steps have been made."""
-        experts = self._experts
+        experts, took = self._experts, perf_counter() - self._began
         if step == _WATCHED and self._before:
             self._learn(self._before)
             self._before = {}
+        if step == _ALONE:
+            self._alone = took
+        elif step == _ALONE + 1 and self._alone is not None and took >= self._alone:
+            self._left_out = True
+            self._choose({})
         due = step % _OFTEN == 0 or step & (step - 1) == 0 or step == _WATCHED
-        if due and experts.passes:
+        if due and experts.passes and not self._left_out:
             passes = experts.passes
             self._choose(
                 {index: [n / passes for n in counts] for index, counts in experts.counts.items()}
@@ -56,6 +69,9 @@ class Hybrid:
                 counts[:] = [count / 2 for count in counts]
         if step == _WATCHED - 1:
             self._watch({index: list(counts) for index, counts in experts.counts.items()})
+        if step == _WATCHED and self._cold is None:
+            experts.set_cold({})
+        self._began = perf_counter()
 
     def _watch(self, counts: dict[int, list[float]]) -> None:
         self._before, self._passes = counts, self._experts.passes
@@ -88,6 +104,8 @@ class Hybrid:
             "passes": experts.passes,
             "paces": self._paces.state(),
             "watched": {str(index): counts for index, counts in self._before.items()},
+            "alone": self._alone,
+            "left_out": self._left_out,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -97,11 +115,17 @@ class Hybrid:
         for index, counts in state["counts"].items():
             experts.counts[int(index)][:] = counts
         experts.set_cold({int(index): cold for index, cold in state["cold"].items()})
+        self._alone, self._left_out = state["alone"], state["left_out"]
+        self._began = perf_counter()
         if state["watched"]:
             self._watch({int(index): counts for index, counts in state["watched"].items()})
 
     def _choose(self, counts: dict[int, list[float]]) -> None:
         experts = self._experts
         experts.set_cold(
-            {index: coldest(counts[index], self._paces, self._cold) for index in experts.streamed}
+            {
+                index: coldest(counts[index], self._paces, self._cold)
+                for index in experts.streamed
+                if not self._left_out
+            }
         )

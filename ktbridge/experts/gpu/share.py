@@ -143,35 +143,51 @@ class LayerTimes:
         return self.forward.experts + self.backward.experts
 
 
-def gpu_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0.0) -> float:
+@dataclass(frozen=True)
+class Outside:
+    """Seconds of a pass outside the routed experts and the loss, over all layers."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+_NOTHING = Outside()
+
+
+def gpu_seconds(
+    times: LayerTimes, share: Share, sizes: Sizes, outside: Outside = _NOTHING
+) -> float:
     """Seconds of a pass whose experts the GPU computes: crossings run beside all the rest.
 
-    ``others`` are the seconds of the rest. Each streamed group crosses twice, but for those in the ring
-    where the pass turns.
+    Each streamed group crosses in forward and in backward, but for those in the ring where the pass turns.
+    What the ring doesn't hold can't cross before it is needed, so the slower of link and GPU counts each way.
     """
     streamed = (sizes.layers - len(share.resident)) * share.groups
     crossing = 0.0
     if streamed:
-        crossing = 2 * max(0, streamed - share.slots) * share.slot_bytes / times.link
-    return max(crossing, sizes.layers * times.gpu + others)
+        crossing = max(0, streamed - share.slots) * share.slot_bytes / times.link
+    forward = sizes.layers * times.forward.experts + outside.forward
+    backward = sizes.layers * times.backward.experts + outside.backward
+    return max(crossing, forward) + max(crossing, backward)
 
 
-def paces(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0.0) -> Paces:
-    """What a layer is cut by; ``others`` are a pass's seconds outside the experts, a third in forward."""
-    outside = others / sizes.layers / 3
+def paces(times: LayerTimes, share: Share, sizes: Sizes, outside: Outside = _NOTHING) -> Paces:
+    """What a layer is cut by."""
     streamed = max(1, sizes.layers - len(share.resident))
     return Paces(
-        replace(times.forward, outside=outside),
-        replace(times.backward, outside=2 * outside),
+        replace(times.forward, outside=outside.forward / sizes.layers),
+        replace(times.backward, outside=outside.backward / sizes.layers),
         sizes.stored / sizes.experts / times.link,
         share.slots * sizes.experts / share.groups / streamed,
     )
 
 
-def hybrid_seconds(times: LayerTimes, share: Share, sizes: Sizes, others: float = 0.0) -> float:
+def hybrid_seconds(
+    times: LayerTimes, share: Share, sizes: Sizes, outside: Outside = _NOTHING
+) -> float:
     """Seconds of a pass whose coldest experts the CPU computes, where tokens go to all alike."""
     rows = [share.tokens * sizes.top_k / sizes.experts] * sizes.experts
-    cut = paces(times, share, sizes, others)
+    cut = paces(times, share, sizes, outside)
     if share.cold is not None:
         return sizes.layers * layer_seconds(rows, cut)[share.cold]
     return sizes.layers * min(layer_seconds(rows, cut))

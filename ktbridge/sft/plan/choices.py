@@ -59,6 +59,7 @@ def compare(setting: Setting, target: Target, measure: bool) -> tuple[Choice, ..
 def _timed(choices: Sequence[Choice], memory: int | None) -> Iterator[Choice]:
     """The choices with their pace on this machine, whose ``memory`` may be used for it."""
     from ktbridge.sft.plan.measure import measure_gpu_layer
+    from ktbridge.sft.plan.outside import measure_outside
     from ktbridge.sft.plan.speed import measure, pace_of
 
     machine = None
@@ -68,14 +69,15 @@ def _timed(choices: Sequence[Choice], memory: int | None) -> Iterator[Choice]:
             yield choice
             continue
         machine = machine or measure(made, memory)
+        outside = measure_outside(made, made.batch.tokens) if made.cuda else None
         if made.share is None:
-            yield replace(choice, pace=pace_of(made, machine))
+            yield replace(choice, pace=pace_of(made, machine, outside=outside))
             continue
         times = measure_gpu_layer(made, made.batch.tokens)
         if times is None:
             yield replace(choice, why="not timed: there is no GPU here")
         else:
-            yield replace(choice, pace=pace_of(made, machine, times))
+            yield replace(choice, pace=pace_of(made, machine, times, outside))
 
 
 def choose(choices: tuple[Choice, ...], wanted: str) -> Choice:

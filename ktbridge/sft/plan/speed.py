@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktbridge.experts.gpu.share import LayerTimes, gpu_seconds, hybrid_seconds
+from ktbridge.experts.gpu.share import LayerTimes, Outside, gpu_seconds, hybrid_seconds
 from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.plan.measure import (
     ExpertTimes,
@@ -41,15 +41,28 @@ def measure(setting: Setting, room: int | None) -> Measured:
     return Measured(measure_experts(setting, tokens, room), measure_products(setting, tokens))
 
 
-def pace_of(setting: Setting, found: Measured, gpu: LayerTimes | None = None) -> Pace:
-    """The run's pace, from times of a pass of ``setting``; ``gpu``: of experts that the GPU computes."""
+def pace_of(
+    setting: Setting,
+    found: Measured,
+    gpu: LayerTimes | None = None,
+    outside: Outside | None = None,
+) -> Pace:
+    """The run's pace, from times of a pass of ``setting``; ``gpu``: of experts that the GPU computes.
+
+    ``outside`` is what was measured of the rest on a GPU; None: it is estimated from products.
+    """
     rates, times = found.rates, found.experts
     tokens = _tokens(setting)
-    forward, backward = _flops(setting, tokens)
-    others = forward / rates.forward + backward / rates.backward
-    others += _OVERHEAD * (forward + backward) / max(rates.forward, rates.backward)
-    if setting.cuda:
-        others += _GPU_LAYER * len(setting.shape.layers)
+    loss = _seconds(_loss_flops(setting, tokens), rates)
+    estimated = outside is None
+    if outside is None:
+        layers = _seconds(_layer_flops(setting, tokens), rates)
+        layers += _GPU_LAYER * len(setting.shape.layers) if setting.cuda else 0.0
+        runs = 1 + _runs(setting)
+        outside = Outside(layers / runs, layers * (runs - 1) / runs)
+    elif setting.config.stage == "dpo":  # the reference's forward
+        outside = Outside(2 * outside.forward, outside.backward)
+    others = outside.forward + outside.backward + loss
     on_cpu = expert_lora_elements(setting)
     trained = on_cpu + nonexpert_lora_elements(setting)
     passes = setting.passes
@@ -62,12 +75,16 @@ def pace_of(setting: Setting, found: Measured, gpu: LayerTimes | None = None) ->
     else:
         assert gpu is not None
         seconds = hybrid_seconds if setting.share.hybrid else gpu_seconds
-        whole = passes * seconds(gpu, setting.share, setting.expert_sizes, others)
+        whole = passes * (seconds(gpu, setting.share, setting.expert_sizes, outside) + loss)
         experts = max(0.0, whole - passes * others)
         updates = 0.0 if setting.share.masters else times.update * on_cpu
     step = whole + updates
     saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
     written = saves * checkpoint_bytes(setting.config, trained)
+    if gpu:
+        how = _how_on_gpu(gpu, rates, estimated)
+    else:
+        how = _how(setting, times, rates, updates, saves, estimated)
     return Pace(
         tokens_per_second=setting.step_rows * setting.sides * setting.lengths.mean / step,
         step_seconds=step,
@@ -75,7 +92,7 @@ def pace_of(setting: Setting, found: Measured, gpu: LayerTimes | None = None) ->
         expert_share=experts / step,
         cold_bytes=setting.shape.expert_bytes if setting.shape.mappable else 0,
         notes=_notes(setting, rates),
-        how=_how_on_gpu(gpu, rates) if gpu else _how(setting, times, rates, updates, saves),
+        how=how,
     )
 
 
@@ -86,14 +103,17 @@ def _tokens(setting: Setting) -> int:
     )
 
 
-def _how_on_gpu(gpu: LayerTimes, rates: ProductRates) -> str:
+def _how_on_gpu(gpu: LayerTimes, rates: ProductRates, estimated: bool) -> str:
     link = f", its weights cross at {gpu.link / 1e9:.0f} GB/s" if gpu.link else ""
-    return (
-        f"measured: {1000 * gpu.gpu:.1f} ms a layer of experts and pass on the GPU{link}, products at "
-        f"{_rate(rates.forward)} forward and {_rate(rates.backward)} backward; assumed: attention, norms "
-        f"and the like take as long as products and {1000 * _GPU_LAYER:g} ms a layer, and weights cross "
-        "beside all the rest"
-    )
+    measured = f"{1000 * gpu.gpu:.1f} ms a layer of experts and pass on the GPU{link}, products at "
+    measured += f"{_rate(rates.forward)} forward and {_rate(rates.backward)} backward"
+    if estimated:
+        assumed = "attention, norms and the like take as long as products"
+        assumed += f" and {1000 * _GPU_LAYER:g} ms a layer"
+    else:
+        measured += ", some layers without their experts"
+        assumed = "the loss takes twice its products' time"
+    return f"measured: {measured}; assumed: {assumed}, and weights cross beside all the rest"
 
 
 def _notes(setting: Setting, rates: ProductRates) -> tuple[str, ...]:
@@ -107,10 +127,16 @@ def _notes(setting: Setting, rates: ProductRates) -> tuple[str, ...]:
 
 
 def _how(
-    setting: Setting, times: ExpertTimes, rates: ProductRates, updates: float, saves: int
+    setting: Setting,
+    times: ExpertTimes,
+    rates: ProductRates,
+    updates: float,
+    saves: int,
+    estimated: bool,
 ) -> str:
-    assumed = "attention, norms and the like take as long as products at the better pace"
-    if setting.cuda:
+    what = "attention, norms and the like take" if estimated else "the loss takes"
+    assumed = f"{what} as long as products at the better pace"
+    if setting.cuda and estimated:
         assumed += f" and {1000 * _GPU_LAYER:g} ms a layer"
     if setting.cuda and rates.where == "CPU":
         assumed += ", products at the CPU's pace (no GPU can be used here)"
@@ -129,10 +155,22 @@ def _rate(rate: float) -> str:
     return f"{rate / 1e12:,.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e9:,.0f} GFLOP/s"
 
 
-def _flops(setting: Setting, tokens: int) -> tuple[float, float]:
-    """Of products outside the experts, forward and backward: 2 a weight each way.
+def _seconds(flops: tuple[float, float], rates: ProductRates) -> float:
+    """Of products forward and backward, with what surrounds them."""
+    forward, backward = flops
+    products = forward / rates.forward + backward / rates.backward
+    return products + _OVERHEAD * (forward + backward) / max(rates.forward, rates.backward)
 
-    Layers run forward again if checkpointed, the head always; dpo's reference runs forward only.
+
+def _runs(setting: Setting) -> int:
+    """How often a layer runs forward."""
+    return 1 if setting.config.disable_gradient_checkpointing else 2
+
+
+def _layer_flops(setting: Setting, tokens: int) -> tuple[float, float]:
+    """Of the layers' products outside the experts, forward and backward: 2 a weight each way.
+
+    Checkpointed layers run forward again; dpo's reference runs forward only.
     """
     shape, dpo = setting.shape, setting.config.stage == "dpo"
     layers = sum(out * inputs for layer in shape.layers for out, inputs in layer.linears.values())
@@ -140,7 +178,12 @@ def _flops(setting: Setting, tokens: int) -> tuple[float, float]:
         round(setting.lengths.mean) * shape.config.hidden_size * len(shape.layers)
     )  # attention
     lora = nonexpert_lora_elements(setting)
-    head = shape.vocabulary * shape.config.hidden_size
-    runs = 1 if setting.config.disable_gradient_checkpointing else 2
-    forward = runs * (layers + lora) + 2 * head + dpo * (layers + head)
-    return 2.0 * tokens * forward, 2.0 * tokens * (layers + 2 * lora + head)
+    forward = _runs(setting) * (layers + lora) + dpo * layers
+    return 2.0 * tokens * forward, 2.0 * tokens * (layers + 2 * lora)
+
+
+def _loss_flops(setting: Setting, tokens: int) -> tuple[float, float]:
+    """Of the head, which runs forward again in backward; dpo's reference runs forward only."""
+    head = setting.shape.vocabulary * setting.shape.config.hidden_size
+    runs = 2 + (setting.config.stage == "dpo")
+    return 2.0 * tokens * runs * head, 2.0 * tokens * head

@@ -1,0 +1,117 @@
+"""Time what surrounds the routed experts on this machine's GPU: a few layers of the model's own class.
+
+The layers have random weights, LoRA as the run's and gradient checkpointing if it has; their routed experts
+do nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from ktbridge.experts.gpu.share import Outside
+from ktbridge.sft.plan.memory import Setting
+
+_LAYERS = 4  # timed, after the first and the dense ones: with linear attention one in four is of another kind
+_MOST = 16384  # tokens timed; more take in proportion
+
+
+def measure_outside(setting: Setting, tokens: int) -> Outside | None:
+    """Seconds of a pass of ``tokens`` outside its routed experts and its loss; None: it can't be timed here.
+
+    That is so without a GPU, where its memory is too small, and for a class that makes no small model.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    layers = setting.shape.layers
+    dense = next((number for number, layer in enumerate(layers) if layer.sparse), 0)
+    few = max(1, dense)
+    more = min(len(layers), few + _LAYERS)
+    timed = min(tokens, _MOST)
+    device = torch.device("cuda")
+    try:
+        first = _seconds(setting, few, timed, device)
+        both = _seconds(setting, more, timed, device) if more > few else first
+    except (torch.OutOfMemoryError, RuntimeError, ValueError, KeyError, IndexError, TypeError):
+        return None
+    finally:
+        torch.cuda.empty_cache()
+    scale = tokens / timed if tokens > _MOST else 1.0
+
+    def of_all(one: float, two: float) -> float:
+        each = max(0.0, two - one) / max(1, more - few)
+        return scale * (one + (len(layers) - few) * each)
+
+    return Outside(*(of_all(one, two) for one, two in zip(first, both, strict=True)))
+
+
+def _seconds(setting: Setting, layers: int, tokens: int, device: Any) -> tuple[float, float]:
+    """Of forward and of backward through embeddings and the first ``layers`` layers."""
+    import torch
+
+    from ktbridge.experts.gpu.measure import median_seconds
+
+    length = max(2, min(tokens, round(setting.lengths.mean)))
+    model = _first_layers(setting, layers, device)
+    decoder = model.get_base_model().base_model
+    ids = torch.zeros(max(1, tokens // length), length, dtype=torch.int64, device=device)
+
+    def forward() -> Any:
+        return decoder(input_ids=ids, use_cache=False).last_hidden_state
+
+    def both() -> None:
+        out = forward()
+        out.backward(torch.ones_like(out))
+
+    alone = median_seconds(forward, device)
+    return alone, max(0.0, median_seconds(both, device) - alone)
+
+
+def _first_layers(setting: Setting, layers: int, device: Any) -> Any:
+    """A model of so many layers on ``device``, without routed experts, with the run's LoRA."""
+    import torch
+    from torch import nn
+    from transformers import AutoConfig
+
+    from ktbridge.experts import checkpointing
+    from ktbridge.experts.loading import model_class
+    from ktbridge.experts.modules import experts_modules
+    from ktbridge.sft.attach import attach_linear_lora
+
+    class NoExperts(nn.Module):
+        def __init__(self, experts: int) -> None:
+            super().__init__()
+            # As transformers' experts, by which what LoRA attaches to is found.
+            self.num_experts, self.is_concatenated, self.is_transposed = experts, True, False
+
+        def forward(self, hidden: Any, *_: Any) -> Any:
+            return hidden
+
+    config = setting.config
+    cls, own = model_class(AutoConfig.from_pretrained(setting.shape.path))
+    own = copy.deepcopy(own)
+    text = own.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    own.quantization_config = None
+    if config.attn_implementation:
+        own._attn_implementation = config.attn_implementation
+    with torch.device("meta"):
+        model = cls(own)
+    for name, module in [*experts_modules(model)]:
+        block, _, last = name.rpartition(".")
+        setattr(model.get_submodule(block), last, NoExperts(module.num_experts))
+    dtype = torch.bfloat16 if setting.batch.width == 2 else torch.float32
+    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.normal_(0, 0.02)
+        else:
+            tensor.zero_()
+    tuned = attach_linear_lora(model, config)
+    if not config.disable_gradient_checkpointing:
+        checkpointing.enable(tuned)
+    return tuned.train()
