@@ -104,6 +104,8 @@ def choose_share(
             if not (more := grown(share, resident=layers)):
                 break
             share = more
+    if len(share.resident) == sizes.layers:
+        return replace(share, groups=1, slot_bytes=sizes.slot(1))  # fewer, larger products
     return with_slots(share, streamed(share))
 
 

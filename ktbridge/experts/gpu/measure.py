@@ -23,7 +23,7 @@ from ktbridge.experts.gpu.lora import Lora
 from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.experts.layer import MoELoRAExperts
 
-_MOST = 8192  # tokens timed; more take in proportion
+_MOST = 32768  # tokens timed; more take in proportion
 _MOST_ON_CPU = 1024
 _COLD_ROWS = (4, 64)  # of each expert
 _REPEATS = 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.share import Outside
 from ktbridge.sft.plan.memory import Setting
 
@@ -27,14 +28,14 @@ def measure_outside(setting: Setting, tokens: int) -> Outside | None:
         return None
     layers = setting.shape.layers
     dense = next((number for number, layer in enumerate(layers) if layer.sparse), 0)
-    few = max(1, dense)
+    few = dense + 1  # one with experts, by which LoRA finds its modules
     more = min(len(layers), few + _LAYERS)
     timed = min(tokens, _MOST)
     device = torch.device("cuda")
     try:
         first = _seconds(setting, few, timed, device)
         both = _seconds(setting, more, timed, device) if more > few else first
-    except (torch.OutOfMemoryError, RuntimeError, ValueError, KeyError, IndexError, TypeError):
+    except (KtbridgeError, RuntimeError, ValueError, LookupError, TypeError):
         return None
     finally:
         torch.cuda.empty_cache()
