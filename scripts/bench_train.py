@@ -169,7 +169,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     """Tokens/s over GPU memory in use: ktbridge's as a line for each kind of step, peers as points."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.add_subplot()
     lines: dict[str, list[tuple[float, float, str]]] = {}
     for run in runs:
@@ -190,13 +190,13 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
                 [x for x, _, _ in peers], [y for _, y, _ in peers], "x", color=line.get_color(),
                 markersize=9, markeredgewidth=2, label=f"Hugging Face + PEFT: {label}",
             )  # fmt: skip
-    machine = runs[0]["machine"]
+    cores = sorted({run["machine"]["cores"] for run in runs})
     axes.set(
         xlabel="GPU memory in use (GB)", ylabel="tokens/s", xlim=(0, None), ylim=(0, None),
-        title=f"{machine['gpu']}, {machine['cores']} cores",
+        title=f"{runs[0]['machine']['gpu']}, {' or '.join(map(str, cores))} cores",
     )  # fmt: skip
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
     figure.savefig(path, dpi=150)
 
 

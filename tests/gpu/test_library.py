@@ -39,6 +39,7 @@ def test_a_trainer_moves_all_but_the_experts_and_resumes(wrap_first: bool, tmp_p
             output_dir=str(tmp_path / name), max_steps=4, save_steps=2, learning_rate=1e-2,
             per_device_train_batch_size=2, report_to=[], bf16=True,
         )  # fmt: skip
+        arguments._n_gpu = 1  # Trainer's DataParallel can't have parameters on the CPU
         callbacks = [RawAdapterCallback()]
         trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
