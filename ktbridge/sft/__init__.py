@@ -9,8 +9,8 @@ A run goes through these modules, and through those of ``ktbridge.experts`` belo
 - ``config``: the file. ``prepare``: all checks that need no weights, by ``base_model`` (can it be
   trained), ``start`` (an adapter to go on from), ``data`` (the rows) and ``resume`` (whose checkpoint it is).
 - ``trainer``: the recipe. ``devices``: what goes on which GPU. ``attach``: LoRA on experts and non-experts.
-- ``supervised`` and ``dpo``: trl's trainers with ``watch`` (pace, NaN), ``resumable`` (checkpoints) and
-  ``distributed`` (several processes).
+- ``supervised`` and ``dpo``: trl's trainers as ``run_trainer`` changes them: ``passes`` (a step's rows),
+  ``checkpoints``, ``progress`` (pace, NaN) and ``distributed`` (several processes). ``compat``: private API.
 - For a user's own script (docs/library.md): ``callback`` saves from any Trainer; the other names are those of
   ``ktbridge.experts``.
 

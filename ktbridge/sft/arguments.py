@@ -13,6 +13,7 @@ from trl import DPOConfig, SFTConfig
 
 from ktbridge.errors import UsageError
 from ktbridge.sft import distributed
+from ktbridge.sft.compat import on_one_gpu
 from ktbridge.sft.config import TrainConfig
 
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
@@ -45,7 +46,7 @@ def trainer_arguments(
         if packed:
             arguments.include_num_input_tokens_seen = "all"  # there is no padding to exclude
     if device.type == "cuda":
-        arguments._n_gpu = 1  # one process, one GPU; Trainer would spread over all that it sees
+        arguments = on_one_gpu(arguments)
     return arguments
 
 
@@ -134,7 +135,7 @@ def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str
         "include_num_input_tokens_seen": "non_padding",
         "report_to": [name for name in config.reporters if name != "tensorboard"] or "none",
         "disable_tqdm": True,
-        # checkpoints: older ones are deleted when a newer one is complete, see Resumable
+        # checkpoints: older ones are deleted when a newer one is complete, see Checkpoints
         "save_strategy": "steps" if config.save_steps else "no",
         "save_steps": config.save_steps or 500,
         "save_total_limit": None,

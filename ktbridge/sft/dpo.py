@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from trl import DPOTrainer
 
-from ktbridge.sft.distributed import DistributedTrainer
-from ktbridge.sft.passes import Batch, Passes, Row
-from ktbridge.sft.resumable import Resumable
-from ktbridge.sft.watch import Watched
+from ktbridge.sft.passes import Batch, Row
+from ktbridge.sft.run_trainer import RunTrainer
 
 
 @contextmanager
@@ -30,7 +28,7 @@ def as_base(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-class DpoTrainer(Watched, Passes, Resumable, DistributedTrainer, DPOTrainer):
+class DpoTrainer(RunTrainer, DPOTrainer):
     """trl's DPOTrainer with ``as_base`` for its reference.
 
     Rows have ``prompt``, ``chosen`` and ``rejected``, lists of messages.

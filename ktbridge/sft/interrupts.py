@@ -57,7 +57,7 @@ def explained(trainer: Any) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         lower = "per_device_train_batch_size (raise gradient_accumulation_steps) or cutoff_len"
-        if trainer.tokens_per_pass is not None:
+        if trainer.passes.tokens is not None:
             alone = trainer.args.world_size == 1
             lower = (
                 "cutoff_len (a row alone was too much)"
@@ -93,5 +93,5 @@ def _forget_workers() -> None:
 
 
 def _kept(trainer: Any) -> str:
-    good = trainer.last_good()
+    good = trainer.checkpoints.last_good()
     return f"the last good checkpoint is {good}" if good else "there is no checkpoint to go on from"

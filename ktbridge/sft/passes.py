@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Trainer
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
+from ktbridge.sft.compat import training_metrics
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed import agree, world
 from ktbridge.sft.distributed.group import exchange
 
 Notes = Callable[[Problem], None]
 Batch = dict[str, Any]
+Step = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,113 +93,88 @@ def fill(lengths: Sequence[int], most: int) -> list[list[int]]:
     return passes
 
 
-class Passes(Trainer):
-    """Mixin, before a trl trainer: a step's rows in passes of ``tokens_per_pass`` tokens.
-
-    A trainer defines its ``rows``, whether it ``joins`` them, and how a pass is weighted (``share``,
-    ``as_part``). Without ``pass_by`` nothing is changed.
+class Passes:
+    """Runs the steps of ``trainer``, a ``RunTrainer``, in passes of ``tokens`` tokens; None: as configured.
 
     ``torch.OutOfMemoryError`` in a pass of several rows halves the tokens per pass for the rest of the run,
     with a note, and the step is made again from its first pass. With several processes, which wait for each
     other in the middle of a pass, and for a single row it is raised.
     """
 
-    tokens_per_pass: int | None = None
-    """The current maximum of tokens per pass; None: batches as configured."""
-    notes: Sequence[Problem] = ()
-    """A warning (KTC023) for each step in which memory was too small."""
-    _metrics: dict[str, Any]  # trl's
-    _batches: Sequence[Batch] = ()
-    _running: Sequence[Row] = ()
-    _too_many = 0
-    """Tokens of the last pass that memory was too small for."""
-
-    def pass_by(self, tokens: int | None, on_note: Notes | None = None) -> None:
-        """Set ``tokens_per_pass``; ``on_note`` gets each of ``notes`` when it comes."""
+    def __init__(self, trainer: Any, tokens: int | None, on_note: Notes | None = None) -> None:
+        """``on_note`` gets each of ``notes`` when it comes."""
+        self._trainer, self._on_note = trainer, on_note
         # Ranks may have measured different numbers, or none: the smallest is for all.
-        self.tokens_per_pass = -agree(-(tokens or 0)) or None
-        self._on_note = on_note
+        self.tokens = -agree(-(tokens or 0)) or None
+        """The current maximum of tokens per pass; None: batches as configured."""
+        self.notes: tuple[Problem, ...] = ()
+        """A warning (KTC023) for each step in which memory was too small."""
+        self.batches: Sequence[Batch] = ()
+        """The batches of the step that is running."""
+        self._running: Sequence[Row] = ()
+        self._too_many = 0
+        """Tokens of the last pass that memory was too small for."""
 
-    def rows(self, batch: Batch) -> list[Row]:
-        """The rows that a collated batch was made of."""
-        raise NotImplementedError
-
-    def joins(self) -> bool:
-        """Whether the collator makes one sequence of all rows, instead of padding each."""
-        return False
-
-    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
-        """The fraction of a step's loss and metrics that ``rows`` contribute."""
-        raise NotImplementedError
-
-    def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> AbstractContextManager[None]:
-        """Context: the loss of ``rows`` is their term in the loss of all rows of ``step``."""
-        return nullcontext()
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
-        found = super().get_batch_samples(*args, **kwargs)
-        self._batches = found[0]
-        return found
-
-    def training_step(
-        self, model: Any, inputs: Batch, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        if self.tokens_per_pass is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        if self._batches and inputs is not self._batches[-1]:
+    def run(self, one_pass: Step, model: Any, inputs: Batch, items: Any) -> torch.Tensor:
+        """The loss of ``inputs``, one of ``batches``, by Trainer's own training step ``one_pass``."""
+        if self.tokens is None:
+            return one_pass(model, inputs, items)
+        if self.batches and inputs is not self.batches[-1]:
             # Its rows wait for the step's last batch.
-            return torch.zeros((), device=self.args.device)
+            return torch.zeros((), device=self._trainer.args.device)
         step, lengths = _on_all_ranks(
-            [row for batch in self._batches or [inputs] for row in self.rows(batch)]
+            [row for batch in self.batches or [inputs] for row in self._trainer.rows(batch)]
         )
-        given = self.tokens_per_pass
+        given = self.tokens
         while True:
-            loss = self._attempt(model, step, lengths, num_items_in_batch)
+            loss = self._attempt(one_pass, model, step, lengths, items)
             if loss is not None:
                 break
             # Only here the exception, and the tensors its frames kept alive, are freed.
             self._start_again(model)
-        if self.tokens_per_pass < given:
+        if self.tokens < given:
             self._report()
         return loss
 
     def _attempt(
-        self, model: Any, step: Sequence[Row], lengths: Sequence[int], items: Any
+        self,
+        one_pass: Step,
+        model: Any,
+        step: Sequence[Row],
+        lengths: Sequence[int],
+        items: Any,
     ) -> torch.Tensor | None:
         """The step's loss, its gradients computed; None where memory was too small, the tokens halved."""
-        assert self.tokens_per_pass is not None
-        places = (fill if self.joins() else cut)(lengths, self.tokens_per_pass)
+        assert self.tokens is not None
+        trainer = self._trainer
+        places = (fill if trainer.joins() else cut)(lengths, self.tokens)
         passes = [[step[place] for place in each] for each in places]
         try:
-            with self._metrics_as_one([self.share(rows, step) for rows in passes]):
-                losses = [
-                    self._pass(model, rows, step, items, last=rows is passes[-1]) for rows in passes
-                ]
+            with self._metrics_as_one([trainer.share(rows, step) for rows in passes]):
+                losses = []
+                for rows in passes:
+                    self._running = rows
+                    batch = trainer.data_collator([row.features for row in rows])
+                    last = rows is passes[-1]
+                    alone = nullcontext() if last else trainer.accelerator.no_sync(model)
+                    with alone, trainer.as_part(rows, step):
+                        losses.append(one_pass(model, batch, items))
         except torch.OutOfMemoryError:
             if len(self._running) == 1 or world().size > 1:
                 raise
             self._too_many = self._tokens(self._running)
-            self.tokens_per_pass = self._too_many // 2
+            self.tokens = self._too_many // 2
             return None
         return torch.stack(losses).sum()
-
-    def _pass(
-        self, model: Any, rows: Sequence[Row], step: Sequence[Row], items: Any, last: bool
-    ) -> torch.Tensor:
-        self._running = rows
-        batch = self.data_collator([row.features for row in rows])
-        alone = nullcontext() if last else self.accelerator.no_sync(model)
-        with alone, self.as_part(rows, step):
-            return super().training_step(model, batch, items)
 
     def _tokens(self, rows: Sequence[Row]) -> int:
         """Tokens of a pass of ``rows``, padding included."""
         lengths = [row.tokens for row in rows]
-        return sum(lengths) if self.joins() else max(lengths) * len(lengths)
+        return sum(lengths) if self._trainer.joins() else max(lengths) * len(lengths)
 
     def _start_again(self, model: Any) -> None:
         """Drop what the step has computed, and what the GPU's allocator keeps for it."""
-        on_gpu = self.args.device.type == "cuda"
+        on_gpu = self._trainer.args.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()  # the experts' kernels may still be adding to gradients
         model.zero_grad(set_to_none=True)
@@ -207,10 +183,10 @@ class Passes(Trainer):
             torch.cuda.empty_cache()
 
     def _report(self) -> None:
-        now = self.tokens_per_pass
+        now = self.tokens
         note = problem(
             "KTC023",
-            f"step {self.state.global_step + 1}: tokens_per_pass",
+            f"step {self._trainer.state.global_step + 1}: tokens_per_pass",
             f"the GPU ran out of memory in a pass of {self._too_many:,} tokens; from here on it is {now:,}",
             next_step=f"Nothing is lost, the step was made again; tokens_per_pass: {now} begins with that.",
         )
@@ -224,7 +200,7 @@ class Passes(Trainer):
 
         Metrics of failed passes are dropped.
         """
-        metrics = self._metrics["train"]
+        metrics = training_metrics(self._trainer)
         before, fresh = dict(metrics), {}
         metrics.clear()
         try:

@@ -8,13 +8,11 @@ from typing import Any
 
 from trl import SFTTrainer
 
-from ktbridge.sft.distributed import DistributedTrainer
-from ktbridge.sft.passes import Batch, Passes, Row
-from ktbridge.sft.resumable import Resumable
-from ktbridge.sft.watch import Watched
+from ktbridge.sft.passes import Batch, Row
+from ktbridge.sft.run_trainer import RunTrainer
 
 
-class SftTrainer(Watched, Passes, Resumable, DistributedTrainer, SFTTrainer):
+class SftTrainer(RunTrainer, SFTTrainer):
     """Rows have ``input_ids`` and ``labels``, lists of token ids; labels are −100 where nothing is learned.
 
     The loss is summed over an optimizer step's trained tokens and divided by their number, so rows of unequal

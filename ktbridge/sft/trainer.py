@@ -27,6 +27,7 @@ from ktbridge.experts.loading import load_for_kernels
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.curve import plot_loss
 from ktbridge.sft.data import REFUSED_FILE, refused_file
@@ -35,16 +36,15 @@ from ktbridge.sft.dpo import DpoTrainer
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import write_output
-from ktbridge.sft.passes import tokens_per_pass
+from ktbridge.sft.passes import Passes, tokens_per_pass
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
-from ktbridge.sft.resumable import trained
+from ktbridge.sft.progress import Reporter
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
 from ktbridge.sft.run_lock import RunLock
 from ktbridge.sft.supervised import SftTrainer
-from ktbridge.sft.watch import Pace, Reporter
 
 LOG_FILE = "trainer_log.jsonl"
 PLOT_FILE = "training_loss.png"
@@ -144,7 +144,7 @@ def _train(
             *([ChooseExperts(placed.hybrid)] if placed.hybrid else ()),
         ]
         trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
-        trainer.hybrid = placed.hybrid
+        trainer.checkpoints.hybrid = placed.hybrid
         start = ready.resumption
         if start.checkpoint is None and main:
             set_aside(config)
@@ -165,7 +165,7 @@ def _train(
     log = [record for record in trainer.state.log_history if "loss" in record]
     if main:
         write_output(
-            model, config, ready.base, _beside(config, ready, log), trainer.last_checkpoint()
+            model, config, ready.base, _beside(config, ready, log), trainer.checkpoints.last()
         )
         forget_replaced(config)
     distributed.barrier()
@@ -236,11 +236,11 @@ def make_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.remember(
-        checkpoints_dir(config), ready.identity, config.save_total_limit, str(ready.base)
+    root, keep = checkpoints_dir(config), config.save_total_limit
+    trainer.set_up(
+        Checkpoints(trainer, root, ready.identity, keep, str(ready.base)),
+        Passes(trainer, tokens_per_pass(config, choose(config), tokens), on_note),
     )
-    trainer.watch(Pace(), trainer.last_good)
-    trainer.pass_by(tokens_per_pass(config, choose(config), tokens), on_note)
     return trainer
 
 
@@ -286,10 +286,10 @@ def _result(
         nonexpert_parameters=sum(n for name, n in sizes.items() if ".kt." not in name),
         files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),
         checkpoints=tuple(map(str, saved(checkpoints_dir(config)))),
-        warning=str(trainer.last_not_saved or ""),
-        notes=(*((placed.note,) if placed.note else ()), *trainer.notes),
+        warning=str(trainer.checkpoints.last_not_saved or ""),
+        notes=(*((placed.note,) if placed.note else ()), *trainer.passes.notes),
         experts=placed.mode,
-        tokens_per_pass=trainer.tokens_per_pass,
+        tokens_per_pass=trainer.passes.tokens,
     )
 
 

@@ -158,7 +158,7 @@ def launch(warm, run_dir):
 def interrupted(*arguments):
     """`ktbridge` in one of several processes, of which the second gets Ctrl-C in step 2."""
     from ktbridge.cli import main
-    from ktbridge.sft.watch import Reporter
+    from ktbridge.sft.progress import Reporter
 
     ours = Reporter.on_step_end
 

@@ -28,7 +28,7 @@ from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import average, from_main, start, world
-from ktbridge.sft.distributed import trainer as distributed_trainer
+from ktbridge.sft.distributed import optimizer as distributed_optimizer
 from ktbridge.sft.distributed.average import average_gradients
 from ktbridge.sft.distributed.group import exchange
 
@@ -67,7 +67,7 @@ def watched(*arguments, stop=0):
     ``stop``: the step in which the second rank gets Ctrl-C.
     """
     from ktbridge.cli import main
-    from ktbridge.sft.watch import Reporter
+    from ktbridge.sft.progress import Reporter
 
     allow_on_cpu()
     ours, made = Reporter.on_step_end, []
@@ -89,7 +89,7 @@ def watched(*arguments, stop=0):
         made.clear()
         return ours(self, args, state, control, **kwargs)
 
-    distributed_trainer.average_gradients = counted
+    distributed_optimizer.average_gradients = counted
     Reporter.on_step_end = on_step_end
     main(arguments, prog_name="ktbridge")
 
@@ -101,7 +101,7 @@ def stopped(*arguments):
 def owned(*arguments):
     """`ktbridge` in one of several processes, of which the second gets Ctrl-C in step 2."""
     from ktbridge.cli import main
-    from ktbridge.sft.watch import Reporter
+    from ktbridge.sft.progress import Reporter
 
     ours = Reporter.on_step_end
 

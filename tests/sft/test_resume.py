@@ -375,7 +375,7 @@ def test_a_run_that_diverges_keeps_what_was_good(
 ) -> None:
     from ktbridge.sft import trainer
     from ktbridge.sft.prepare import prepare
-    from ktbridge.sft.watch import Diverged
+    from ktbridge.sft.progress import Diverged
 
     models = []
     load = trainer.load_trainable

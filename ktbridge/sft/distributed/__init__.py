@@ -31,10 +31,23 @@ if TYPE_CHECKING:
         prepare,
         replicated_lora,
     )
-    from ktbridge.sft.distributed.trainer import DistributedTrainer, trainer_arguments
+    from ktbridge.sft.distributed.optimizer import (
+        average_and_clip,
+        leave_experts_whole,
+        load_optimizer,
+        save_optimizer,
+        separate_experts,
+        shard_on_the_cpu,
+        trainer_arguments,
+    )
 
 _HOMES = {
-    "DistributedTrainer": "trainer",
+    "average_and_clip": "optimizer",
+    "leave_experts_whole": "optimizer",
+    "load_optimizer": "optimizer",
+    "save_optimizer": "optimizer",
+    "separate_experts": "optimizer",
+    "shard_on_the_cpu": "optimizer",
     "agree": "group",
     "average_gradients": "average",
     "barrier": "group",
@@ -48,12 +61,12 @@ _HOMES = {
     "replicated_lora": "model",
     "run_experts": "dispatch",
     "start": "group",
-    "trainer_arguments": "trainer",
+    "trainer_arguments": "optimizer",
 }
 __all__ = [
-    "DistributedTrainer",
     "World",
     "agree",
+    "average_and_clip",
     "average_gradients",
     "barrier",
     "fill",
@@ -62,10 +75,15 @@ __all__ = [
     "full",
     "gather_trained",
     "is_main",
+    "leave_experts_whole",
+    "load_optimizer",
     "local",
     "prepare",
     "replicated_lora",
     "run_experts",
+    "save_optimizer",
+    "separate_experts",
+    "shard_on_the_cpu",
     "start",
     "trainer_arguments",
     "world",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -11,6 +10,7 @@ from torch import distributed, nn
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import experts_modules
+from ktbridge.sft.compat import leave_out_of_ddp
 from ktbridge.sft.distributed.dispatch import run_experts
 from ktbridge.sft.distributed.group import explain_lost_rank, group
 from ktbridge.sft.distributed.world import is_main, world
@@ -22,8 +22,8 @@ def prepare(model: nn.Module) -> None:
     Experts on the GPU (``place_experts``, which comes first) are every rank's: each computes its own rows,
     and who trains averages the expert LoRA's gradients (``average_gradients``). Other experts become rank
     0's: layers then dispatch (``run_experts``), and other ranks drop expert weights and expert LoRA. Either
-    way DDP is set to ignore the expert LoRA, and FSDP2 will be (``DistributedTrainer``), and what more
-    than one rank trains starts from rank 0's values. Does nothing for a process that is alone.
+    way DDP is set to ignore the expert LoRA, and FSDP2 will be (``leave_experts_whole``), and what more than
+    one rank trains starts from rank 0's values. Does nothing for a process that is alone.
     """
     if world().size == 1:
         return
@@ -32,8 +32,7 @@ def prepare(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (everywhere or name not in experts):
             _broadcast(parameter)
-    owned: Any = model
-    owned._ddp_params_and_buffers_to_ignore = sorted(experts)
+    leave_out_of_ddp(model, experts)
     if not everywhere:
         _give_to_main(model)
 

@@ -80,6 +80,7 @@ def _first_layers(setting: Setting, layers: int, device: Any) -> Any:
     from ktbridge.experts.loading import model_class
     from ktbridge.experts.modules import experts_modules
     from ktbridge.sft.attach import attach_linear_lora
+    from ktbridge.sft.compat import set_attention
 
     class NoExperts(nn.Module):
         def __init__(self, experts: int) -> None:
@@ -99,7 +100,7 @@ def _first_layers(setting: Setting, layers: int, device: Any) -> Any:
         text.layer_types = text.layer_types[:layers]
     own.quantization_config = None
     if config.attn_implementation:
-        own._attn_implementation = config.attn_implementation
+        set_attention(own, config.attn_implementation)
     with torch.device("meta"):
         model = cls(own)
     for name, module in [*experts_modules(model)]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.adapter.manifest import dump_json
@@ -27,6 +26,7 @@ from ktbridge.experts.raw_adapter import save_beside
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
+from ktbridge.sft.compat import set_logged_rates
 from ktbridge.sft.resume import (
     FILES,
     IDENTITY_FILE,
@@ -42,51 +42,54 @@ TENSORS_FILE = "trainable.safetensors"
 HYBRID_FILE = "experts.json"
 
 
-class Resumable(Trainer):
-    """A trainer with complete, atomically written checkpoints."""
+class Checkpoints:
+    """Saves and loads the checkpoints of ``trainer``'s run, complete and atomically written."""
 
-    hybrid: Hybrid | None = None
-    """Chooses which experts the CPU computes, where both do: its state is in the checkpoints."""
-    last_not_saved: KtbridgeError | None = None
-    """Why the checkpoint of the last step could not be written."""
-
-    def remember(self, root: Path, own: dict[str, Any], keep: int | None, base: str) -> None:
-        """Save into ``root``, with the run's identity, and keep the last ``keep`` checkpoints (or all).
+    def __init__(
+        self, trainer: Any, root: Path, own: dict[str, Any], keep: int | None, base: str
+    ) -> None:
+        """In ``root``, with the run's identity ``own``; the last ``keep`` checkpoints (or all) are kept.
 
         ``base`` is the base model's path, which the adapter in a checkpoint names.
         """
+        self._trainer = trainer
         self._root, self._identity, self._keep, self._base = root, own, keep, base
-        self._making = root / f".partial-{int(distributed.from_main(os.getpid()))}"
+        self.directory = root / f".partial-{int(distributed.from_main(os.getpid()))}"
+        """Where the next one is written."""
+        self.hybrid: Hybrid | None = None
+        """Chooses which experts the CPU computes, where both do: its state is in the checkpoints."""
+        self.last_not_saved: KtbridgeError | None = None
+        """Why the checkpoint of the last step could not be written."""
 
     def last_good(self) -> str:
         """The last checkpoint that a run can go on from, or "" while there is none."""
         return str(next(filter(resumable, reversed(saved(self._root))), ""))
 
-    def last_checkpoint(self) -> Path | None:
+    def last(self) -> Path | None:
         """The checkpoint of the step that the run is at, if there is one."""
-        place = self._root / f"checkpoint-{self.state.global_step}"
+        place = self._root / f"checkpoint-{self._trainer.state.global_step}"
         return place if place in saved(self._root) else None
 
-    def take_up(self, checkpoint: str) -> None:
-        """The state that a finished run was left in, where there is nothing to train."""
-        self._load_from_checkpoint(checkpoint)
-        self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    def finished(self, checkpoint: str) -> TrainerState:
+        """Load what a finished run was left with, where there is nothing to train; its state."""
+        self.load(checkpoint)
+        return TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._making)
+    def save(self, write: Callable[[], None]) -> None:
+        """Have ``write`` write a checkpoint into ``directory``, and put it in its place.
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        Raises KtbridgeError where that fails, but after the last step: then it is ``last_not_saved``.
+        """
         self._root.mkdir(parents=True, exist_ok=True)
         if distributed.is_main():
             for leftover in self._root.glob(".partial-*"):  # of a run that was killed while saving
                 shutil.rmtree(leftover, ignore_errors=True)
         distributed.barrier()
-        write = partial(super()._save_checkpoint, model, trial)
         for work in (write, self._publish):
             error = _failure(work)
             if distributed.agree(error is not None):
                 failure = self._not_saved(error)
-                if self.state.global_step < self.state.max_steps:
+                if self._trainer.state.global_step < self._trainer.state.max_steps:
                     raise failure from error
                 self.last_not_saved = failure  # the adapter itself follows, and is smaller
                 return
@@ -94,7 +97,7 @@ class Resumable(Trainer):
     def _not_saved(self, error: Exception | None) -> KtbridgeError:
         """What to raise after a failure to write; what there is of the checkpoint is removed."""
         if distributed.is_main():  # others may still be writing where it isn't
-            shutil.rmtree(self._making, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
         reason = "another process could not write its part"
         if error is not None:
             reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
@@ -102,8 +105,8 @@ class Resumable(Trainer):
         good = self.last_good()
         kept = f"the last good checkpoint is {good}" if good else "there is none from before"
         return KtbridgeError(
-            f"the checkpoint of step {self.state.global_step} could not be written to {self._root}, where "
-            f"{free} are free ({reason}); {kept}.",
+            f"the checkpoint of step {self._trainer.state.global_step} could not be written to {self._root}, "
+            f"where {free} are free ({reason}); {kept}.",
             "Make room there, then run the same command again: it goes on from the last checkpoint.",
         )
 
@@ -111,7 +114,7 @@ class Resumable(Trainer):
         """Rename the written checkpoint into place, and delete older ones."""
         if not distributed.is_main():
             return
-        made = self._making / f"checkpoint-{self.state.global_step}"
+        made = self.directory / f"checkpoint-{self._trainer.state.global_step}"
         record = {FILES: describe_files(made), NUMBER: next_number(self._root)}
         (made / IDENTITY_FILE).write_bytes(dump_json({**self._identity, **record}))
         for path in made.iterdir():
@@ -123,7 +126,7 @@ class Resumable(Trainer):
             self._drop(place)
         os.rename(made, place)
         fsync_directory(self._root)
-        shutil.rmtree(self._making, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
         for old in saved(self._root)[: -self._keep] if self._keep else ():
             self._drop(old)
 
@@ -133,25 +136,24 @@ class Resumable(Trainer):
         os.rename(old, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_trained(self, directory: Path) -> None:
         """What is trained: the raw adapter in bfloat16 and, to go on from, the tensors as they are."""
-        directory = Path(output_dir or self._making)
         directory.mkdir(parents=True, exist_ok=True)
+        model = self._trainer.model
         tensors = {
-            name: distributed.full(value.detach()).contiguous()
-            for name, value in trained(self.model)
+            name: distributed.full(value.detach()).contiguous() for name, value in trained(model)
         }
         if distributed.is_main():
-            if not self.args.save_only_model:
+            if not self._trainer.args.save_only_model:
                 save_file(tensors, directory / TENSORS_FILE)
                 if self.hybrid is not None:
                     (directory / HYBRID_FILE).write_bytes(dump_json(self.hybrid.state()))
-            model: Any = self.model
             save_beside(model, directory, self._base, tensors)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        path = Path(resume_from_checkpoint) / TENSORS_FILE
-        own = dict(trained(self.model))
+    def load(self, checkpoint: str) -> None:
+        """Give the model what was saved of it. Raises KtbridgeError where something else is trained."""
+        path = Path(checkpoint) / TENSORS_FILE
+        own = dict(trained(self._trainer.model))
         with safe_open(path, "pt") as file:
             names = set(file.keys())
             missing = names - own.keys() if distributed.is_main() else set()
@@ -160,22 +162,21 @@ class Resumable(Trainer):
                 raise KtbridgeError(f"{path} and the model differ in what is trained: {odd}.")
             for name, parameter in own.items():
                 distributed.fill(parameter, file.get_tensor(name))
-        chosen = Path(resume_from_checkpoint) / HYBRID_FILE
+        chosen = Path(checkpoint) / HYBRID_FILE
         if self.hybrid is not None and chosen.exists():  # else the run was in another mode so far
             self.hybrid.restore(read_json_file(chosen))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        # Their states hold the learning rate of the run that wrote them; it may have been changed since.
-        scheduler: Any = self.lr_scheduler  # a LambdaLR, whatever lr_scheduler_type is
-        highest = self.args.learning_rate
-        scheduler.base_lrs = [highest for _ in scheduler.base_lrs]
-        rates = [highest * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-        scheduler._last_lr = rates  # the rate that is logged
-        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            group["initial_lr"], group["lr"] = highest, rate
+
+def set_learning_rate(scheduler: Any, highest: float) -> None:
+    """Have a loaded LambdaLR and its optimizer go on with ``highest`` as the schedule's rate.
+
+    Their states hold the learning rate of the run that wrote them; it may have been changed since.
+    """
+    scheduler.base_lrs = [highest for _ in scheduler.base_lrs]
+    rates = [highest * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    set_logged_rates(scheduler, rates)
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["initial_lr"], group["lr"] = highest, rate
 
 
 def _failure(work: Callable[[], None]) -> Exception | None:

@@ -1,4 +1,4 @@
-"""transformers' Trainer among several processes: a mixin, and the arguments that go with it.
+"""The optimizer of a Trainer among several processes, and the arguments that go with it.
 
 What differs from a single process: FSDP2 leaves the experts alone, sharded and whole parameters are never
 in one group of the optimizer, the expert LoRA's gradients are averaged here where every rank has it, the
@@ -41,94 +41,75 @@ def trainer_arguments() -> dict[str, Any]:
     }
 
 
-class DistributedTrainer:
-    """Mixin, before a Trainer class: ``class OurTrainer(DistributedTrainer, SFTTrainer)``.
+def shard_on_the_cpu(trainer: Any) -> None:
+    """FSDP2 among processes without GPUs: torch shards there too, accelerate only knows of accelerators."""
+    state = trainer.accelerator.state
+    if world().size > 1 and state.distributed_type == "MULTI_CPU" and _asks_for_fsdp():
+        from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    The model given must have been through ``prepare``. For a process that is alone it changes nothing.
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        trainer.is_fsdp_enabled = True
+
+
+def leave_experts_whole(trainer: Any) -> None:
+    """Have FSDP2 leave the experts alone; before the model is sharded."""
+    if world().size > 1 and trainer.is_fsdp_enabled:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        plugin.ignored_modules = list(expert_layers(trainer.model).values())
+
+
+def separate_experts(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Move the experts' parameters to groups of their own, with their group's options.
+
+    One step over a group takes sharded tensors or whole ones, not both.
     """
+    experts = _expert_parameters(trainer) if world().size > 1 else set()
+    for group in list(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if parameter in experts]
+        if own and len(own) < len(group["params"]):
+            group["params"] = [each for each in group["params"] if each not in experts]
+            options = {key: value for key, value in group.items() if key != "params"}
+            optimizer.add_param_group({**options, "params": own})
 
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    accelerator: Any
-    args: Any
-    is_fsdp_enabled: bool
 
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if world().size == 1:
-            return
-        state = self.accelerator.state
-        if state.distributed_type == "MULTI_CPU" and _asks_for_fsdp():
-            # accelerate knows FSDP2 on accelerators only; torch shards on the CPU as well.
-            from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+def average_and_clip(trainer: Any, model: nn.Module, largest: float) -> torch.Tensor:
+    """Once in each step, before the optimizer's: the norm of all ranks' gradients, as ``clip_gradients``."""
+    lora = replicated_lora(trainer.accelerator.unwrap_model(trainer.model))
+    average_gradients(lora, trainer.args.device)
+    return clip_gradients(model, _expert_parameters(trainer), largest)
 
-            state.distributed_type = DistributedType.FSDP
-            state.fsdp_plugin = FullyShardedDataParallelPlugin()
-            self.is_fsdp_enabled = True
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if world().size > 1:
-            _separate(optimizer, self._expert_parameters())
-        return optimizer
+def save_optimizer(trainer: Any, directory: str) -> None:
+    """Each rank's state of its own shards, rank 0's with the expert LoRA's, and the scheduler's."""
+    os.makedirs(directory, exist_ok=True)
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    state = _local(inner.state_dict())
+    if world().rank:  # its expert LoRA, if any, equals rank 0's
+        experts = _expert_parameters(trainer)
+        others = [each for each in inner.param_groups if experts.isdisjoint(each["params"])]
+        state = _of_groups(state, len(others))
+    _write_state(_state_file(directory), state, trainer.lr_scheduler.state_dict())
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        if world().size > 1 and self.is_fsdp_enabled:
-            plugin = self.accelerator.state.fsdp_plugin
-            plugin.ignored_modules = list(expert_layers(self.model).values())
-        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if world().size == 1:
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return self._average_and_clip(model, self.args.max_grad_norm)
+def load_optimizer(trainer: Any, checkpoint: str) -> None:
+    """What ``save_optimizer`` saved. Raises KtbridgeError where this rank's state isn't there."""
+    path = _state_file(checkpoint)
+    if not path.is_file():
+        raise KtbridgeError(
+            f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}.",
+            "Go on with as many processes as the checkpoint's run had.",
+        )
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    state, scheduler = _with_experts(path, len(inner.param_groups))
+    inner.load_state_dict(_sharded(state, inner))
+    trainer.lr_scheduler.load_state_dict(scheduler)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if world().size == 1:
-            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        if grad_norm is None:  # a step in which nothing is clipped
-            grad_norm = self._average_and_clip(model, float("inf"))
-        return grad_norm
 
-    def _average_and_clip(self, model: nn.Module, largest: float) -> torch.Tensor:
-        """Once in each step, before the optimizer's: Trainer asks to clip, or else for the norm alone."""
-        lora = replicated_lora(self.accelerator.unwrap_model(self.model))
-        average_gradients(lora, self.args.device)
-        return clip_gradients(model, self._expert_parameters(), largest)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if world().size == 1:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-            return
-        os.makedirs(output_dir, exist_ok=True)
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        state = _local(inner.state_dict())
-        if world().rank:  # its expert LoRA, if any, equals rank 0's
-            experts = self._expert_parameters()
-            others = [each for each in inner.param_groups if experts.isdisjoint(each["params"])]
-            state = _of_groups(state, len(others))
-        _write_state(_state_file(output_dir), state, self.lr_scheduler.state_dict())
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if world().size == 1 or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-            return
-        path = _state_file(checkpoint)
-        if not path.is_file():
-            raise KtbridgeError(
-                f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}.",
-                "Go on with as many processes as the checkpoint's run had.",
-            )
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        state, scheduler = _with_experts(path, len(inner.param_groups))
-        inner.load_state_dict(_sharded(state, inner))
-        self.lr_scheduler.load_state_dict(scheduler)
-
-    def _expert_parameters(self) -> set[nn.Parameter]:
-        own = self.accelerator.unwrap_model(self.model)
-        names = expert_names(own)
-        return {value for name, value in own.named_parameters() if name in names}
+def _expert_parameters(trainer: Any) -> set[nn.Parameter]:
+    own = trainer.accelerator.unwrap_model(trainer.model)
+    names = expert_names(own)
+    return {value for name, value in own.named_parameters() if name in names}
 
 
 def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float) -> torch.Tensor:
@@ -155,19 +136,6 @@ def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float)
                 for grad in (*shared, *own):
                     grad.mul_(scale)
     return torch.tensor(norm)
-
-
-def _separate(optimizer: torch.optim.Optimizer, experts: set[nn.Parameter]) -> None:
-    """Move the experts' parameters to groups of their own, with their group's options.
-
-    One step over a group takes sharded tensors or whole ones, not both.
-    """
-    for group in list(optimizer.param_groups):
-        own = [parameter for parameter in group["params"] if parameter in experts]
-        if own and len(own) < len(group["params"]):
-            group["params"] = [each for each in group["params"] if each not in experts]
-            options = {key: value for key, value in group.items() if key != "params"}
-            optimizer.add_param_group({**options, "params": own})
 
 
 def _asks_for_fsdp() -> bool:

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.expert_call import kernel_seconds
 from ktbridge.sft import distributed
 from ktbridge.sft.interrupts import Interrupts
-
-_TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
-"""What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
 
 
 class Diverged(KtbridgeError):
@@ -61,38 +58,13 @@ class Pace(TrainerCallback):
         }
 
 
-class Watched(Trainer):
-    """A trainer that stops before a loss or gradient that is not finite is applied."""
+class Finite:
+    """Raises ``Diverged`` for what is not finite; ``last_good`` is where an earlier step is saved, or ""."""
 
-    pace: Pace
+    def __init__(self, last_good: Callable[[], str]) -> None:
+        self._last_good = last_good
 
-    def watch(self, pace: Pace, last_good: Callable[[], str]) -> None:
-        """Log the pace with each loss; ``last_good`` is where an earlier step is saved, or ""."""
-        self.pace, self._last_good = pace, last_good
-        self.add_callback(pace)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self._stop_unless_finite("the loss", float(loss), self.state.global_step + 1)
-        return loss
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        # Before the optimizer's step, so that the weights are still those of the step before.
-        self._stop_unless_finite("the gradients' norm", float(norm), self.state.global_step + 1)
-        return norm
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.check_trained()
-        super()._save_checkpoint(model, trial)
-
-    def check_trained(self) -> None:
-        """Raise ``Diverged`` where a trained tensor holds NaN or infinity."""
-        name = not_finite(self.model)
-        if name:
-            self._stop_unless_finite(name, math.nan, self.state.global_step)
-
-    def _stop_unless_finite(self, what: str, value: float, step: int) -> None:
+    def check(self, what: str, value: float, step: int) -> None:
         if math.isfinite(value):
             return
         place = self._last_good()
@@ -106,12 +78,10 @@ class Watched(Trainer):
             "Lower learning_rate, or set warmup_ratio.",
         )
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:
-            logs.update(self.pace.record(self.state.num_input_tokens_seen))
-        super().log(logs, *args, **kwargs)
-        for name in _TWICE:
-            self.state.log_history[-1].pop(name, None)
+    def check_trained(self, model: Any, step: int) -> None:
+        """The same for all trained tensors of ``model``."""
+        if name := not_finite(model):
+            self.check(name, math.nan, step)
 
 
 class Reporter(TrainerCallback):

@@ -1,0 +1,42 @@
+"""Private API of torch, transformers and trl that training uses: each once, with the reason.
+
+The private methods of transformers' Trainer that are overridden are in ``run_trainer``.
+tests/sft/test_compat.py fails where a version of a library does without one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+
+def on_one_gpu(arguments: Any) -> Any:
+    """Trainer's ``arguments``, for one GPU: Trainer would spread a process over all that it sees."""
+    arguments._n_gpu = 1
+    return arguments
+
+
+def set_logged_rates(scheduler: Any, rates: Sequence[float]) -> None:
+    """What ``get_last_lr`` of a scheduler returns before its first step: Trainer logs that."""
+    scheduler._last_lr = list(rates)
+
+
+def leave_out_of_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """Have DistributedDataParallel around ``module`` ignore these parameters and buffers.
+
+    Its own function for that is private too, and sets this attribute.
+    """
+    module._ddp_params_and_buffers_to_ignore = sorted(names)  # type: ignore[assignment]
+
+
+def training_metrics(trainer: Any) -> dict[str, list[float]]:
+    """What a trl trainer has collected for its next log record: it has no way to weight passes."""
+    found: dict[str, list[float]] = trainer._metrics["train"]
+    return found
+
+
+def set_attention(config: Any, implementation: str) -> None:
+    """Choose the attention of a model made from ``config``: its class's constructor takes no option."""
+    config._attn_implementation = implementation

@@ -1,0 +1,148 @@
+"""transformers' Trainer as a run uses it: each of its methods that is changed is overridden once, here.
+
+What they do is done by plain objects: ``Passes`` cuts a step's rows into passes, ``Checkpoints`` saves and
+loads, ``Pace`` and ``Finite`` watch; ``distributed.optimizer`` is for several processes.
+Names that begin with "_" are private to transformers; tests/sft/test_compat.py holds their signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from ktbridge.sft import distributed
+from ktbridge.sft.checkpoints import Checkpoints, set_learning_rate
+from ktbridge.sft.passes import Batch, Passes, Row
+from ktbridge.sft.progress import Finite, Pace
+
+_TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
+"""What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
+
+
+class RunTrainer(Trainer):
+    """Before a trl trainer: ``class Ours(RunTrainer, SFTTrainer)``. ``set_up`` comes before ``train``.
+
+    A stage defines its ``rows``, whether it ``joins`` them, and how a pass is weighted (``share``,
+    ``as_part``). The model of several processes must have been through ``distributed.prepare``.
+    """
+
+    checkpoints: Checkpoints
+    passes: Passes
+    pace: Pace
+
+    def set_up(self, checkpoints: Checkpoints, passes: Passes) -> None:
+        """Give the trainer what saves and what cuts its steps."""
+        self.checkpoints, self.passes, self.pace = checkpoints, passes, Pace()
+        self._finite = Finite(checkpoints.last_good)
+        self.add_callback(self.pace)
+
+    def rows(self, batch: Batch) -> list[Row]:
+        """The rows that a collated batch was made of."""
+        raise NotImplementedError
+
+    def joins(self) -> bool:
+        """Whether the collator makes one sequence of all rows, instead of padding each."""
+        return False
+
+    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        """The fraction of a step's loss and metrics that ``rows`` contribute."""
+        raise NotImplementedError
+
+    def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> AbstractContextManager[None]:
+        """Context: the loss of ``rows`` is their term in the loss of all rows of ``step``."""
+        return nullcontext()
+
+    def check_trained(self) -> None:
+        """Raise ``Diverged`` where a trained tensor holds NaN or infinity."""
+        self._finite.check_trained(self.model, self.state.global_step)
+
+    def take_up(self, checkpoint: str) -> None:
+        """The state that a finished run was left in, where there is nothing to train."""
+        self.state = self.checkpoints.finished(checkpoint)
+
+    # A step.
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
+        found = super().get_batch_samples(*args, **kwargs)
+        self.passes.batches = found[0]
+        return found
+
+    def training_step(
+        self, model: Any, inputs: Batch, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        loss = self.passes.run(super().training_step, model, inputs, num_items_in_batch)
+        self._finite.check("the loss", float(loss), self.state.global_step + 1)
+        return loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        if distributed.world().size == 1:
+            return super()._clip_grad_norm(model)
+        return distributed.average_and_clip(self, model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if distributed.world().size == 1:
+            grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        elif grad_norm is None:  # a step in which nothing is clipped
+            grad_norm = distributed.average_and_clip(self, model, float("inf"))
+        # Before the optimizer's step, so that the weights are still those of the step before.
+        self._finite.check("the gradients' norm", float(grad_norm), self.state.global_step + 1)
+        return grad_norm
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self.pace.record(self.state.num_input_tokens_seen))
+        super().log(logs, *args, **kwargs)
+        for name in _TWICE:
+            self.state.log_history[-1].pop(name, None)
+
+    # Several processes.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        distributed.shard_on_the_cpu(self)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        distributed.separate_experts(self, optimizer)
+        return optimizer
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        distributed.leave_experts_whole(self)
+        return super()._prepare_for_training(*args, **kwargs)
+
+    # Checkpoints: Trainer saves and restores schedule, random numbers and its place in the data.
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.checkpoints.directory)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.check_trained()
+        write: Callable[[], None] = partial(super()._save_checkpoint, model, trial)
+        self.checkpoints.save(write)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.checkpoints.save_trained(Path(output_dir or self.checkpoints.directory))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.checkpoints.load(resume_from_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if distributed.world().size == 1:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            distributed.save_optimizer(self, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if distributed.world().size == 1:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            distributed.load_optimizer(self, checkpoint)
+        set_learning_rate(self.lr_scheduler, self.args.learning_rate)

@@ -1,0 +1,77 @@
+"""What ktbridge takes of other libraries that they don't promise: it is still there, and does the same."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import DPOTrainer, SFTTrainer
+
+from ktbridge.sft import compat
+from ktbridge.sft.dpo import DpoTrainer
+from ktbridge.sft.run_trainer import RunTrainer
+from ktbridge.sft.supervised import SftTrainer
+
+OVERRIDDEN = {
+    name: value
+    for name, value in vars(RunTrainer).items()
+    if inspect.isfunction(value) and hasattr(Trainer, name) and not name.startswith("__")
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_trainer_calls_what_is_overridden_with_these_arguments(name: str) -> None:
+    ours = inspect.signature(OVERRIDDEN[name]).parameters.values()
+    theirs = inspect.signature(getattr(Trainer, name)).parameters
+    if not any(each.kind is each.VAR_POSITIONAL for each in ours):
+        assert [each.name for each in ours] == [*theirs]
+    private = [each for each in OVERRIDDEN if each.startswith("_")]
+    assert len(private) == 8
+    if name.startswith("_"):  # else it could be gone, and ours never be called
+        assert f"self.{name}(" in inspect.getsource(Trainer)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(SftTrainer, SFTTrainer), (DpoTrainer, DPOTrainer)])
+def test_no_method_is_overridden_twice(ours: type, theirs: type) -> None:
+    assert ours.__mro__[1:3] == (RunTrainer, theirs)
+    assert not {*vars(ours)} & {*OVERRIDDEN}
+
+
+def test_one_process_has_one_gpu(tmp_path) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert compat.on_one_gpu(arguments).n_gpu == 1
+
+
+def test_a_scheduler_reports_the_rates_it_was_given() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    compat.set_logged_rates(scheduler, [0.25])
+    assert scheduler.get_last_lr() == [0.25]
+
+
+def test_ddp_takes_the_names_that_it_is_to_ignore() -> None:
+    module = nn.Linear(2, 2)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["x"])
+    (attribute,) = [name for name in vars(module) if "ignore" in name]
+    other = nn.Linear(2, 2)
+    compat.leave_out_of_ddp(other, ["x"])
+    assert getattr(other, attribute) == ["x"]
+
+
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
+def test_trl_keeps_its_metrics_where_passes_look_for_them(trainer: type) -> None:
+    source = inspect.getsource(trainer)
+    assert "self._metrics = {" in source
+    assert '"train": defaultdict(list)' in source
+
+
+def test_a_model_is_made_with_the_attention_that_was_chosen() -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=16, num_hidden_layers=1, vocab_size=8, num_experts=2,
+        num_attention_heads=2, num_key_value_heads=1, intermediate_size=8, moe_intermediate_size=8,
+    )  # fmt: skip
+    compat.set_attention(config, "eager")
+    assert AutoModelForCausalLM.from_config(config).config._attn_implementation == "eager"
