@@ -4,6 +4,7 @@
 # make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
+# make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make check   lint, formatting, types
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -23,7 +24,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-gpu test-engine test-clients check format clean help test-kernels sanitize
+.PHONY: demo test test-oldest test-gpu test-engine test-clients check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -34,6 +35,15 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+## The interpreter's own newest libraries are `make test` in a fresh clone.
+test-oldest:
+	@$(PYTHON) -m venv .venv-oldest
+	@.venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet packaging
+	@.venv-oldest/bin/python scripts/oldest.py > .venv-oldest/oldest.txt
+	@.venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS) \
+	  -c .venv-oldest/oldest.txt -e '.[all,dev]'
+	@.venv-oldest/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/gpu tests/engine

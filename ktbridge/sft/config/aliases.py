@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
-from ktbridge.sft.config.foreign_keys import IN_BLOCK
+from ktbridge.sft.config.foreign import IN_BLOCK
 from ktbridge.sft.config.schema import KtConfig, options
 
 OUTSIDE = {"cpu_infer": "kt_num_threads"}

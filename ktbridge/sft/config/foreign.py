@@ -1,7 +1,7 @@
 """Unsupported keys of LLaMA-Factory, transformers and KTransformers, and what to use instead.
 
 A key is refused if ignoring it would change the trained adapter, noted if it would not, and accepted
-silently if its value is what ktbridge does anyway.
+silently if its value is what ktbridge does anyway. The keys are in foreign_keys.yaml.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from ktbridge.sft.config.findings import Findings, shown
 
@@ -66,3 +69,27 @@ class Foreign:
 def _equal(value: Any, idle: Any) -> bool:
     """0 and 0.0 are equal, but true is no 1."""
     return isinstance(value, bool) == isinstance(idle, bool) and value == idle
+
+
+def _tables() -> dict[str, Foreign]:
+    text = files(__package__).joinpath("foreign_keys.yaml").read_text("utf-8")
+    return {
+        name: Foreign(
+            Row(
+                tuple(row["keys"].split()),
+                row["why"],
+                row["instead"],
+                tuple(row.get("same", ())),
+                row.get("refused", False),
+            )
+            for row in rows
+        )
+        for name, rows in yaml.safe_load(text).items()
+    }
+
+
+_TABLES = _tables()
+IN_BLOCK = _TABLES["in_block"]
+"""Keys inside the kt_config block."""
+OUTSIDE = _TABLES["outside"]
+"""Keys outside the block."""

@@ -16,8 +16,7 @@ from ktbridge.sft.config.aliases import moved
 from ktbridge.sft.config.checks import check
 from ktbridge.sft.config.findings import MISSING as NOT_GIVEN
 from ktbridge.sft.config.findings import UNKNOWN, Findings, shown
-from ktbridge.sft.config.foreign import Foreign
-from ktbridge.sft.config.foreign_keys import IN_BLOCK, OUTSIDE
+from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE, Foreign
 from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
 from ktbridge.sft.config.values import Parser
 from ktbridge.sft.distributed.launch import launch_problems
