@@ -27,14 +27,14 @@ FILES = Subject("Files and manifest", "adapter", (
     Code("KTB008", "error", "a shard of the adapter is missing", "copy the missing file"),
     Code("KTB009", "info", "a file can't be read by other users, who would see no adapter",
          "chmod a+r the file"),
-    Code("KTB010", "error", "the manifest is unreadable or doesn't say the adapter is ready",
+    Code("KTB010", "error", "the manifest is unreadable or doesn't mark the adapter as ready",
          _RESAVE),
-    Code("KTB011", "error", "a file is missing or has another size than the manifest says", _RESAVE),
+    Code("KTB011", "error", "a file is missing or has another size than the manifest has", _RESAVE),
     Code("KTB012", "error", "a file's content doesn't match the hash in the manifest",
          "copy the adapter again from where it is intact, or save it again from training"),
     Code("KTB013", "error", "the fused file's tensors are not those in the manifest", _RESAVE),
     Code("KTB014", "error", "one tensor is given twice, under two keys or in two files", _RESAVE),
-    Code("KTB015", "info", "the weights' time stamp says nothing (an archive's or an image's fixed one):"
+    Code("KTB015", "info", "the weights' time stamp means nothing (an archive's or an image's fixed one):"
          " an engine that keeps a split copy by path, time and size may serve the old one",
          "touch the file after replacing an adapter in place"),
     Code("KTB016", "error", "the adapter is a GGUF file, which KT engines don't read",
@@ -102,7 +102,7 @@ KEYS = Subject("Keys and inventory", "adapter", (
     Code("KTB214", "error", "expert keys are as in training, one tensor for all experts included: KT"
          " engines don't find them", _CONVERT),
     Code("KTB215", "info", "layers without LoRA lie irregularly between others: whether they are missing"
-         " can't be told without the base model", "add --base-model (a config.json is enough)"),
+         " can't be known without the base model", "add --base-model (a config.json is enough)"),
     Code("KTB216", "error", "expert LoRA of all experts is one tensor (upstream SGLang's layout), which KT"
          " engines don't read", "ktbridge convert DIR --from sglang-3d --to raw --output D"),
 ))  # fmt: skip
@@ -179,7 +179,7 @@ CONVERSION = Subject("Conversion and merging", "adapter", (
     Code("KTB705", "error", "nothing names the base model", "pass --base-model"),
     Code("KTB706", "error", "output directories contain each other or the input",
          "give every output a directory of its own"),
-    Code("KTB707", "info", "--lora-alpha overrides what the adapter says", "check that it is meant"),
+    Code("KTB707", "info", "--lora-alpha overrides the adapter's own", "check that it is meant"),
     Code("KTB708", "info", "PEFT would take non-expert modules for routed experts and load them wrongly",
          "nothing for engines; for PEFT, write --to peft-fused"),
     Code("KTB709", "error", "a file that is read was written to, replaced or removed meanwhile",

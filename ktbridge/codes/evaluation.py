@@ -48,7 +48,7 @@ ANSWERS = Subject("The answers", "eval", (
          " than 5 % of the requests failed)",
          "run the same command again, which asks only for what is missing"),
     Code("KTB821", "warning", "arms differ in how many answers are ok",
-         "do what KTB820 says of the arm with fewer, else read the comparison with care"),
+         "follow KTB820 for the arm with fewer, else read the comparison with care"),
     Code("KTB822", "warning", "90 % and more of two arms' answers are identical (an error where all of 8 or"
          " more are)", "run `ktbridge verify`"),
     Code("KTB823", "error", "an arm is left out of the comparison: it has no answers",
@@ -88,8 +88,8 @@ JUDGE = Subject("The judge", "eval", (
          _JUDGE),
     Code("KTB877", "warning", "the judge does no better than a coin on the anchors of one slice",
          "do not rely on its judgements of this slice"),
-    Code("KTB878", "warning", "the judge nearly always says the same (an error where the anchors show that it"
-         " is wrong)", _JUDGE),
+    Code("KTB878", "warning", "the judge nearly always gives the same answer (an error where the anchors show"
+         " that it is wrong)", _JUDGE),
     Code("KTB879", "warning", "more than 5 % of the judge's replies can't be read (an error where none can)",
          "choose a judge that keeps to a form, or a server that takes response_format"),
     Code("KTB880", "warning", "judgements failed (an error above 5 %)",

@@ -11,7 +11,7 @@ from ktbridge.codes.table import Code, Subject
 _ITS_BASE = "check that --base-model is the base this adapter was trained on"
 
 LAUNCH = Subject("Launching an engine", "serve", (
-    Code("KTB951", "error", "an adapter can't be opened as its option says", "check the path"),
+    Code("KTB951", "error", "an adapter can't be opened as its option asks", "check the path"),
     Code("KTB952", "error", "the engine version doesn't support what is asked for",
          "use a version that does"),
     Code("KTB953", "error", "an engine flag contradicts what the launch needs", "leave it out"),
@@ -54,7 +54,7 @@ VERIFY = Subject("Verifying a server", "serve", (
     Code("KTV002", "warning", "the adapter is applied, but the answers are further from the reference than"
          " noise explains", "nothing if the engine holds experts in INT8 or INT4; else compare with another"
          " attention backend, and with another machine"),
-    Code("KTV003", "error", "another arm than the verified one isn't what its name says",
+    Code("KTV003", "error", "another arm than the verified one isn't what it is named",
          "check what the server serves under this name before comparing arms"),
 ))  # fmt: skip
 

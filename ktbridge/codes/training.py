@@ -29,7 +29,7 @@ RUN = Subject("Starting and continuing a run", "sft", (
     Code("KTC013", "info", "lora_target: all leaves out modules on which SGLang-KT applies no LoRA",
          "Nothing, or name them beside all if the adapter is served elsewhere."),
     Code("KTC014", "error", "one of several checks before the start failed",
-         "Do what the finding says."),
+         "Follow the finding's own next step."),
     Code("KTC019", "error", "a file of a checkpoint is missing or damaged (a warning where an earlier"
          " checkpoint is taken)", "Copy the checkpoint again, or go on from an earlier one."),
     Code("KTC020", "error", "kt_optimize_rule names a GPU that this machine doesn't have",
@@ -46,7 +46,7 @@ RUN = Subject("Starting and continuing a run", "sft", (
 
 DATA = Subject("Training data", "sft", (
     Code("KTD001", "error", "a row can't be trained on", "Correct the row, or take it out."),
-    Code("KTD002", "error", "a dataset can't be found or read as its entry says",
+    Code("KTD002", "error", "a dataset can't be found or read as its entry describes it",
          "Correct the entry in dataset_info.json, or give the file's path."),
     Code("KTD003", "warning", "rows have fields that aren't trained on, or the id of an earlier row",
          "Name such fields in the columns of dataset_info.json; remove rows that are there twice."),

@@ -28,10 +28,10 @@ _POOL = 16
 
 @dataclass(frozen=True)
 class Encoded:
-    """One conversation: token ids, and the mask of assistant tokens (``said``)."""
+    """One conversation: token ids, and the mask of assistant tokens (``by_assistant``)."""
 
     ids: tuple[int, ...]
-    said: tuple[int, ...]
+    by_assistant: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _tensors(batch: Sequence[Encoded], pad: int) -> tuple[torch.Tensor, torch.Te
     for row, one in enumerate(batch):
         length = len(one.ids)
         ids[row, :length] = torch.tensor(one.ids)
-        assistant[row, :length] = torch.tensor(one.said, dtype=torch.float32)
+        assistant[row, :length] = torch.tensor(one.by_assistant, dtype=torch.float32)
         real[row, :length] = 1.0
     return ids, assistant, real
 

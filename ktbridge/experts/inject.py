@@ -231,7 +231,7 @@ def _top_k(model: nn.Module) -> int:
     for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k"):
         if isinstance(value := getattr(config, name, None), int):
             return value
-    raise KtbridgeError(f"{type(config).__name__} doesn't say how many experts a token has.")
+    raise KtbridgeError(f"{type(config).__name__} has no number of experts per token.")
 
 
 def _base(model: Any) -> Any:

@@ -89,7 +89,7 @@ def save_raw_adapter(
     named = base_model or base_name(model)
     if not named:
         raise KtbridgeError(
-            "the model doesn't say which base model it was loaded from.",
+            "the model has no name of the base model it was loaded from.",
             "Give save_raw_adapter its name or path: base_model=...",
         )
     _write(model, directory, named, overwrite=overwrite, extra_files=extra_files)

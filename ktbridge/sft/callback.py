@@ -52,7 +52,7 @@ class RawAdapterCallback(TrainerCallback):
             )
         if not (self.base_model or base_name(model)):
             raise KtbridgeError(
-                "the model doesn't say which base model it was loaded from.",
+                "the model has no name of the base model it was loaded from.",
                 "Give RawAdapterCallback its name or path: base_model=...",
             )
         others = [name for name, _ in trained_elsewhere(model)]

@@ -226,7 +226,7 @@ class LayerwiseModel:
         elif self.reader.entry(found).shape != shape:
             raise KtbridgeError(
                 f"{found} of {self.path} is {list(self.reader.entry(found).shape)}, not "
-                f"{list(shape)} as config.json says.",
+                f"{list(shape)} as config.json has it.",
                 "download the model again",
             )
         exact = any(part in name for part in self._strict)

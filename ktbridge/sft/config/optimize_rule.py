@@ -65,7 +65,7 @@ def read_rules(
     if unused:
         findings.note(
             KEY,
-            f"{len(unused)} of {len(rules)} rules in {path.name} say nothing that is used (rule "
+            f"{len(unused)} of {len(rules)} rules in {path.name} have nothing that is used (rule "
             f"{', '.join(map(str, unused[:8]))}{', …' if len(unused) > 8 else ''})",
             "the experts' backend, and devices of modules by name",
             "Leave it out unless layers must be spread over several GPUs: without it all but the experts "

@@ -59,8 +59,8 @@ class KtConfig:
     kt_threadpool_count: int | None = _option(whole(1, 64), None)
     """Thread pools of kt-kernel, one for each NUMA node; ours is one pool over all nodes."""
     kt_weight_path: str | None = _option(text, None)
-    """A safetensors checkpoint to take the experts from, say one of scripts/quantize_experts.py; default:
-    model_name_or_path. Files in KTransformers' own order aren't read."""
+    """A safetensors checkpoint to take the experts from, such as one of scripts/quantize_experts.py;
+    default: model_name_or_path. Files in KTransformers' own order aren't read."""
     kt_expert_weight_format: str | None = _option(
         one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
     )

@@ -72,8 +72,8 @@ class ChatTemplate:
             )
         if not tokenizer.is_fast:
             raise KtbridgeError(
-                f"the tokenizer in {tokenizer.name_or_path} can't say where in a text its tokens stand, "
-                "so the assistant's can't be told.",
+                f"the tokenizer in {tokenizer.name_or_path} has no places of its tokens in a text, "
+                "so the assistant's can't be found.",
                 "Use a model directory with a tokenizer.json.",
             )
         self._tokenizer = tokenizer

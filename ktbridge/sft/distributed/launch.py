@@ -28,7 +28,7 @@ def _refused() -> Iterator[tuple[str, str, str, str]]:
     if precision:
         yield (
             "mixed_precision",
-            f"{precision}: torch would convert what is computed to it, whatever the run's own bf16 says",
+            f"{precision}: torch would convert what is computed to it, whatever the run's own bf16 is",
             '"no"',
             'Set it to "no"; bf16 in the run\'s configuration chooses the dtype.',
         )
