@@ -10,7 +10,7 @@ from pathlib import Path
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.families import FAMILIES
-from ktbridge.model.locate import expert_home
+from ktbridge.model.locate import ExpertHome, expert_home
 from ktbridge.sft.plan.declared import Declared
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
@@ -93,8 +93,36 @@ def read_shape(
             f"{path} ({config.model_type}) has no routed experts, so there is nothing for ktbridge to plan.",
             "Give a mixture-of-experts model, or train it with PEFT directly.",
         )
-    homes = {layer: expert_home(checkpoint, config, layer) for layer in config.moe_layers}
-    missing = [layer for layer, home in homes.items() if home is None]
+    homes = _expert_homes(path, checkpoint, config)
+    prefixes = tuple(f"{home.base}." for home in homes.values())
+    experts_own = [
+        (name, checkpoint.entry(name)) for name in checkpoint if name.startswith(prefixes)
+    ]
+    storages = {
+        _STORAGE.get(entry.dtype, entry.dtype)
+        for name, entry in experts_own
+        if not name.endswith(_SCALES)
+    }
+    storage = storages.pop() if len(storages) == 1 else "mixed"
+    layers, elements, vocabulary = _outside_experts(checkpoint, config, prefixes)
+    return ModelShape(
+        path=path,
+        config=config,
+        layers=tuple(replace(layer, sparse=layer.index in homes) for layer in layers),
+        nonexpert_elements=elements,
+        vocabulary=vocabulary or int(config.text.get("vocab_size") or 0),
+        expert_bytes=sum(entry.nbytes for _, entry in experts_own),
+        expert_storage=storage,
+        mappable=storage in _STORAGE.values() and not _turned(checkpoint, config, homes),
+        to_download=declared.nbytes if declared else 0,
+    )
+
+
+def _expert_homes(path: Path, checkpoint: Checkpoint, config: ModelConfig) -> dict[int, ExpertHome]:
+    """Where the routed experts of each layer are. Raises KtbridgeError where one has none."""
+    found = {layer: expert_home(checkpoint, config, layer) for layer in config.moe_layers}
+    homes = {layer: home for layer, home in found.items() if home is not None}
+    missing = [layer for layer in found if layer not in homes]
     if missing or not config.intermediate_size:
         known = ", ".join(family.name for family in FAMILIES)
         raise KtbridgeError(
@@ -103,55 +131,39 @@ def read_shape(
             f"Known families: {known}. A new one needs its row in ktbridge/model/families.py: where "
             "experts are, their names, and the config key of their size.",
         )
-    prefixes = tuple(f"{home.base}." for home in homes.values() if home is not None)
-    expert_bytes, storages, elements = 0, set(), 0
-    linears: list[dict[str, tuple[int, int]]] = [{} for _ in range(config.num_layers)]
-    routers: list[dict[str, tuple[int, int]]] = [{} for _ in range(config.num_layers)]
-    norms: list[dict[str, int]] = [{} for _ in range(config.num_layers)]
-    vocabulary = 0
+    return homes
+
+
+def _outside_experts(
+    checkpoint: Checkpoint, config: ModelConfig, prefixes: tuple[str, ...]
+) -> tuple[list[LayerShape], int, int]:
+    """Layers, not sparse yet, the number of weights that get loaded, and words, of all but the experts."""
+    layers = [LayerShape(index, False, {}, {}, {}) for index in range(config.num_layers)]
+    elements = vocabulary = 0
     for name in checkpoint:
-        entry = checkpoint.entry(name)
-        if name.startswith(prefixes):
-            expert_bytes += entry.nbytes
-            if not name.endswith(_SCALES):
-                storages.add(_STORAGE.get(entry.dtype, entry.dtype))
-            continue
-        if _left_out(name, config) or name.endswith(_SCALES):
+        if name.startswith(prefixes) or _left_out(name, config) or name.endswith(_SCALES):
             continue
         match = _LAYER.search(name)
         if match and int(match[1]) >= config.num_layers:
             continue  # a draft layer for multi-token prediction
         if config.tied and name.endswith("lm_head.weight"):
             continue
-        elements += prod(entry.shape)
-        vocabulary = max(vocabulary, entry.shape[0] if "embed_tokens" in name else 0)
+        shape = checkpoint.entry(name).shape
+        elements += prod(shape)
+        vocabulary = max(vocabulary, shape[0] if "embed_tokens" in name else 0)
         module = match[2].removesuffix(".weight") if match else ""
         if match is None or module == match[2] or name.startswith(_VISION):
             continue
-        if len(entry.shape) == 2:
-            kind = routers if _is_router(module) else linears
-            kind[int(match[1])][module] = (entry.shape[0], entry.shape[1])
-        elif len(entry.shape) == 1:
-            norms[int(match[1])][module] = entry.shape[0]
-    layers = tuple(
-        LayerShape(index, index in homes, linears[index], norms[index], routers[index])
-        for index in range(config.num_layers)
-    )
-    storage = storages.pop() if len(storages) == 1 else "mixed"
-    return ModelShape(
-        path=path,
-        config=config,
-        layers=layers,
-        nonexpert_elements=elements,
-        vocabulary=vocabulary or int(config.text.get("vocab_size") or 0),
-        expert_bytes=expert_bytes,
-        expert_storage=storage,
-        mappable=storage in _STORAGE.values() and not _turned(checkpoint, config, homes),
-        to_download=declared.nbytes if declared else 0,
-    )
+        layer = layers[int(match[1])]
+        if len(shape) == 2:
+            kind = layer.routers if _is_router(module) else layer.linears
+            kind[module] = (shape[0], shape[1])
+        elif len(shape) == 1:
+            layer.norms[module] = shape[0]
+    return layers, elements, vocabulary
 
 
-def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict) -> bool:
+def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, ExpertHome]) -> bool:
     """Whether fused experts lie transposed or interleaved, so that no row is contiguous."""
     home = next(iter(homes.values()))
     if home.names:
