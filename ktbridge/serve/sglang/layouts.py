@@ -9,7 +9,7 @@ from typing import Literal
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.serve.sglang.request import LayoutWish
+from ktbridge.serve.sglang.request import RequestedLayout
 from ktbridge.serve.sglang.sources import Source
 
 ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]
@@ -32,7 +32,9 @@ def granting(grants: Callable[[Contract], bool]) -> str:
     return f"{ENGINE} {', '.join(names)}" if names else f"no version of {ENGINE}"
 
 
-def choose_layout(sources: Sequence[Source], requested: LayoutWish, contract: Contract) -> Choice:
+def choose_layout(
+    sources: Sequence[Source], requested: RequestedLayout, contract: Contract
+) -> Choice:
     """Decide the layout; an unsupported one is a problem that names the versions supporting it."""
     experts = [source for source in sources if source.expert]
     nonexpert = tuple(source for source in sources if source.nonexpert)

@@ -11,14 +11,7 @@ from ktbridge.adapter.adapter import Layout
 from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.serve.sglang.request import Request
-
-_OPTION = {
-    "raw": "--adapter NAME=DIR",
-    "merged": "--merged-adapter NAME=DIR",
-    "expert": "--expert-adapter DIR",
-    "nonexpert": "--nonexpert-adapter NAME=DIR",
-}
+from ktbridge.serve.request import OPTION_OF_LAYOUT, ServeRequest
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,7 @@ class Source:
         return bool(self.layers)
 
 
-def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
+def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Problem]]:
     """Open every adapter of the request; also the problems of those that can't be opened or don't fit
     their option.
 
@@ -72,7 +65,7 @@ def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
             problems.append(problem("KTB951", directory, error.sentence, next_step=step))
             continue
         if layout is not None and adapter.layout != layout:
-            step = f"pass it as {_OPTION[adapter.layout]}"
+            step = f"pass it as {OPTION_OF_LAYOUT[adapter.layout]}"
             found = f"has the {adapter.layout} layout"
             problems.append(problem("KTB951", directory, found, f"the {layout} layout", step))
             continue
