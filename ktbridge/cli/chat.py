@@ -79,7 +79,8 @@ def command(
     ktbridge chat --server http://127.0.0.1:8000 --model tiny:neko
     """
     from ktbridge.errors import UsageError
-    from ktbridge.serve.chat import Conversation, Server, arms_of
+    from ktbridge.openai_client import OpenAIClient
+    from ktbridge.serve.chat import Conversation, arms_of
     from ktbridge.served_names import adapter_name, split_name
 
     if server is None:
@@ -107,7 +108,7 @@ def command(
             from ktbridge.serve.local.child import ADAPTER, engine
 
             child = stack.enter_context(engine(base_model, adapter, threads))
-            asked, listed = Server(child.url, child.key), child.models
+            asked, listed = OpenAIClient(child.url, child.key), child.models
             if temperature is None and _is_greedy(base_model):
                 temperature = 0.0
             served, _ = split_name(listed[0])
@@ -115,7 +116,7 @@ def command(
         else:
             assert server is not None
             child = None
-            asked = Server(server, api_key)
+            asked = OpenAIClient(server, api_key)
             listed = asked.models()
             wanted = model or (listed[0] if listed else "")
         one = base_model is not None and adapter is None
