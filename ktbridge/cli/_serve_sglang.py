@@ -99,7 +99,7 @@ def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
     from ktbridge.serve.sglang.facts import gather
     from ktbridge.serve.sglang.launch import check_sources
     from ktbridge.serve.sglang.plan import plan as make_plan
-    from ktbridge.serve.sglang.problems import sort_problems
+    from ktbridge.serve.sglang.preflight import sort_problems
 
     request = _request(options, dry_run)
     facts = gather(request)
@@ -121,7 +121,7 @@ def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
 
 def _request(options: dict[str, Any], dry_run: bool) -> Request:
     """Raises UsageError for options that go with --dry-run alone, and for unknown codes to allow."""
-    from ktbridge.serve.sglang.problems import CODES
+    from ktbridge.serve.sglang.preflight import CODES
     from ktbridge.serve.sglang.request import Request
 
     machine = described(options)

@@ -14,7 +14,7 @@ from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
     from ktbridge.serve.chat import Conversation
-    from ktbridge.serve.local.child import Child
+    from ktbridge.serve.local.child_process import Child
 
 HELP = """\
 /base /expert /full   let that arm answer from now on
@@ -105,7 +105,7 @@ def command(
             stream.reconfigure(encoding="utf-8", errors=errors)
     with terminable(), ExitStack() as stack:
         if base_model is not None:
-            from ktbridge.serve.local.child import ADAPTER, engine
+            from ktbridge.serve.local.child_process import ADAPTER, engine
 
             child = stack.enter_context(engine(base_model, adapter, threads))
             asked, listed = OpenAIClient(child.url, child.key), child.models

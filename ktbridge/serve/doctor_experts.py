@@ -84,5 +84,5 @@ def _unlock(memlock: int | None) -> str:
 
 
 def _failed(how: str) -> Check:
-    step = f"{' '.join(_PROBE)} shows what it says"
+    step = f"{' '.join(_PROBE)} shows its output"
     return Check("experts on GPUs", "problem", f"trying the GPUs {how}", step)

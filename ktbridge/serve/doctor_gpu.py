@@ -30,7 +30,7 @@ def check_gpu(imported: Imports) -> Check:
         return Check("GPU", "ok", _named(seen))
     if listed:
         why = "torch is a CPU build" if built is None else f"torch's CUDA {built} has none"
-        step = "install a torch build for this driver's CUDA version, as pytorch.org says"
+        step = "install a torch build for this driver's CUDA version: pytorch.org lists them"
         return Check("GPU", "problem", f"nvidia-smi lists {_named(listed)}, but {why}", step)
     found = "torch is a CPU build" if built is None else f"none for torch's CUDA {built}"
     return Check("GPU", "missing", found, NOT_NEEDED)

@@ -16,9 +16,9 @@ from ktbridge.experts.attach import inject_lora
 from ktbridge.experts.inject import expert_layers, wrap_experts
 from ktbridge.experts.targets import adaptable
 from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.decode import HEAD, Finish, Picker, Sampling
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.linears import pack_linears, worth_packing
+from ktbridge.serve.local.sampling import HEAD, Finish, Picker, Sampling
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 from ktbridge.served_names import ServedArm
 

@@ -6,8 +6,8 @@ import pytest
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.errors import UsageError
-from ktbridge.serve.local.decode import prompt_logprobs
 from ktbridge.serve.local.plan import plan_local
+from ktbridge.serve.local.sampling import prompt_logprobs
 from ktbridge.serve.request import ServeRequest
 
 PROMPT = list(range(30, 70))

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from ktbridge.serve.local.caches import take_rows
-from ktbridge.serve.local.decode import (
+from ktbridge.serve.local.detokenize import Tokens
+from ktbridge.serve.local.sampling import (
     Answer,
     Delta,
     Event,
@@ -24,7 +25,6 @@ from ktbridge.serve.local.decode import (
     TokenLogprob,
     prompt_logprobs,
 )
-from ktbridge.serve.local.text import Tokens
 from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from ktbridge.experts.inject import load_expert_lora, wrap_experts
 from ktbridge.experts.loading import load_for_kernels, load_tokenizer
 from ktbridge.machine import read_machine
 from ktbridge.serve.local.caches import ATTENTION, batchable, bytes_held, take_rows
+from ktbridge.serve.local.detokenize import Tokens
 from ktbridge.serve.local.linears import pack_linears
-from ktbridge.serve.local.mixing import Mixer
 from ktbridge.serve.local.plan import ServePlan
-from ktbridge.serve.local.text import Tokens
+from ktbridge.serve.local.row_adapters import Mixer
 from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.decode import Event, Finish
 from ktbridge.serve.local.metrics import Metrics
+from ktbridge.serve.local.sampling import Event, Finish
 
 log = logging.getLogger(__name__)
 

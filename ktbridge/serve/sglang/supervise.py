@@ -17,16 +17,16 @@ from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import OpenAIClient
-from ktbridge.serve.sglang.causes import diagnose
+from ktbridge.serve.sglang.failure_diagnosis import diagnose
 from ktbridge.serve.sglang.logs import Pump, readable
-from ktbridge.serve.sglang.ready import Conditions, Progress, probe
-from ktbridge.serve.sglang.tree import (
+from ktbridge.serve.sglang.processes import (
     MARK,
     adopt_orphans,
     end_members,
     end_with_parent,
     members,
 )
+from ktbridge.serve.sglang.ready import Conditions, Progress, probe
 
 GRACE_SECONDS = 20.0
 # Log lines may still be in the pipe when the server already answers.

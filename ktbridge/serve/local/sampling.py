@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from ktbridge.serve.local.text import StopScanner, TextStream, Tokens
+from ktbridge.serve.local.detokenize import StopScanner, TextStream, Tokens
 
 FinishReason = Literal["stop", "length"]
 GREEDY_BELOW = 1e-5  # dividing logits by less can overflow, and is greedy anyway
