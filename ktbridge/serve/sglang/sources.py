@@ -18,8 +18,7 @@ from ktbridge.serve.request import OPTION_OF_LAYOUT, ServeRequest
 class Source:
     """One adapter directory. ``name`` is what requests select it by; None for a bare expert one.
 
-    ``layers`` are those with expert LoRA, ``nonexpert`` describes the rest. ``expert_format`` is the
-    storage format of the weights the experts were trained on, if the manifest names it.
+    ``layers`` are those with expert LoRA, ``nonexpert`` describes the rest.
     ``digest`` is a SHA-256 over names and contents of its files.
     """
 
@@ -28,7 +27,6 @@ class Source:
     layout: Layout
     layers: tuple[int, ...]
     nonexpert: bool
-    expert_format: str | None
     base_model: str | None
     digest: str
 
@@ -74,14 +72,12 @@ def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Proble
 
 
 def _source(name: str | None, adapter: Adapter) -> Source:
-    stored = (adapter.manifest or {}).get("expert_weight_format")
     return Source(
         name=name,
         path=adapter.path.resolve(),
         layout=adapter.layout,
         layers=adapter.expert_layers(),
         nonexpert=bool(adapter.nonexpert),
-        expert_format=stored if isinstance(stored, str) else None,
         base_model=adapter.base_model,
         digest=content_digest(adapter.path),
     )
