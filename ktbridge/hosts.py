@@ -30,6 +30,12 @@ def is_loopback_url(url: str) -> bool:
         return False
 
 
+def url_from_here(host: str, port: int) -> str:
+    """The root URL by which this machine reaches a server that binds to ``host``, wildcards included."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def api_url(text: str) -> str:
     """The root of an OpenAI-compatible API, ending in /v1: "http://h:8000", ".../v1" and ".../v1/" are one.
 

@@ -6,7 +6,7 @@ embedded engine lists them so. SGLang-KT lists NAME for requests to ``S:NAME``, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ktbridge.errors import UsageError
@@ -85,6 +85,22 @@ def described_halves(description: str) -> tuple[bool, bool]:
     if parts[0] != "base":
         return True, True
     return "expert LoRA" in parts, any(part.startswith("non-expert LoRA") for part in parts)
+
+
+def half_note(models: Mapping[str, str]) -> str:
+    """A warning if the bare served name is half of an adapter, else "".
+
+    ``models``: name -> description of the arm, as ``ServedArm`` has it.
+    """
+    halves = {name: described_halves(description) for name, description in models.items()}
+    whole = [name for name in models if names_adapter(name) and halves[name][1]]
+    half = [name for name in models if not names_adapter(name) and halves[name][0]]
+    if not whole or not half:
+        return ""
+    return (
+        f"{half[0]} alone is half of the adapter: base + expert LoRA, without the non-expert LoRA. "
+        f"To get all of it, requests must name {' or '.join(whole)}."
+    )
 
 
 def check_served_name(served: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from ktbridge.eval.arms import parse_arm
-from ktbridge.hosts import api_url
+from ktbridge.hosts import api_url, url_from_here
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,16 @@ def test_with_or_without_v1(text, url):
 def test_what_is_no_url_is_refused_with_a_reason(text):
     with pytest.raises(ValueError, match=r"\w"):
         api_url(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("gpu1", "http://gpu1:8000"),
+    ],
+)
+def test_a_server_on_every_address_is_reached_on_this_machine(host, url):
+    assert url_from_here(host, 8000) == url

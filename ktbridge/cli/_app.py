@@ -1,4 +1,4 @@
-"""The two click classes shared by every command: lazy loading and error messages."""
+"""The click classes shared by every command: lazy loading, titled options, error messages."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from ktbridge.errors import KtbridgeError, ProblemsError
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C, so that cleanup runs."""
+
+
+class TitledOption(click.Option):
+    """An option that --help lists under a title of its own."""
+
+    def __init__(self, *args: Any, title: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.title = title
 
 
 class Command(click.Command):
@@ -42,6 +50,16 @@ class Command(click.Command):
         context = super().make_context(info_name, args, parent, **extra)
         context.meta["ktbridge.debug"] = debug
         return context
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is not None and isinstance(parameter, click.Option):
+                sections.setdefault(getattr(parameter, "title", "Options"), []).append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         if ctx.meta.get("ktbridge.debug"):

@@ -34,22 +34,18 @@ class Size(click.ParamType):
 SIZE = Size()
 
 
-def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --cores, --memory, --gpus and --gpu-memory, which ``described`` takes."""
-    for option in (
-        click.option("--gpu-memory", type=SIZE, metavar="SIZE", help="Of each GPU, as 24GB."),
-        click.option("--gpus", type=click.IntRange(0, 1024), help="Plan for so many GPUs."),
-        click.option(
-            "--memory",
-            type=SIZE,
-            metavar="SIZE",
-            help="Plan for a machine with, for example, 64GB.",
-        ),
-        click.option(
-            "--cores", type=click.IntRange(1, 4096), help="Plan for a machine with so many cores."
-        ),
+def machine_options(
+    command: Callable[..., Any], option: Callable[..., Any] = click.option
+) -> Callable[..., Any]:
+    """Add --cores, --memory, --gpus and --gpu-memory, which ``described`` takes, each by ``option``."""
+    for name, kind, text in (
+        ("--gpu-memory", SIZE, "Of each GPU, as 24GB."),
+        ("--gpus", click.IntRange(0, 1024), "Plan for so many GPUs."),
+        ("--memory", SIZE, "Plan for a machine with, for example, 64GB."),
+        ("--cores", click.IntRange(1, 4096), "Plan for a machine with so many cores."),
     ):
-        command = option(command)
+        metavar = "SIZE" if kind is SIZE else None
+        command = option(name, type=kind, metavar=metavar, help=text)(command)
     return command
 
 

@@ -1,60 +1,163 @@
-"""Launch SGLang-KT for `ktbridge serve`: plan, print, start, wait."""
+"""`ktbridge serve` with SGLang-KT: its own options; plan, print, start, wait."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ktbridge.cli._serve_names import half_note
+import click
+from click.core import ParameterSource
+
+from ktbridge.cli._app import TitledOption
+from ktbridge.cli._machine import described, machine_options
 from ktbridge.errors import ProblemsError, UsageError
+from ktbridge.served_names import half_note
 
 if TYPE_CHECKING:
+    from ktbridge.serve.sglang.facts import Facts
     from ktbridge.serve.sglang.plan import Plan
     from ktbridge.serve.sglang.ready import Progress
     from ktbridge.serve.sglang.request import Request
     from ktbridge.serve.sglang.supervise import EngineFailed
 
+TITLE = "Options of SGLang-KT (--engine sglang)"
+FLAGS = "engine flags after --"
+_option: Any = partial(click.option, cls=TitledOption, title=TITLE)
+OPTIONS = (
+    _option("--engine-version", metavar="VERSION", help="With --dry-run: of sglang-kt."),
+    _option(
+        "--engine-python",
+        "python",
+        metavar="FILE",
+        help="Interpreter of the engine's environment.",
+    ),
+    _option(
+        "--layout",
+        type=click.Choice(["auto", "split", "merged"]),
+        default="auto",
+        show_default=True,
+        help="How SGLang-KT gets the adapter; auto: as its version wants it.",
+    ),
+    _option("--trust-remote-code", is_flag=True, help="Let the model run its own Python code."),
+    _option("--tp-size", type=click.IntRange(1), default=1, help="GPUs, over all nodes."),
+    _option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Machines."),
+    _option("--node-rank", type=click.IntRange(0), default=0, help="This machine's number."),
+    _option("--dist-init-addr", metavar="HOST:PORT", help="The first machine's; same on all."),
+    _option("--replicas", type=click.IntRange(1), default=1, help="With --dry-run: and a router."),
+    _option(
+        "--timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        default=1800.0,
+        show_default=True,
+        help="Seconds until the engine must be ready.",
+    ),
+    _option("--log", metavar="FILE", help="The engine's log; default: below ~/.local/state."),
+    _option(
+        "--allow",
+        "allowed",
+        multiple=True,
+        metavar="CODE",
+        help="Treat this launch problem (KTB951 or later) as a warning; may be repeated.",
+    ),
+    partial(machine_options, option=_option),
+    click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE FLAGS]"),
+)
 
-def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, timeout: float) -> None:
-    """Plan the launch and print it, or run it until Ctrl-C or SIGTERM."""
-    from ktbridge.cli._app import terminable
-    from ktbridge.cli._ui import console, emit_json, print_problems, stderr
+
+def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options, and the engine's own flags after --, to a click command."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def given(context: click.Context) -> list[str]:
+    """Which of the options, and whether engine flags, were given; by name."""
+    return [
+        parameter.opts[0] if isinstance(parameter, click.Option) else FLAGS
+        for parameter in context.command.params
+        if (getattr(parameter, "title", "") == TITLE or isinstance(parameter, click.Argument))
+        and context.get_parameter_source(parameter.name or "") is not ParameterSource.DEFAULT
+        and context.params[parameter.name or ""] not in ((), None, False)
+    ]
+
+
+def refuse(names: Sequence[str]) -> None:
+    """UsageError for options of SGLang-KT passed to another engine."""
+    if names:
+        step = "leave them out, or serve with --engine sglang"
+        raise UsageError(f"{', '.join(names)}: not for the local engine", step)
+
+
+def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
+    """Plan the launch and print it, or serve until Ctrl-C or SIGTERM."""
+    from ktbridge.cli._ui import emit_json, print_problems
     from ktbridge.serve.sglang.facts import gather
-    from ktbridge.serve.sglang.launch import check_sources, default_log, prepare, serve
+    from ktbridge.serve.sglang.launch import check_sources
     from ktbridge.serve.sglang.plan import plan as make_plan
-    from ktbridge.serve.sglang.problems import CODES, sort_problems
-    from ktbridge.serve.sglang.supervise import EngineFailed
+    from ktbridge.serve.sglang.preflight import sort_problems
 
-    if not dry_run and request.engine_version is not None:
+    request = _request(options, dry_run)
+    facts = gather(request)
+    plan = make_plan(request, facts)
+    found = check_sources(plan, facts, request.allow_other_base)
+    plan = replace(plan, problems=sort_problems([*plan.problems, *found]))
+    if not dry_run:
+        log = options["log"]
+        _launch(plan, request, facts, log=log, timeout=options["timeout"], as_json=as_json)
+    if as_json:
+        emit_json({"ok": plan.ok, **plan.as_dict()})
+    else:
+        # Infos are the same for every launch; `ktbridge doctor` and --json show them.
+        print_problems(found for found in plan.problems if found.severity != "info")
+        _print_plan(plan)
+    if not plan.ok:
+        sys.exit(1)
+
+
+def _request(options: dict[str, Any], dry_run: bool) -> Request:
+    """Raises UsageError for options that go with --dry-run alone, and for unknown codes to allow."""
+    from ktbridge.serve.sglang.preflight import CODES
+    from ktbridge.serve.sglang.request import Request
+
+    machine = described(options)
+    own: Mapping[str, Any] = options | {
+        "api_key": options["api_key"] or None,
+        "allowed": frozenset(options["allowed"]),
+        "described": machine,
+    }
+    request = Request(**{field.name: own[field.name] for field in fields(Request)})
+    if machine.given and not dry_run:
+        raise UsageError(
+            "--cores, --memory, --gpus and --gpu-memory plan for another machine, and start nothing",
+            "add --dry-run, or leave them out",
+        )
+    if request.engine_version is not None and not dry_run:
         step = "add --dry-run, or name an environment that has the version with --engine-python"
         raise UsageError("--engine-version plans for a version, and starts none", step)
-    if not dry_run and request.replicas > 1:
+    if request.replicas > 1 and not dry_run:
         step = "add --dry-run, and start each command under your service manager"
         raise UsageError("--replicas writes the commands, and starts none", step)
     unknown = sorted(request.allowed - CODES)
     if unknown:
         step = "docs/serving.md lists the codes of launch problems, KTB951 on"
         raise UsageError(f"--allow {' '.join(unknown)}: no launch problem has this code", step)
-    facts = gather(request)
-    plan = make_plan(request, facts)
-    plan = replace(
-        plan,
-        problems=sort_problems(
-            [*plan.problems, *check_sources(plan, facts, request.allow_other_base)]
-        ),
-    )
-    if dry_run:
-        if as_json:
-            emit_json({"ok": plan.ok, **plan.as_dict()})
-        else:
-            # Infos are the same for every launch; `ktbridge doctor` and --json show them.
-            print_problems(found for found in plan.problems if found.severity != "info")
-            _print_plan(plan)
-        if not plan.ok:
-            sys.exit(1)
-        return
+    return request
+
+
+def _launch(
+    plan: Plan, request: Request, facts: Facts, *, log: str | None, timeout: float, as_json: bool
+) -> NoReturn:
+    """Serve until the engine ends, and exit with its code. Raises ProblemsError, EngineFailed."""
+    from ktbridge.cli._app import terminable
+    from ktbridge.cli._ui import console, emit_json, print_problems, stderr
+    from ktbridge.serve.sglang.launch import default_log, prepare, serve
+    from ktbridge.serve.sglang.supervise import EngineFailed
+
     if not plan.ok:
         message = f"sglang-kt {plan.version} can't be launched like this"
         raise ProblemsError(message, plan.problems, "the same with --dry-run shows the plan")
@@ -78,14 +181,10 @@ def run(request: Request, *, dry_run: bool, as_json: bool, log: str | None, time
         stderr.print(
             f"starting sglang-kt {plan.version}; log: {path}", markup=False, soft_wrap=True
         )
+        show = _LoadProgress().show
         try:
             code = serve(
-                plan,
-                request,
-                log=path,
-                timeout=timeout,
-                on_progress=_LoadProgress().show,
-                on_ready=on_ready,
+                plan, request, log=path, timeout=timeout, on_progress=show, on_ready=on_ready
             )
         except EngineFailed as failure:
             _print_tail(failure)

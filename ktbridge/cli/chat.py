@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from io import TextIOWrapper
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,7 +14,7 @@ from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
     from ktbridge.serve.chat import Conversation
-    from ktbridge.serve.local.child import Child
+    from ktbridge.serve.local.child_process import Child
 
 HELP = """\
 /base /expert /full   let that arm answer from now on
@@ -56,18 +56,7 @@ HELP = """\
 @click.option(
     "--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment."
 )
-def command(
-    server: str | None,
-    model: str | None,
-    base_model: str | None,
-    adapter: str | None,
-    system: str | None,
-    temperature: float | None,
-    max_tokens: int | None,
-    seed: int | None,
-    threads: int | None,
-    api_key: str | None,
-) -> None:
+def command(**options: Any) -> None:
     """Chat with a served model, or with a base model's directory and its adapter.
 
     With --base-model the embedded engine is started for the chat and ends with it. /help shows what
@@ -78,54 +67,69 @@ def command(
     ktbridge chat --base-model MODEL --adapter OUTPUT/adapter
     ktbridge chat --server http://127.0.0.1:8000 --model tiny:neko
     """
-    from ktbridge.errors import UsageError
-    from ktbridge.serve.chat import Conversation, Server, arms_of
-    from ktbridge.served_names import adapter_name, split_name
-
-    if server is None:
-        if base_model is not None and model is not None:
-            raise UsageError(
-                "--model is a name on a running server, and --base-model starts an engine.",
-                "give --base-model alone, or --server URL --model NAME",
-            )
-        base_model = base_model or model
-        if base_model is None:
-            raise UsageError(
-                "there is nothing to chat with.",
-                "give --server URL, or --base-model DIR [--adapter DIR]",
-            )
-    elif not (base_model is adapter is threads is None):
-        raise UsageError(
-            "--base-model, --adapter and --threads are for an engine that chat starts; a server has its own.",
-            "leave them out, or leave --server out",
-        )
+    _check_options(options)
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)
     with terminable(), ExitStack() as stack:
-        if base_model is not None:
-            from ktbridge.serve.local.child import ADAPTER, engine
+        child = None
+        if options["server"] is None:
+            from ktbridge.serve.local.child_process import engine
 
-            child = stack.enter_context(engine(base_model, adapter, threads))
-            asked, listed = Server(child.url, child.key), child.models
-            if temperature is None and _is_greedy(base_model):
-                temperature = 0.0
-            served, _ = split_name(listed[0])
-            wanted = listed[0] if adapter is None else adapter_name(served, ADAPTER)
-        else:
-            assert server is not None
-            child = None
-            asked = Server(server, api_key)
-            listed = asked.models()
-            wanted = model or (listed[0] if listed else "")
-        one = base_model is not None and adapter is None
-        arms = {"model": wanted} if one else arms_of(wanted, listed)
-        arm = next(name for name, served in arms.items() if served == wanted)
-        talk = Conversation(
-            asked, arms, arm, system, temperature=temperature, max_tokens=max_tokens, seed=seed
-        )
-        failed = _converse(talk, child)
+            base_model = options["base_model"] or options["model"]
+            child = stack.enter_context(engine(base_model, options["adapter"], options["threads"]))
+        failed = _converse(_conversation(options, child), child)
     sys.exit(1 if failed and not sys.stdin.isatty() else 0)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises UsageError unless they name either a server or a model to start an engine with."""
+    from ktbridge.errors import UsageError
+
+    if options["server"] is not None:
+        if any(options[name] is not None for name in ("base_model", "adapter", "threads")):
+            raise UsageError(
+                "--base-model, --adapter and --threads are for an engine that chat starts; a server has "
+                "its own.",
+                "leave them out, or leave --server out",
+            )
+    elif options["base_model"] is not None and options["model"] is not None:
+        raise UsageError(
+            "--model is a name on a running server, and --base-model starts an engine.",
+            "give --base-model alone, or --server URL --model NAME",
+        )
+    elif options["base_model"] is None and options["model"] is None:
+        raise UsageError(
+            "there is nothing to chat with.",
+            "give --server URL, or --base-model DIR [--adapter DIR]",
+        )
+
+
+def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversation:
+    """With the engine ``child`` that was started for this chat, or with the server in the options."""
+    from ktbridge.openai_client import OpenAIClient
+    from ktbridge.serve.chat import Conversation, arms_of
+    from ktbridge.serve.local.child_process import ADAPTER
+    from ktbridge.served_names import adapter_name, split_name
+
+    asked = {name: options[name] for name in ("temperature", "max_tokens", "seed")}
+    if child is None:
+        client = OpenAIClient(options["server"], options["api_key"])
+        listed = client.models()
+        wanted = options["model"] or (listed[0] if listed else "")
+        arms = arms_of(wanted, listed)
+    else:
+        client, listed = OpenAIClient(child.url, child.key), child.models
+        if asked["temperature"] is None and _is_greedy(options["base_model"] or options["model"]):
+            asked["temperature"] = 0.0
+        if options["adapter"] is None:
+            wanted = listed[0]
+            arms = {"model": wanted}
+        else:
+            wanted = adapter_name(split_name(listed[0])[0], ADAPTER)
+            arms = arms_of(wanted, listed)
+    arm = next(name for name, served in arms.items() if served == wanted)
+    return Conversation(client, arms, arm, options["system"], **asked)
 
 
 def _is_greedy(base_model: str) -> bool:

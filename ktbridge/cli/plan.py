@@ -49,10 +49,36 @@ def command(
 
 
 def _show(plan: Any) -> None:
+    from ktbridge.cli._ui import console, shown
+    from ktbridge.units import size_text
+
+    _show_sizes(plan)
+    console.print(f"\nfor {plan.machine}", markup=False, soft_wrap=True)
+    _show_steps(plan)
+    if plan.disk_reads is not None:
+        console.print(f"[yellow]{shown(str(plan.disk_reads))}[/]", soft_wrap=True)
+    if len(plan.experts) > 1:
+        _show_experts(plan)
+    for note in plan.notes:
+        console.print(f"[yellow]note[/] {shown(note)}", soft_wrap=True)
+    for verdict in plan.verdicts:
+        style = "green" if verdict.fits else "bold red"
+        console.print(f"[{style}]{shown(str(verdict))}[/]", soft_wrap=True)
+    if not plan.fits and plan.advice:
+        console.print("\nwhat to change, each alone:")
+    for item in () if plan.fits else plan.advice:
+        console.print(
+            f"  {shown(item.change)}  saves {size_text(item.saves)} of {item.where}  "
+            f"[dim]({shown(item.price)})[/]",
+            soft_wrap=True,
+        )
+
+
+def _show_sizes(plan: Any) -> None:
+    """What takes how much of GPU, RAM, page cache and disk."""
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
-    from ktbridge.units import figures, size_text
 
     # One unit for all, so that a column is comparable: MB if every part is below 1 GB.
     unit, scale = ("GB", 1e9) if max(part.size for part in plan.parts) >= 1e9 else ("MB", 1e6)
@@ -72,7 +98,13 @@ def _show(plan: Any) -> None:
             total = sized(plan.total(where))
             table.add_row(f"[bold]{where} in all[/]", "", f"[bold]{total}[/]", "")
     console.print(table)
-    console.print(f"\nfor {plan.machine}", markup=False, soft_wrap=True)
+
+
+def _show_steps(plan: Any) -> None:
+    """How many steps, and how long they take."""
+    from ktbridge.cli._ui import console, shown
+    from ktbridge.units import figures, size_text
+
     packed = f" packed into {plan.sequences:,}" if plan.sequences < plan.rows else ""
     if plan.sequences > plan.rows:
         packed = f" in {plan.sequences:,} sequences"
@@ -81,37 +113,21 @@ def _show(plan: Any) -> None:
         f"mean is {plan.mean_tokens:,.0f}",
         soft_wrap=True,
     )
-    if plan.pace is not None:
-        pace = plan.pace
+    if plan.pace is None:
+        return
+    pace = plan.pace
+    console.print(
+        f"about {figures(pace.tokens_per_second)} tokens/s, {_duration(pace.step_seconds)} a step, "
+        f"{_duration(pace.seconds)} in all; experts take {pace.expert_share:.0%} of it",
+        soft_wrap=True,
+    )
+    if pace.cold_bytes and plan.disk_reads is None:
         console.print(
-            f"about {figures(pace.tokens_per_second)} tokens/s, {_duration(pace.step_seconds)} a step, "
-            f"{_duration(pace.seconds)} in all; experts take {pace.expert_share:.0%} of it",
+            f"the first step takes longer: {size_text(pace.cold_bytes)} of experts are read from disk, "
+            "at its pace, unless the page cache has them",
             soft_wrap=True,
         )
-        if pace.cold_bytes and plan.disk_reads is None:
-            console.print(
-                f"the first step takes longer: {size_text(pace.cold_bytes)} of experts are read from disk, "
-                "at its pace, unless the page cache has them",
-                soft_wrap=True,
-            )
-        console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
-    if plan.disk_reads is not None:
-        console.print(f"[yellow]{shown(str(plan.disk_reads))}[/]", soft_wrap=True)
-    if len(plan.experts) > 1:
-        _show_experts(plan)
-    for note in plan.notes:
-        console.print(f"[yellow]note[/] {shown(note)}", soft_wrap=True)
-    for verdict in plan.verdicts:
-        style = "green" if verdict.fits else "bold red"
-        console.print(f"[{style}]{shown(str(verdict))}[/]", soft_wrap=True)
-    if not plan.fits and plan.advice:
-        console.print("\nwhat to change, each alone:")
-    for item in () if plan.fits else plan.advice:
-        console.print(
-            f"  {shown(item.change)}  saves {size_text(item.saves)} of {item.where}  "
-            f"[dim]({shown(item.price)})[/]",
-            soft_wrap=True,
-        )
+    console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
 
 
 def _show_experts(plan: Any) -> None:

@@ -48,7 +48,7 @@ def command(
 
     Prints tables and writes results.json, report.html (a single file that needs no network) and
     report.md there. Asks no server anything, so it can be repeated at will. The exit code is 1 where
-    the evaluation is incomplete or failed (docs/eval.md lists when), whatever the numbers say.
+    the evaluation is incomplete or failed (docs/eval.md lists when), whatever its numbers are.
 
     A --fail-on condition is about the last arm minus the first, on the slice's own axis:
     SLICE<NUMBER, AXIS:SLICE<NUMBER, low(SLICE)<NUMBER for the interval's lower end. KRI stands for

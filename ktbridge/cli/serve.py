@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
+from ktbridge.cli import _serve_local, _serve_sglang
 from ktbridge.cli._app import Command
-from ktbridge.cli._machine import NAMES, described, machine_options
-from ktbridge.cli._serve_limits import describe_limits, limit_options, make_limits, refuse_limits
-from ktbridge.errors import UsageError
-
-# Options for SGLang-KT only.
-_SGLANG_ONLY = (
-    "engine_version",
-    "engine_python",
-    "layout",
-    "tp_size",
-    "nodes",
-    "node_rank",
-    "dist_init_addr",
-    "replicas",
-    "trust_remote_code",
-    "allowed",
-    "log",
-    "timeout",
-    "engine_flags",
-    *NAMES,
-)
 
 
 def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -61,7 +40,7 @@ def _sglang_is_here() -> bool:
 @click.option(
     "--base-model",
     "--model",
-    "base_model",
+    "model",
     required=True,
     metavar="DIR",
     help="The base model's directory.",
@@ -99,16 +78,9 @@ def _sglang_is_here() -> bool:
     help="sglang: SGLang-KT on a GPU machine. local: this machine's CPU, no other engine needed. "
     "auto: sglang where it is installed and there is a GPU.",
 )
-@click.option("--engine-version", metavar="VERSION", help="With --dry-run: of sglang-kt.")
-@click.option("--engine-python", metavar="FILE", help="Interpreter of the engine's environment.")
 @click.option(
-    "--layout",
-    type=click.Choice(["auto", "split", "merged"]),
-    default="auto",
-    show_default=True,
-    help="How SGLang-KT gets the adapter; auto: as its version wants it.",
+    "--served-model-name", "served_name", metavar="NAME", help="Default: the directory's name."
 )
-@click.option("--served-model-name", metavar="NAME", help="Default: the directory's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="To bind to.")
 @click.option(
     "--port",
@@ -128,68 +100,18 @@ def _sglang_is_here() -> bool:
     type=click.IntRange(1),
     help="CPU threads for the experts; default: the physical cores, less one with SGLang-KT.",
 )
-@limit_options
-@click.option("--trust-remote-code", is_flag=True, help="Let the model run its own Python code.")
-@click.option("--tp-size", type=click.IntRange(1), default=1, help="GPUs, over all nodes.")
-@click.option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Machines.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, help="This machine's number.")
-@click.option("--dist-init-addr", metavar="HOST:PORT", help="The first machine's; same on all.")
-@click.option("--replicas", type=click.IntRange(1), default=1, help="With --dry-run: and a router.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1800.0,
-    show_default=True,
-    help="Seconds until the engine must be ready.",
-)
-@click.option("--log", metavar="FILE", help="The engine's log; default: below ~/.local/state.")
-@click.option(
-    "--allow",
-    "allowed",
-    multiple=True,
-    metavar="CODE",
-    help="Take a launch problem (KTB951 on) for a warning; may be repeated.",
-)
 @click.option(
     "--allow-other-base",
     is_flag=True,
     help="Serve though the adapter was trained on another base model (KTB612).",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be served, and stop.")
-@machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE FLAGS]")
+@_serve_local.add_options
+@_serve_sglang.add_options
 @click.pass_context
 def command(
-    context: click.Context,
-    base_model: str,
-    adapters: dict[str, str],
-    expert_adapter: str | None,
-    nonexpert_adapters: dict[str, str],
-    merged_adapters: dict[str, str],
-    engine: str,
-    engine_version: str | None,
-    engine_python: str | None,
-    layout: Literal["auto", "split", "merged"],
-    served_model_name: str | None,
-    host: str,
-    port: int,
-    api_key: str | None,
-    threads: int | None,
-    trust_remote_code: bool,
-    tp_size: int,
-    nodes: int,
-    node_rank: int,
-    dist_init_addr: str | None,
-    replicas: int,
-    timeout: float,
-    log: str | None,
-    allowed: tuple[str, ...],
-    allow_other_base: bool,
-    dry_run: bool,
-    as_json: bool,
-    engine_flags: tuple[str, ...],
-    **limits: Any,
+    context: click.Context, engine: str, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
     """Serve a model and its adapter over HTTP, until Ctrl-C or SIGTERM.
 
@@ -204,112 +126,12 @@ def command(
     ktbridge serve --base-model MODEL --adapter neko=OUTPUT/adapter --engine sglang --dry-run \\
         --cores 32 --memory 256GB --gpus 1 --gpu-memory 24GB
     """
-    machine = described(limits)
-    given = [
-        parameter.opts[0] if isinstance(parameter, click.Option) else "engine flags after --"
-        for parameter in context.command.params
-        if parameter.name in _SGLANG_ONLY
-        and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
-        and context.params[parameter.name] not in ((), None, False)
-    ]
+    for_sglang = _serve_sglang.given(context)
     if engine == "auto":
-        engine = "sglang" if given or _sglang_is_here() else "local"
+        engine = "sglang" if for_sglang or _sglang_is_here() else "local"
     if engine == "sglang":
-        refuse_limits(limits)
-        from ktbridge.cli._serve_sglang import run
-        from ktbridge.serve.sglang.request import Request
-
-        if machine.given and not dry_run:
-            step = "add --dry-run, or leave them out"
-            raise UsageError(
-                "--cores, --memory, --gpus and --gpu-memory plan for another machine, and start nothing",
-                step,
-            )
-        request = Request(
-            model=base_model,
-            adapters=adapters,
-            expert_adapter=expert_adapter,
-            nonexpert_adapters=nonexpert_adapters,
-            merged_adapters=merged_adapters,
-            layout=layout,
-            engine_version=engine_version,
-            python=engine_python,
-            served_name=served_model_name,
-            host=host,
-            port=port,
-            api_key=api_key or None,
-            threads=threads,
-            trust_remote_code=trust_remote_code,
-            tp_size=tp_size,
-            nodes=nodes,
-            node_rank=node_rank,
-            dist_init_addr=dist_init_addr,
-            replicas=replicas,
-            flags=engine_flags,
-            allowed=frozenset(allowed),
-            allow_other_base=allow_other_base,
-            described=machine,
-        )
-        run(request, dry_run=dry_run, as_json=as_json, log=log, timeout=timeout)
-        return
-    if given:
-        step = "leave them out, or serve with --engine sglang"
-        raise UsageError(f"{', '.join(given)}: not for the local engine", step)
-
-    from ktbridge.cli._serve_names import half_note
-    from ktbridge.cli._ui import console, emit_json, print_problems, stderr
-    from ktbridge.serve.local.plan import check_installed, plan_local
-
-    check_installed()
-    plan = plan_local(
-        base_model,
-        served_name=served_model_name,
-        host=host,
-        port=port,
-        api_key=api_key,
-        threads=threads,
-        expert_adapter=expert_adapter,
-        nonexpert_adapters=nonexpert_adapters,
-        merged_adapters=merged_adapters,
-        adapters=adapters,
-        limits=make_limits(limits),
-        allow_other_base=allow_other_base,
-    )
-
-    print_problems(p for p in plan.problems if p.severity != "info")
-
-    def print_arms() -> None:
-        width = max(len(arm.name) for arm in plan.arms)
-        for arm in plan.arms:
-            console.print(f"  {arm.name:<{width}}  {arm.description}", markup=False)
-        if note := half_note({arm.name: arm.description for arm in plan.arms}):
-            console.print(f"  {note}", markup=False, soft_wrap=True)
-
-    if dry_run:
-        from ktbridge.serve.local.launch import bind
-
-        bind(host, port).close()  # fail early if the address can't be bound
-        if as_json:
-            emit_json(plan.as_dict())
-            return
-        key = "with an API key" if api_key else "without an API key"
-        console.print(f"would serve {plan.model} on {host}:{port}, {key}", markup=False)
-        print_arms()
-        console.print(describe_limits(plan.limits), markup=False, soft_wrap=True)
-        return
-
-    from ktbridge.serve.local.launch import serve
-
-    def on_ready(base_url: str) -> None:
-        if as_json:
-            emit_json(plan.as_dict() | {"base_url": base_url})
-        else:
-            console.print(f"ready: {base_url}", markup=False)
-            print_arms()
-            stderr.print("Ctrl-C ends the server.")
-        console.file.flush()
-
-    def on_loading() -> None:
-        stderr.print(f"loading {plan.model} ...", markup=False, soft_wrap=True)
-
-    serve(plan, on_ready, on_loading)
+        _serve_local.refuse(options)
+        _serve_sglang.run(options, dry_run=dry_run, as_json=as_json)
+    else:
+        _serve_sglang.refuse(for_sglang)
+        _serve_local.run(options, dry_run=dry_run, as_json=as_json)

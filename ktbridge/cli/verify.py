@@ -65,7 +65,7 @@ def command(
     Asks the server for the logprobs of fixed tokens and computes here, in float32, what base, expert
     LoRA and full adapter give; the base is read layer by layer and never held whole. The verdict is one
     of: applied, not applied, only experts, only attention, wrong scale (≈ ×k), can't tell. Exit code 0
-    only for "applied", with every other arm what its name says.
+    only for "applied", with every other arm what its name promises.
     """
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar
     from ktbridge.verify.run import verify

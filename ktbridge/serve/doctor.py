@@ -11,8 +11,7 @@ from ktbridge.experts.gpu.probe import GpuFacts
 from ktbridge.install import reinstall_hint
 from ktbridge.machine import Machine, read_machine
 from ktbridge.serve.doctor_engine import check_engine
-from ktbridge.serve.doctor_experts import try_gpus
-from ktbridge.serve.doctor_gpu import check_gpu
+from ktbridge.serve.doctor_gpu import check_gpu, try_gpus
 from ktbridge.serve.doctor_packages import Check, check_packages
 from ktbridge.units import size_text
 

@@ -1,23 +1,15 @@
-"""Client for prompt logprobs of fixed tokens over an OpenAI-compatible API.
-
-Standard library only, so that a deploy pipeline can query a server without more packages.
-"""
+"""Prompt logprobs of fixed tokens, over an OpenAI-compatible API or SGLang's own."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
 import random
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import is_loopback_url, server_url
+from ktbridge.openai_client import OpenAIClient, Refused
 from ktbridge.served_names import split_name
 from ktbridge.verify.verdict import mean_distance
 
@@ -29,6 +21,7 @@ TEXTS = (
     "小明把书放进书包，锁好门，慢慢地走回了家。",
 )
 SEED = 20_260
+_NOT_SERVED = (400, 404)  # statuses with which servers refuse a model that they don't serve
 
 
 def fixed_prompts(
@@ -47,10 +40,6 @@ def fixed_prompts(
     return [prompt for prompt in prompts if len(prompt) > 1]
 
 
-class ArmRefused(KtbridgeError):
-    """The server answered that it doesn't serve the requested arm."""
-
-
 @dataclass(frozen=True)
 class Answer:
     """Logprobs of the prompts' tokens, averaged over all requests.
@@ -62,33 +51,12 @@ class Answer:
     spread: float | None
 
 
-class LogprobClient:
-    """Queries one OpenAI-compatible server. Every failure raises KtbridgeError."""
+class LogprobClient(OpenAIClient):
+    """Asks one server for the logprobs of prompts."""
 
-    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 120) -> None:
-        root = self._root = server_url(base_url)
-        self._headers = {"Content-Type": "application/json"}
-        key = (api_key or "").strip()
-        if not key.isprintable():  # checked here: the library's own message would show the key
-            raise KtbridgeError(
-                "the API key holds a line break or another control character.",
-                "set KTBRIDGE_API_KEY to the key alone",
-            )
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
-        self._timeout = timeout
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 120) -> None:
+        super().__init__(url, api_key, timeout)
         self._sglang: bool | None = None
-        # Loopback requests bypass proxies.
-        handlers = [urllib.request.ProxyHandler({})] if is_loopback_url(root) else []
-        self._opener = urllib.request.build_opener(*handlers)
-
-    def models(self) -> list[str]:
-        """The names that the server lists."""
-        listed = self._ask("/models")
-        try:
-            return [str(entry["id"]) for entry in listed["data"]]
-        except (KeyError, TypeError):
-            raise self._unusable("/models", "no list of models") from None
 
     def ask_all(
         self,
@@ -100,24 +68,21 @@ class LogprobClient:
         """Logprobs of each of ``models``, requested ``repeat`` times in turn.
 
         A listed model need not be served: with a merged adapter, sglang-kt 0.7.2 lists the bare name
-        and refuses it. One that is refused is left out, unless it is ``needed``: then ArmRefused.
+        and refuses it. One that is refused is left out, unless it is ``needed``: then Refused.
         """
         rounds: dict[str, list[list[float]]] = {model: [] for model in models}
         for _ in range(repeat):
             for model in list(rounds):
                 try:
                     rounds[model].append(self.prompt_logprobs(model, prompts))
-                except ArmRefused:
-                    if model in needed:
+                except Refused as refused:
+                    if model in needed or refused.status not in _NOT_SERVED:
                         raise
                     del rounds[model]
         return {model: _answer(vectors) for model, vectors in rounds.items()}
 
     def prompt_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
-        """Natural logprobs of every token but the first of each prompt, in order.
-
-        Raises ArmRefused when the server answers that it serves no such arm.
-        """
+        """Natural logprobs of every token but the first of each prompt, in order."""
         if self._is_sglang():
             return self._native_logprobs(model, prompts)
         values: list[float] = []
@@ -130,7 +95,7 @@ class LogprobClient:
                 "logprobs": 0,
                 "temperature": 0,
             }
-            answer = self._ask("/completions", request)
+            answer = self.ask("/completions", request)
             try:
                 got = answer["choices"][0]["logprobs"]["token_logprobs"]
             except (KeyError, IndexError, TypeError):
@@ -146,7 +111,7 @@ class LogprobClient:
         """SGLang computes no prompt logprobs over OpenAI's API, only over its own."""
         if self._sglang is None:
             try:
-                self._sglang = "model_path" in self._ask("/model_info", native=True)
+                self._sglang = "model_path" in self.ask("/model_info", native=True)
             except (KtbridgeError, TypeError):
                 self._sglang = False
         return self._sglang
@@ -164,7 +129,7 @@ class LogprobClient:
             }
             if adapter is not None:
                 request["lora_path"] = adapter
-            answer = self._ask("/generate", request, native=True)
+            answer = self.ask("/generate", request, native=True)
             try:
                 rows = answer["meta_info"]["input_token_logprobs"]
                 got = [(float(row[0]), row[1]) for row in rows[1:]]
@@ -177,30 +142,9 @@ class LogprobClient:
             values += [value for value, _ in got]
         return values
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None, native: bool = False) -> Any:
-        root = self._root.removesuffix("/v1") if native else self._root
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(root + path, data, self._headers)
-            with self._opener.open(request, timeout=self._timeout) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            with error:
-                refused = ArmRefused if error.code in (400, 404) else KtbridgeError
-                raise refused(
-                    f"{root}{path} answered {error.code}: {_message(error)}",
-                    "check --server, --model and the server's log",
-                ) from error
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = " ".join(str(getattr(error, "reason", error)).split())[:200]
-            raise KtbridgeError(
-                f"{root}{path} cannot be asked: {reason or type(error).__name__}.",
-                "check that the server runs and that --server is its URL",
-            ) from error
-
     def _unusable(self, path: str, what: str) -> KtbridgeError:
         return KtbridgeError(
-            f"{self._root}{path} answered with {what}, so nothing can be verified.",
+            f"{self.url}{path} answered with {what}, so nothing can be verified.",
             "use a server whose /v1/completions supports echo with logprobs",
         )
 
@@ -209,14 +153,3 @@ def _answer(vectors: Sequence[Sequence[float]]) -> Answer:
     first, *others = vectors
     spread = max((mean_distance(first, other) for other in others), default=None)
     return Answer([sum(column) / len(vectors) for column in zip(*vectors, strict=True)], spread)
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        text = error.read(10_000).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return str(error.reason)
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return " ".join(text.split())[:200] or str(error.reason)

@@ -1,6 +1,6 @@
 """Attention with unrotated keys: simulates an engine that applies RoPE to queries only.
 
-sglang-kt before 0.7.0 does so in prompts (``ktbridge.serve.sglang.attention``). Most families of
+sglang-kt before 0.7.0 does so in prompts (``ktbridge.serve.sglang.preflight``). Most families of
 transformers rotate both by one function of their modelling module; a copy of the attention's forward that
 gets another function in its place is enough. Families that do it otherwise are not supported.
 """

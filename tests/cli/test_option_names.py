@@ -152,3 +152,30 @@ def test_commands_in_texts_use_the_names_of_today() -> None:
         if wrong.search(line)
     ]
     assert found == []
+
+
+def test_help_of_serve_lists_each_engines_options_under_its_title() -> None:
+    """What a title has under it is what the other engine refuses."""
+    shown = CliRunner().invoke(main, ["serve", "--help"]).output
+    common, local, sglang = re.split(r"\nOptions of .*:\n", shown)
+    assert "--host HOST" in common
+    assert "ENGINE FLAGS" not in common.partition("\nOptions:")[2]
+    for option in NAMES["limits of the embedded engine"].split():
+        assert f"  {option} " in local
+        refused = CliRunner().invoke(
+            main, ["serve", "--model", "m", "--engine", "sglang", option, "1"]
+        )
+        assert f"{option}: for the local engine only" in refused.stderr
+    for option, value in (
+        ("--tp-size", "2"),
+        ("--log", "x"),
+        ("--cores", "4"),
+        ("--allow", "KTB956"),
+    ):
+        assert f"  {option} " in sglang
+        refused = CliRunner().invoke(
+            main, ["serve", "--model", "m", "--engine", "local", option, value]
+        )
+        assert f"{option}: not for the local engine" in refused.stderr
+    assert len(re.findall(r"^  --", local, re.MULTILINE)) == 8
+    assert len(re.findall(r"^  --", sglang, re.MULTILINE)) == 16

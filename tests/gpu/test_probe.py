@@ -3,7 +3,7 @@
 import torch
 
 from ktbridge.experts.gpu.probe import look
-from ktbridge.serve.doctor_experts import try_gpus
+from ktbridge.serve.doctor_gpu import try_gpus
 from ktbridge.serve.doctor_packages import Imports
 
 

@@ -16,9 +16,8 @@ from ktbridge.experts.attach import inject_lora
 from ktbridge.experts.inject import expert_layers, wrap_experts
 from ktbridge.experts.targets import adaptable
 from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.decode import HEAD, Finish, Picker, Sampling
 from ktbridge.serve.local.engine import Engine
-from ktbridge.serve.local.linears import pack_linears, worth_packing
+from ktbridge.serve.local.sampling import HEAD, Finish, Sampler, Sampling
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 from ktbridge.served_names import ServedArm
 
@@ -107,6 +106,13 @@ def ask(arm: ServedArm, prompt: list[int], tokens: int, **options) -> Ask:
     return Ask(arm, prompt, sampling, Asker(), **options)
 
 
+def admit(batch: Batch, one: Ask) -> None:
+    """Begin ``one`` and run its prompt to the end, as the worker does between steps."""
+    batch.begin(one)
+    while batch.pending is not None:
+        batch.advance()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crowd_changes_nothing(kind):
     """Prompts of several lengths and arms come and go; each answer is what its arm says to its prompt.
@@ -127,7 +133,7 @@ def test_a_crowd_changes_nothing(kind):
     most = 0
     for step in range(24):
         for one in arrivals.get(step, ()):
-            batch.admit(one)
+            admit(batch, one)
         batch.step()
         most = max(most, len(batch.rows))
     assert most == 6
@@ -163,15 +169,15 @@ def test_what_fails_fails_alone(engine):
     """A prompt that can't be computed leaves the others where they were."""
     batch = Batch(engine, running=4, cells=10**6)
     good, bad, late = ask(BOTH, [5, 6], 6), ask(BASE, [10**6], 3), ask(EXPERT, [9], 3)
-    batch.admit(good)
+    admit(batch, good)
     batch.step()
-    batch.admit(bad)
-    batch.admit(late)
+    admit(batch, bad)
+    admit(batch, late)
     while batch.rows:
         batch.step()
     assert isinstance(bad.listener.error, IndexError)
     alone = ask(BOTH, [5, 6], 6)
-    batch.admit(alone)
+    admit(batch, alone)
     while batch.rows:
         batch.step()
     tokens = [[e.token for e in one.listener.entries()] for one in (good, alone)]
@@ -183,12 +189,12 @@ def test_a_long_prompt_holds_nobody_up(engine):
     """Its chunks and the others' tokens take turns; a scored one gets the same logprobs in parts."""
     batch = Batch(engine, running=4, cells=10**6, chunk=256)
     running = ask(BOTH, [5, 6], 10**5)
-    batch.admit(running)
+    admit(batch, running)
     prompt = [i % 50 + 3 for i in range(2000)]
     scoring = Sampling(max_tokens=1, temperature=0, prompt_logprobs=True)
     batch.begin(Ask(EXPERT, prompt, scoring, listener := Asker()))
     seen = [len(running.listener.said[0])]
-    while batch.coming is not None:
+    while batch.pending is not None:
         batch.advance()
         batch.step()
         seen.append(len(running.listener.said[0]))
@@ -196,18 +202,18 @@ def test_a_long_prompt_holds_nobody_up(engine):
     assert [b - a for a, b in pairwise(seen)] == [1] * 8
     batch.drop_all(RuntimeError())
     parts = [entry.logprob for entry in listener.said[0][0].logprobs]
-    batch.admit(Ask(EXPERT, prompt, scoring, listener := Asker()))  # alone: in one piece
+    admit(batch, Ask(EXPERT, prompt, scoring, listener := Asker()))  # alone: in one piece
     whole = [entry.logprob for entry in listener.said[0][0].logprobs]
     assert parts[0] is whole[0] is None
     assert parts[1:] == pytest.approx(whole[1:], abs=0.2)
     # Whoever hangs up on a prompt half-way leaves nothing behind.
-    batch.admit(ask(BOTH, [5, 6], 10**5))
+    admit(batch, ask(BOTH, [5, 6], 10**5))
     gone = ask(BASE, prompt, 3)
     batch.begin(gone)
     batch.advance()
     gone.listener.cancelled = True
     assert batch.advance() == 0
-    assert (batch.coming, len(batch.rows), gone.listener.said) == (None, 1, {})
+    assert (batch.pending, len(batch.rows), gone.listener.said) == (None, 1, {})
 
 
 def test_a_seed_draws_the_same_wherever_it_is_answered(engine):
@@ -221,7 +227,7 @@ def test_a_seed_draws_the_same_wherever_it_is_answered(engine):
 
     crowded = Batch(engine, running=4, cells=10**6, chunk=7)
     for arm in (BASE, OTHER, EXPERT):
-        crowded.admit(ask(arm, [5, 6, 7], 60))
+        admit(crowded, ask(arm, [5, 6, 7], 60))
     alone = Batch(engine, running=4, cells=10**6)
     answers = []
     for batch in (alone, crowded, alone):
@@ -243,39 +249,17 @@ def test_a_seed_draws_the_same_wherever_it_is_answered(engine):
     assert len(set(said[0])) > 5
 
 
-def test_packed_linears_compute_the_same():
-    """Each row is what float32 makes of it, and doesn't depend on who is beside it."""
-    if not worth_packing():
-        pytest.skip("this CPU has bfloat16 products of its own")
-    torch.manual_seed(0)
-    big, small = torch.nn.Linear(512, 300).bfloat16(), torch.nn.Linear(16, 16).bfloat16()
-    huge = torch.nn.Linear(512, 300).bfloat16()
-    with torch.no_grad():
-        huge.weight[0, 0] = 1e5  # more than float16 holds
-    assert pack_linears(torch.nn.ModuleList([big, small, huge])) == big.weight.nbytes
-    rows = torch.randn(2, 8, 512).bfloat16()
-    with torch.inference_mode():
-        exact = torch.nn.functional.linear(rows.float(), big.weight.float(), big.bias.float())
-        got = big(rows)
-        assert got.dtype == torch.bfloat16
-        assert torch.allclose(got.float(), exact, rtol=2**-8, atol=1e-5)
-        assert torch.equal(big(rows[1, 3:6]), big(rows[1])[3:6])
-        assert torch.equal(
-            huge(rows), torch.nn.functional.linear(rows, huge.weight, huge.bias)
-        )  # left as it was
-
-
 def test_a_draw_is_as_likely_as_its_word():
     """Frequencies of a seeded picker, within five standard deviations; a nucleus holds the rest out."""
     shares = torch.tensor([0.05, 0.5, 0.15, 0.0, 0.3])
     for top_p, expected in ((1.0, shares), (0.7, torch.tensor([0, 0.625, 0, 0, 0.375]))):
-        picker = Picker(Sampling(1, top_p=top_p, seed=5))
+        picker = Sampler(Sampling(1, top_p=top_p, seed=5))
         drawn = torch.tensor([picker.pick(shares.log()) for _ in range(3000)])
         found = drawn.bincount(minlength=5) / len(drawn)
         assert bool(((found - expected).abs() <= 5 * (expected / len(drawn)).sqrt()).all())
     # A nucleus wider than where it is looked for first is found all the same.
     flat = torch.zeros(3 * HEAD)
-    picker = Picker(Sampling(1, top_p=0.5, seed=5))
+    picker = Sampler(Sampling(1, top_p=0.5, seed=5))
     assert len({picker.pick(flat) for _ in range(1500)}) > HEAD
     with pytest.raises(ArithmeticError):
         picker.pick(torch.full((8,), torch.nan))
@@ -284,7 +268,7 @@ def test_a_draw_is_as_likely_as_its_word():
 def test_room_is_kept_for_what_was_begun(engine):
     """Rows times the longest that one may come to stays within the cache's cells."""
     batch = Batch(engine, running=3, cells=60)
-    batch.admit(ask(BASE, [1] * 5, 15))
+    admit(batch, ask(BASE, [1] * 5, 15))
     assert batch.fits(ask(BASE, [1] * 5, 25))
     assert not batch.fits(ask(BASE, [1] * 5, 26))
     assert batch.fits(ask(BASE, [1] * 5, 10, n=2))

@@ -6,8 +6,9 @@ import pytest
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.errors import UsageError
-from ktbridge.serve.local.decode import prompt_logprobs
 from ktbridge.serve.local.plan import plan_local
+from ktbridge.serve.local.sampling import prompt_logprobs
+from ktbridge.serve.request import ServeRequest
 
 PROMPT = list(range(30, 70))
 
@@ -24,7 +25,7 @@ def logprobs(base, **adapters) -> dict[str, list]:
     """Prompt logprobs by arm name."""
     from ktbridge.serve.local.engine import load_engine
 
-    plan = plan_local(str(base), served_name="s", threads=1, **adapters)
+    plan = plan_local(ServeRequest(str(base), served_name="s", threads=1, **adapters))
     engine = load_engine(plan)
     return {
         arm.name: [
@@ -58,5 +59,5 @@ def test_two_nonexpert_adapters_share_one_model(base, layouts, make_adapter):
 
 def test_a_layout_under_the_wrong_option_is_named(base, layouts):
     with pytest.raises(UsageError, match="has the merged layout, not the expert one") as caught:
-        plan_local(str(base), expert_adapter=layouts["merged"])
+        plan_local(ServeRequest(str(base), expert_adapter=layouts["merged"]))
     assert "--merged-adapter" in caught.value.next_step

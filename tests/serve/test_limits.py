@@ -17,7 +17,7 @@ import pytest
 from enginewheels import wheel_path
 from prometheus_client.parser import text_string_to_metric_families
 
-from ktbridge.cli._serve_limits import OPTIONS
+from ktbridge.cli._serve_local import OPTIONS
 from ktbridge.serve.sglang.installed import parser_flags
 
 KEY = "hush-hush"

@@ -21,6 +21,7 @@ from ktbridge.serve.local import plan as local_plan
 from ktbridge.serve.local.fingerprint import fingerprints
 from ktbridge.serve.local.launch import _Server
 from ktbridge.serve.local.plan import plan_local
+from ktbridge.serve.request import ServeRequest
 
 
 def health(server) -> dict:
@@ -124,7 +125,7 @@ def test_public_address_needs_a_key(run_cli, base, host):
 @pytest.mark.parametrize("key", [" hush", "hush\n", "  ", "hush\nhush"])
 def test_a_key_that_no_client_could_send(base, key):
     with pytest.raises(UsageError, match="API key") as caught:
-        plan_local(str(base), api_key=key)
+        plan_local(ServeRequest(str(base), api_key=key))
     assert "hush" not in str(caught.value)
 
 
@@ -132,10 +133,10 @@ def test_fingerprint_sees_every_small_file(base, tmp_path):
     for file in base.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "a directory").mkdir()
-    seen = {fingerprints(plan_local(str(tmp_path), served_name="s"))["s"]}
+    seen = {fingerprints(plan_local(ServeRequest(str(tmp_path), served_name="s")))["s"]}
     for name in ("tokenizer.model", "merges.txt", "vocab.txt"):
         (tmp_path / name).write_text(name)
-        seen.add(fingerprints(plan_local(str(tmp_path), served_name="s"))["s"])
+        seen.add(fingerprints(plan_local(ServeRequest(str(tmp_path), served_name="s")))["s"])
     assert len(seen) == 4
 
 

@@ -2,6 +2,6 @@
 
 From the outside in: ``launch`` (process, socket, signals) -> ``app`` (routes) -> ``schema`` and
 ``replies`` (requests, answers) -> ``worker`` (one generation at a time, off the event loop) ->
-``decode`` (the token loop) -> ``engine`` (model, adapters, arms). ``plan`` checks a launch before
+``sampling`` (token by token) -> ``engine`` (model, adapters, arms). ``plan`` checks a launch before
 anything is loaded.
 """

@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import StreamingResponse
 
-from ktbridge.serve.local.decode import Finish, TokenLogprob
 from ktbridge.serve.local.errors import ApiError
 from ktbridge.serve.local.metrics import Metrics
 from ktbridge.serve.local.replies import ChatReply, Choice, CompletionReply
+from ktbridge.serve.local.sampling import Finish, TokenLogprob
 from ktbridge.serve.local.worker import Job, ServerStopping
 
 

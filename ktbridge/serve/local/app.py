@@ -16,9 +16,9 @@ from ktbridge import __version__
 from ktbridge.serve.local.answers import ClientGone
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.errors import ERRORS, ApiError, from_validation
-from ktbridge.serve.local.guard import LimitBody, RequireKey
 from ktbridge.serve.local.limits import Limits
 from ktbridge.serve.local.metrics import CONTENT_TYPE
+from ktbridge.serve.local.middleware import LimitBody, RequireKey
 from ktbridge.serve.local.schema import SEED_RANGE, ChatRequest, CompletionRequest, bounded
 from ktbridge.serve.local.service import Service
 from ktbridge.served_names import ServedArm

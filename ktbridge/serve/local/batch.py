@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from ktbridge.serve.local.caches import take_rows
-from ktbridge.serve.local.decode import (
+from ktbridge.serve.local.detokenize import Tokens
+from ktbridge.serve.local.sampling import (
     Answer,
     Delta,
     Event,
@@ -24,7 +25,6 @@ from ktbridge.serve.local.decode import (
     TokenLogprob,
     prompt_logprobs,
 )
-from ktbridge.serve.local.text import Tokens
 from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Row:
 
 
 @dataclass
-class Coming:
+class Prefill:
     """A prompt of which ``done`` tokens are computed. ``entries``: their logprobs, where asked for."""
 
     ask: Ask
@@ -109,7 +109,7 @@ class Batch:
     cells: int
     chunk: int = 512
     rows: list[Row] = field(default_factory=list)
-    coming: Coming | None = None
+    pending: Prefill | None = None
     _cache: Any = None
 
     def fits(self, ask: Ask) -> bool:
@@ -122,16 +122,8 @@ class Batch:
 
     def begin(self, ask: Ask) -> None:
         """Take the next prompt up; ``advance`` computes it. There must be no other."""
-        assert self.coming is None
-        self.coming = Coming(ask)
-
-    def admit(self, ask: Ask) -> int:
-        """Begin ``ask`` and run its prompt to the end. Returns how many tokens were chosen."""
-        self.begin(ask)
-        chosen = 0
-        while self.coming is not None:
-            chosen += self.advance()
-        return chosen
+        assert self.pending is None
+        self.pending = Prefill(ask)
 
     def advance(self) -> int:
         """Run the next chunk of the pending prompt, if there is one and it isn't cancelled.
@@ -139,21 +131,21 @@ class Batch:
         After the last chunk each choice's first token is delivered, and the rows that go on join.
         Returns how many tokens were chosen. A failure affects this request only.
         """
-        coming = self.coming
-        if coming is None:
+        prefill = self.pending
+        if prefill is None:
             return 0
-        ask = coming.ask
+        ask = prefill.ask
         if ask.listener.cancelled:
-            self.coming = None
+            self.pending = None
             return 0
         try:
-            logits = self._next_chunk(coming)
-            if coming.done < len(ask.prompt):
+            logits = self._next_chunk(prefill)
+            if prefill.done < len(ask.prompt):
                 return 0
-            self.coming = None
+            self.pending = None
             opening: list[Event] = []
             if ask.sampling.prompt_logprobs:
-                opening.append(Delta("", tuple(coming.entries), prompt=True))
+                opening.append(Delta("", tuple(prefill.entries), prompt=True))
             rows = []
             for i in range(ask.n):
                 answer = Answer(self.model.tokens, self.model.stop_ids, ask.sampling, i)
@@ -163,30 +155,30 @@ class Batch:
                 if self._take(row, logits):
                     rows.append(row)
             if rows:
-                self._join(rows, coming.cache)
+                self._join(rows, prefill.cache)
             return ask.n if ask.sampling.max_tokens else 0
         except Exception as error:
             log.exception("a prompt failed")
-            self.coming = None
+            self.pending = None
             ask.listener.fail(error)
             return 0
 
-    def _next_chunk(self, coming: Coming) -> torch.Tensor:
+    def _next_chunk(self, prefill: Prefill) -> torch.Tensor:
         """Logits [V], float32, after the next chunk of a prompt."""
-        ask, start = coming.ask, coming.done
+        ask, start = prefill.ask, prefill.done
         end = len(ask.prompt)
         if self.model.chunkable:
             end = min(end, start + (self.chunk if self.rows else ALONE))
         scoring = ask.sampling.prompt_logprobs
-        logits, coming.cache = self.model.prefill(
-            ask.arm, ask.prompt[start:end], scoring, coming.cache
+        logits, prefill.cache = self.model.prefill(
+            ask.arm, ask.prompt[start:end], scoring, prefill.cache
         )
-        coming.done = end
+        prefill.done = end
         if scoring:
             top = ask.sampling.top_logprobs or 0
             # Our last token predicts the first of the next chunk, whose logprob is computed here.
             entries = prompt_logprobs(logits, ask.prompt[start : end + 1], top)
-            coming.entries += entries[1:] if start else entries
+            prefill.entries += entries[1:] if start else entries
         return logits[-1].float()
 
     def step(self) -> int:
@@ -215,10 +207,10 @@ class Batch:
 
     def drop_all(self, error: BaseException) -> None:
         """Abort every answer in progress, and the pending prompt."""
-        if self.coming is not None:
-            self.coming.ask.listener.fail(error)
+        if self.pending is not None:
+            self.pending.ask.listener.fail(error)
         self._drop_rows(error)
-        self.coming = None
+        self.pending = None
 
     def _drop_rows(self, error: BaseException) -> None:
         for row in self.rows:

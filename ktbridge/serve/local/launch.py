@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.hosts import url_from_here
 from ktbridge.serve.local.plan import ServePlan
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
@@ -41,13 +42,6 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise _port_error(host, port, error) from error
     return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """The base URL that clients on this machine use."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
 def serve(
@@ -91,7 +85,7 @@ def serve(
 
 
 async def _serve(server: _Server, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    url = url_of(listener)
+    url = f"{url_from_here(*listener.getsockname()[:2])}/v1"
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +15,8 @@ from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.serve.doctor_packages import PACKAGES
 from ktbridge.serve.local.limits import Limits
+from ktbridge.serve.request import OPTION_OF_LAYOUT, ServeRequest
 from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
-
-LAYOUT_OPTION = {
-    "raw": "--adapter NAME=DIR",
-    "merged": "--merged-adapter NAME=DIR",
-    "expert": "--expert-adapter DIR",
-    "nonexpert": "--nonexpert-adapter NAME=DIR",
-}
 
 
 @dataclass(frozen=True)
@@ -58,31 +52,47 @@ class ServePlan:
         }
 
 
-def plan_local(
-    model: str,
-    *,
-    served_name: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_key: str | None = None,
-    threads: int | None = None,
-    expert_adapter: str | None = None,
-    nonexpert_adapters: Mapping[str, str] | None = None,
-    merged_adapters: Mapping[str, str] | None = None,
-    adapters: Mapping[str, str] | None = None,
-    limits: Limits | None = None,
-    allow_other_base: bool = False,
-) -> ServePlan:
+def plan_local(request: ServeRequest, limits: Limits | None = None) -> ServePlan:
     """Check and plan a launch; reads configs and headers only.
 
-    The mappings are adapter name -> directory: non-expert layout, merged layout, any. Raises
-    UsageError for a request that makes no sense, ProblemsError for adapters that do not fit, and
-    KtbridgeError for what cannot be read. ``problems`` of the plan are warnings.
+    Raises UsageError for a request that makes no sense, ProblemsError for adapters that do not fit,
+    and KtbridgeError for what cannot be read. ``problems`` of the plan are warnings.
     """
-    base = Path(resolve_model(model))
+    base = Path(resolve_model(request.model))
     open_checkpoint(base)  # headers only: a truncated file is reported now, not after loading
-    served = served_name if served_name is not None else base.resolve().name
+    served = request.served_name if request.served_name is not None else base.resolve().name
     check_served_name(served)
+    _check_access(request.api_key, request.host)
+    expert, nonexpert, whole = _halves(request)
+    if len(expert) > 1:
+        who = " and ".join(source for source, _ in expert)
+        raise UsageError(
+            f"{who} both bring an expert LoRA; one server holds one.",
+            "serve the second adapter from a second server",
+        )
+    directories = [path for _, path in (*expert, *nonexpert)]
+    return ServePlan(
+        model=base,
+        served_name=served,
+        host=request.host,
+        port=request.port,
+        threads=request.threads,
+        expert=expert[0][1] if expert else None,
+        nonexpert=tuple(nonexpert),
+        arms=list_arms(
+            served,
+            expert=bool(expert),
+            whole=whole,
+            nonexpert=[name for name, _ in nonexpert],
+        ),
+        api_key=request.api_key or None,
+        limits=_within(limits or Limits(), read_model_config(base)),
+        problems=_check_adapters(base, directories, request.allow_other_base),
+    )
+
+
+def _check_access(api_key: str | None, host: str) -> None:
+    """Refuse a key that no client could send, and a public address without one (UsageError)."""
     if api_key and (api_key != api_key.strip() or not api_key.isprintable()):
         raise UsageError(
             "the API key has spaces around it or a control character in it; no client could send it.",
@@ -93,18 +103,25 @@ def plan_local(
             f"{host} can be reached from other machines and no API key is set.",
             "set KTBRIDGE_API_KEY (or --api-key), or bind to 127.0.0.1",
         )
-    expert: list[tuple[str, Path]] = []
-    nonexpert: list[tuple[str, Path]] = []
+
+
+Named = list[tuple[str, Path]]
+
+
+def _halves(request: ServeRequest) -> tuple[Named, Named, list[str]]:
+    """Directories with expert LoRA (by name or option), with non-expert LoRA, names without the latter."""
+    expert: Named = []
+    nonexpert: Named = []
     whole: list[str] = []
     seen: set[str] = set()
-    if expert_adapter is not None:
-        expert.append(("--expert-adapter", _open(expert_adapter, "expert").path))
+    if request.expert_adapter is not None:
+        expert.append(("--expert-adapter", _open(request.expert_adapter, "expert").path))
     for layout, group in (
-        ("nonexpert", nonexpert_adapters),
-        ("merged", merged_adapters),
-        (None, adapters),
+        ("nonexpert", request.nonexpert_adapters),
+        ("merged", request.merged_adapters),
+        (None, request.adapters),
     ):
-        for name, directory in (group or {}).items():
+        for name, directory in group.items():
             check_adapter_name(name)
             if name in seen:
                 raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
@@ -116,32 +133,7 @@ def plan_local(
                 nonexpert.append((name, adapter.path))
             else:
                 whole.append(name)
-    if len(expert) > 1:
-        who = " and ".join(source for source, _ in expert)
-        raise UsageError(
-            f"{who} both bring an expert LoRA; one server holds one.",
-            "serve the second adapter from a second server",
-        )
-    return ServePlan(
-        model=base,
-        served_name=served,
-        host=host,
-        port=port,
-        threads=threads,
-        expert=expert[0][1] if expert else None,
-        nonexpert=tuple(nonexpert),
-        arms=list_arms(
-            served,
-            expert=bool(expert),
-            whole=whole,
-            nonexpert=[name for name, _ in nonexpert],
-        ),
-        api_key=api_key or None,
-        limits=_within(limits or Limits(), read_model_config(base)),
-        problems=_check_adapters(
-            base, [path for _, path in (*expert, *nonexpert)], allow_other_base
-        ),
-    )
+    return expert, nonexpert, whole
 
 
 def check_installed() -> None:
@@ -170,7 +162,7 @@ def _open(directory: str, layout: str | None) -> Adapter:
     """Open an adapter of ``layout`` (None: of any)."""
     adapter = read_adapter(directory)
     if layout is not None and adapter.layout != layout:
-        option = LAYOUT_OPTION[adapter.layout]
+        option = OPTION_OF_LAYOUT[adapter.layout]
         raise UsageError(
             f"{directory} has the {adapter.layout} layout, not the {layout} one.",
             f"pass it as {option}, or convert it with `ktbridge convert`",

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ktbridge.serve.local.decode import Finish, TokenLogprob
-from ktbridge.serve.local.text import TextOffsets, Tokens
+from ktbridge.serve.local.detokenize import TextOffsets, Tokens
+from ktbridge.serve.local.sampling import Finish, TokenLogprob
 
 
 def token_text(tokens: Tokens, token: int) -> str:

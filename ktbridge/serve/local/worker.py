@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.decode import Event, Finish
 from ktbridge.serve.local.metrics import Metrics
+from ktbridge.serve.local.sampling import Event, Finish
 
 log = logging.getLogger(__name__)
 
 
-Said = tuple[int, Event] | BaseException | None  # an event of a choice, a failure, or the end
+JobEvent = tuple[int, Event] | BaseException | None  # an event of a choice, a failure, or the end
 
 
 class QueueFull(Exception):
@@ -31,15 +31,15 @@ class Outbox:
     """Passes events from the worker's thread to the event loop, which is woken once per step."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[Job, Said]] = []
+        self._events: list[tuple[Job, JobEvent]] = []
 
-    def put(self, job: Job, event: Said) -> None:
+    def put(self, job: Job, event: JobEvent) -> None:
         self._events.append((job, event))
 
     def send(self) -> None:
         """Hand on what was put; in the worker's thread, like ``put``."""
         events, self._events = self._events, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Said]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, JobEvent]]] = {}
         for job, event in events:
             by_loop.setdefault(job.loop, []).append((job, event))
         for loop, its in by_loop.items():
@@ -50,7 +50,7 @@ class Outbox:
                     job.cancel()
 
 
-def _receive(events: Sequence[tuple[Job, Said]]) -> None:
+def _receive(events: Sequence[tuple[Job, JobEvent]]) -> None:
     for job, event in events:
         job.events.put_nowait(event)
 
@@ -69,7 +69,7 @@ class Job:
         self._unfinished = choices
         self._outbox = outbox
         self.loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[Said] = asyncio.Queue()
+        self.events: asyncio.Queue[JobEvent] = asyncio.Queue()
         self._cancelled = threading.Event()
 
     @property
@@ -126,7 +126,7 @@ class Worker:
 
     @property
     def running(self) -> int:
-        return len(self._batch.rows) + (self._batch.coming is not None)
+        return len(self._batch.rows) + (self._batch.pending is not None)
 
     def submit(self, asks: Sequence[Ask]) -> None:
         """Queue one request's prompts, all or none. Raises QueueFull or ServerStopping."""
@@ -177,11 +177,11 @@ class Worker:
 
     def _has_work(self) -> bool:
         batch = self._batch
-        return bool(self._closed or self._waiting or batch.rows or batch.coming)
+        return bool(self._closed or self._waiting or batch.rows or batch.pending)
 
     def _next(self) -> Ask | None:
         """The next prompt (first in, first out), if there is room for it."""
-        if self._batch.coming is not None:
+        if self._batch.pending is not None:
             return None
         with self._changed:
             while self._waiting and self._waiting[0].listener.cancelled:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ktbridge.adapter import validate_adapter
 from ktbridge.adapter.engines import ENGINE
 from ktbridge.errors import Problem, ProblemsError, has_errors
+from ktbridge.hosts import url_from_here
 from ktbridge.serve.sglang.cache import convert
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.plan import Plan
@@ -119,7 +120,7 @@ def serve(
     Raises EngineFailed otherwise. Nothing of the engine is left running, whatever happens.
     """
     launch = plan.launches[0]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(plan.host, plan.host)
+    url = f"{url_from_here(plan.host, launch.port)}/v1"
     with ExitStack() as key, ExitStack() as stack:
         key_flags = key.enter_context(key_file(request.api_key))
         engine = stack.enter_context(
@@ -127,8 +128,7 @@ def serve(
                 (*launch.argv, *key_flags),
                 launch.environment,
                 plan.ready,
-                host=host,
-                port=launch.port,
+                url=url,
                 log=log,
                 secret=request.api_key,
                 grace=grace,
@@ -137,8 +137,7 @@ def serve(
         try:
             engine.wait_until_ready(timeout, on_progress)
             key.close()  # the engine has read it
-            shown = f"[{host}]" if ":" in host else host
-            on_ready(f"http://{shown}:{launch.port}/v1")
+            on_ready(url)
             return engine.wait()
         except KeyboardInterrupt:
             return engine.end()

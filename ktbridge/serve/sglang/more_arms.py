@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ktbridge.hosts import url_from_here
 from ktbridge.serve.sglang.cache import slot
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.layouts import Choice
@@ -44,7 +45,6 @@ def more_arms(
     source = choice.expert
     if source is None:
         return None
-    host = "127.0.0.1" if request.host in ("0.0.0.0", "::") else request.host
     common = ["ktbridge", "serve", "--engine", "sglang", "--base-model", str(facts.model_path)]
     common += ["--engine-python", request.python] if request.python else []
     common += ["--trust-remote-code"] if request.trust_remote_code else []
@@ -56,10 +56,10 @@ def more_arms(
         name, port = f"{served}-{arm}", first + len(commands)
         words = [*common, *options, "--served-model-name", name, "--port", str(port)]
         commands[arm] = (*before, shlex.join(words))
-        arms[arm] = f"{name}@http://{host}:{port}"
+        arms[arm] = f"{name}@{url_from_here(request.host, port)}"
 
     further("base")
-    here = f"@http://{host}:{facts.port}"
+    here = f"@{url_from_here(request.host, facts.port)}"
     if served in models:
         arms["expert"] = served + here
     else:

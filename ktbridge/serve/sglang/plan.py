@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,25 @@ from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.hosts import is_loopback
-from ktbridge.serve.sglang.attention import check_attention
 from ktbridge.serve.sglang.cache import ENGINE_CACHE, KERNEL_CACHE, Conversion, slot
 from ktbridge.serve.sglang.facts import Facts, machine_text
-from ktbridge.serve.sglang.flags import Setting, check_flags, parse_flags, value_of
+from ktbridge.serve.sglang.flags import (
+    EngineFlag,
+    Setting,
+    check_flags,
+    parse_flags,
+    value_of,
+)
 from ktbridge.serve.sglang.layouts import Choice, choose_layout, granting
 from ktbridge.serve.sglang.more_arms import MoreArms, more_arms
 from ktbridge.serve.sglang.preflight import (
     OF_THE_MACHINE,
+    allow,
+    check_attention,
     preflight,
     served_name,
     unknown_flags,
 )
-from ktbridge.serve.sglang.problems import allow
 from ktbridge.serve.sglang.ready import Conditions
 from ktbridge.serve.sglang.replicas import Launch, replicate, router_argv
 from ktbridge.serve.sglang.request import Request
@@ -33,6 +39,7 @@ from ktbridge.serve.sglang.sources import Source
 from ktbridge.served_names import ServedArm, adapter_name
 
 RUNNING_REQUESTS = 16
+Words = list[tuple[str, ...]]  # flags of the engine, each with its values
 # These read experts as kt-kernel's own converter writes them; the others read the checkpoint.
 _CONVERTED_WEIGHTS = ("AMXBF16", "AMXINT8", "AMXINT4")
 
@@ -118,98 +125,65 @@ class Plan:
         }
 
 
+@dataclass(frozen=True)
+class _Engine:
+    """What a plan is for. ``parser`` are its flags, None unless this very version is installed here."""
+
+    version: str
+    contract: Contract
+    known: bool
+    python: str
+    parser: frozenset[str] | None
+
+
+def _engine(request: Request, facts: Facts) -> _Engine:
+    """Raises UsageError for an invalid engine version."""
+    installed = facts.installed
+    version = request.engine_version or installed.engine or CONTRACTS[-1].last
+    contract, known = contract_for(f"{ENGINE}=={version}")
+    here = version == installed.engine
+    python = installed.python if here or facts.described.elsewhere else "python3"
+    return _Engine(version, contract, known, python, installed.parser if here else None)
+
+
 def plan(request: Request, facts: Facts) -> Plan:
     """Decide a launch. Raises UsageError for an invalid engine version."""
-    problems: list[Problem] = list(facts.source_problems)
-    version = request.engine_version or facts.installed.engine or CONTRACTS[-1].last
-    contract, known = contract_for(f"{ENGINE}=={version}")
-    reasons = [machine_text(facts), f"{ENGINE} {version}: contract {contract.name}"]
-    if not known:
-        reasons[1] += " (this version was not looked at)"
-    elsewhere = version != facts.installed.engine
-    parser = None if elsewhere else facts.installed.parser
-
+    engine = _engine(request, facts)
+    contract = engine.contract
     choice = choose_layout(facts.sources, request.layout, contract)
-    problems += choice.problems
-    reasons += choice.reasons
-    flags, faults = parse_flags(request.flags)
-    problems += faults
     expert = choice.expert is not None
-    setting = Setting(
-        contract=contract,
-        expert=expert,
-        lora=bool(choice.nonexpert),
-        merged=choice.layout == "merged",
-        public=not is_loopback(request.host),
-    )
-    problems += check_flags(flags, setting, parser)
-
-    given = {flag.name: flag for flag in flags}
-    method, faults = _method(request, facts, contract, expert, given.get("--kt-method"))
-    problems += faults
+    flags, malformed = parse_flags(request.flags)
+    method, unsuitable = _method(facts, contract, expert, value_of(flags, "--kt-method"))
     threads = plan_threads(facts.machine, method, facts.model, request.threads, request.replicas)
-    reasons.append(threads.reason)
-    problems += preflight(request, facts, choice, method, version)
-    problems += check_attention(flags, facts, version)
-
     served, conversions = _directories(choice, facts)
-    own = _model_args(request, facts, method) + _kt_args(threads) + _lora_args(choice, served)
-    own += _server_args(request, facts, expert)
-    weights = value_of(flags, "--kt-weight-path")
-    if weights is None and method in _CONVERTED_WEIGHTS:
-        found = f"{method} reads experts as kt-kernel's converter writes them, not the checkpoint"
-        step = "name their directory after --: -- --kt-weight-path DIR"
-        problems.append(problem("KTB953", "--kt-weight-path", found, "a directory", step))
-    words = [word for name, *values in own if name not in given for word in (name, *values)]
-    words += [word for flag in flags for word in flag.words]
-    overridden = [name for name, *_ in own if name in given]
-    if overridden:
-        reasons.append(f"{', '.join(overridden)} as given after --")
-    if expert:
-        reasons.append(
-            "expert LoRA: all experts on the CPU, no CUDA graphs, 2 requests or more at once"
-        )
-    for conversion in conversions:
-        made = " and ".join(map(str, conversion.sources))
-        reasons.append(
-            f"{conversion.target} is made from {made} when ktbridge serves, unless it is there"
-        )
-    if request.nodes > 1:
-        reasons.append(
-            f"node {request.node_rank} of {request.nodes}: the first one computes all experts"
-        )
-    here = not elsewhere or facts.described.elsewhere
-    python = facts.installed.python if here else "python3"
-    argv = (python, "-m", "sglang.launch_server", *words)
-    problems += unknown_flags(argv, parser, python)
-    environment = {}
-    if choice.layout == "merged":
-        environment[ENGINE_CACHE] = str(slot(facts.sources, facts.cache) / "engine")
-    if KERNEL_CACHE not in facts.environment:
-        environment[KERNEL_CACHE] = str(facts.cache / "kernels" / f"{ENGINE}-{version}")
-        reasons.append(
-            f"{KERNEL_CACHE}: kernels that {ENGINE} {version} compiles get a directory of their own; in the"
-            " engine's default one an upgraded engine would find and use those of the version before"
-        )
-    launch = Launch(argv, environment, facts.port)
-    if request.api_key:
-        reasons.append(
-            "the API key goes to the engine in a private file that is removed once it is up"
-        )
-    # A version that isn't installed here is meant for another machine, which isn't described.
-    if elsewhere and request.engine_version and not facts.described.given:
-        problems = [
-            replace(p, severity="warning") if p.code in OF_THE_MACHINE else p for p in problems
-        ]
+    ours = [
+        *_model_args(request, facts, method),
+        *_kt_args(threads),
+        *_lora_args(choice, served),
+        *_server_args(request, facts, expert),
+    ]
+    argv = (engine.python, "-m", "sglang.launch_server", *_words(ours, flags))
+    problems = [
+        *facts.source_problems,
+        *choice.problems,
+        *malformed,
+        *check_flags(flags, _setting(request, choice, contract), engine.parser),
+        *unsuitable,
+        *preflight(request, facts, choice, method, engine.version),
+        *check_attention(flags, facts, engine.version),
+        *_missing_weights(flags, method),
+        *unknown_flags(argv, engine.parser, engine.python),
+    ]
+    launch = Launch(argv, _environment(choice, facts, engine.version), facts.port)
     models = _models(served_name(request, facts), choice, contract)
     return Plan(
-        version=version,
+        version=engine.version,
         contract=contract,
         layout=choice.layout,
         host=request.host,
         port=facts.port,
         launches=replicate(launch, request, facts, threads),
-        router=router_argv(python, request, facts),
+        router=router_argv(engine.python, request, facts),
         with_key=bool(request.api_key),
         directories=tuple(served.values()),
         conversions=tuple(conversions),
@@ -219,14 +193,96 @@ def plan(request: Request, facts: Facts) -> Plan:
             answers=request.node_rank == 0,
         ),
         models=models,
-        reasons=tuple(reasons),
-        problems=allow(problems, request.allowed),
+        reasons=(
+            machine_text(facts),
+            f"{ENGINE} {engine.version}: contract {contract.name}"
+            + ("" if engine.known else " (this version was not looked at)"),
+            *choice.reasons,
+            threads.reason,
+            *_reasons(request, choice, conversions, _overridden(ours, flags)),
+            *_environment_reasons(request, launch, engine.version),
+        ),
+        problems=allow(_of_this_machine(problems, request, facts, engine), request.allowed),
         more_arms=more_arms(request, facts, choice, served_name(request, facts), models),
     )
 
 
+def _setting(request: Request, choice: Choice, contract: Contract) -> Setting:
+    return Setting(
+        contract=contract,
+        expert=choice.expert is not None,
+        lora=bool(choice.nonexpert),
+        merged=choice.layout == "merged",
+        public=not is_loopback(request.host),
+    )
+
+
+def _overridden(ours: Words, flags: Sequence[EngineFlag]) -> list[str]:
+    """The flags of ours that the user gave as well."""
+    given = {flag.name for flag in flags}
+    return [name for name, *_ in ours if name in given]
+
+
+def _words(ours: Words, flags: Sequence[EngineFlag]) -> list[str]:
+    """Our flags, less those that the user gave as well, and then the user's."""
+    replaced = _overridden(ours, flags)
+    kept = [word for words in ours if words[0] not in replaced for word in words]
+    return kept + [word for flag in flags for word in flag.words]
+
+
+def _environment(choice: Choice, facts: Facts, version: str) -> dict[str, str]:
+    """Variables to set on top of ours."""
+    environment = {}
+    if choice.layout == "merged":
+        environment[ENGINE_CACHE] = str(slot(facts.sources, facts.cache) / "engine")
+    if KERNEL_CACHE not in facts.environment:
+        environment[KERNEL_CACHE] = str(facts.cache / "kernels" / f"{ENGINE}-{version}")
+    return environment
+
+
+def _reasons(
+    request: Request, choice: Choice, conversions: Sequence[Conversion], overridden: Sequence[str]
+) -> Iterator[str]:
+    if overridden:
+        yield f"{', '.join(overridden)} as given after --"
+    if choice.expert is not None:
+        yield "expert LoRA: all experts on the CPU, no CUDA graphs, 2 requests or more at once"
+    for conversion in conversions:
+        made = " and ".join(map(str, conversion.sources))
+        yield f"{conversion.target} is made from {made} when ktbridge serves, unless it is there"
+    if request.nodes > 1:
+        yield f"node {request.node_rank} of {request.nodes}: the first one computes all experts"
+
+
+def _environment_reasons(request: Request, launch: Launch, version: str) -> Iterator[str]:
+    if KERNEL_CACHE in launch.environment:
+        yield (
+            f"{KERNEL_CACHE}: kernels that {ENGINE} {version} compiles get a directory of their own; in the"
+            " engine's default one an upgraded engine would find and use those of the version before"
+        )
+    if request.api_key:
+        yield "the API key goes to the engine in a private file that is removed once it is up"
+
+
+def _of_this_machine(
+    problems: list[Problem], request: Request, facts: Facts, engine: _Engine
+) -> list[Problem]:
+    """A version that isn't installed here is for another machine: this one's problems are warnings then."""
+    here = engine.version == facts.installed.engine
+    if here or not request.engine_version or facts.described.given:
+        return problems
+    return [replace(p, severity="warning") if p.code in OF_THE_MACHINE else p for p in problems]
+
+
+def _missing_weights(flags: Sequence[EngineFlag], method: str) -> Iterator[Problem]:
+    if method in _CONVERTED_WEIGHTS and value_of(flags, "--kt-weight-path") is None:
+        found = f"{method} reads experts as kt-kernel's converter writes them, not the checkpoint"
+        step = "name their directory after --: -- --kt-weight-path DIR"
+        yield problem("KTB953", "--kt-weight-path", found, "a directory", step)
+
+
 def _method(
-    request: Request, facts: Facts, contract: Contract, expert: bool, given: Any
+    facts: Facts, contract: Contract, expert: bool, given: EngineFlag | None
 ) -> tuple[str, list[Problem]]:
     """``--kt-method``: the user's, or what reads the checkpoint as it is stored."""
     if given is not None:
@@ -234,7 +290,7 @@ def _method(
     config = str(facts.model_path / "config.json")
     method = METHOD_OF.get(facts.stored or "")
     if method is None:
-        found = "doesn't say in which format the experts are stored, as far as is known here"
+        found = "is not known to name the format in which the experts are stored"
         step = "name the method after --: -- --kt-method METHOD"
         return "BF16", [problem("KTB952", config, found, ", ".join(contract.methods), step)]
     if expert and contract.expert and method not in contract.methods:
@@ -267,9 +323,6 @@ def _directories(choice: Choice, facts: Facts) -> tuple[dict[str, Path], list[Co
         # An adapter may be called "expert": keys of this mapping that are names have a colon before.
         served[f":{source.name}"] = ready("nonexpert", source)
     return served, conversions
-
-
-Words = list[tuple[str, ...]]
 
 
 def _model_args(request: Request, facts: Facts, method: str) -> Words:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ktbridge.adapter.engines import (
     ENGINE,
@@ -12,17 +13,26 @@ from ktbridge.adapter.engines import (
     version_order,
 )
 from ktbridge.codes import problem
+from ktbridge.codes.serving import LAUNCH
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.hosts import is_loopback
 from ktbridge.serve.sglang.facts import LOGGING, Facts
+from ktbridge.serve.sglang.flags import EngineFlag, value_of
 from ktbridge.serve.sglang.layouts import Choice
 from ktbridge.serve.sglang.request import Request
 from ktbridge.serve.sglang.resources import memory_needed
 from ktbridge.served_names import BASE
 from ktbridge.units import size_text
 
+_ROTATED_SINCE = version_order("0.7.0")
+_NOT_ROTATED = "qwen3_moe"
+_READS_THE_CACHE = ("fa3", "torch_native")
+_HOPPER = "9."
 # Problems of this machine: they don't apply to a plan for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
+
+CODES = frozenset(row.code for row in LAUNCH.codes)
+"""Codes of launch problems: ``--allow`` turns them into warnings, for a user who knows better."""
 
 
 def preflight(
@@ -186,7 +196,7 @@ def _gpu(request: Request, facts: Facts) -> Iterator[Problem]:
         yield problem("KTB957", "GPU", "none" if given else "nvidia-smi lists none", f"{wanted}")
         return
     if len(facts.gpus) < wanted:
-        found = f"{len(facts.gpus)} {'as --gpus says' if given else 'on this machine'}"
+        found = f"{len(facts.gpus)} {'by --gpus' if given else 'on this machine'}"
         yield problem("KTB957", "GPU", found, f"{wanted}", "lower --tp-size or --replicas")
         return
     smallest = min(gpu.memory for gpu in facts.gpus[:wanted])
@@ -208,3 +218,51 @@ def unknown_flags(
         found = f"the engine's parser does not know {', '.join(missing)}"
         step = f"install {ENGINE} again; its metadata and its code disagree"
         yield problem("KTB954", python, found, next_step=step)
+
+
+def check_attention(flags: Sequence[EngineFlag], facts: Facts, version: str) -> Iterator[Problem]:
+    """KTB967 where ``version`` would compute this model's prompts wrongly on these GPUs.
+
+    The fused kernel of sglang-kt before 0.7.0 rotates queries in place, and keys only on their way into the
+    cache. A backend that reads a prompt's keys from the cache (fa3, torch_native) is right; one that reads
+    them from the layer (triton, flashinfer) computes every prompt without RoPE on the keys, and no log
+    shows it. Of the models that KT serves only Qwen3-MoE's attention uses that kernel. Observed with 0.6.4
+    and triton: logprobs 0.4 nats off, equal to those of a model without rotated keys to within rounding.
+    """
+    if version_order(version) >= _ROTATED_SINCE or facts.model.model_type != _NOT_ROTATED:
+        return
+    stored = value_of(flags, "--kv-cache-dtype")
+    if stored is not None and stored.value not in ("auto", "bf16", "bfloat16"):
+        return  # the fused kernel is for a bfloat16 cache alone
+    given = value_of(flags, "--prefill-attention-backend") or value_of(flags, "--attention-backend")
+    if given is None:
+        # The engine's default: fa3 on Hopper, others elsewhere.
+        if facts.gpus and all(gpu.capability.startswith(_HOPPER) for gpu in facts.gpus):
+            return
+        where, found = (
+            "--attention-backend",
+            "is left to the engine, which takes fa3 on Hopper alone",
+        )
+    elif given.value in _READS_THE_CACHE:
+        return
+    else:
+        where, found = given.name, f"is {given.value}"
+    found += f": {ENGINE} {version} computes prompts of {_NOT_ROTATED} with it as if keys had no position"
+    yield problem("KTB967", where, found, " or ".join(_READS_THE_CACHE))
+
+
+def allow(problems: list[Problem], allowed: frozenset[str]) -> tuple[Problem, ...]:
+    """The problems, worst first, with allowed errors as warnings. Other codes can't be allowed."""
+    eased = [
+        replace(p, severity="warning")
+        if p.severity == "error" and p.code in allowed and p.code in CODES
+        else p
+        for p in problems
+    ]
+    return sort_problems(eased)
+
+
+def sort_problems(problems: list[Problem]) -> tuple[Problem, ...]:
+    """Each problem once, the worst first."""
+    order = {"error": 0, "warning": 1, "info": 2}
+    return tuple(sorted(dict.fromkeys(problems), key=lambda p: order[p.severity]))

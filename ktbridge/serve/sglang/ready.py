@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.openai_client import OpenAIClient
 
 _LOADED = re.compile(rb"Loaded KT expert LoRA for layer (\d+)\b")
 
@@ -81,36 +83,10 @@ class Progress:
         return "; ".join(parts)
 
 
-def probe(progress: Progress, host: str, port: int, api_key: str | None, timeout: float) -> None:
+def probe(progress: Progress, client: OpenAIClient) -> None:
     """Ask /health and then /v1/models; what doesn't answer leaves ``progress`` as it was."""
     if not progress.healthy:
-        progress.healthy = _get(host, port, "/health", None, timeout) is not None
+        progress.healthy = client.is_healthy()
     if progress.healthy and progress.conditions.answers and not progress.ready:
-        body = _get(host, port, "/v1/models", api_key, timeout)
-        names = _names(body)
-        if names is not None:
-            progress.listed = names
-
-
-def _get(host: str, port: int, path: str, api_key: str | None, timeout: float) -> bytes | None:
-    """The body of a 200 answer; None for everything else. Bypasses proxies: it is our own child."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
-    try:
-        connection.request(
-            "GET", path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {}
-        )
-        answer = connection.getresponse()
-        body = answer.read(1 << 20)
-        return body if answer.status == 200 else None
-    except (OSError, http.client.HTTPException, UnicodeError):
-        return None
-    finally:
-        connection.close()
-
-
-def _names(body: bytes | None) -> set[str] | None:
-    try:
-        rows = json.loads(body or b"")["data"]
-        return {row["id"] for row in rows}
-    except (ValueError, KeyError, TypeError):
-        return None
+        with suppress(KtbridgeError):
+            progress.listed = set(client.models())

@@ -11,22 +11,14 @@ from ktbridge.adapter.adapter import Layout
 from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.serve.sglang.request import Request
-
-_OPTION = {
-    "raw": "--adapter NAME=DIR",
-    "merged": "--merged-adapter NAME=DIR",
-    "expert": "--expert-adapter DIR",
-    "nonexpert": "--nonexpert-adapter NAME=DIR",
-}
+from ktbridge.serve.request import OPTION_OF_LAYOUT, ServeRequest
 
 
 @dataclass(frozen=True)
 class Source:
     """One adapter directory. ``name`` is what requests select it by; None for a bare expert one.
 
-    ``layers`` are those with expert LoRA, ``nonexpert`` describes the rest. ``expert_format`` is the
-    storage format of the weights the experts were trained on, if the manifest names it.
+    ``layers`` are those with expert LoRA, ``nonexpert`` describes the rest.
     ``digest`` is a SHA-256 over names and contents of its files.
     """
 
@@ -35,7 +27,6 @@ class Source:
     layout: Layout
     layers: tuple[int, ...]
     nonexpert: bool
-    expert_format: str | None
     base_model: str | None
     digest: str
 
@@ -44,7 +35,7 @@ class Source:
         return bool(self.layers)
 
 
-def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
+def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Problem]]:
     """Open every adapter of the request; also the problems of those that can't be opened or don't fit
     their option.
 
@@ -72,7 +63,7 @@ def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
             problems.append(problem("KTB951", directory, error.sentence, next_step=step))
             continue
         if layout is not None and adapter.layout != layout:
-            step = f"pass it as {_OPTION[adapter.layout]}"
+            step = f"pass it as {OPTION_OF_LAYOUT[adapter.layout]}"
             found = f"has the {adapter.layout} layout"
             problems.append(problem("KTB951", directory, found, f"the {layout} layout", step))
             continue
@@ -81,14 +72,12 @@ def read_sources(request: Request) -> tuple[tuple[Source, ...], list[Problem]]:
 
 
 def _source(name: str | None, adapter: Adapter) -> Source:
-    stored = (adapter.manifest or {}).get("expert_weight_format")
     return Source(
         name=name,
         path=adapter.path.resolve(),
         layout=adapter.layout,
         layers=adapter.expert_layers(),
         nonexpert=bool(adapter.nonexpert),
-        expert_format=stored if isinstance(stored, str) else None,
         base_model=adapter.base_model,
         digest=content_digest(adapter.path),
     )

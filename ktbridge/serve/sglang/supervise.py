@@ -16,16 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.serve.sglang.causes import diagnose
+from ktbridge.openai_client import OpenAIClient
+from ktbridge.serve.sglang.failure_diagnosis import diagnose
 from ktbridge.serve.sglang.logs import Pump, readable
-from ktbridge.serve.sglang.ready import Conditions, Progress, probe
-from ktbridge.serve.sglang.tree import (
+from ktbridge.serve.sglang.processes import (
     MARK,
     adopt_orphans,
     end_members,
     end_with_parent,
     members,
 )
+from ktbridge.serve.sglang.ready import Conditions, Progress, probe
 
 GRACE_SECONDS = 20.0
 # Log lines may still be in the pipe when the server already answers.
@@ -51,7 +52,7 @@ class EngineFailed(KtbridgeError):
 class Engine:
     """A started engine. Use as a context manager: leaving it ends the whole tree.
 
-    ``host`` is its address from here. ``secret`` is redacted from the log. Made on the main
+    ``url`` is its API's from here. ``secret``, the API key, is redacted from the log. Made on the main
     thread: the kernel signals the engine when that thread ends.
     """
 
@@ -61,15 +62,15 @@ class Engine:
         environment: Mapping[str, str],
         conditions: Conditions,
         *,
-        host: str,
-        port: int,
+        url: str,
         log: Path,
         secret: str | None = None,
         grace: float = GRACE_SECONDS,
     ) -> None:
         self.progress = Progress(conditions)
         self.log = log
-        self._host, self._port, self._secret, self._grace = host, port, secret, grace
+        self._client = OpenAIClient(url, secret, timeout=2.0, direct=True)
+        self._grace = grace
         self._mark = secrets.token_hex(8)
         self._code: int | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ class Engine:
         while True:
             if self._process.poll() is not None:
                 raise self._ended("before it was ready")
-            probe(self.progress, self._host, self._port, self._secret, timeout=2.0)
+            probe(self.progress, self._client)
             on_progress(self.progress)
             if self.progress.ready:
                 return

@@ -19,8 +19,8 @@ from ktbridge.errors import ProblemsError
 from ktbridge.machine import Gpu, Machine, NumaNode
 from ktbridge.model import read_model_config
 from ktbridge.serve.sglang.cache import Conversion, convert, is_intact, slot
-from ktbridge.serve.sglang.causes import CAUSES, diagnose
 from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.sglang.failure_diagnosis import CAUSES, diagnose
 from ktbridge.serve.sglang.installed import Installed, parser_flags
 from ktbridge.serve.sglang.logs import readable
 from ktbridge.serve.sglang.plan import Plan, plan

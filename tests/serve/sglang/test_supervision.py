@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ktbridge.serve.sglang.processes import adopt_orphans, end_members, members, reap
 from ktbridge.serve.sglang.supervise import GRACE_SECONDS
-from ktbridge.serve.sglang.tree import adopt_orphans, end_members, members, reap
 
 KEY = "a-secret_4711"
 

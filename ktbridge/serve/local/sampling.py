@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from ktbridge.serve.local.text import StopScanner, TextStream, Tokens
+from ktbridge.serve.local.detokenize import StopScanner, TextStream, Tokens
 
 FinishReason = Literal["stop", "length"]
 GREEDY_BELOW = 1e-5  # dividing logits by less can overflow, and is greedy anyway
@@ -73,7 +73,7 @@ class Answer:
         """``choice``: index among a request's n answers; each samples differently from the same seed."""
         self._stop_ids = stop_ids
         self._sampling = sampling
-        self._picker = Picker(sampling, choice)
+        self._sampler = Sampler(sampling, choice)
         self._stream = TextStream(tokens)
         self._scanner = StopScanner(sampling.stop)
         self._pending: list[tuple[int, TokenLogprob]] = []
@@ -88,7 +88,7 @@ class Answer:
         """Choose the next token by logits ``row`` [V]; after a Finish, take no more."""
         if self._sampling.max_tokens == 0:
             return [Finish("length", 0)]
-        self.token = self._picker.pick(row)
+        self.token = self._sampler.pick(row)
         self.count += 1
         if self.token in self._stop_ids:
             return self._finish("stop")
@@ -131,7 +131,7 @@ class Answer:
         return [Delta(text, entries)] if text or entries else []
 
 
-class Picker:
+class Sampler:
     """Samples the next token: greedy, or top-p at a temperature, reproducible by seed."""
 
     def __init__(self, sampling: Sampling, choice: int = 0) -> None:

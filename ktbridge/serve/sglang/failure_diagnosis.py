@@ -69,7 +69,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     _row(
         r"KT expert LoRA (?:rank|shape) mismatch",
-        "the adapter was trained on another model, or with another rank than its config says",
+        "the adapter was trained on another model, or with another rank than in its config",
         "ktbridge validate ADAPTER --base-model MODEL",
     ),
     _row(
@@ -105,7 +105,7 @@ CAUSES: tuple[Cause, ...] = (
     _row(
         r"AMX SFT (?:backend|method)|get_fp8_runtime|no native FP8 checkpoint|MXFP4 SFT build",
         "the kt-kernel that is installed has no LoRA kernel for this method on this CPU",
-        "install the kt-kernel of the engine's own version; `ktbridge doctor` tells the CPU's ISA",
+        "install the kt-kernel of the engine's own version; `ktbridge doctor` shows the CPU's ISA",
     ),
     _row(
         r"numa_count|threadpool_count",
@@ -162,7 +162,7 @@ CAUSES: tuple[Cause, ...] = (
 _SIGNALS = {
     signal.SIGILL: (
         "the CPU lacks an instruction that kt-kernel's build uses",
-        "`ktbridge doctor` tells the CPU's ISA; set KT_KERNEL_CPU_VARIANT for an older build",
+        "`ktbridge doctor` shows the CPU's ISA; set KT_KERNEL_CPU_VARIANT for an older build",
     ),
     signal.SIGKILL: (
         "the kernel killed it, most likely because the memory ran out",

@@ -1,17 +1,22 @@
-"""The options of `ktbridge serve` that set the embedded engine's limits."""
+"""`ktbridge serve` with the embedded engine: its own options, which set limits, and its launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ktbridge.cli._app import TitledOption
 from ktbridge.errors import UsageError
+from ktbridge.served_names import half_note
 
 if TYPE_CHECKING:
     from ktbridge.serve.local.limits import Limits
+    from ktbridge.serve.local.plan import ServePlan
+
+TITLE = "Options of the embedded engine (--engine local)"
 
 MIB = 2**20
 WHOLE, SECONDS = click.IntRange(1), click.FloatRange(0, min_open=True)
@@ -97,7 +102,7 @@ OPTIONS = (
 )
 
 
-def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options to a click command, which gets each as a keyword, None if not given."""
     from ktbridge.serve.local.limits import Limits
 
@@ -107,40 +112,86 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
         command = click.option(
             option.name,
             option.parameter,
+            cls=TitledOption,
+            title=TITLE,
             type=option.kind,
-            help=f"{option.text} (local engine).  [default: {default:g}]",
+            help=f"{option.text}.  [default: {default:g}]",
         )(command)
     return command
 
 
-def make_limits(given: Mapping[str, Any]) -> Limits:
-    """Limits from the command's options."""
-    from ktbridge.serve.local.limits import Limits
-
-    set_by = {option.parameter: option for option in OPTIONS}
-    return Limits(
-        **{
-            set_by[name].field: value * set_by[name].unit
-            for name, value in given.items()
-            if value is not None
-        }
-    )
-
-
-def refuse_limits(given: Mapping[str, Any]) -> None:
+def refuse(options: Mapping[str, Any]) -> None:
     """UsageError for limits passed to another engine, with the equivalent option there."""
-    wrong = [option for option in OPTIONS if given[option.parameter] is not None]
+    wrong = [option for option in OPTIONS if options[option.parameter] is not None]
     if wrong:
         names = ", ".join(option.name for option in wrong)
         steps = "; ".join(f"for {option.name}: {option.sglang}" for option in wrong)
         raise UsageError(f"{names}: for the local engine only, and SGLang-KT would serve", steps)
 
 
-def describe_limits(limits: Limits) -> str:
-    """One human-readable line."""
-    return (
+def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
+    """Plan the launch and print it, or serve until Ctrl-C or SIGTERM."""
+    from ktbridge.cli._ui import console, emit_json, print_problems, stderr
+    from ktbridge.serve.local.launch import bind, serve
+    from ktbridge.serve.local.plan import check_installed, plan_local
+    from ktbridge.serve.request import ServeRequest
+
+    check_installed()
+    request = ServeRequest(**{field.name: options[field.name] for field in fields(ServeRequest)})
+    plan = plan_local(request, _limits(options))
+    print_problems(found for found in plan.problems if found.severity != "info")
+    if dry_run:
+        bind(plan.host, plan.port).close()  # fail early if the address can't be bound
+        if as_json:
+            emit_json(plan.as_dict())
+        else:
+            _print_plan(plan)
+        return
+
+    def on_ready(base_url: str) -> None:
+        if as_json:
+            emit_json(plan.as_dict() | {"base_url": base_url})
+        else:
+            console.print(f"ready: {base_url}", markup=False)
+            _print_arms(plan)
+            stderr.print("Ctrl-C ends the server.")
+        console.file.flush()
+
+    def on_loading() -> None:
+        stderr.print(f"loading {plan.model} ...", markup=False, soft_wrap=True)
+
+    serve(plan, on_ready, on_loading)
+
+
+def _limits(options: Mapping[str, Any]) -> Limits:
+    from ktbridge.serve.local.limits import Limits
+
+    given = [option for option in OPTIONS if options[option.parameter] is not None]
+    return Limits(**{option.field: options[option.parameter] * option.unit for option in given})
+
+
+def _print_plan(plan: ServePlan) -> None:
+    from ktbridge.cli._ui import console
+
+    key = "with an API key" if plan.api_key else "without an API key"
+    console.print(f"would serve {plan.model} on {plan.host}:{plan.port}, {key}", markup=False)
+    _print_arms(plan)
+    limits = plan.limits
+    console.print(
         f"limits: {limits.running} answers together, {limits.waiting} prompts waiting, "
         f"{limits.context} tokens of context, prompts by {limits.chunk} tokens, n up to {limits.choices}, "
         f"bodies of {limits.body / MIB:g} MiB within {limits.body_seconds:g} s a piece, "
-        f"{limits.drain_seconds:g} s to drain"
+        f"{limits.drain_seconds:g} s to drain",
+        markup=False,
+        soft_wrap=True,
     )
+
+
+def _print_arms(plan: ServePlan) -> None:
+    from ktbridge.cli._ui import console
+
+    width = max(len(arm.name) for arm in plan.arms)
+    for arm in plan.arms:
+        console.print(f"  {arm.name:<{width}}  {arm.description}", markup=False)
+    if note := half_note({arm.name: arm.description for arm in plan.arms}):
+        console.print(f"  {note}", markup=False, soft_wrap=True)

@@ -37,7 +37,7 @@ class Child:
             )  # a connection breaks slightly before its process has exited
         except subprocess.TimeoutExpired:
             return
-        raise KtbridgeError(f"the engine ended with code {code}.", "what it said is above")
+        raise KtbridgeError(f"the engine ended with code {code}.", "its output is above")
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def engine(model: str, adapter: str | None = None, threads: int | None = None) -
         if ready is None or "base_url" not in ready:  # empty, or an error document
             raise KtbridgeError(
                 f"the engine ended with code {process.wait()} before it was ready.",
-                "what it said is above",
+                "its output is above",
             )
         yield Child(ready["base_url"], key, list(ready["models"]), process)
     finally:

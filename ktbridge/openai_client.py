@@ -1,0 +1,146 @@
+"""The one client of OpenAI-compatible servers that chat, verify and the launcher's readiness check use.
+
+Standard library only, so that a deploy pipeline can ask a server without more packages.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.hosts import is_loopback, is_loopback_url, server_url
+
+Message = dict[str, str]
+
+
+class Refused(KtbridgeError):
+    """The server answered with an error. ``status``: HTTP's; ``reason``: the server's own message."""
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        key_is_wrong = "set KTBRIDGE_API_KEY to the server's key"
+        step = key_is_wrong if status == 401 else "check --server, --model and the server's log"
+        super().__init__(f"{url} answered {status}: {reason}.", step)
+        self.status, self.reason = status, reason
+
+
+class OpenAIClient:
+    """One server. ``url`` is the root of its API, ending in /v1. Every failure raises KtbridgeError."""
+
+    def __init__(
+        self, url: str, api_key: str | None = None, timeout: float = 600, direct: bool = False
+    ) -> None:
+        """``url`` with or without /v1; ``timeout``: seconds without a byte after which a request has failed.
+
+        ``direct``: never through a proxy, as for this machine's own addresses, which no proxy can reach.
+        """
+        self.url = server_url(url)
+        self._timeout = timeout
+        self._headers = {"Content-Type": "application/json"}
+        key = (api_key or "").strip()
+        if not key.isprintable():  # checked here: the library's own message would show the key
+            raise KtbridgeError(
+                "the API key holds a line break or another control character.",
+                "set KTBRIDGE_API_KEY to the key alone",
+            )
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        host = urllib.parse.urlsplit(self.url).hostname or ""
+        direct = direct or is_loopback_url(self.url) or is_loopback(host)
+        self._opener = urllib.request.build_opener(
+            *([urllib.request.ProxyHandler({})] if direct else [])
+        )
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers /health with 200."""
+        try:
+            with self.open("/health", native=True) as response:
+                return response.status == 200
+        except KtbridgeError:
+            return False
+
+    def models(self) -> list[str]:
+        """The model names that the server lists."""
+        listed = self.ask("/models")
+        try:
+            return [str(model["id"]) for model in listed["data"]]
+        except (KeyError, TypeError):
+            raise KtbridgeError(
+                f"{self.url}/models answered with no list of models.",
+                "give the URL of an OpenAI-compatible API: what stands before /v1/models",
+            ) from None
+
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        ended: Callable[[str], None] = lambda reason: None,
+        **options: Any,
+    ) -> Iterator[str]:
+        """Stream the answer in pieces; ``ended`` is called with the finish reason."""
+        body = {"model": model, "messages": list(messages), "stream": True}
+        body |= {name: value for name, value in options.items() if value is not None}
+        with self.open("/chat/completions", body) as response:
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if not isinstance(event, dict) or "error" in event:
+                    raise KtbridgeError(f"the answer broke off: {_error_text(data.decode())}.")
+                for choice in event.get("choices", ()):
+                    if text := choice.get("delta", {}).get("content"):
+                        yield text
+                    if reason := choice.get("finish_reason"):
+                        ended(reason)
+        raise KtbridgeError("the answer broke off: the server closed the connection.")
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, *, native: bool = False) -> Any:
+        """The JSON document that the server answers with."""
+        with self.open(path, body, native=native) as response:
+            return json.load(response)
+
+    @contextmanager
+    def open(
+        self, path: str, body: dict[str, Any] | None = None, *, native: bool = False
+    ) -> Iterator[http.client.HTTPResponse]:
+        """GET ``path``, or POST ``body`` to it. ``native``: a path beside /v1, not below it."""
+        url = (self.url.removesuffix("/v1") if native else self.url) + path
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(url, data, self._headers)
+            with self._opener.open(request, timeout=self._timeout) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            with error:
+                raise Refused(url, error.code, _refusal(error)) from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = " ".join(str(getattr(error, "reason", error)).split())[:200]
+            raise KtbridgeError(
+                f"{url} cannot be asked: {reason or type(error).__name__}.",
+                "check that the server runs and that --server is its URL",
+            ) from error
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    try:
+        text = error.read(10_000).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
+    return _error_text(text) or str(error.reason)
+
+
+def _error_text(text: str) -> str:
+    """The message of an error body in OpenAI's format, or the beginning of the body."""
+    try:
+        return str(json.loads(text)["error"]["message"]).rstrip(".")
+    except (ValueError, KeyError, TypeError):
+        return " ".join(text.split())[:500]
