@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.failures import KEY, RETRIED, TIMED_OUT, describe_reply
-from ktbridge.eval.transport import open_transport
-from ktbridge.eval.wire import Reply
+from ktbridge.eval.transport import Reply, Transport
 
 Outcome = Literal["ok", "empty", "truncated", "think-only", "http-error"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
@@ -72,8 +71,6 @@ class Client:
     between them the client waits ``backoff * 2**k`` seconds with full jitter, or for the server's
     Retry-After; then every request to this server waits. ``faults`` counts the failed attempts by
     kind, including those that a retry fixed.
-
-    ``direct`` selects the transport (``transport.py``); by default it depends on the URL.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class Client:
         timeout: float = 900.0,
         attempts: int = 6,
         backoff: float = 0.5,
-        direct: bool | None = None,
     ) -> None:
         self.url = url
         self.faults: Counter[str] = Counter()
@@ -93,7 +89,7 @@ class Client:
         self._timeout = timeout
         self._not_before = 0.0
         self._random = random.Random()
-        self._transport = open_transport(url, api_key, direct)
+        self._transport = Transport(url, api_key)
 
     async def __aenter__(self) -> Client:
         return self
