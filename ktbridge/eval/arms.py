@@ -19,7 +19,7 @@ from ktbridge.served_names import split_name
 # Arms are always shown and contrasted in this order; others follow in the order given.
 ORDER = ("base", "expert", "full")
 # Fields of a /v1/models entry that change without the model changing (SGLang sets the time).
-_VOLATILE = {"created", "permission"}
+VOLATILE = {"created", "permission"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def arm_card(arm: Arm, server: Mapping[str, Any], sampling: Mapping[str, Any]) -
     """
     card: dict[str, Any] = {
         "model": arm.model,
-        "server": {key: server[key] for key in sorted(server) if key not in _VOLATILE},
+        "server": {key: server[key] for key in sorted(server) if key not in VOLATILE},
         "sampling": dict(sampling),
     }
     identity = card if "fingerprint" in server else {**card, "url": arm.url}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,8 @@ from typing import Any, cast
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.eval.arms import VOLATILE
+from ktbridge.eval.asking import Asked, AskingLoop, run_until_interrupt
 from ktbridge.eval.bench import Item
 from ktbridge.eval.client import Client
 from ktbridge.eval.disk import write_text
@@ -23,8 +23,6 @@ from ktbridge.eval.judging.plan import Ask, make_plan
 from ktbridge.eval.judging.prompts import VERSION, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
 
-_SILENT = 6  # consecutive judgements without any reply: the server is gone
-_VOLATILE = {"created", "permission"}  # fields of a /v1/models entry that change by themselves
 OnProgress = Callable[[int, int], None]
 
 
@@ -82,7 +80,7 @@ def judge_run(
             # Recorded before the first request, so that the report of an interrupted run knows
             # what is missing.
             named = partial(_name_judge, directory, judge, pairs)
-            asyncio.run(
+            run_until_interrupt(
                 _ask_all(judge, todo, journal, concurrency, options, len(asks), named, on_progress)
             )
         else:
@@ -105,39 +103,33 @@ async def _ask_all(
     on_progress: OnProgress | None,
 ) -> None:
     """Ask and store; ``on_server`` gets the judge's entry of /v1/models ({} where it lists none)."""
-    done, silent = total - len(todo), 0
+    done = total - len(todo)
     async with Client(judge.url, **options) as client:
         asker = Asker(client, judge)
         on_server(await _entry(client, judge))
         if on_progress:
             on_progress(done, total)
 
-        async def worker(queue: Iterator[Ask]) -> None:
-            nonlocal done, silent
-            for ask in queue:
-                judgement = await asker.ask(ask)
-                journal.add(_record(ask, judgement))
-                gone = judgement.outcome == FAILED and judgement.status == 0
-                silent = silent + 1 if gone else 0
-                if silent >= _SILENT:
-                    raise KtbridgeError(
-                        f"the judge at {judge.url} stopped answering ({judgement.detail}).",
-                        "see to its server and run the same command again; what was judged is stored",
-                    )
-                done += 1
-                if on_progress:
-                    on_progress(done, total)
+        async def ask_one(ask: Ask) -> Asked:
+            judgement = await asker.ask(ask)
+            gone = judgement.outcome == FAILED and judgement.status == 0
+            return Asked(_record(ask, judgement), judge.url, judgement.detail if gone else "")
 
-        queue = iter(todo)
-        workers = [asyncio.create_task(worker(queue)) for _ in range(concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            # Before Python 3.12 wait_for may swallow a cancellation: then no new work may start.
-            deque(queue, maxlen=0)
-            for task in workers:
-                task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        def count(asked: Asked) -> None:
+            nonlocal done
+            done += 1
+            if on_progress:
+                on_progress(done, total)
+
+        asking = AskingLoop(
+            ask_one,
+            journal,
+            concurrency,
+            count,
+            "the judge at ",
+            "see to its server and run the same command again; what was judged is stored",
+        )
+        await asking.ask_all(todo)
 
 
 async def _entry(client: Client, judge: Judge) -> dict[str, Any]:
@@ -146,7 +138,7 @@ async def _entry(client: Client, judge: Judge) -> dict[str, Any]:
     except KtbridgeError:
         return {}
     entry = next((one for one in listed if one["id"] == judge.model), {})
-    return {key: entry[key] for key in sorted(entry) if key not in _VOLATILE}
+    return {key: entry[key] for key in sorted(entry) if key not in VOLATILE}
 
 
 def _record(ask: Ask, judgement: Judgement) -> dict[str, Any]:
@@ -201,7 +193,7 @@ def judge_preflight(judge: Judge, **options: Any) -> list[Problem]:
     ``options`` are the client's (``timeout``, ``backoff``, ``api_key``). Returns the warnings; raises
     ProblemsError if it isn't listed, doesn't answer, or returns no JSON even on the second request.
     """
-    problems = asyncio.run(_preflight(judge, options))
+    problems = run_until_interrupt(_preflight(judge, options))
     if has_errors(problems):
         raise ProblemsError("the judge cannot be used; nothing was asked of the arms.", problems)
     return problems
