@@ -95,7 +95,7 @@ def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
     """Exit with 1, listing the conditions met. Raises UsageError for an unknown slice."""
     from ktbridge.cli._ui import print_problems
     from ktbridge.eval.gates import check_gates
-    from ktbridge.eval.scored.publish import runs_in
+    from ktbridge.eval.results.publish import runs_in
 
     problems = check_gates(gates, runs_in(results))
     if problems:
@@ -106,7 +106,7 @@ def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
 def print_results(results: Mapping[str, Any], directory: Path) -> None:
     """Per bench: the verdict, one table per axis, outcomes, warnings, and the files' paths."""
     from ktbridge.cli._ui import console, shown, stderr
-    from ktbridge.eval.scored.publish import INDEX_SCHEMA
+    from ktbridge.eval.results.publish import INDEX_SCHEMA
 
     if results["schema"] != INDEX_SCHEMA:
         _print_run(results)

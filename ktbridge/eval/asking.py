@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.ledger import Ledger, Record
-from ktbridge.eval.store import request_key
+from ktbridge.eval.store import Ledger, Record, request_key
 
 _SILENT = 6  # consecutive requests without any reply: the server is gone
 _Question = TypeVar("_Question")

@@ -9,8 +9,8 @@ from typing import Any
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.failures import AGAIN, remedies
-from ktbridge.eval.runplan import NOT_RUN
-from ktbridge.eval.scored.rows import SCORE_ERROR
+from ktbridge.eval.results.rows import SCORE_ERROR
+from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.verdict import NULLS, OVERALL, signed, slice_title
 
 # Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed

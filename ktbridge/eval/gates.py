@@ -10,7 +10,7 @@ from typing import Any
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.scored.rows import has_persona
+from ktbridge.eval.results.rows import has_persona
 from ktbridge.eval.verdict import OVERALL, find, interval
 
 _FORM = re.compile(

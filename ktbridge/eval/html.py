@@ -1,7 +1,7 @@
 """The report as one HTML file: no network, no external reference, every answer escaped.
 
 The page is rendered from the results dictionary alone: the same results give the same
-bytes. Geometry comes from ``charts``, differences of answers from ``worddiff``; the templates,
+bytes. Geometry comes from ``charts``, differences of answers from ``diff_words``; the templates,
 CSS and JavaScript are in ``page/`` and are inlined.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from markupsafe import Markup
 from ktbridge.eval.charts import changes, dots, radar
 from ktbridge.eval.facts import TITLES, facts, made_of
 from ktbridge.eval.glossary import terms_for
-from ktbridge.eval.text import show_direction, shown_lines
+from ktbridge.eval.text import CJK, show_direction, shown_lines
 from ktbridge.eval.verdict import (
     AXIS_WORDS,
     OVERALL,
@@ -30,7 +31,6 @@ from ktbridge.eval.verdict import (
     slice_title,
     verdict_words,
 )
-from ktbridge.eval.worddiff import diff_words
 
 _FOLDED = 8  # lines of a text that are shown before it is expanded
 _HEAD, _TAIL = 16_000, 4_000  # characters kept of the start and end of a longer text
@@ -198,3 +198,45 @@ def _item(row: Mapping[str, Any], names: list[str], axes: list[str]) -> dict[str
         "faulty": outcomes != {"ok"},
         "marked": {} if marked is None else {names[0]: marked[0], names[-1]: marked[1]},
     }
+
+
+Segments = list[tuple[bool, str]]  # (only here, text): the joined texts are the answer
+
+_TOKENS = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|\s+|.", re.DOTALL)
+_SENTENCES = re.compile(r"[^。！？!?.\n]*[。！？!?.\n]+|[^。！？!?.\n]+")
+_MOST = 250_000  # token pairs; beyond that sentences are compared, so that a page stays fast
+_ALIKE = 0.2
+
+
+def diff_words(before: str, after: str) -> tuple[Segments, Segments] | None:
+    """Both texts in segments; None if they share too little for a useful diff.
+
+    An island of one character between two changes counts as changed: it is shared by chance.
+    """
+    first, second = _TOKENS.findall(before), _TOKENS.findall(after)
+    if len(first) * len(second) > _MOST:
+        first, second = _SENTENCES.findall(before), _SENTENCES.findall(after)
+        if len(first) * len(second) > _MOST:
+            return None
+    blocks = SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
+    left: Segments = []
+    right: Segments = []
+    shared = 0
+    for index, (tag, i1, i2, j1, j2) in enumerate(blocks):
+        ours, theirs = "".join(first[i1:i2]), "".join(second[j1:j2])
+        island = 0 < index < len(blocks) - 1 and len(ours.strip()) < 2
+        changed = tag != "equal" or island
+        shared += 0 if changed else len(ours)
+        _add(left, changed, ours)
+        _add(right, changed, theirs)
+    if shared < _ALIKE * max(len(before), len(after)):
+        return None
+    return left, right
+
+
+def _add(segments: Segments, changed: bool, text: str) -> None:
+    if not text:
+        return
+    if segments and segments[-1][0] == changed:
+        text = segments.pop()[1] + text
+    segments.append((changed, text))

@@ -22,8 +22,8 @@ from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import BadReplyError, read_completion
 from ktbridge.eval.disk import make_directory, write_text
 from ktbridge.eval.imports_lm_eval import read_lm_eval
-from ktbridge.eval.scored.build import assemble
-from ktbridge.eval.scored.rows import mark_task
+from ktbridge.eval.results.build import assemble
+from ktbridge.eval.results.rows import mark_task
 
 IMPORTED = "imported.json"
 SCHEMA = "ktbridge.import/1"

@@ -1,4 +1,4 @@
-"""Ask a bench's questions of each arm and store the answers. Scoring is in ``scored/``."""
+"""Ask a bench's questions of each arm and store the answers. Scoring is in ``results/``."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from ktbridge.eval.preflight import Preflight, check_arms
 from ktbridge.eval.rundir import BENCH as BENCH
 from ktbridge.eval.rundir import BENCHES as BENCHES
 from ktbridge.eval.rundir import RUN as RUN
+from ktbridge.eval.rundir import make_plan, write_run
 from ktbridge.eval.rundir import read_benches as read_benches
 from ktbridge.eval.rundir import read_run as read_run
-from ktbridge.eval.rundir import write_run
-from ktbridge.eval.runplan import make_plan
 from ktbridge.eval.store import Store
 
 

@@ -39,9 +39,9 @@ from ktbridge.eval.judging import (
     parse_judge,
     read_judgements,
 )
-from ktbridge.eval.judging.journal import Journal
 from ktbridge.eval.judging.plan import compared_arms, make_plan
 from ktbridge.eval.judging.prompts import VERSION
+from ktbridge.eval.store import Journal
 
 
 @pytest.fixture(scope="module")

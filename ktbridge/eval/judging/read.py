@@ -14,15 +14,15 @@ from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.judging import bias
 from ktbridge.eval.judging.bias import Comparison
-from ktbridge.eval.judging.journal import Outcome, read_journal
 from ktbridge.eval.judging.judge import Judge, same_family
 from ktbridge.eval.judging.plan import Ask, Plan, Row, make_plan, ok_repeats
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import good_digit, tally_anchors, tally_pairs, trust
 from ktbridge.eval.rundir import read_run
+from ktbridge.eval.store import JudgeOutcome, read_journal
 
 JUDGE = "judge.json"
-State = Outcome | Literal["not-run"]
+State = JudgeOutcome | Literal["not-run"]
 Said = tuple[State, Any]  # one judgement: its outcome, and the parsed reply or None
 _CARD = {"model": str, "url": str, "version": str, "pairs": bool, "server": dict}
 _CARD["extra_body"] = dict

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ktbridge.eval.scoring.registry import (
+from ktbridge.eval.scorers.registry import (
     LONGEST_SEARCHED,
     Mark,
     anything,

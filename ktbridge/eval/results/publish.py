@@ -11,8 +11,8 @@ import ktbridge
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.disk import write_text
 from ktbridge.eval.imports import IMPORTED, score_imports
+from ktbridge.eval.results.build import score_run
 from ktbridge.eval.rundir import BENCHES, RUN, read_benches
-from ktbridge.eval.scored.build import score_run
 
 INDEX_SCHEMA = "ktbridge.index/1"
 

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.eval.scoring.overlap import rouge_l, rouge_n, sentence_bleu, unicode_tokens
+from ktbridge.eval.scorers.overlap import rouge_l, rouge_n, sentence_bleu, unicode_tokens
 from ktbridge.eval.text import cjk_share, count_chars
 from ktbridge.install import install_hint
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktbridge.eval.numerals import find_answer_number
-from ktbridge.eval.scoring.registry import (
+from ktbridge.eval.scorers.registry import (
     LONGEST_SEARCHED,
     Mark,
     is_flag,

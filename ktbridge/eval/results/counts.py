@@ -9,8 +9,8 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.client import OUTCOMES
-from ktbridge.eval.runplan import NOT_RUN
-from ktbridge.eval.scored.rows import SCORE_ERROR
+from ktbridge.eval.results.rows import SCORE_ERROR
+from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.scorers import FAMILIES, measure_texts, parse_rate
 
 Rows = Sequence[Mapping[str, Any]]

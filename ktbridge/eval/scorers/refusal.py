@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ktbridge.eval.scoring.registry import Mark, is_flag, mark, scorer
+from ktbridge.eval.scorers.registry import Mark, is_flag, mark, scorer
 from ktbridge.eval.text import sentences
 
 _CANNOT = (

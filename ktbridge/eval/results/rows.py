@@ -9,7 +9,7 @@ from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
-from ktbridge.eval.runplan import NOT_RUN
+from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.scorers import ScorerError, score_task
 
 SCORE_ERROR = "score-error"  # the answer exists, but one of our scorers failed on it

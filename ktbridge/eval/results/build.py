@@ -15,10 +15,8 @@ from ktbridge.eval.bench import Bench, Item, read_snapshot
 from ktbridge.eval.contamination import Contamination
 from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.judging.read import Judgements, read_judgements
-from ktbridge.eval.rundir import BENCH, read_run
-from ktbridge.eval.runplan import NOT_RUN, Plan, compare_plan, planned_answers
-from ktbridge.eval.scored.compare import axes_of, compare, count_pairs, repeat_noise
-from ktbridge.eval.scored.extras import (
+from ktbridge.eval.results.compare import axes_of, compare, count_pairs, repeat_noise
+from ktbridge.eval.results.counts import (
     count_outcomes,
     count_tokens,
     identical,
@@ -26,7 +24,8 @@ from ktbridge.eval.scored.extras import (
     parse_rates,
     persona_parts,
 )
-from ktbridge.eval.scored.rows import Records, each_record, has_persona, item_rows
+from ktbridge.eval.results.rows import Records, each_record, has_persona, item_rows
+from ktbridge.eval.rundir import BENCH, NOT_RUN, Plan, compare_plan, planned_answers, read_run
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
 from ktbridge.eval.store import read_answers
 from ktbridge.eval.verdict import summarise
