@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ktbridge.errors import UsageError
-from ktbridge.eval.client import Client
+from ktbridge.eval.client import Client, ModelEntry
+from ktbridge.eval.results.types import ArmCard, Json
 from ktbridge.hosts import api_url
 from ktbridge.served_names import (
     adapter_name,
@@ -83,17 +83,17 @@ def arm_rank(name: str) -> int:
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """JSON that is the same for equal values: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-def sha256(value: Any) -> str:
+def sha256(value: object) -> str:
     """Hex SHA-256 of the canonical JSON of ``value``."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
-def arm_card(arm: Arm, server: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
     """The record of an arm, with its fingerprint.
 
     ``server`` is the arm's /v1/models entry. Every field in it (root path, adapter hash) is part of
@@ -101,13 +101,23 @@ def arm_card(arm: Arm, server: Mapping[str, Any], sampling: Mapping[str, Any]) -
     another model; a server that lists its own fingerprint (the embedded engine) is trusted, and may
     move to another port.
     """
-    card: dict[str, Any] = {
+    card: ArmCard = {
+        "name": arm.name,
+        "url": arm.url,
         "model": arm.model,
         "server": {key: server[key] for key in sorted(server) if key not in VOLATILE},
         "sampling": dict(sampling),
+        "fingerprint": "",
     }
-    identity = card if "fingerprint" in server else {**card, "url": arm.url}
-    return {"name": arm.name, "url": arm.url, **card, "fingerprint": sha256(identity)}
+    identity: dict[str, object] = {
+        "model": card["model"],
+        "server": card["server"],
+        "sampling": card["sampling"],
+    }
+    if "fingerprint" not in server:
+        identity["url"] = arm.url
+    card["fingerprint"] = sha256(identity)
+    return card
 
 
 def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
@@ -127,12 +137,12 @@ def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
     )
 
 
-async def _list(url: str, api_key: str | None) -> list[dict[str, Any]]:
+async def _list(url: str, api_key: str | None) -> list[ModelEntry]:
     async with Client(url, api_key=api_key) as client:
         return await client.models()
 
 
-def _name(listed: Sequence[Mapping[str, Any]], url: str) -> list[tuple[str, str]]:
+def _name(listed: Sequence[ModelEntry], url: str) -> list[tuple[str, str]]:
     """(arm, model) of each arm in the list. Raises UsageError if it is ambiguous."""
     entries = {str(entry["id"]): entry for entry in listed}
     bases = [served for name in entries if (served := served_by(name)) is not None]
@@ -156,11 +166,11 @@ def _name(listed: Sequence[Mapping[str, Any]], url: str) -> list[tuple[str, str]
     return found
 
 
-def _halves(entry: Mapping[str, Any]) -> tuple[bool, bool]:
+def _halves(entry: ModelEntry) -> tuple[bool, bool]:
     return described_halves(str(entry.get("description", "")))
 
 
-def _refusal(entries: Mapping[str, Any], url: str, why: str) -> UsageError:
+def _refusal(entries: Mapping[str, ModelEntry], url: str, why: str) -> UsageError:
     """The error with --arm lines for the listed models, as far as their names allow."""
     plain = [name for name in entries if not names_adapter(name)]
     lines = []

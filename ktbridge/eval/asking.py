@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import signal
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.results.types import ArmCard
 from ktbridge.eval.store import Ledger, Record, request_key
 
 _SILENT = 6  # consecutive requests without any reply: the server is gone
@@ -113,7 +114,7 @@ def is_dialogue(item: Item, bench: Bench) -> bool:
     return bench.partner is not None and item.slice in bench.partner.slices
 
 
-def answer_key(card: Mapping[str, Any], arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> str:
+def answer_key(card: ArmCard, arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> str:
     """The key of an arm's answer to an item. ``card`` is the arm's in run.json.
 
     A dialogue's key covers the partner too: its model and URL (in the card), system message, turns.

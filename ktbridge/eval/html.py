@@ -20,6 +20,7 @@ from markupsafe import Markup
 from ktbridge.eval.charts import changes, dots, radar
 from ktbridge.eval.facts import TITLES, facts, made_of
 from ktbridge.eval.glossary import terms_for
+from ktbridge.eval.results.types import AXES_SHOWN, Axis, ItemRow, Results
 from ktbridge.eval.text import CJK, show_direction, shown_lines
 from ktbridge.eval.verdict import (
     AXIS_WORDS,
@@ -38,10 +39,10 @@ _MARKS = ("circle", "square", "diamond", "triangle")
 _PAGE = Path(__file__).parent / "page"
 
 
-def render_html(results: Mapping[str, Any]) -> str:
+def render_html(results: Results) -> str:
     """The whole page as a string."""
     names = [card["name"] for card in results["arms"]]
-    axes = [axis for axis in ("persona", "task", "judge") if axis in results["axes"]]
+    axes = [axis for axis in AXES_SHOWN if axis in results["axes"]]
     return (
         _environment()
         .get_template("report.html.j2")
@@ -103,7 +104,7 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _flat(value: Any) -> str:
+def _flat(value: object) -> str:
     """A value of the judge's card on one line: "first_share 0.75, n 40"."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_flat(one)}" for key, one in value.items()) or "–"
@@ -132,7 +133,7 @@ def _unfold(text: str) -> str:
     return f"show the first {_HEAD:,} and the last {_TAIL:,} of {len(text):,} characters"
 
 
-def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _bars(results: Results) -> list[dict[str, object]]:
     """Each arm's outcomes, as shares of the items asked."""
     asked = results["asked"]
     return [
@@ -147,9 +148,9 @@ def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _cards(results: Mapping[str, Any], names: list[str], axes: list[str]) -> list[dict[str, Any]]:
+def _cards(results: Results, names: list[str], axes: list[Axis]) -> list[dict[str, object]]:
     """The headline tiles: one per axis, with its mean per arm and the overall contrasts."""
-    cards = []
+    cards: list[dict[str, object]] = []
     for axis in axes:
         table = results["tables"][axis].get(OVERALL)
         if table is None:
@@ -175,7 +176,7 @@ def _cards(results: Mapping[str, Any], names: list[str], axes: list[str]) -> lis
     return cards
 
 
-def _item(row: Mapping[str, Any], names: list[str], axes: list[str]) -> dict[str, Any]:
+def _item(row: ItemRow, names: list[str], axes: list[Axis]) -> dict[str, object]:
     """One item with the page's sort and filter keys, and the diffed texts of first and last arm."""
     first, last = row["answers"][names[0]], row["answers"][names[-1]]
     change = {

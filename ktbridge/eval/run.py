@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, has_errors
@@ -25,6 +25,7 @@ from ktbridge.eval.client import Client
 from ktbridge.eval.dialogue import Dialogue, check_partner, hold_dialogue, partner_card
 from ktbridge.eval.failures import is_refusal, remedy
 from ktbridge.eval.preflight import Preflight, check_arms
+from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.eval.rundir import BENCH as BENCH
 from ktbridge.eval.rundir import BENCHES as BENCHES
 from ktbridge.eval.rundir import RUN as RUN
@@ -58,7 +59,7 @@ class Collected:
     asked: int
     stored: int
     outcomes: dict[str, int]
-    identical: list[dict[str, Any]]
+    identical: list[Identical]
     problems: tuple[Problem, ...]
     faults: dict[str, int] = field(default_factory=dict)
 
@@ -110,11 +111,17 @@ def collect(
         return run_until_interrupt(run.collect(options, on_preflight))
 
 
+class Pick(Protocol):
+    """``max`` or ``min``."""
+
+    def __call__(self, asks: Sequence[Ask], /, *, key: Callable[[Ask], int]) -> Ask: ...
+
+
 def list_asks(
     bench: Bench,
     arms: Sequence[Arm],
     items: Sequence[Item],
-    cards: Mapping[str, Mapping[str, Any]],
+    cards: Mapping[str, ArmCard],
     repeat: int,
 ) -> list[Ask]:
     """Every answer that a run requests, in order. ``cards`` are the arms' by name."""
@@ -214,13 +221,13 @@ class _Run:
             {kind: count for kind, count in self._progress.faults.items() if count},
         )
 
-    def _name_partner(self, before: Mapping[str, Any], preflight: Preflight) -> None:
+    def _name_partner(self, before: Mapping[str, ArmCard], preflight: Preflight) -> None:
         """Record the dialogue partner in each arm's card; warn if it differs from before."""
         now = partner_card(self._partner)
         for name, card in preflight.cards.items():
-            old = before.get(name, {})
-            kept = old.get("partner") if old.get("fingerprint") == card["fingerprint"] else None
-            if partner := now or kept:
+            old = before.get(name)
+            same = old is not None and old["fingerprint"] == card["fingerprint"]
+            if partner := now or (old.get("partner") if old is not None and same else None):
                 card["partner"] = partner
         others = {
             name: f"{card['partner']['model']}@{card['partner']['url']}"
@@ -250,7 +257,7 @@ class _Run:
         """
         asked: dict[str, Ask] = {}
 
-        async def refused(pick: Any, arms: Sequence[Arm]) -> dict[str, Ask]:
+        async def refused(pick: Pick, arms: Sequence[Arm]) -> dict[str, Ask]:
             wanted = []
             for arm in arms:
                 mine = [ask for ask in todo if ask.arm == arm and not self._is_dialogue(ask)]

@@ -7,15 +7,16 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.arms import arm_rank
 from ktbridge.eval.bench import FILES, Bench, Item
 from ktbridge.eval.disk import make_directory, write_text
+from ktbridge.eval.results.types import ArmAnswer, ArmCard, ArmPlan, ItemRow, PlanCounts, SlicePlan
 
 RUN = "run.json"
 BENCH = "bench"
@@ -26,7 +27,22 @@ _CARD = {"name": str, "model": str, "url": str, "server": dict, "sampling": dict
 _CARD["fingerprint"] = str
 
 
-def read_run(directory: Path) -> dict[str, Any]:
+# Arm -> slice -> {"items": how many of the slice, from its first on; "repeat": how often each}
+Plan = dict[str, dict[str, dict[str, int]]]
+NOT_RUN = "not-run"
+
+
+class RunFile(TypedDict):
+    """run.json; ``plan`` and ``date`` are None if it was written before 0.6."""
+
+    arms: dict[str, ArmCard]
+    probes: dict[str, dict[str, str]]
+    repeat: int
+    plan: Plan | None
+    date: str | None
+
+
+def read_run(directory: Path) -> RunFile:
     """The content of run.json: ``arms`` (name -> card), ``probes`` (fingerprint -> hashes), ``repeat``,
     ``plan`` and ``date``; the last two None if written before 0.6.
 
@@ -69,7 +85,7 @@ def read_run(directory: Path) -> dict[str, Any]:
     return {"arms": arms, "probes": probes, "repeat": repeat, "plan": plan, "date": date}
 
 
-def _is_partner(value: Any) -> bool:
+def _is_partner(value: object) -> bool:
     return value is None or (
         isinstance(value, dict)
         and value.keys() == {"model", "url"}
@@ -79,9 +95,9 @@ def _is_partner(value: Any) -> bool:
 
 def write_run(
     directory: Path,
-    run: Mapping[str, Any],
+    run: RunFile,
     bench: Bench,
-    cards: Mapping[str, Mapping[str, Any]],
+    cards: Mapping[str, ArmCard],
     probes: Mapping[str, Mapping[str, str]],
     repeat: int,
     plan: Plan,
@@ -175,7 +191,7 @@ def write_benches(directory: Path, folders: Sequence[Path]) -> None:
         write_text(directory / BENCHES, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _is_name(name: Any) -> bool:
+def _is_name(name: object) -> bool:
     """Whether this names a direct subfolder that is not one of a run's own."""
     return (
         isinstance(name, str)
@@ -187,13 +203,8 @@ def _is_name(name: Any) -> bool:
     )
 
 
-# Arm -> slice -> {"items": how many of the slice, from its first on; "repeat": how often each}
-Plan = dict[str, dict[str, dict[str, int]]]
-NOT_RUN = "not-run"
-
-
 def make_plan(
-    before: Mapping[str, Any],
+    before: Plan,
     bench: Bench,
     arms: Sequence[str],
     chosen: Sequence[str],
@@ -216,11 +227,11 @@ def make_plan(
     return plan
 
 
-def _rank(order: Sequence[str]) -> Any:
+def _rank(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:
     return lambda name: (order.index(name) if name in order else len(order), name)
 
 
-def is_plan(value: Any) -> bool:
+def is_plan(value: object) -> bool:
     """Whether ``value`` is a valid result of ``make_plan``."""
     return isinstance(value, dict) and all(
         isinstance(slices, dict)
@@ -249,16 +260,20 @@ def compare_plan(
     planned: Mapping[str, Mapping[str, int]],
     arms: Sequence[str],
     slice_of: Mapping[str, str],
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+    rows: Sequence[ItemRow],
+) -> PlanCounts:
     """How much of the plan for ``arms`` was asked, regardless of the outcome.
 
     An item is missing if an arm that it was planned for has no first answer. ``slice_of``: the
     slice of each item by id.
     """
     answers = {row["id"]: row["answers"] for row in rows}
-    slices = {name: {"items": 0, "missing": 0} for name in dict.fromkeys(slice_of.values())}
-    by_arm = {arm: {"answers": 0, "missing": 0} for arm in arms if arm in planned}
+    slices: dict[str, SlicePlan] = {
+        name: {"items": 0, "missing": 0} for name in dict.fromkeys(slice_of.values())
+    }
+    by_arm: dict[str, ArmPlan] = {
+        arm: {"answers": 0, "missing": 0} for arm in arms if arm in planned
+    }
     for item, name in slice_of.items():
         wanted = {arm: planned[arm][item] for arm in by_arm if item in planned[arm]}
         if not wanted:
@@ -280,7 +295,7 @@ def compare_plan(
     }
 
 
-def _had(answer: Mapping[str, Any] | None) -> int:
+def _had(answer: ArmAnswer | None) -> int:
     """How many of an item's repeats were asked, including the first; else 0."""
     if answer is None or answer["outcome"] == NOT_RUN:
         return 0

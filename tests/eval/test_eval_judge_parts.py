@@ -14,7 +14,7 @@ from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, pa
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import collect, load_bench, parse_arms, score_run
 from ktbridge.eval.bench import read_snapshot
-from ktbridge.eval.compat import RUBRICS, load_compat
+from ktbridge.eval.compat import load_compat, rubric
 from ktbridge.eval.judging import (
     check_judge,
     judge_preflight,
@@ -198,7 +198,7 @@ def test_digits_of_the_public_bench(world, tmp_path):
             score = found.scores[item][arm]
             if score.outcome == "ok":
                 assert score.share == (0.8 if "thank" in answer["text"].lower() else 0.4)
-                assert score.checks[0]["question"] == RUBRICS[item[:3].upper()]
+                assert score.checks[0]["question"] == rubric(item[:3].upper())
     # Anchors of the two modules asked, and of no other.
     assert found.card["anchors"]["asked"] == found.card["anchors"]["right"] == 8
     assert not any("response_format" in one for one in world.asked)

@@ -9,11 +9,10 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
-from typing import Any
 
-from ktbridge.eval.scorers.registry import Mark, is_one_of, is_words, mark, scorer
+from ktbridge.eval.scorers.registry import Check, Gold, Mark, is_one_of, is_words, mark, scorer
 from ktbridge.eval.text import CJK
 
 Tokens = Sequence[Hashable]
@@ -104,7 +103,7 @@ METRICS = ("rouge-1", "rouge-2", "rouge-l", "bleu-4", "chrf")
 
 
 @scorer("references", required={"metric": is_one_of(*METRICS)}, gold=is_words)
-def references(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def references(text: str, check: Check, gold: Gold) -> Mark:
     """The overlap with the nearest reference; gold: list of references.
 
     Tokens are ideographs and words (``unicode_tokens``). bleu-4 uses all references at once and is
