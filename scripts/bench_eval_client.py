@@ -11,8 +11,8 @@ take turns, and a number is the median over them, with the lowest and the highes
 last column, processor time, says more than the rates. Rows:
 
     run      what `ktbridge eval` does until the report: preflight, keys, requests, answers on disk
-    client   the requests alone, on kept connections
-    openai   the requests alone through the openai package, as where TLS or a proxy stands between
+    client   the requests alone: the openai package's HTTP client on aiohttp, replies read by us
+    openai   the requests alone through AsyncOpenAI on the same HTTP client
     peer     lm_eval's local-chat-completions, generate_until; it stores nothing
 """
 

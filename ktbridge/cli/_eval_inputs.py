@@ -57,13 +57,12 @@ def read_inputs(
     The only request is for the list of models, with --server.
     """
     from ktbridge.errors import UsageError
-    from ktbridge.eval.arms import parse_arms
+    from ktbridge.eval.arms import discover_arms, parse_arms
+    from ktbridge.eval.bench import parse_extra_body, with_max_tokens, with_sampling
     from ktbridge.eval.dialogue import parse_partner
-    from ktbridge.eval.discover import discover_arms
     from ktbridge.eval.gates import parse_gate, refuse_unknown
     from ktbridge.eval.judging.read import JUDGE
     from ktbridge.eval.rundir import run_directories
-    from ktbridge.eval.sampling import parse_extra_body, with_max_tokens, with_sampling
 
     if bool(arms) == bool(server):
         raise UsageError(

@@ -215,7 +215,7 @@ def _compare_training(bench: Bench, train_data: Path, folder: Path) -> None:
     from ktbridge.cli._ui import print_problems
     from ktbridge.eval.contamination import find_contamination
     from ktbridge.eval.disk import make_directory, write_text
-    from ktbridge.eval.scored.build import CONTAMINATION
+    from ktbridge.eval.results.build import CONTAMINATION
 
     found = find_contamination(bench, train_data)
     print_problems(found.problems())

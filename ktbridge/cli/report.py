@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from ktbridge.cli._app import Command
+
+if TYPE_CHECKING:
+    from ktbridge.eval.results.types import Axis, Index, Results
 
 _STYLES = {"improved": "green", "dropped": "red", "within margin": "cyan", "inconclusive": "dim"}
 
@@ -83,7 +86,7 @@ def command(
     fail_on_errors(results)
 
 
-def fail_on_errors(results: Mapping[str, Any]) -> None:
+def fail_on_errors(results: Results | Index) -> None:
     """Exit with 1 if the report marks the evaluation as failed or incomplete."""
     from ktbridge.eval import failures
 
@@ -91,11 +94,11 @@ def fail_on_errors(results: Mapping[str, Any]) -> None:
         sys.exit(1)
 
 
-def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
+def fail_on_gates(gates: Sequence[Any], results: Results | Index) -> None:
     """Exit with 1, listing the conditions met. Raises UsageError for an unknown slice."""
     from ktbridge.cli._ui import print_problems
     from ktbridge.eval.gates import check_gates
-    from ktbridge.eval.scored.publish import runs_in
+    from ktbridge.eval.results.publish import runs_in
 
     problems = check_gates(gates, runs_in(results))
     if problems:
@@ -103,12 +106,12 @@ def fail_on_gates(gates: Sequence[Any], results: Mapping[str, Any]) -> None:
         sys.exit(1)
 
 
-def print_results(results: Mapping[str, Any], directory: Path) -> None:
+def print_results(results: Results | Index, directory: Path) -> None:
     """Per bench: the verdict, one table per axis, outcomes, warnings, and the files' paths."""
     from ktbridge.cli._ui import console, shown, stderr
-    from ktbridge.eval.scored.publish import INDEX_SCHEMA
+    from ktbridge.eval.results.build import SCHEMA
 
-    if results["schema"] != INDEX_SCHEMA:
+    if results["schema"] == SCHEMA:
         _print_run(results)
     else:
         for one in results["benches"]:
@@ -122,13 +125,14 @@ def print_results(results: Mapping[str, Any], directory: Path) -> None:
         stderr.print(f"wrote {directory / name}", soft_wrap=True, markup=False)
 
 
-def _print_run(results: Mapping[str, Any]) -> None:
+def _print_run(results: Results) -> None:
     from ktbridge.cli._ui import console, print_problems, shown
     from ktbridge.errors import Problem
     from ktbridge.eval.facts import facts
+    from ktbridge.eval.results.types import AXES_SHOWN
 
     bench, verdict = results["bench"], results["verdict"]
-    problems = [Problem(**one) for one in results["warnings"]]
+    problems = [Problem(**cast(Any, one)) for one in results["warnings"]]
     console.print()
     for name, value in facts(results):
         console.print(f"[dim]{name.lower():<8}[/] {shown(value)}")
@@ -140,7 +144,7 @@ def _print_run(results: Mapping[str, Any]) -> None:
         console.print(shown(verdict["headline"]))
     for text in verdict["details"]:
         console.print(shown(text))
-    for axis in ("persona", "task", "judge"):
+    for axis in AXES_SHOWN:
         if results["tables"].get(axis):
             console.print()
             console.print(_table(results, axis))
@@ -176,7 +180,7 @@ def _print_run(results: Mapping[str, Any]) -> None:
     print_problems(problems)
 
 
-def _table(results: Mapping[str, Any], axis: str) -> Any:
+def _table(results: Results, axis: Axis) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
@@ -219,7 +223,7 @@ def _table(results: Mapping[str, Any], axis: str) -> Any:
     return table
 
 
-def _noise(results: Mapping[str, Any]) -> list[str]:
+def _noise(results: Results) -> list[str]:
     """Changes between repeated runs, one line per arm."""
     if results["repeat"] is None:
         return []

@@ -5,21 +5,31 @@ An arm is written ``NAME=MODEL@URL``. MODEL may contain ':' and '/'; the URL fol
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ktbridge.errors import UsageError
+from ktbridge.eval.client import Client, ModelEntry
+from ktbridge.eval.results.types import ArmCard, Json
 from ktbridge.hosts import api_url
-from ktbridge.served_names import split_name
+from ktbridge.served_names import (
+    adapter_name,
+    adapters_of,
+    base_name,
+    described_halves,
+    names_adapter,
+    served_by,
+    split_name,
+)
 
 # Arms are always shown and contrasted in this order; others follow in the order given.
 ORDER = ("base", "expert", "full")
 # Fields of a /v1/models entry that change without the model changing (SGLang sets the time).
-_VOLATILE = {"created", "permission"}
+VOLATILE = {"created", "permission"}
 
 
 @dataclass(frozen=True)
@@ -73,17 +83,17 @@ def arm_rank(name: str) -> int:
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """JSON that is the same for equal values: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-def sha256(value: Any) -> str:
+def sha256(value: object) -> str:
     """Hex SHA-256 of the canonical JSON of ``value``."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
-def arm_card(arm: Arm, server: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
     """The record of an arm, with its fingerprint.
 
     ``server`` is the arm's /v1/models entry. Every field in it (root path, adapter hash) is part of
@@ -91,10 +101,91 @@ def arm_card(arm: Arm, server: Mapping[str, Any], sampling: Mapping[str, Any]) -
     another model; a server that lists its own fingerprint (the embedded engine) is trusted, and may
     move to another port.
     """
-    card: dict[str, Any] = {
+    card: ArmCard = {
+        "name": arm.name,
+        "url": arm.url,
         "model": arm.model,
-        "server": {key: server[key] for key in sorted(server) if key not in _VOLATILE},
+        "server": {key: server[key] for key in sorted(server) if key not in VOLATILE},
         "sampling": dict(sampling),
+        "fingerprint": "",
     }
-    identity = card if "fingerprint" in server else {**card, "url": arm.url}
-    return {"name": arm.name, "url": arm.url, **card, "fingerprint": sha256(identity)}
+    identity: dict[str, object] = {
+        "model": card["model"],
+        "server": card["server"],
+        "sampling": card["sampling"],
+    }
+    if "fingerprint" not in server:
+        identity["url"] = arm.url
+    card["fingerprint"] = sha256(identity)
+    return card
+
+
+def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
+    """base, expert and full of the server at ``url``, as far as it offers them.
+
+    Raises UsageError if the list of models is ambiguous, with the --arm lines to use instead, and
+    KtbridgeError if there is no such list.
+    """
+    try:
+        base_url = parse_arm(f"base=any@{url}").url
+    except UsageError:
+        like = f"http://{url}" if "://" not in url and url else "http://127.0.0.1:8000"
+        raise UsageError(f"{url!r} is no server's URL.", f"write it as --server {like}") from None
+    return tuple(
+        Arm(name, model, base_url)
+        for name, model in _name(asyncio.run(_list(base_url, api_key)), url)
+    )
+
+
+async def _list(url: str, api_key: str | None) -> list[ModelEntry]:
+    async with Client(url, api_key=api_key) as client:
+        return await client.models()
+
+
+def _name(listed: Sequence[ModelEntry], url: str) -> list[tuple[str, str]]:
+    """(arm, model) of each arm in the list. Raises UsageError if it is ambiguous."""
+    entries = {str(entry["id"]): entry for entry in listed}
+    bases = [served for name in entries if (served := served_by(name)) is not None]
+    if len(bases) != 1:
+        raise _refusal(entries, url, f"{len(bases)} models named S:base, where one is needed")
+    served = bases[0]
+    adapters = [
+        name
+        for name in adapters_of(served, entries)
+        # An adapter without a non-expert half is identical to the served name.
+        if not (served in entries and _halves(entries[name]) == (True, False))
+    ]
+    if len(adapters) > 1:
+        raise _refusal(entries, url, f"{len(adapters)} adapters")
+    expert = served in entries and _halves(entries[served])[0]
+    found = [("base", base_name(served))]
+    found += [("expert", served)] if expert else []
+    found += [("full", name) for name in adapters]
+    if len(found) == 1:
+        raise _refusal(entries, url, "no adapter beside the base model")
+    return found
+
+
+def _halves(entry: ModelEntry) -> tuple[bool, bool]:
+    return described_halves(str(entry.get("description", "")))
+
+
+def _refusal(entries: Mapping[str, ModelEntry], url: str, why: str) -> UsageError:
+    """The error with --arm lines for the listed models, as far as their names allow."""
+    plain = [name for name in entries if not names_adapter(name)]
+    lines = []
+    for name in entries:
+        if served_by(name) is not None:
+            arm, model = "base", name
+        elif names_adapter(name):
+            arm, model = "full", name
+        elif name == plain[0]:
+            arm, model = "expert", name
+        else:
+            arm, model = "full", adapter_name(plain[0], name)  # as SGLang lists an adapter
+        lines.append(f"--arm {arm}={model}@{url}")
+    listed = ", ".join(entries) or "nothing"
+    return UsageError(
+        f"{url} lists {why}: {listed}.",
+        "say which arm is which:\n" + "\n".join(lines) if lines else "serve a model there",
+    )

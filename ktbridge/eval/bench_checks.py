@@ -356,11 +356,11 @@ def _judge_faults(judge: Any, lists: Mapping[str, Any]) -> list[tuple[str, str]]
     ]
 
 
-def _questions(value: Any) -> bool:
+def _questions(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(q, str) and q for q in value)
 
 
-def is_json(value: Any) -> bool:
+def is_json(value: object) -> bool:
     """Whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -369,5 +369,5 @@ def is_json(value: Any) -> bool:
     return True
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: object) -> bool:
     return type(value) is int and value > 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from ktbridge.eval.facts import TITLES
+from ktbridge.eval.results.types import Axis, Measured
 from ktbridge.eval.verdict import (
     AXIS_WORDS,
     OVERALL,
@@ -30,7 +29,7 @@ def _x(value: float, low: float = 0.0, high: float = 1.0, left: float = _LEFT) -
     return round(left + (value - low) / (high - low) * (_WIDTH - left - _RIGHT), 1)
 
 
-def _own(results: Mapping[str, Any], axis: str) -> set[str]:
+def _own(results: Measured, axis: str) -> set[str]:
     """The slices with this primary axis; for the judge all slices."""
     slices = results["bench"]["slices"]
     return {one["name"] for one in slices if axis in ("judge", one["primary"])}
@@ -40,7 +39,7 @@ def _short(name: str) -> str:
     return name if len(name) <= _NAME else name[: _NAME - 1] + "…"
 
 
-def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
+def dots(results: Measured, axis: Axis) -> dict[str, object]:
     """Mean and interval of every arm: one row per slice, one line per arm, x from 0 to 1.
 
     Slices with this primary axis come first; the rest are drawn as ``minor``.
@@ -92,7 +91,7 @@ def dots(results: Mapping[str, Any], axis: str) -> dict[str, Any]:
     }
 
 
-def changes(results: Mapping[str, Any]) -> dict[str, Any] | None:
+def changes(results: Measured) -> dict[str, object] | None:
     """The last arm minus the first, one line per slice on its own axis, with zero and the margin; and
     every other loss. None if there is nothing to compare.
     """
@@ -159,7 +158,7 @@ def changes(results: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def radar(results: Mapping[str, Any]) -> dict[str, Any] | None:
+def radar(results: Measured) -> dict[str, object] | None:
     """Every slice on its own axis, one polygon per arm; None for fewer than three slices."""
     names = [card["name"] for card in results["arms"]]
     spokes = [

@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.failures import KEY, RETRIED, TIMED_OUT, describe_reply
-from ktbridge.eval.transport import open_transport
-from ktbridge.eval.wire import Reply
+from ktbridge.eval.transport import Reply, Transport
 
+ModelEntry = dict[str, Any]  # one model in /v1/models, with whatever else the server lists of it
+Request = Mapping[str, Any]  # the body of a chat completion
 Outcome = Literal["ok", "empty", "truncated", "think-only", "http-error"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 
@@ -57,7 +58,7 @@ class Answer:
     completion_tokens: int | None = None
     seconds: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return dict(vars(self))
 
 
@@ -72,8 +73,6 @@ class Client:
     between them the client waits ``backoff * 2**k`` seconds with full jitter, or for the server's
     Retry-After; then every request to this server waits. ``faults`` counts the failed attempts by
     kind, including those that a retry fixed.
-
-    ``direct`` selects the transport (``transport.py``); by default it depends on the URL.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Client:
         timeout: float = 900.0,
         attempts: int = 6,
         backoff: float = 0.5,
-        direct: bool | None = None,
     ) -> None:
         self.url = url
         self.faults: Counter[str] = Counter()
@@ -93,7 +91,7 @@ class Client:
         self._timeout = timeout
         self._not_before = 0.0
         self._random = random.Random()
-        self._transport = open_transport(url, api_key, direct)
+        self._transport = Transport(url, api_key)
 
     async def __aenter__(self) -> Client:
         return self
@@ -101,7 +99,7 @@ class Client:
     async def __aexit__(self, *exc: object) -> None:
         await self._transport.close()
 
-    async def models(self) -> list[dict[str, Any]]:
+    async def models(self) -> list[ModelEntry]:
         """The entries of /v1/models; raises KtbridgeError if the list is not available."""
         try:
             reply = await self._transport.models(min(self._timeout, _LIST_TIMEOUT))
@@ -126,7 +124,7 @@ class Client:
             ) from None
         return list(entries)
 
-    async def chat(self, request: Mapping[str, Any]) -> Answer:
+    async def chat(self, request: Request) -> Answer:
         """One chat completion. Server faults never raise: they are reported as the outcome."""
         answer = Answer("http-error", detail="not sent")
         timeouts = 0
@@ -224,7 +222,7 @@ def _read_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _refuse_surrogates(value: Any) -> None:
+def _refuse_surrogates(value: object) -> None:
     """Raise BadReplyError if a text contains a lone surrogate, which UTF-8 can't encode."""
     try:
         _encode(value).encode()

@@ -17,7 +17,7 @@ from typing import Any
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.scoring.overlap import unicode_tokens
+from ktbridge.eval.scorers.overlap import unicode_tokens
 from ktbridge.eval.sources import read_records
 
 GRAM = 13

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ktbridge.errors import UsageError
 from ktbridge.eval.arms import Arm, parse_arm
 from ktbridge.eval.asking import build_request, is_dialogue
 from ktbridge.eval.bench import Bench, Item, Partner
-from ktbridge.eval.client import Answer, Client
+from ktbridge.eval.client import Answer, Client, Outcome
+from ktbridge.eval.results.types import PartnerCard
 
 PARTNER = "partner"
+_Count = TypeVar("_Count", int, float)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def check_partner(bench: Bench, items: tuple[Item, ...], partner: Arm | None) ->
         ) from None
 
 
-def partner_card(partner: Arm | None) -> dict[str, str] | None:
+def partner_card(partner: Arm | None) -> PartnerCard | None:
     """The partner's entry in an arm's card in run.json."""
     return {"model": partner.model, "url": partner.url} if partner else None
 
@@ -104,7 +106,7 @@ async def hold_dialogue(
 
 def _seen_by_partner(
     item: Item, partner: Partner, turns: list[dict[str, str]]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, str]]:
     """The dialogue with user and assistant swapped. The instruction and the scene are a first user
     message, as many templates require one before any answer, and some support no system message."""
     scene = [message["content"] for message in item.messages if message["role"] == "system"]
@@ -120,21 +122,21 @@ def _seen_by_partner(
     ]
 
 
-def _whole(given: list[Answer], outcome: Any, detail: str) -> Answer:
+def _whole(given: list[Answer], outcome: Outcome, detail: str) -> Answer:
     """One answer from an arm's turns; tokens and seconds are sums, None if a turn has none."""
 
-    def total(name: str) -> Any:
-        counts = [getattr(one, name) for one in given]
-        return None if None in counts else sum(counts)
+    def total(counts: list[_Count | None]) -> _Count | None:
+        known = [one for one in counts if one is not None]
+        return sum(known[1:], known[0]) if len(known) == len(counts) else None
 
-    seconds = total("seconds")
+    seconds = total([one.seconds for one in given])
     return Answer(
         outcome,
         "\n\n".join(one.text for one in given if one.text),
         "\n\n".join(one.thinking for one in given if one.thinking),
         detail,
         given[-1].status,
-        total("prompt_tokens"),
-        total("completion_tokens"),
+        total([one.prompt_tokens for one in given]),
+        total([one.completion_tokens for one in given]),
         None if seconds is None else round(seconds, 3),
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.failures import AGAIN, remedies
-from ktbridge.eval.runplan import NOT_RUN
-from ktbridge.eval.scored.rows import SCORE_ERROR
+from ktbridge.eval.results.rows import SCORE_ERROR
+from ktbridge.eval.results.types import Measured
+from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.verdict import NULLS, OVERALL, signed, slice_title
 
 # Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed
@@ -30,7 +29,7 @@ _REMEDIES = {
 }
 
 
-def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
+def warnings_of(results: Measured) -> list[dict[str, str]]:
     """The problems of a run, as dictionaries; those that invalidate the results come first."""
     problems = [
         *_incomplete(results),
@@ -46,7 +45,7 @@ def warnings_of(results: Mapping[str, Any]) -> list[dict[str, str]]:
     return [problem.as_dict() for problem in problems]
 
 
-def _incomplete(results: Mapping[str, Any]) -> list[Problem]:
+def _incomplete(results: Measured) -> list[Problem]:
     """Items that were planned but never asked."""
     plan = results["plan"]
     if plan is None or not plan["missing_answers"]:
@@ -75,7 +74,7 @@ def _incomplete(results: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _left_out(results: Mapping[str, Any]) -> list[Problem]:
+def _left_out(results: Measured) -> list[Problem]:
     return [
         problem(
             "KTB823",
@@ -87,7 +86,7 @@ def _left_out(results: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _scorers(results: Mapping[str, Any]) -> list[Problem]:
+def _scorers(results: Measured) -> list[Problem]:
     """Answers on which one of our scorers failed: not the arm's fault."""
     faults: dict[str, list[tuple[str, str]]] = {}
     for row in results["items"]:
@@ -106,7 +105,7 @@ def _scorers(results: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _unusable(results: Mapping[str, Any]) -> list[Problem]:
+def _unusable(results: Measured) -> list[Problem]:
     # Answers that another tool collected can't be asked for here.
     imported = all("files" in card["server"] for card in results["arms"])
     asked, valid = results["asked"], results["valid"]
@@ -143,7 +142,7 @@ def _unusable(results: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _failed_repeats(results: Mapping[str, Any]) -> list[Problem]:
+def _failed_repeats(results: Measured) -> list[Problem]:
     """Repeats without an answer: an item's mark is the mean of fewer repeats than were asked."""
     problems = []
     for name, counts in (results["repeat"] or {"outcomes": {}})["outcomes"].items():
@@ -161,7 +160,7 @@ def _failed_repeats(results: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _uneven(results: Mapping[str, Any]) -> list[Problem]:
+def _uneven(results: Measured) -> list[Problem]:
     asked = results["asked"]
     ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
     if not ok or max(ok.values()) - min(ok.values()) <= (1 - _ENOUGH_OK) * asked:
@@ -177,7 +176,7 @@ def _uneven(results: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _identical(results: Mapping[str, Any]) -> list[Problem]:
+def _identical(results: Measured) -> list[Problem]:
     return [
         problem(
             "KTB822",
@@ -191,7 +190,7 @@ def _identical(results: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _unread(results: Mapping[str, Any]) -> list[Problem]:
+def _unread(results: Measured) -> list[Problem]:
     """Arms whose answers could not be parsed: their marks measure format, not knowledge."""
     problems = []
     for name, cells in results["parse_rates"].items():
@@ -213,7 +212,7 @@ def _unread(results: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _noisy(results: Mapping[str, Any]) -> list[Problem]:
+def _noisy(results: Measured) -> list[Problem]:
     """Headlines that are not larger than the noise floor.
 
     An arm's floor is that of a difference of two of its runs, so its own variance is half of the
@@ -226,7 +225,8 @@ def _noisy(results: Mapping[str, Any]) -> list[Problem]:
         if one["slice"] != OVERALL or one["verdict"] in NULLS:
             continue
         arms = results["repeat"]["noise"]
-        floors = [arms[one[side]].get(one["axis"], {}).get("floor") for side in ("of", "minus")]
+        noise = [arms[name].get(one["axis"]) for name in (one["of"], one["minus"])]
+        floors = [cell["floor"] for cell in noise if cell is not None]
         squares = sum(floor**2 for floor in floors if floor is not None)
         floor = math.sqrt(squares / (2 * results["repeat"]["n"]))
         if abs(one["mean"]) <= floor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import is_dialogue
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.dialogue import check_partner, partner_card
+from ktbridge.eval.results.types import ArmCard
 from ktbridge.eval.run import list_asks
 from ktbridge.eval.rundir import read_run
 from ktbridge.eval.store import FAILED, read_answers
@@ -72,16 +72,24 @@ def plan_run(
     return planned
 
 
-def _card(
-    card: Mapping[str, Any] | None, arm: Arm, bench: Bench, partner: Arm | None
-) -> dict[str, Any]:
+def _card(card: ArmCard | None, arm: Arm, bench: Bench, partner: Arm | None) -> ArmCard:
     # A server that lists its own fingerprint may move to another port.
     same = card is not None and (
         (card["url"] == arm.url or "fingerprint" in card["server"])
         and (card["model"], card["sampling"]) == (arm.model, dict(bench.sampling))
     )
     fingerprint = card["fingerprint"] if card is not None and same else ""
-    return {"fingerprint": fingerprint, "partner": partner_card(partner)}
+    planned: ArmCard = {
+        "name": arm.name,
+        "url": arm.url,
+        "model": arm.model,
+        "server": {},
+        "sampling": dict(bench.sampling),
+        "fingerprint": fingerprint,
+    }
+    if now := partner_card(partner):
+        planned["partner"] = now
+    return planned
 
 
 def _turns(item: Item, bench: Bench) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from ktbridge.eval.results.types import Measured
 from ktbridge.served_names import BASE, split_name
 
 TITLES = {"persona": "Persona", "task": "Task quality", "judge": "Judged quality"}
@@ -13,7 +13,7 @@ _METRICS |= {"bleu-4": "BLEU-4", "chrf": "chrF"}
 _SCORERS_NAMED = 6
 
 
-def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+def facts(results: Measured) -> list[tuple[str, str]]:
     """(label, value) pairs of the run: model, adapter, date, bench, arms, items."""
     bench, cards = results["bench"], results["arms"]
     imported = any("files" in card["server"] for card in cards)
@@ -40,7 +40,7 @@ def facts(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def made_of(results: Mapping[str, Any], axis: str) -> str:
+def made_of(results: Measured, axis: str) -> str:
     """How an axis is measured, in a few words."""
     bench = results["bench"]
     if axis == "persona":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.scored.rows import has_persona
+from ktbridge.eval.results.rows import has_persona
+from ktbridge.eval.results.types import Contrast, Results
 from ktbridge.eval.verdict import OVERALL, find, interval
 
 _FORM = re.compile(
@@ -41,7 +41,7 @@ class Gate:
     sign: str
     value: float
 
-    def check(self, results: Mapping[str, Any]) -> Problem | None:
+    def check(self, results: Results) -> Problem | None:
         """The failure, or None. A missing contrast fails too: nothing was shown.
 
         Raises UsageError for a slice or an axis that the results cannot have.
@@ -52,7 +52,7 @@ class Gate:
             one = find(results, axis, name, names[-1], names[0]) if len(names) > 1 else None
             if one is None:
                 failed.append(f"{axis}:{name} was not compared")
-            elif _HOLDS[self.sign](one[self.side], self.value):
+            elif _HOLDS[self.sign](_end(one, self.side), self.value):
                 failed.append(f"{axis}:{name} {interval(one)} ({names[-1]} − {names[0]})")
         if not failed:
             return None
@@ -63,7 +63,7 @@ class Gate:
             f"not {self.side} {self.sign} {self.value:g}",
         )
 
-    def _contrasts(self, results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def _contrasts(self, results: Results) -> list[tuple[str, str]]:
         self.check_axis(results["axes"])
         if self.slice == OVERALL:
             return [(self.axis or results["axes"][0], OVERALL)]
@@ -98,6 +98,11 @@ class Gate:
         return chosen
 
 
+def _end(contrast: Contrast, side: str) -> float:
+    ends = {"mean": contrast["mean"], "low": contrast["low"], "high": contrast["high"]}
+    return ends[side]
+
+
 def parse_gate(text: str) -> Gate:
     """Parse one --fail-on. Raises UsageError with the expected syntax."""
     found = _FORM.fullmatch(text)
@@ -126,7 +131,7 @@ def refuse_unknown(gates: Sequence[Gate], benches: Sequence[Bench], *, judged: b
             raise errors[0]
 
 
-def check_gates(gates: Sequence[Gate], runs: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def check_gates(gates: Sequence[Gate], runs: Sequence[Results]) -> list[Problem]:
     """Check every gate on every bench that has its slice. Raises UsageError if none has."""
     problems = []
     for gate in gates:

@@ -1,7 +1,7 @@
 """The report as one HTML file: no network, no external reference, every answer escaped.
 
 The page is rendered from the results dictionary alone: the same results give the same
-bytes. Geometry comes from ``charts``, differences of answers from ``worddiff``; the templates,
+bytes. Geometry comes from ``charts``, differences of answers from ``diff_words``; the templates,
 CSS and JavaScript are in ``page/`` and are inlined.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from markupsafe import Markup
 from ktbridge.eval.charts import changes, dots, radar
 from ktbridge.eval.facts import TITLES, facts, made_of
 from ktbridge.eval.glossary import terms_for
-from ktbridge.eval.text import show_direction, shown_lines
+from ktbridge.eval.results.types import AXES_SHOWN, Axis, ItemRow, Results
+from ktbridge.eval.text import CJK, show_direction, shown_lines
 from ktbridge.eval.verdict import (
     AXIS_WORDS,
     OVERALL,
@@ -30,7 +32,6 @@ from ktbridge.eval.verdict import (
     slice_title,
     verdict_words,
 )
-from ktbridge.eval.worddiff import diff_words
 
 _FOLDED = 8  # lines of a text that are shown before it is expanded
 _HEAD, _TAIL = 16_000, 4_000  # characters kept of the start and end of a longer text
@@ -38,10 +39,10 @@ _MARKS = ("circle", "square", "diamond", "triangle")
 _PAGE = Path(__file__).parent / "page"
 
 
-def render_html(results: Mapping[str, Any]) -> str:
+def render_html(results: Results) -> str:
     """The whole page as a string."""
     names = [card["name"] for card in results["arms"]]
-    axes = [axis for axis in ("persona", "task", "judge") if axis in results["axes"]]
+    axes = [axis for axis in AXES_SHOWN if axis in results["axes"]]
     return (
         _environment()
         .get_template("report.html.j2")
@@ -103,7 +104,7 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _flat(value: Any) -> str:
+def _flat(value: object) -> str:
     """A value of the judge's card on one line: "first_share 0.75, n 40"."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_flat(one)}" for key, one in value.items()) or "–"
@@ -132,7 +133,7 @@ def _unfold(text: str) -> str:
     return f"show the first {_HEAD:,} and the last {_TAIL:,} of {len(text):,} characters"
 
 
-def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _bars(results: Results) -> list[dict[str, object]]:
     """Each arm's outcomes, as shares of the items asked."""
     asked = results["asked"]
     return [
@@ -147,9 +148,9 @@ def _bars(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _cards(results: Mapping[str, Any], names: list[str], axes: list[str]) -> list[dict[str, Any]]:
+def _cards(results: Results, names: list[str], axes: list[Axis]) -> list[dict[str, object]]:
     """The headline tiles: one per axis, with its mean per arm and the overall contrasts."""
-    cards = []
+    cards: list[dict[str, object]] = []
     for axis in axes:
         table = results["tables"][axis].get(OVERALL)
         if table is None:
@@ -175,7 +176,7 @@ def _cards(results: Mapping[str, Any], names: list[str], axes: list[str]) -> lis
     return cards
 
 
-def _item(row: Mapping[str, Any], names: list[str], axes: list[str]) -> dict[str, Any]:
+def _item(row: ItemRow, names: list[str], axes: list[Axis]) -> dict[str, object]:
     """One item with the page's sort and filter keys, and the diffed texts of first and last arm."""
     first, last = row["answers"][names[0]], row["answers"][names[-1]]
     change = {
@@ -198,3 +199,45 @@ def _item(row: Mapping[str, Any], names: list[str], axes: list[str]) -> dict[str
         "faulty": outcomes != {"ok"},
         "marked": {} if marked is None else {names[0]: marked[0], names[-1]: marked[1]},
     }
+
+
+Segments = list[tuple[bool, str]]  # (only here, text): the joined texts are the answer
+
+_TOKENS = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|\s+|.", re.DOTALL)
+_SENTENCES = re.compile(r"[^。！？!?.\n]*[。！？!?.\n]+|[^。！？!?.\n]+")
+_MOST = 250_000  # token pairs; beyond that sentences are compared, so that a page stays fast
+_ALIKE = 0.2
+
+
+def diff_words(before: str, after: str) -> tuple[Segments, Segments] | None:
+    """Both texts in segments; None if they share too little for a useful diff.
+
+    An island of one character between two changes counts as changed: it is shared by chance.
+    """
+    first, second = _TOKENS.findall(before), _TOKENS.findall(after)
+    if len(first) * len(second) > _MOST:
+        first, second = _SENTENCES.findall(before), _SENTENCES.findall(after)
+        if len(first) * len(second) > _MOST:
+            return None
+    blocks = SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
+    left: Segments = []
+    right: Segments = []
+    shared = 0
+    for index, (tag, i1, i2, j1, j2) in enumerate(blocks):
+        ours, theirs = "".join(first[i1:i2]), "".join(second[j1:j2])
+        island = 0 < index < len(blocks) - 1 and len(ours.strip()) < 2
+        changed = tag != "equal" or island
+        shared += 0 if changed else len(ours)
+        _add(left, changed, ours)
+        _add(right, changed, theirs)
+    if shared < _ALIKE * max(len(before), len(after)):
+        return None
+    return left, right
+
+
+def _add(segments: Segments, changed: bool, text: str) -> None:
+    if not text:
+        return
+    if segments and segments[-1][0] == changed:
+        text = segments.pop()[1] + text
+    segments.append((changed, text))

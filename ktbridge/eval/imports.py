@@ -22,8 +22,9 @@ from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import BadReplyError, read_completion
 from ktbridge.eval.disk import make_directory, write_text
 from ktbridge.eval.imports_lm_eval import read_lm_eval
-from ktbridge.eval.scored.build import assemble
-from ktbridge.eval.scored.rows import mark_task
+from ktbridge.eval.results.build import assemble
+from ktbridge.eval.results.rows import mark_task
+from ktbridge.eval.results.types import ArmAnswer, ArmCard, BenchCard, CheckRow, ItemRow, Results
 
 IMPORTED = "imported.json"
 SCHEMA = "ktbridge.import/1"
@@ -181,7 +182,7 @@ def _read_lf(
     return found
 
 
-def score_imports(directory: Path) -> dict[str, Any]:
+def score_imports(directory: Path) -> Results:
     """The results (schema ``ktbridge.eval/1``) of answers that ``import_answers`` stored."""
     path = directory / IMPORTED
     try:
@@ -201,7 +202,7 @@ def score_imports(directory: Path) -> dict[str, Any]:
     return assemble(_card(kept, rows), cards, rows, references=references)
 
 
-def _first_checks(rows: Sequence[Mapping[str, Any]], name: str) -> Iterator[str]:
+def _first_checks(rows: Sequence[ItemRow], name: str) -> Iterator[str]:
     """The check that marks each answer of a slice."""
     for row in rows:
         for answer in row["answers"].values():
@@ -213,7 +214,7 @@ def _check_name(scorer: str) -> str:
     return f"{scorer} ({OVERLAP['metric']})" if scorer == OVERLAP["scorer"] else scorer
 
 
-def _row(item: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
+def _row(item: Mapping[str, Any], arms: Sequence[str]) -> ItemRow:
     return {
         "id": item["id"],
         "slice": item["slice"],
@@ -226,12 +227,14 @@ def _row(item: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _answer(item: Mapping[str, Any], kept: Mapping[str, Any] | None) -> dict[str, Any]:
+def _answer(item: Mapping[str, Any], kept: Mapping[str, Any] | None) -> ArmAnswer:
     if kept is None:
         return {"outcome": "not-run"}
     if kept["marks"] is not None:
         names = list(kept["marks"])
-        checks = [{"scorer": name, "mark": kept["marks"][name], "reason": ""} for name in names]
+        checks: list[CheckRow] = [
+            {"scorer": name, "mark": kept["marks"][name], "reason": ""} for name in names
+        ]
         text = kept["text"] if kept["text"] is not None else kept.get("shown", "")
         return {"outcome": "ok", "text": text, "task": checks[0]["mark"], "checks": checks}
     try:
@@ -240,14 +243,17 @@ def _answer(item: Mapping[str, Any], kept: Mapping[str, Any] | None) -> dict[str
         read = read_completion(body)
     except BadReplyError as error:
         return {"outcome": "http-error", "detail": str(error)}
-    answer: dict[str, Any] = {"outcome": read.outcome}
-    answer |= {key: one for key in ("text", "thinking") if (one := getattr(read, key))}
+    answer: ArmAnswer = {"outcome": read.outcome}
+    if read.text:
+        answer["text"] = read.text
+    if read.thinking:
+        answer["thinking"] = read.thinking
     if read.outcome == "ok":
         mark_task(answer, read.text, [OVERLAP], [item["reference"] or ""])
     return answer
 
 
-def _arm_card(arm: Mapping[str, Any]) -> dict[str, Any]:
+def _arm_card(arm: Mapping[str, Any]) -> ArmCard:
     files = arm["files"]
     formats = sorted({FORMATS[one["format"]] for one in files})
     return {
@@ -260,7 +266,7 @@ def _arm_card(arm: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _card(kept: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _card(kept: Mapping[str, Any], rows: Sequence[ItemRow]) -> BenchCard:
     formats = {one["format"] for arm in kept["arms"] for one in arm["files"]}
     notes = ["Answers collected by another tool; nothing is known here of models and sampling."]
     if "lf" in formats:

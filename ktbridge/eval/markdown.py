@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ktbridge.eval.facts import TITLES, facts, made_of
+from ktbridge.eval.results.types import AXES_SHOWN, Axis, PairCounts, Results
 from ktbridge.eval.text import show_direction
 from ktbridge.eval.verdict import (
     OVERALL,
@@ -22,7 +23,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~!@&$])")
 _SIGNS = {"improved": "🟢", "dropped": "🔴", "within margin": "⚪", "inconclusive": "❔"}
 
 
-def render_markdown(results: Mapping[str, Any]) -> str:
+def render_markdown(results: Results) -> str:
     """The whole text, without answers; the same results give the same bytes."""
     bench = results["bench"]
     names = [card["name"] for card in results["arms"]]
@@ -36,7 +37,7 @@ def render_markdown(results: Mapping[str, Any]) -> str:
     lines += [f"- {_text(one)}" for one in results["verdict"]["details"]]
     lines += [f"- {_text(one)}" for one in bench["notes"]]
     lines += ["", *_problems(one for one in results["warnings"] if one["severity"] != "error")]
-    for axis in ("persona", "task", "judge"):
+    for axis in AXES_SHOWN:
         if results["tables"].get(axis):
             title = f"### {TITLES[axis]} (0 to 1): {_text(made_of(results, axis))}"
             lines += ["", title, "", *_axis(results, axis, names)]
@@ -62,13 +63,13 @@ def render_index_markdown(index: Mapping[str, Any], failures: Sequence[str]) -> 
     return "\n".join(lines)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """``value`` on one line, escaped for Markdown and HTML."""
     text = show_direction(" ".join(str(value).split()))
     return _SPECIAL.sub(r"\\\1", text).replace("\\<", "&lt;")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     ruler = ["---"] + ["---:"] * (len(head) - 1)
     return [
         "| " + " | ".join(map(_text, row)) + " |" if row is not ruler else "|" + "|".join(row) + "|"
@@ -87,7 +88,7 @@ def _problems(problems: Iterable[Mapping[str, str]]) -> list[str]:
     return lines[:-1]
 
 
-def _axis(results: Mapping[str, Any], axis: str, names: Sequence[str]) -> list[str]:
+def _axis(results: Results, axis: Axis, names: Sequence[str]) -> list[str]:
     own = {one["name"] for one in results["bench"]["slices"] if axis in ("judge", one["primary"])}
     table = results["tables"][axis]
     head = ["slice", "n", *names]
@@ -111,7 +112,7 @@ def _axis(results: Mapping[str, Any], axis: str, names: Sequence[str]) -> list[s
     return _table(head, rows)
 
 
-def _pairs(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _pairs(pairs: Sequence[PairCounts]) -> list[str]:
     head = ["pair", "won", "tied", "lost", "flipped", "balance [95 %]"]
     return _table(
         head,
@@ -126,17 +127,17 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
     )
 
 
-def _card(results: Mapping[str, Any]) -> list[str]:
+def _card(results: Results) -> list[str]:
     bench = results["bench"]
     rows = []
     for card in results["arms"]:
         counts = results["outcomes"][card["name"]]
-        cost = results["costs"].get(card["name"], {})
+        cost = results["costs"].get(card["name"])
         rows.append(
             [
                 card["name"],
                 ", ".join(f"{count} {outcome}" for outcome, count in counts.items()),
-                cost.get("completion_tokens") or "–",
+                (cost and cost["completion_tokens"]) or "–",
                 f"{card['model']} at {card['url']}",
                 card["fingerprint"][:12],
             ]

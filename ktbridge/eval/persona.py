@@ -19,6 +19,7 @@ from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
+from ktbridge.eval.results.types import PersonaParts
 from ktbridge.eval.text import sentences
 
 _KEYS = {
@@ -66,7 +67,7 @@ class PersonaScore:
     tic_rate: float
     broke: bool
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> PersonaParts:
         return {
             "score": round(self.score, 6),
             "address": self.address,
@@ -138,7 +139,7 @@ def parse_persona(data: Any, where: str, problems: list[Problem]) -> Persona | N
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -13,15 +13,15 @@ import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import Arm, arm_card
 from ktbridge.eval.asking import build_request as build_request
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.client import Answer, Client
+from ktbridge.eval.client import Answer, Client, ModelEntry
 from ktbridge.eval.failures import remedies, remedy
+from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.served_names import adapter_name, listed_as, names_adapter
 
 PROBES = 8
@@ -33,8 +33,8 @@ class Preflight:
     """The results of preflight. ``identical`` has, for each pair of arms, the share of probes with
     byte-identical answers; ``probes`` has the hash of each answer by arm fingerprint."""
 
-    cards: dict[str, dict[str, Any]]
-    identical: list[dict[str, Any]] = field(default_factory=list)
+    cards: dict[str, ArmCard]
+    identical: list[Identical] = field(default_factory=list)
     probes: dict[str, dict[str, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -104,7 +104,7 @@ async def _read_cards(
     bench: Bench,
     partner: Arm | None,
     problems: list[Problem],
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, ArmCard]:
     cards = {}
     for url, client in clients.items():
         try:
@@ -131,10 +131,10 @@ async def _read_cards(
 
 
 def _entry(
-    arm: Arm, listed: Mapping[str, Any], where: str, option: str, problems: list[Problem]
-) -> dict[str, Any] | None:
+    arm: Arm, listed: Mapping[str, ModelEntry], where: str, option: str, problems: list[Problem]
+) -> ModelEntry | None:
     name = listed_as(arm.model, listed)
-    entry: dict[str, Any] | None = None if name is None else listed[name]
+    entry: ModelEntry | None = None if name is None else listed[name]
     if entry is None:
         names = ", ".join(sorted(listed)) or "nothing"
         problems.append(

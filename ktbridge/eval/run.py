@@ -1,35 +1,38 @@
-"""Ask a bench's questions of each arm and store the answers. Scoring is in ``scored/``."""
+"""Ask a bench's questions of each arm and store the answers. Scoring is in ``results/``."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.errors import Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import Arm
-from ktbridge.eval.asking import answer_key, build_request, is_dialogue
+from ktbridge.eval.asking import (
+    Asked,
+    AskingLoop,
+    answer_key,
+    build_request,
+    is_dialogue,
+    run_until_interrupt,
+)
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Client
 from ktbridge.eval.dialogue import Dialogue, check_partner, hold_dialogue, partner_card
 from ktbridge.eval.failures import is_refusal, remedy
 from ktbridge.eval.preflight import Preflight, check_arms
+from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.eval.rundir import BENCH as BENCH
 from ktbridge.eval.rundir import BENCHES as BENCHES
 from ktbridge.eval.rundir import RUN as RUN
+from ktbridge.eval.rundir import make_plan, write_run
 from ktbridge.eval.rundir import read_benches as read_benches
 from ktbridge.eval.rundir import read_run as read_run
-from ktbridge.eval.rundir import write_run
-from ktbridge.eval.runplan import make_plan
 from ktbridge.eval.store import Store
-
-_SILENT = 6  # consecutive requests without any reply: the server is gone
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Collected:
     asked: int
     stored: int
     outcomes: dict[str, int]
-    identical: list[dict[str, Any]]
+    identical: list[Identical]
     problems: tuple[Problem, ...]
     faults: dict[str, int] = field(default_factory=dict)
 
@@ -105,32 +108,20 @@ def collect(
     chosen = slices or tuple(one.name for one in bench.slices)
     with Store(directory) as store:
         run = _Run(bench, arms, chosen, items, store, repeat, partner, concurrency, on_progress)
-        collected = asyncio.run(_until_interrupt(run.collect(options, on_preflight)))
-    if collected is None:
-        raise KeyboardInterrupt
-    return collected
+        return run_until_interrupt(run.collect(options, on_preflight))
 
 
-async def _until_interrupt(work: Coroutine[Any, Any, Collected]) -> Collected | None:
-    """``work``'s result, or None when Ctrl-C ended it.
+class Pick(Protocol):
+    """``max`` or ``min``."""
 
-    Before Python 3.11 an interrupt hits whichever task is running; here it always cancels the work as
-    a whole, which then stores the answers received.
-    """
-    task = asyncio.ensure_future(work)
-    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals there
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        return None
+    def __call__(self, asks: Sequence[Ask], /, *, key: Callable[[Ask], int]) -> Ask: ...
 
 
 def list_asks(
     bench: Bench,
     arms: Sequence[Arm],
     items: Sequence[Item],
-    cards: Mapping[str, Mapping[str, Any]],
+    cards: Mapping[str, ArmCard],
     repeat: int,
 ) -> list[Ask]:
     """Every answer that a run requests, in order. ``cards`` are the arms' by name."""
@@ -170,11 +161,17 @@ class _Run:
         self._store = store
         self._repeat = repeat
         self._partner = partner
-        self._concurrency = concurrency
-        self._tell = on_progress or (lambda progress: None)
+        self._report = on_progress or (lambda progress: None)
         self._progress = Progress()
         self._clients: dict[str, Client] = {}
-        self._silent: dict[str, int] = {}
+        self._asking = AskingLoop(
+            self._ask,
+            store,
+            concurrency,
+            self._count,
+            "",
+            "see to the server and run the same command again; what was answered is stored",
+        )
 
     async def collect(
         self, options: dict[str, Any], on_preflight: Callable[[Preflight], None] | None
@@ -186,7 +183,6 @@ class _Run:
                 self._clients[url] = await stack.enter_async_context(Client(url, **options))
                 # One counter of failures for all servers.
                 self._clients[url].faults = self._progress.faults
-                self._silent[url] = 0
             preflight = await check_arms(
                 self._arms, self._clients, self._bench, run["probes"], self._partner
             )
@@ -212,9 +208,9 @@ class _Run:
             stored = len(asks) - len(todo)
             self._progress.done = self._progress.stored = stored
             self._progress.total = len(asks)
-            self._tell(self._progress)
+            self._report(self._progress)
             refused = await self._ask_largest(todo, preflight, on_preflight)
-            await self._ask_all([ask for ask in todo if ask.key not in refused])
+            await self._asking.ask_all([ask for ask in todo if ask.key not in refused])
         outcomes = Counter(self._store.records[ask.key]["outcome"] for ask in asks)
         return Collected(
             len(todo),
@@ -225,13 +221,13 @@ class _Run:
             {kind: count for kind, count in self._progress.faults.items() if count},
         )
 
-    def _name_partner(self, before: Mapping[str, Any], preflight: Preflight) -> None:
+    def _name_partner(self, before: Mapping[str, ArmCard], preflight: Preflight) -> None:
         """Record the dialogue partner in each arm's card; warn if it differs from before."""
         now = partner_card(self._partner)
         for name, card in preflight.cards.items():
-            old = before.get(name, {})
-            kept = old.get("partner") if old.get("fingerprint") == card["fingerprint"] else None
-            if partner := now or kept:
+            old = before.get(name)
+            same = old is not None and old["fingerprint"] == card["fingerprint"]
+            if partner := now or (old.get("partner") if old is not None and same else None):
                 card["partner"] = partner
         others = {
             name: f"{card['partner']['model']}@{card['partner']['url']}"
@@ -261,12 +257,12 @@ class _Run:
         """
         asked: dict[str, Ask] = {}
 
-        async def refused(pick: Any, arms: Sequence[Arm]) -> dict[str, Ask]:
+        async def refused(pick: Pick, arms: Sequence[Arm]) -> dict[str, Ask]:
             wanted = []
             for arm in arms:
                 mine = [ask for ask in todo if ask.arm == arm and not self._is_dialogue(ask)]
                 wanted += [pick(mine, key=_size)] if mine else []
-            await self._ask_all([ask for ask in wanted if ask.key not in asked])
+            await self._asking.ask_all([ask for ask in wanted if ask.key not in asked])
             asked.update({ask.key: ask for ask in wanted})
             records = {ask.arm.name: (ask, self._store.records[ask.key]) for ask in wanted}
             return {
@@ -303,50 +299,25 @@ class _Run:
     def _is_dialogue(self, ask: Ask) -> bool:
         return is_dialogue(ask.item, self._bench)
 
-    async def _ask_all(self, todo: Sequence[Ask]) -> None:
-        queue = iter(todo)
-        workers = [asyncio.create_task(self._work(queue)) for _ in range(self._concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            # After the first failure (a full disk) the others must stop asking. Before Python 3.12
-            # wait_for may swallow a cancellation: then no new work may start.
-            deque(queue, maxlen=0)
-            for task in workers:
-                task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-
-    async def _work(self, queue: Iterator[Ask]) -> None:
-        progress = self._progress
-        for ask in queue:
-            done = await self._ask(ask)
-            answer = done.answer
-            record = {"key": ask.key, "arm": ask.arm.name, "item": ask.item.id, **answer.as_dict()}
-            if ask.repeat:
-                record["repeat"] = ask.repeat
-            if is_dialogue(ask.item, self._bench):
-                record["turns"] = done.turns
-            self._store.add(record)
-            self._watch(done)
-            progress.done += 1
-            progress.prompt_tokens += answer.prompt_tokens or 0
-            progress.completion_tokens += answer.completion_tokens or 0
-            self._tell(progress)
-
-    async def _ask(self, ask: Ask) -> Dialogue:
-        if self._partner is not None and is_dialogue(ask.item, self._bench):
-            return await hold_dialogue(
+    async def _ask(self, ask: Ask) -> Asked:
+        if self._partner is not None and self._is_dialogue(ask):
+            done = await hold_dialogue(
                 ask.arm, ask.item, self._bench, ask.repeat, self._partner, self._clients
             )
-        request = build_request(ask.arm, ask.item, self._bench, ask.repeat)
-        return Dialogue(await self._clients[ask.arm.url].chat(request), [], ask.arm.url)
+        else:
+            request = build_request(ask.arm, ask.item, self._bench, ask.repeat)
+            done = Dialogue(await self._clients[ask.arm.url].chat(request), [], ask.arm.url)
+        answer = done.answer
+        record = {"key": ask.key, "arm": ask.arm.name, "item": ask.item.id, **answer.as_dict()}
+        if ask.repeat:
+            record["repeat"] = ask.repeat
+        if self._is_dialogue(ask):
+            record["turns"] = done.turns
+        gone = answer.outcome == "http-error" and answer.status == 0
+        return Asked(record, done.url, answer.detail if gone else "")
 
-    def _watch(self, done: Dialogue) -> None:
-        """Raise KtbridgeError after several consecutive requests without any reply from a server."""
-        gone = done.answer.outcome == "http-error" and done.answer.status == 0
-        self._silent[done.url] = self._silent[done.url] + 1 if gone else 0
-        if self._silent[done.url] >= _SILENT:
-            raise KtbridgeError(
-                f"{done.url} stopped answering ({done.answer.detail}).",
-                "see to the server and run the same command again; what was answered is stored",
-            )
+    def _count(self, asked: Asked) -> None:
+        self._progress.done += 1
+        self._progress.prompt_tokens += asked.record["prompt_tokens"] or 0
+        self._progress.completion_tokens += asked.record["completion_tokens"] or 0
+        self._report(self._progress)

@@ -6,16 +6,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.arms import arm_rank
-from ktbridge.eval.bench import FILES, Bench
+from ktbridge.eval.bench import FILES, Bench, Item
 from ktbridge.eval.disk import make_directory, write_text
-from ktbridge.eval.runplan import Plan, is_plan
+from ktbridge.eval.results.types import ArmAnswer, ArmCard, ArmPlan, ItemRow, PlanCounts, SlicePlan
 
 RUN = "run.json"
 BENCH = "bench"
@@ -26,7 +27,22 @@ _CARD = {"name": str, "model": str, "url": str, "server": dict, "sampling": dict
 _CARD["fingerprint"] = str
 
 
-def read_run(directory: Path) -> dict[str, Any]:
+# Arm -> slice -> {"items": how many of the slice, from its first on; "repeat": how often each}
+Plan = dict[str, dict[str, dict[str, int]]]
+NOT_RUN = "not-run"
+
+
+class RunFile(TypedDict):
+    """run.json; ``plan`` and ``date`` are None if it was written before 0.6."""
+
+    arms: dict[str, ArmCard]
+    probes: dict[str, dict[str, str]]
+    repeat: int
+    plan: Plan | None
+    date: str | None
+
+
+def read_run(directory: Path) -> RunFile:
     """The content of run.json: ``arms`` (name -> card), ``probes`` (fingerprint -> hashes), ``repeat``,
     ``plan`` and ``date``; the last two None if written before 0.6.
 
@@ -69,7 +85,7 @@ def read_run(directory: Path) -> dict[str, Any]:
     return {"arms": arms, "probes": probes, "repeat": repeat, "plan": plan, "date": date}
 
 
-def _is_partner(value: Any) -> bool:
+def _is_partner(value: object) -> bool:
     return value is None or (
         isinstance(value, dict)
         and value.keys() == {"model", "url"}
@@ -79,9 +95,9 @@ def _is_partner(value: Any) -> bool:
 
 def write_run(
     directory: Path,
-    run: Mapping[str, Any],
+    run: RunFile,
     bench: Bench,
-    cards: Mapping[str, Mapping[str, Any]],
+    cards: Mapping[str, ArmCard],
     probes: Mapping[str, Mapping[str, str]],
     repeat: int,
     plan: Plan,
@@ -175,7 +191,7 @@ def write_benches(directory: Path, folders: Sequence[Path]) -> None:
         write_text(directory / BENCHES, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _is_name(name: Any) -> bool:
+def _is_name(name: object) -> bool:
     """Whether this names a direct subfolder that is not one of a run's own."""
     return (
         isinstance(name, str)
@@ -185,3 +201,105 @@ def _is_name(name: Any) -> bool:
         and not name.startswith(".")
         and "/" not in name
     )
+
+
+def make_plan(
+    before: Plan,
+    bench: Bench,
+    arms: Sequence[str],
+    chosen: Sequence[str],
+    items: Sequence[Item],
+    repeat: int,
+) -> Plan:
+    """The directory's plan updated with ``items`` for ``arms``, out of the slices ``chosen``.
+
+    For each arm it replaces the plan of these slices; other slices and arms are kept, because they
+    may be asked by separate commands.
+    """
+    counts = Counter(item.slice for item in items)
+    plan: Plan = {name: dict(slices) for name, slices in before.items()}
+    for arm in arms:
+        kept = {name: one for name, one in plan.get(arm, {}).items() if name not in chosen}
+        now = {name: {"items": n, "repeat": repeat} for name, n in counts.items()}
+        order = [one.name for one in bench.slices]
+        both = kept | now
+        plan[arm] = {name: both[name] for name in sorted(both, key=_rank(order))}
+    return plan
+
+
+def _rank(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:
+    return lambda name: (order.index(name) if name in order else len(order), name)
+
+
+def is_plan(value: object) -> bool:
+    """Whether ``value`` is a valid result of ``make_plan``."""
+    return isinstance(value, dict) and all(
+        isinstance(slices, dict)
+        and all(
+            isinstance(one, dict)
+            and one.keys() == {"items", "repeat"}
+            and all(type(number) is int and number > 0 for number in one.values())
+            for one in slices.values()
+        )
+        for slices in value.values()
+    )
+
+
+def planned_answers(plan: Plan, bench: Bench) -> dict[str, dict[str, int]]:
+    """Arm -> item id -> how many answers are planned."""
+    planned: dict[str, dict[str, int]] = {}
+    for arm, slices in plan.items():
+        planned[arm] = {}
+        for name, one in slices.items():
+            items = [item for item in bench.items if item.slice == name][: one["items"]]
+            planned[arm] |= {item.id: one["repeat"] for item in items}
+    return planned
+
+
+def compare_plan(
+    planned: Mapping[str, Mapping[str, int]],
+    arms: Sequence[str],
+    slice_of: Mapping[str, str],
+    rows: Sequence[ItemRow],
+) -> PlanCounts:
+    """How much of the plan for ``arms`` was asked, regardless of the outcome.
+
+    An item is missing if an arm that it was planned for has no first answer. ``slice_of``: the
+    slice of each item by id.
+    """
+    answers = {row["id"]: row["answers"] for row in rows}
+    slices: dict[str, SlicePlan] = {
+        name: {"items": 0, "missing": 0} for name in dict.fromkeys(slice_of.values())
+    }
+    by_arm: dict[str, ArmPlan] = {
+        arm: {"answers": 0, "missing": 0} for arm in arms if arm in planned
+    }
+    for item, name in slice_of.items():
+        wanted = {arm: planned[arm][item] for arm in by_arm if item in planned[arm]}
+        if not wanted:
+            continue
+        had = {arm: _had(answers.get(item, {}).get(arm)) for arm in wanted}
+        slices[name]["items"] += 1
+        slices[name]["missing"] += any(not count for count in had.values())
+        for arm, count in wanted.items():
+            by_arm[arm]["answers"] += count
+            by_arm[arm]["missing"] += max(0, count - had[arm])
+    slices = {name: one for name, one in slices.items() if one["items"]}
+    return {
+        "items": sum(one["items"] for one in slices.values()),
+        "missing_items": sum(one["missing"] for one in slices.values()),
+        "answers": sum(one["answers"] for one in by_arm.values()),
+        "missing_answers": sum(one["missing"] for one in by_arm.values()),
+        "slices": slices,
+        "arms": by_arm,
+    }
+
+
+def _had(answer: ArmAnswer | None) -> int:
+    """How many of an item's repeats were asked, including the first; else 0."""
+    if answer is None or answer["outcome"] == NOT_RUN:
+        return 0
+    repeats = answer.get("repeats", [answer])
+    if repeats[0]["outcome"] == NOT_RUN:
+        return 0
+    return sum(one["outcome"] != NOT_RUN for one in repeats)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from ktbridge.eval.results.types import Axis, Clause, Contrast, Measured, Numbers, Verdict
 from ktbridge.eval.stats import unseen_share
 
 ALPHA = 0.05
@@ -20,7 +20,7 @@ AXIS_WORDS = {"persona": "persona", "task": "task quality", "judge": "judged qua
 SEEN = 0.25
 
 
-def judge_contrast(contrast: Mapping[str, Any], margin: float) -> str:
+def judge_contrast(contrast: Contrast, margin: float) -> str:
     """improved / dropped / within margin / inconclusive.
 
     Improved and dropped need an interval that excludes 0 and a Holm-adjusted p below 0.05. "within
@@ -46,19 +46,19 @@ def signed(value: float) -> str:
     return f"{rounded:+.2f}".replace("-", "−") if rounded else "0.00"
 
 
-def interval(contrast: Mapping[str, Any]) -> str:
+def interval(contrast: Numbers) -> str:
     """ "+0.42 [+0.30, +0.55]"."""
     return f"{signed(contrast['mean'])} [{signed(contrast['low'])}, {signed(contrast['high'])}]"
 
 
-def detectable(contrast: Mapping[str, Any]) -> str:
+def detectable(contrast: Contrast) -> str:
     """The smallest detectable effect of a null result: "0.12", or "none" with too few items; else ''."""
     if contrast["verdict"] not in NULLS:
         return ""
     return "none" if contrast["detectable"] is None else f"{contrast['detectable']:.2f}"
 
 
-def find(results: Mapping[str, Any], axis: str, name: str, of: str, minus: str) -> Any:
+def find(results: Measured, axis: str, name: str, of: str, minus: str) -> Contrast | None:
     """The contrast of two arms on one axis and slice, or None."""
     for one in results["contrasts"]:
         if (one["axis"], one["slice"], one["of"], one["minus"]) == (axis, name, of, minus):
@@ -66,14 +66,14 @@ def find(results: Mapping[str, Any], axis: str, name: str, of: str, minus: str) 
     return None
 
 
-def slice_title(results: Mapping[str, Any], name: str) -> str:
+def slice_title(results: Measured, name: str) -> str:
     """A slice's name and label, the same everywhere: "KRI-K (knowledge)"."""
     labels = {one["name"]: one["label"] for one in results["bench"]["slices"]}
     label = labels.get(name, name)
     return name if label == name else f"{name} ({label})"
 
 
-def title_of(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> str:
+def title_of(results: Measured, contrast: Contrast) -> str:
     """A contrast's title: "task quality", "KRI-K (knowledge)", "task quality of PES (…)"."""
     axis, name = contrast["axis"], contrast["slice"]
     if name == OVERALL:
@@ -83,7 +83,7 @@ def title_of(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> str:
     return title if own else f"{AXIS_WORDS[axis]} of {title}"
 
 
-def is_loss(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> bool:
+def is_loss(results: Measured, contrast: Contrast) -> bool:
     """Whether the whole interval lies below 0, on an axis where less is worse: less persona is a loss
     only where the persona is expected."""
     wanted = contrast["axis"] != "persona" or contrast["slice"] == OVERALL
@@ -91,13 +91,13 @@ def is_loss(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> bool:
     return bool(wanted and contrast["high"] < 0)
 
 
-def verdict_words(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> str:
+def verdict_words(results: Measured, contrast: Contrast) -> str:
     """The verdict as shown in tables; "↓" if the interval shows a loss and the verdict does not."""
     lost = contrast["verdict"] in NULLS and is_loss(results, contrast)
     return f"{contrast['verdict']} ↓" if lost else str(contrast["verdict"])
 
 
-def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
+def summarise(results: Measured) -> Verdict:
     """The line, the headline and the sentences below it, for the last arm against the first.
 
     ``line`` lists each finding in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
@@ -106,7 +106,6 @@ def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
     hold the verdicts of the overall contrasts, None if there is none.
     """
     names = [card["name"] for card in results["arms"]]
-    nothing = dict.fromkeys(("persona", "task", "judge"))
     over = _over(results)
     if len(names) < 2:
         means = "; ".join(
@@ -116,52 +115,64 @@ def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
         )
         found = f"{means}{over}" if means else "no valid answers"
         text = f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
-        return {"line": text, "clauses": [], "headline": text, "details": [], **nothing}
+        return _verdict(text, [], text, [], {})
     first, last = names[0], names[-1]
     shown = [one for one in results["contrasts"] if (one["of"], one["minus"]) == (last, first)]
     if not any(one["slice"] == OVERALL for one in shown):
         text = "No item has an ok answer from every arm; nothing can be compared."
-        return {"line": text, "clauses": [], "headline": text, "details": [], **nothing}
+        return _verdict(text, [], text, [], {})
     clauses = _clauses(results, shown)
+    return _verdict(
+        f"{first} → {last}{over}: " + "; ".join(one["text"] for one in clauses),
+        clauses,
+        f"From {first} to {last}{over}: " + "; ".join(_sentence(results, shown)) + ".",
+        _details(results, names, shown),
+        {one["axis"]: one["verdict"] for one in shown if one["slice"] == OVERALL},
+    )
+
+
+def _verdict(
+    line: str,
+    clauses: list[Clause],
+    headline: str,
+    details: list[str],
+    overall: Mapping[Axis, str],
+) -> Verdict:
     return {
-        "line": f"{first} → {last}{over}: " + "; ".join(one["text"] for one in clauses),
+        "line": line,
         "clauses": clauses,
-        "headline": f"From {first} to {last}{over}: " + "; ".join(_sentence(results, shown)) + ".",
-        "details": _details(results, names, shown),
-        **{
-            axis: next(
-                (one["verdict"] for one in shown if (one["axis"], one["slice"]) == (axis, OVERALL)),
-                None,
-            )
-            for axis in nothing
-        },
+        "headline": headline,
+        "details": details,
+        "persona": overall.get("persona"),
+        "task": overall.get("task"),
+        "judge": overall.get("judge"),
     }
 
 
-def _over(results: Mapping[str, Any]) -> str:
+def _over(results: Measured) -> str:
     """How many items the numbers cover, if not all that were planned."""
     plan = results.get("plan")
     total = max(results["asked"], plan["items"] if plan else 0)
     return f" over {results['valid']} of {total} items" if results["valid"] < total else ""
 
 
-def _primary(results: Mapping[str, Any]) -> dict[str, str]:
+def _primary(results: Measured) -> dict[str, str]:
     return {one["name"]: one["primary"] for one in results["bench"]["slices"]}
 
 
-def _rank(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> tuple[int, int]:
+def _rank(results: Measured, contrast: Contrast) -> tuple[int, int]:
     """Whole axes before slices, in the order of axes and of the bench."""
     slices = list(_primary(results))
     place = -1 if contrast["slice"] == OVERALL else slices.index(contrast["slice"])
     return place, ("persona", "task", "judge").index(contrast["axis"])
 
 
-def _losses(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> list[Any]:
+def _losses(results: Measured, shown: Iterable[Contrast]) -> list[Contrast]:
     found = [one for one in shown if is_loss(results, one)]
     return sorted(_distinct(results, found), key=lambda one: _rank(results, one))
 
 
-def _distinct(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) -> list[Any]:
+def _distinct(results: Measured, shown: Iterable[Contrast]) -> list[Contrast]:
     """Omit a slice that is the only one of its axis: the whole axis has the same numbers."""
     primary = _primary(results)
 
@@ -172,9 +183,7 @@ def _distinct(results: Mapping[str, Any], shown: Iterable[Mapping[str, Any]]) ->
     return [one for one in shown if not is_alone(one["axis"], one["slice"])]
 
 
-def _clauses(
-    results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def _clauses(results: Measured, shown: Sequence[Contrast]) -> list[Clause]:
     """Losses first; then each axis and each task slice: text, verdict, whether a loss."""
     losses = _losses(results, shown)
     primary = _primary(results)
@@ -186,7 +195,7 @@ def _clauses(
     ]
     rest.sort(key=lambda one: (one["verdict"] != "improved", _rank(results, one)))
     margin = results["bench"]["margin"]
-    clauses = [
+    clauses: list[Clause] = [
         {
             "text": f"{title_of(results, one)}{finding(one, margin, lost=lost, family=family)}",
             "verdict": one["verdict"],
@@ -197,12 +206,13 @@ def _clauses(
         for family in [_family(results, one)]
     ]
     pairs = _lost_pairs(results, shown[0]["of"], shown[0]["minus"])
-    return [{"text": text, "verdict": "dropped", "loss": True} for text in pairs] + clauses
+    lost_pairs: list[Clause] = [
+        {"text": text, "verdict": "dropped", "loss": True} for text in pairs
+    ]
+    return lost_pairs + clauses
 
 
-def finding(
-    contrast: Mapping[str, Any], margin: float, *, lost: bool = False, family: int = 1
-) -> str:
+def finding(contrast: Contrast, margin: float, *, lost: bool = False, family: int = 1) -> str:
     """The text after a contrast's title: " ↑ 0.62 [0.48, 0.75]", ": inconclusive".
 
     A loss (``lost``) is always an arrow and a number; "beyond margin" marks one whose interval lies
@@ -221,14 +231,14 @@ def finding(
     return f": {contrast['verdict']}"
 
 
-def _correction(contrast: Mapping[str, Any], family: int) -> str:
+def _correction(contrast: Contrast, family: int) -> str:
     """The p of a loss shown by the interval but not by the corrected test."""
     if contrast["verdict"] == "dropped":
         return ""
     return f" (p = {contrast['p_holm']:.2f} corrected for {family} comparisons)"
 
 
-def _family(results: Mapping[str, Any], contrast: Mapping[str, Any]) -> int:
+def _family(results: Measured, contrast: Contrast) -> int:
     """The number of contrasts in Holm's correction: those of the axis, or those of its slices."""
     overall = contrast["slice"] == OVERALL
     return sum(
@@ -253,7 +263,7 @@ _WORDS = {
 }
 
 
-def _sentence(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
+def _sentence(results: Measured, shown: Sequence[Contrast]) -> list[str]:
     """Sentences on every axis and on every loss in a slice; losses first."""
     losses = _losses(results, shown)
     overall = [one for one in shown if one["slice"] == OVERALL]
@@ -278,7 +288,7 @@ def _sentence(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) ->
     return [*_lost_pairs(results, shown[0]["of"], shown[0]["minus"]), *parts]
 
 
-def _lost_pairs(results: Mapping[str, Any], of: str, minus: str) -> list[str]:
+def _lost_pairs(results: Measured, of: str, minus: str) -> list[str]:
     """Losses in judged pairs: the balance of ``of`` against ``minus`` lies below 0."""
     return [
         f"lost to {minus} side by side, balance {interval(one)}"
@@ -287,9 +297,7 @@ def _lost_pairs(results: Mapping[str, Any], of: str, minus: str) -> list[str]:
     ]
 
 
-def _details(
-    results: Mapping[str, Any], names: list[str], shown: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def _details(results: Measured, names: list[str], shown: Sequence[Contrast]) -> list[str]:
     return [
         *_steps(results, names),
         *_slices(results, shown),
@@ -298,7 +306,7 @@ def _details(
     ]
 
 
-def _steps(results: Mapping[str, Any], names: list[str]) -> list[str]:
+def _steps(results: Measured, names: list[str]) -> list[str]:
     """Which step brought the persona, if there is more than one."""
     if len(names) != 3:
         return []
@@ -311,7 +319,7 @@ def _steps(results: Mapping[str, Any], names: list[str]) -> list[str]:
     return ["Persona by step: " + "; ".join(steps) + "."] if steps else []
 
 
-def _slices(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
+def _slices(results: Measured, shown: Sequence[Contrast]) -> list[str]:
     """Slices that changed on their primary axis, and drops that could not have been detected."""
     primary = _primary(results)
     shown = sorted(shown, key=lambda one: _rank(results, one))
@@ -330,7 +338,7 @@ def _slices(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> l
     ]
     seen = [one for one in open_ if one["detectable"] is not None and one["detectable"] <= SEEN]
     if seen and not dropped:
-        least = max(one["detectable"] for one in seen)
+        least = max(one["detectable"] or 0.0 for one in seen)
         among = ", ".join(title_of(results, one) for one in seen)
         texts.append(
             f"No slice is shown to have dropped among {among}, where a drop of {least:.2f} would have "
@@ -347,7 +355,7 @@ def _slices(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> l
     return texts
 
 
-def _others(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
+def _others(results: Measured, shown: Sequence[Contrast]) -> list[str]:
     """Losses between other arms than the last and the first."""
     steps: dict[str, list[str]] = {}
     for one in results["contrasts"]:
@@ -357,7 +365,7 @@ def _others(results: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> l
     return [f"Losses of {step}: {', '.join(losses)}." for step, losses in steps.items()]
 
 
-def _judged(results: Mapping[str, Any]) -> list[str]:
+def _judged(results: Measured) -> list[str]:
     """The judge's pair verdicts, last arm against first and full against expert."""
     return [
         f"Judged side by side, {one['of']} against {one['minus']}: {one['win']} won, {one['tie']} "

@@ -189,7 +189,7 @@ def _least_versions() -> dict[str, str]:
         wanted = importlib.metadata.requires("ktbridge") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = (re.match(r"([\w.-]+)\s*>=\s*([\w.]+)", line) for line in wanted)
+    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\w.]+)", line) for line in wanted)
     return {match[1]: match[2] for match in found if match}
 
 

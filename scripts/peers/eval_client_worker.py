@@ -1,8 +1,8 @@
 """Our client: eval_client_worker.py WAY URL COUNT CONCURRENCY prints JSON.
 
 WAY is "run" (all of what `ktbridge eval` does but the report: preflight, keys, requests, every answer
-written to the store), "client" (requests alone) or "openai" (requests alone, through the openai package,
-as where a proxy or TLS stands between).
+written to the store), "client" (requests alone) or "openai" (requests alone, through the openai package's
+AsyncOpenAI on the same connections, its objects included).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from ktbridge.eval.arms import parse_arms
 from ktbridge.eval.bench import Bench, parse_bench
@@ -51,21 +53,45 @@ def make_bench(count: int) -> Bench:
     return parse_bench({**files, "persona.yaml": NO_PERSONA})
 
 
-async def ask_all(url: str, count: int, concurrency: int, direct: bool) -> int:
-    """How many of ``count`` answers are ok."""
+async def ask_all(ask: Callable[[dict[str, Any]], Awaitable[bool]], count: int, most: int) -> int:
+    """How many of ``count`` answers are ok, with ``most`` requests in flight."""
     numbers, ok = iter(range(count)), 0
-    async with Client(f"{url}/v1", timeout=60, direct=direct) as client:
 
-        async def worker() -> None:
-            nonlocal ok
-            for n in numbers:
-                message = {"role": "user", "content": f"问题 {n}：你好吗？"}
-                request = {"model": "tiny", "messages": [message], "max_tokens": 256, **SAMPLING}
-                answer = await client.chat(request)
-                ok += answer.outcome == "ok"
+    async def worker() -> None:
+        nonlocal ok
+        for n in numbers:
+            message = {"role": "user", "content": f"问题 {n}：你好吗？"}
+            body = {"model": "tiny", "messages": [message], "max_tokens": 256, **SAMPLING}
+            good = await ask(body)
+            ok += good
 
-        await asyncio.gather(*(worker() for _ in range(concurrency)))
+    await asyncio.gather(*(worker() for _ in range(most)))
     return ok
+
+
+async def by_client(url: str, count: int, concurrency: int) -> int:
+    async with Client(f"{url}/v1", timeout=60) as client:
+
+        async def ask(request: dict[str, Any]) -> bool:
+            return (await client.chat(request)).outcome == "ok"
+
+        return await ask_all(ask, count, concurrency)
+
+
+async def by_package(url: str, count: int, concurrency: int) -> int:
+    import openai
+
+    http = openai.DefaultAioHttpClient(trust_env=False)
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60, http_client=http
+    ) as client:
+
+        async def ask(request: dict[str, Any]) -> bool:
+            return bool(
+                (await client.chat.completions.create(**request)).choices[0].message.content
+            )
+
+        return await ask_all(ask, count, concurrency)
 
 
 def main() -> None:
@@ -81,7 +107,8 @@ def main() -> None:
         ok = done.outcomes.get("ok", 0)
     else:
         start, cpu = time.perf_counter(), time.process_time()
-        ok = asyncio.run(ask_all(url, count, concurrency, way == "client"))
+        ask = by_client if way == "client" else by_package
+        ok = asyncio.run(ask(url, count, concurrency))
         seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "cpu": time.process_time() - cpu, "answers": ok}))
 

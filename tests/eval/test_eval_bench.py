@@ -15,7 +15,7 @@ from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench, parse_arms
 from ktbridge.eval.power import SPREADS, power_table
 from ktbridge.eval.scorers import FAMILIES, SCORERS, score_task
-from ktbridge.eval.scoring.overlap import longest_common, unicode_tokens
+from ktbridge.eval.scorers.overlap import longest_common, unicode_tokens
 
 COUNTS = {
     "PES": 40,

@@ -17,9 +17,9 @@ from ktbridge.cli.eval import command as eval_command
 from ktbridge.cli.report import command as report_command
 from ktbridge.errors import ProblemsError
 from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval.bench import with_max_tokens
 from ktbridge.eval.failures import FEWER_TOKENS, describe_reply, remedy
 from ktbridge.eval.run import read_run
-from ktbridge.eval.sampling import with_max_tokens
 from ktbridge.eval.store import read_answers
 
 from .test_eval_cli import command as words_of

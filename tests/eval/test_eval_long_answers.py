@@ -13,8 +13,7 @@ import pytest
 from ktbridge.eval import load_bench, score_run, write_report
 from ktbridge.eval.numerals import chinese_number, find_answer_number
 from ktbridge.eval.persona import score_persona
-from ktbridge.eval.scorers import FAMILIES, SCORERS, measure_texts, score_task
-from ktbridge.eval.scoring import registry
+from ktbridge.eval.scorers import FAMILIES, SCORERS, measure_texts, registry, score_task
 
 from .test_eval_report import BENCH, knows, stored, validate
 

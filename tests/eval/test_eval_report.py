@@ -19,15 +19,14 @@ from ktbridge.eval.asking import answer_key
 from ktbridge.eval.contamination import find_contamination
 from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
+from ktbridge.eval.html import diff_words
 from ktbridge.eval.judging import Judgements, JudgeScore
 from ktbridge.eval.persona import NO_PERSONA
 from ktbridge.eval.power import power, smallest_seen
-from ktbridge.eval.rundir import read_run, write_benches, write_run
-from ktbridge.eval.runplan import make_plan
-from ktbridge.eval.scored.build import assemble, bench_card, mark_judged
+from ktbridge.eval.results.build import assemble, bench_card, mark_judged
+from ktbridge.eval.rundir import make_plan, read_run, write_benches, write_run
 from ktbridge.eval.stats import unseen_share
 from ktbridge.eval.verdict import finding, judge_contrast, signed
-from ktbridge.eval.worddiff import diff_words
 
 SMALL = Path(__file__).with_name("small")
 BENCH = load_bench(SMALL)

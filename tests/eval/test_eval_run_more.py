@@ -14,13 +14,11 @@ from click.testing import CliRunner
 from ktbridge.cli.eval import command
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.eval import collect, load_bench, parse_arms, score_run
-from ktbridge.eval.bench import parse_bench
+from ktbridge.eval.arms import discover_arms
+from ktbridge.eval.bench import parse_bench, parse_extra_body, with_sampling
 from ktbridge.eval.dialogue import parse_partner
-from ktbridge.eval.discover import discover_arms
-from ktbridge.eval.judging.journal import Journal
 from ktbridge.eval.run import read_benches, read_run
-from ktbridge.eval.sampling import parse_extra_body, with_sampling
-from ktbridge.eval.store import read_answers, request_key
+from ktbridge.eval.store import Journal, read_answers, request_key
 
 SMALL = Path(__file__).with_name("small")
 BENCH = load_bench(SMALL)

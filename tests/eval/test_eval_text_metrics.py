@@ -10,14 +10,14 @@ import pytest
 
 from ktbridge.errors import UsageError
 from ktbridge.eval.scorers import SCORERS, measure_texts
-from ktbridge.eval.scoring.families import _rouge_words, jieba_tokens
-from ktbridge.eval.scoring.overlap import (
+from ktbridge.eval.scorers.overlap import (
     longest_common,
     rouge_l,
     rouge_n,
     sentence_bleu,
     unicode_tokens,
 )
+from ktbridge.eval.scorers.text_metrics import _rouge_words, jieba_tokens
 
 GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("text_metrics.json").read_text())
 SAMPLES = GOLDEN["samples"]

@@ -172,7 +172,7 @@ def _both_orders(
     anchor: Anchor | None,
     digits: bool,
 ) -> list[Ask]:
-    criteria = [compat.RUBRICS[item.slice]] if digits else item.judge
+    criteria = [compat.rubric(item.slice)] if digits else item.judge
     asks = []
     for swapped in (False, True):
         one, other = (shown[1], shown[0]) if swapped else (shown[0], shown[1])

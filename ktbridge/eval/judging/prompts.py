@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ktbridge.eval.bench import Item
-from ktbridge.eval.fence import fence
+from ktbridge.eval.text import delimit_untrusted
 
 VERSION = "1"
 Winner = Literal["first", "second", "tie"]
@@ -63,7 +63,9 @@ def checklist_messages(
         f" in {json.dumps(example, ensure_ascii=False)}."
     )
     questions = [f"q{number}: {text}" for number, text in enumerate(item.judge, 1)]
-    user = "\n".join([fence(_shown(item, {"answer": answer}, turns)), "", *questions, "", form])
+    user = "\n".join(
+        [delimit_untrusted(_shown(item, {"answer": answer}, turns)), "", *questions, "", form]
+    )
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
@@ -123,7 +125,9 @@ def pair_messages(
         )
     }
     listed = [f"- {text}" for text in criteria]
-    user = "\n".join([fence(_shown(item, shown, ())), "", "Criteria:", *listed, "", form])
+    user = "\n".join(
+        [delimit_untrusted(_shown(item, shown, ())), "", "Criteria:", *listed, "", form]
+    )
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 

@@ -14,15 +14,16 @@ from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.judging import bias
 from ktbridge.eval.judging.bias import Comparison
-from ktbridge.eval.judging.journal import Outcome, read_journal
 from ktbridge.eval.judging.judge import Judge, same_family
 from ktbridge.eval.judging.plan import Ask, Plan, Row, make_plan, ok_repeats
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import good_digit, tally_anchors, tally_pairs, trust
+from ktbridge.eval.results.types import JudgeCheck, JudgedPair
 from ktbridge.eval.rundir import read_run
+from ktbridge.eval.store import JudgeOutcome, read_journal
 
 JUDGE = "judge.json"
-State = Outcome | Literal["not-run"]
+State = JudgeOutcome | Literal["not-run"]
 Said = tuple[State, Any]  # one judgement: its outcome, and the parsed reply or None
 _CARD = {"model": str, "url": str, "version": str, "pairs": bool, "server": dict}
 _CARD["extra_body"] = dict
@@ -35,7 +36,7 @@ class JudgeScore:
 
     share: float | None
     outcome: State
-    checks: tuple[dict[str, Any], ...] = ()
+    checks: tuple[JudgeCheck, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Judgements:
     """
 
     scores: Mapping[str, Mapping[str, JudgeScore]]
-    pairs: list[dict[str, Any]]
+    pairs: list[JudgedPair]
     card: dict[str, Any]
     problems: list[dict[str, str]]
 
@@ -168,10 +169,16 @@ def _score(ask: Ask, outcome: State, value: Any) -> JudgeScore:
     if outcome != "ok":
         return JudgeScore(None, outcome)
     if ask.form == "digit":
-        check = {"id": "digit", "question": compat.RUBRICS[ask.item.slice], "yes": None}
+        question = compat.rubric(ask.item.slice)
+        digit: JudgeCheck = {
+            "id": "digit",
+            "question": question,
+            "yes": None,
+            "evidence": str(value),
+        }
         share = round(value / compat.HIGHEST, 6)
-        return JudgeScore(share, "ok", ({**check, "evidence": str(value)},))
-    checks = tuple(
+        return JudgeScore(share, "ok", (digit,))
+    checks: tuple[JudgeCheck, ...] = tuple(
         {"id": f"q{n}", "question": question, "yes": one.yes, "evidence": one.evidence}
         for n, (question, one) in enumerate(zip(ask.item.judge, value, strict=True), 1)
     )
@@ -204,12 +211,21 @@ def _length(answer: Row) -> int:
     return round(sum(map(len, texts)) / len(texts))
 
 
-def _pair_rows(plan: Plan, compared: Sequence[Comparison]) -> list[dict[str, Any]]:
+def _pair_rows(plan: Plan, compared: Sequence[Comparison]) -> list[JudgedPair]:
     rows = [(one.item, one.of, one.minus, one.result, one.flipped, False) for one in compared] + [
         (item.id, of, minus, "tie", False, True) for item, of, minus in plan.same
     ]
-    names = ("item", "of", "minus", "result", "flipped", "same")
-    return [dict(zip(names, one, strict=True)) for one in rows]
+    return [
+        {
+            "item": item,
+            "of": of,
+            "minus": minus,
+            "result": result,
+            "flipped": flipped,
+            "same": same,
+        }
+        for item, of, minus, result, flipped, same in rows
+    ]
 
 
 def _digits(plan: Plan, parsed: Mapping[str, Said]) -> list[bool]:

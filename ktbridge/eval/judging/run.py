@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,18 +11,17 @@ from typing import Any, cast
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.eval.arms import VOLATILE
+from ktbridge.eval.asking import Asked, AskingLoop, run_until_interrupt
 from ktbridge.eval.bench import Item
-from ktbridge.eval.client import Client
+from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.disk import write_text
-from ktbridge.eval.judging.ask import Asker, Judgement
-from ktbridge.eval.judging.journal import FAILED, Journal
 from ktbridge.eval.judging.judge import Judge, check_judge
 from ktbridge.eval.judging.plan import Ask, make_plan
-from ktbridge.eval.judging.prompts import VERSION, checklist_messages
+from ktbridge.eval.judging.prompts import VERSION, ReplyError, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
+from ktbridge.eval.store import JUDGE_FAILED, Journal, JudgeOutcome
 
-_SILENT = 6  # consecutive judgements without any reply: the server is gone
-_VOLATILE = {"created", "permission"}  # fields of a /v1/models entry that change by themselves
 OnProgress = Callable[[int, int], None]
 
 
@@ -58,7 +55,7 @@ def judge_run(
     judgements received until then are stored, and the same call resumes. Nothing to judge is a
     warning.
     """
-    from ktbridge.eval.scored.build import read_rows
+    from ktbridge.eval.results.build import read_rows
 
     bench, rows = read_rows(directory)
     check_judge(bench, judge, may_be_remote)
@@ -82,7 +79,7 @@ def judge_run(
             # Recorded before the first request, so that the report of an interrupted run knows
             # what is missing.
             named = partial(_name_judge, directory, judge, pairs)
-            asyncio.run(
+            run_until_interrupt(
                 _ask_all(judge, todo, journal, concurrency, options, len(asks), named, on_progress)
             )
         else:
@@ -105,39 +102,33 @@ async def _ask_all(
     on_progress: OnProgress | None,
 ) -> None:
     """Ask and store; ``on_server`` gets the judge's entry of /v1/models ({} where it lists none)."""
-    done, silent = total - len(todo), 0
+    done = total - len(todo)
     async with Client(judge.url, **options) as client:
         asker = Asker(client, judge)
         on_server(await _entry(client, judge))
         if on_progress:
             on_progress(done, total)
 
-        async def worker(queue: Iterator[Ask]) -> None:
-            nonlocal done, silent
-            for ask in queue:
-                judgement = await asker.ask(ask)
-                journal.add(_record(ask, judgement))
-                gone = judgement.outcome == FAILED and judgement.status == 0
-                silent = silent + 1 if gone else 0
-                if silent >= _SILENT:
-                    raise KtbridgeError(
-                        f"the judge at {judge.url} stopped answering ({judgement.detail}).",
-                        "see to its server and run the same command again; what was judged is stored",
-                    )
-                done += 1
-                if on_progress:
-                    on_progress(done, total)
+        async def ask_one(ask: Ask) -> Asked:
+            judgement = await asker.ask(ask)
+            gone = judgement.outcome == JUDGE_FAILED and judgement.status == 0
+            return Asked(_record(ask, judgement), judge.url, judgement.detail if gone else "")
 
-        queue = iter(todo)
-        workers = [asyncio.create_task(worker(queue)) for _ in range(concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            # Before Python 3.12 wait_for may swallow a cancellation: then no new work may start.
-            deque(queue, maxlen=0)
-            for task in workers:
-                task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        def count(asked: Asked) -> None:
+            nonlocal done
+            done += 1
+            if on_progress:
+                on_progress(done, total)
+
+        asking = AskingLoop(
+            ask_one,
+            journal,
+            concurrency,
+            count,
+            "the judge at ",
+            "see to its server and run the same command again; what was judged is stored",
+        )
+        await asking.ask_all(todo)
 
 
 async def _entry(client: Client, judge: Judge) -> dict[str, Any]:
@@ -146,7 +137,7 @@ async def _entry(client: Client, judge: Judge) -> dict[str, Any]:
     except KtbridgeError:
         return {}
     entry = next((one for one in listed if one["id"] == judge.model), {})
-    return {key: entry[key] for key in sorted(entry) if key not in _VOLATILE}
+    return {key: entry[key] for key in sorted(entry) if key not in VOLATILE}
 
 
 def _record(ask: Ask, judgement: Judgement) -> dict[str, Any]:
@@ -201,7 +192,7 @@ def judge_preflight(judge: Judge, **options: Any) -> list[Problem]:
     ``options`` are the client's (``timeout``, ``backoff``, ``api_key``). Returns the warnings; raises
     ProblemsError if it isn't listed, doesn't answer, or returns no JSON even on the second request.
     """
-    problems = asyncio.run(_preflight(judge, options))
+    problems = run_until_interrupt(_preflight(judge, options))
     if has_errors(problems):
         raise ProblemsError("the judge cannot be used; nothing was asked of the arms.", problems)
     return problems
@@ -227,7 +218,7 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
         messages = tuple(checklist_messages(_CANARY, _CANARY_ANSWER))
         ask = Ask("canary", "checks", _CANARY, messages, "canary")
         judgement = await Asker(client, judge).ask(ask)
-    if judgement.outcome == FAILED:
+    if judgement.outcome == JUDGE_FAILED:
         next_step = (
             "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed"
         )
@@ -258,3 +249,109 @@ async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
                 )
             )
     return problems
+
+
+# Leaves room for thinking; a verdict needs a tenth of it. Without a limit generation might not end.
+MAX_TOKENS = 4096
+# Statuses caused by authentication, rate limit or URL, not by an unsupported response_format.
+_NOT_THE_FORM = {401, 403, 404, 408, 429}
+_SAID_NOTHING = {
+    "empty": "an empty reply",
+    "think-only": "thinking without a reply",
+}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The result of one question to the judge. ``reply`` is its last text, unchanged; ``status`` is
+    the HTTP status of the last answer, 0 if there was none."""
+
+    outcome: JudgeOutcome
+    reply: str
+    detail: str
+    attempts: int
+    status: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Asker:
+    """Asks one judge through ``client``; remembers whether its server supports ``response_format``."""
+
+    def __init__(self, client: Client, judge: Judge) -> None:
+        self._client = client
+        self._judge = judge
+        self._takes_schema: bool | None = None
+        self._limit = judge.extra_body.get("max_tokens", MAX_TOKENS)
+
+    async def ask(self, ask: Ask) -> Judgement:
+        """One judgement. After an invalid reply the judge is asked once more; then: parse failure."""
+        messages: list[Mapping[str, str]] = list(ask.messages)
+        answers = [await self._chat(messages, ask.schema)]
+        fault = self._fault(ask, answers[0])
+        if fault and answers[0].outcome != "http-error":
+            # The same prompt at temperature 0 would give the same reply. Without the schema, because
+            # a grammar that prevents thinking is one cause of empty replies.
+            first_reply = answers[0].text or "(nothing)"
+            messages.append({"role": "assistant", "content": first_reply})
+            again = (
+                f"That cannot be read: {fault}. Reply in the form that was asked for, only that."
+            )
+            messages.append({"role": "user", "content": again})
+            answers.append(await self._chat(messages, None))
+            fault = self._fault(ask, answers[1])
+        last = answers[-1]
+        outcome: JudgeOutcome = "ok"
+        if fault:
+            outcome = JUDGE_FAILED if last.outcome == "http-error" else "parse-fail"
+        return Judgement(
+            outcome,
+            last.text,
+            fault,
+            len(answers),
+            last.status,
+            sum(one.prompt_tokens or 0 for one in answers),
+            sum(one.completion_tokens or 0 for one in answers),
+        )
+
+    async def _chat(
+        self, messages: Sequence[Mapping[str, str]], schema: dict[str, Any] | None
+    ) -> Answer:
+        request: dict[str, Any] = {
+            "model": self._judge.model,
+            "messages": [dict(one) for one in messages],
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+            **self._judge.extra_body,
+        }
+        request = {key: value for key, value in request.items() if value is not None}
+        if schema is None or self._takes_schema is False:
+            return await self._client.chat(request)
+        form = {"name": "judgement", "strict": True, "schema": schema}
+        answer = await self._client.chat(
+            {**request, "response_format": {"type": "json_schema", "json_schema": form}}
+        )
+        if answer.outcome != "http-error":
+            self._takes_schema = True
+        elif self._takes_schema is None and answer.status >= 400:
+            if answer.status in _NOT_THE_FORM:
+                return answer
+            plain = await self._client.chat(request)
+            if plain.outcome != "http-error":
+                self._takes_schema = False
+            return plain
+        return answer
+
+    def _fault(self, ask: Ask, answer: Answer) -> str:
+        """Why ``answer`` is not a valid judgement; "" if it is."""
+        if answer.outcome == "http-error":
+            return answer.detail or "no reply"
+        if answer.outcome == "truncated":
+            return f"a reply cut off after {self._limit} tokens"
+        if answer.outcome in _SAID_NOTHING:
+            return _SAID_NOTHING[answer.outcome]
+        try:
+            ask.read(answer.text)
+        except ReplyError as error:
+            return str(error)
+        return ""

@@ -7,10 +7,9 @@ thinking. Persona is a separate axis (``ktbridge.eval.persona``).
 
 from __future__ import annotations
 
-from ktbridge.eval.scoring import form, gold, manner, reference  # noqa: F401  (import registers them)
-from ktbridge.eval.scoring.families import FAMILIES, TextMetrics, measure_texts
-from ktbridge.eval.scoring.form import UNITS
-from ktbridge.eval.scoring.registry import (
+from ktbridge.eval.scorers import exact, format, overlap, refusal  # noqa: F401  (registers them)
+from ktbridge.eval.scorers.format import UNITS
+from ktbridge.eval.scorers.registry import (
     SCORERS,
     Mark,
     ParseRate,
@@ -21,6 +20,7 @@ from ktbridge.eval.scoring.registry import (
     score_task,
     scorer,
 )
+from ktbridge.eval.scorers.text_metrics import FAMILIES, TextMetrics, measure_texts
 
 __all__ = [
     "FAMILIES",

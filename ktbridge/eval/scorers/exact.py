@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from ktbridge.eval.numerals import find_answer_number
-from ktbridge.eval.scoring.registry import (
+from ktbridge.eval.scorers.registry import (
     LONGEST_SEARCHED,
+    Check,
+    Gold,
     Mark,
     is_flag,
     is_number,
@@ -21,20 +21,20 @@ from ktbridge.eval.text import contains
 
 
 @scorer("exact", gold=is_text)
-def exact(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def exact(text: str, check: Check, gold: Gold) -> Mark:
     """The answer equals the gold string byte for byte, ignoring surrounding white space."""
     return mark(text.strip() == str(gold).strip(), "compared with the gold text as it stands")
 
 
 @scorer("aliases", gold=is_words)
-def aliases(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def aliases(text: str, check: Check, gold: Gold) -> Mark:
     """One of the gold spellings occurs (normalised; Latin ones as whole words)."""
     found = [one for one in gold if contains(text, one)]
     return mark(bool(found), f"found {found[0]!r}" if found else f"none of {gold!r}")
 
 
 @scorer("numeric", optional={"tolerance": is_number}, gold=is_number)
-def numeric(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def numeric(text: str, check: Check, gold: Gold) -> Mark:
     """The answer's final number equals gold (within ``tolerance``, default 1e-6)."""
     value = find_answer_number(text)
     if value is None:
@@ -66,7 +66,7 @@ _BETWEEN = r"\s*(?:,|，|、|/|&|(?i:and)\b|和|及|与)?\s*"
     gold=is_text,
     longest=LONGEST_SEARCHED,
 )
-def choice(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def choice(text: str, check: Check, gold: Gold) -> Mark:
     """The answer's final option letter equals gold; an answer without one is marked 0.
 
     With ``multiple`` the gold is a string of letters ("AC"), and exactly these must be named.

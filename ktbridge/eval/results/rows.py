@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
-from ktbridge.eval.runplan import NOT_RUN
+from ktbridge.eval.results.types import ArmAnswer, ArmCard, ItemRow, Json
+from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.scorers import ScorerError, score_task
 
 SCORE_ERROR = "score-error"  # the answer exists, but one of our scorers failed on it
-_SHOWN = ("text", "thinking", "detail", "turns")
+_SHOWN: tuple[Literal["text", "thinking", "detail", "turns"], ...] = (
+    "text",
+    "thinking",
+    "detail",
+    "turns",
+)
 
-Records = Mapping[str, Mapping[str, Any]]  # key -> its record in answers.jsonl
+_MARKS: tuple[Literal["task", "persona"], ...] = ("task", "persona")
+_KEPT = ("text", "turns", "task", "persona", "detail")
+
+Records = Mapping[str, Json]  # key -> its record in answers.jsonl
 
 
 def has_persona(bench: Bench) -> bool:
@@ -26,12 +35,12 @@ def has_persona(bench: Bench) -> bool:
 def item_rows(
     bench: Bench,
     arms: Sequence[Arm],
-    cards: Mapping[str, Mapping[str, Any]],
+    cards: Mapping[str, ArmCard],
     records: Records,
     repeats: int,
-) -> list[dict[str, Any]]:
+) -> list[ItemRow]:
     """One row per item that any arm was asked, in the order of the bench."""
-    rows = []
+    rows: list[ItemRow] = []
     for item in bench.items:
         answers = {
             arm.name: _answer(
@@ -57,12 +66,12 @@ def item_rows(
 
 def stored_answers(
     records: Records,
-    cards: Mapping[str, Mapping[str, Any]],
+    cards: Mapping[str, ArmCard],
     arm: Arm,
     item: Item,
     bench: Bench,
     repeats: int,
-) -> list[Mapping[str, Any] | None]:
+) -> list[Json | None]:
     """The record of each repeat of an item, None if it was not asked."""
     keys = (answer_key(cards[arm.name], arm, item, bench, repeat) for repeat in range(repeats))
     return [records.get(key) for key in keys]
@@ -71,10 +80,10 @@ def stored_answers(
 def each_record(
     bench: Bench,
     arm: Arm,
-    cards: Mapping[str, Mapping[str, Any]],
+    cards: Mapping[str, ArmCard],
     records: Records,
     repeats: int,
-) -> Iterator[Mapping[str, Any]]:
+) -> Iterator[Json]:
     """Every record that counts for an arm, in the order of the bench."""
     for item in bench.items:
         for record in stored_answers(records, cards, arm, item, bench, repeats):
@@ -82,44 +91,50 @@ def each_record(
                 yield record
 
 
-def _answer(
-    item: Item, bench: Bench, records: Sequence[Mapping[str, Any] | None]
-) -> dict[str, Any]:
+def _answer(item: Item, bench: Bench, records: Sequence[Json | None]) -> ArmAnswer:
     """The first ok answer, marked with the mean over all repeats that are ok."""
     every = [_score(item, bench, record) for record in records]
     if len(every) == 1:
         return every[0]
     ok = [one for one in every if one["outcome"] == "ok"]
     asked = [one for one in every if one["outcome"] != NOT_RUN]
-    answer = dict((ok or asked or every)[0])
-    for axis in ("task", "persona"):
+    answer = (ok or asked or every)[0].copy()
+    for axis in _MARKS:
         if ok and axis in ok[0]:
             answer[axis] = round(sum(one[axis] for one in ok) / len(ok), 6)
-    kept = ("outcome", "text", "turns", "task", "persona", "detail")
-    answer["repeats"] = [{key: one[key] for key in kept if key in one} for one in every]
+    answer["repeats"] = [_kept(one) for one in every]
     return answer
 
 
-def mark_task(
-    answer: dict[str, Any], text: str, checks: Sequence[Mapping[str, Any]], gold: Any
-) -> None:
+def _kept(one: ArmAnswer) -> ArmAnswer:
+    """What the results keep of each repeat."""
+    kept: ArmAnswer = {"outcome": one["outcome"]}
+    for key in _KEPT:
+        if key in one:
+            kept[key] = one[key]  # type: ignore[literal-required]
+    return kept
+
+
+def mark_task(answer: ArmAnswer, text: str, checks: Sequence[Json], gold: object) -> None:
     """Add the mark of ``text`` and the rows of its checks to ``answer``; if a scorer fails, the outcome
     becomes ``SCORE_ERROR``, with the scorer and the fault in ``detail``."""
     try:
         task, rows = score_task(text, checks, gold)
     except ScorerError as error:
-        answer |= {"outcome": SCORE_ERROR, "detail": str(error)}
+        answer["outcome"], answer["detail"] = SCORE_ERROR, str(error)
         return
     answer["task"] = round(task, 6)
     answer["checks"] = rows
 
 
-def _score(item: Item, bench: Bench, record: Mapping[str, Any] | None) -> dict[str, Any]:
+def _score(item: Item, bench: Bench, record: Json | None) -> ArmAnswer:
     """Mark an ok answer; any other gets its outcome and no marks."""
     if record is None:
         return {"outcome": NOT_RUN}
-    answer: dict[str, Any] = {"outcome": record["outcome"]}
-    answer.update({key: record[key] for key in _SHOWN if record.get(key)})
+    answer: ArmAnswer = {"outcome": record["outcome"]}
+    for key in _SHOWN:
+        if record.get(key):
+            answer[key] = record[key]
     if record["outcome"] == "http-error":
         answer["status"] = record.get("status", 0)
     if record["outcome"] == "ok":

@@ -8,32 +8,47 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ktbridge.eval.power import noise_floor, smallest_seen
+from ktbridge.eval.results.types import (
+    Axis,
+    BenchCard,
+    Contrast,
+    ItemRow,
+    JudgedPair,
+    McNemar,
+    Noise,
+    Numbers,
+    PairCounts,
+)
 from ktbridge.eval.stats import Interval, holm, mcnemar_p, mean_interval, sign_flip_p
 from ktbridge.eval.verdict import ALPHA, NULLS, OVERALL, judge_contrast
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[ItemRow]
 _POINTS = {"win": 1.0, "tie": 0.0, "loss": -1.0}
 
 
-def axes_of(card: Mapping[str, Any], rows: Rows) -> list[str]:
+def axes_of(card: BenchCard, rows: Rows) -> list[Axis]:
     """The axes of the results: persona only if the bench has one, judge only if one was used."""
-    judged = any("judge" in answer for row in rows for answer in row["answers"].values())
-    return ["task", *(["persona"] if card["persona"] else []), *(["judge"] if judged else [])]
+    axes: list[Axis] = ["task"]
+    if card["persona"]:
+        axes.append("persona")
+    if any("judge" in answer for row in rows for answer in row["answers"].values()):
+        axes.append("judge")
+    return axes
 
 
 def compare(
-    card: Mapping[str, Any], names: Sequence[str], rows: Rows
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    card: BenchCard, names: Sequence[str], rows: Rows
+) -> tuple[dict[Axis, dict[str, dict[str, Numbers]]], list[Contrast]]:
     """Tables (axis -> slice -> arm -> numbers) and contrasts; ``card`` is the bench's card."""
-    tables: dict[str, Any] = {}
-    contrasts: list[dict[str, Any]] = []
+    tables: dict[Axis, dict[str, dict[str, Numbers]]] = {}
+    contrasts: list[Contrast] = []
     for axis in axes_of(card, rows):
         tables[axis] = {}
-        found = []
+        found: list[_Compared] = []
         for name, group in _groups(card, axis, marked(rows, names, axis)):
             clusters = [row["cluster"] for row in group]
             scores = {arm: [row["answers"][arm][axis] for row in group] for arm in names}
@@ -43,24 +58,19 @@ def compare(
             }
             # Later minus earlier: expert - base, full - base, full - expert.
             found += [
-                {"axis": axis, "slice": name, "of": later, "minus": earlier}
-                | _contrast(scores[later], scores[earlier], clusters)
-                | {"differences": _differences(scores[later], scores[earlier]), "in": clusters}
+                _Compared(axis, name, later, earlier, scores[later], scores[earlier], clusters)
                 for earlier, later in itertools.combinations(names, 2)
             ]
-        _adjust(found, card["margin"])
-        contrasts += found
+        contrasts += _contrasts(found, card["margin"])
     return tables, contrasts
 
 
-def marked(rows: Rows, names: Sequence[str], axis: str) -> list[Mapping[str, Any]]:
+def marked(rows: Rows, names: Sequence[str], axis: Axis) -> list[ItemRow]:
     """The items that have a mark on ``axis`` in every arm."""
     return [row for row in rows if all(axis in row["answers"][name] for name in names)]
 
 
-def _groups(
-    card: Mapping[str, Any], axis: str, rows: Rows
-) -> list[tuple[str, list[Mapping[str, Any]]]]:
+def _groups(card: BenchCard, axis: Axis, rows: Rows) -> list[tuple[str, list[ItemRow]]]:
     """All items of the axis, then those of each slice; empty groups are omitted."""
     own = {one["name"] for one in card["slices"] if axis in ("judge", one["primary"])}
     groups = [(OVERALL, [row for row in rows if row["slice"] in own])]
@@ -69,25 +79,9 @@ def _groups(
     return [(name, group) for name, group in groups if group]
 
 
-def _contrast(
-    later: Sequence[float], earlier: Sequence[float], clusters: Sequence[str]
-) -> dict[str, Any]:
-    differences = _differences(later, earlier)
-    interval = mean_interval(differences, clusters, bounds=(-1.0, 1.0))
-    return {
-        **numbers(interval),
-        "p": round(sign_flip_p(differences, clusters), 6),
-        "mcnemar": _mcnemar(later, earlier, clusters),
-    }
-
-
-def _differences(later: Sequence[float], earlier: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(later, earlier, strict=True)]
-
-
 def _mcnemar(
     later: Sequence[float], earlier: Sequence[float], clusters: Sequence[str]
-) -> dict[str, Any] | None:
+) -> McNemar | None:
     """For yes/no marks of independent items: counts of items gained and lost; else None."""
     if len(set(clusters)) < len(clusters) or not all(one in (0, 1) for one in (*later, *earlier)):
         return None
@@ -96,22 +90,57 @@ def _mcnemar(
     return {"gained": gained, "lost": lost, "p": round(mcnemar_p(gained, lost), 6)}
 
 
-def _adjust(contrasts: list[dict[str, Any]], margin: float) -> None:
-    """Holm correction in two families per axis: the headline, and the slices. Then the verdicts, and
-    for null results the smallest detectable effect with the family's correction."""
+@dataclass(frozen=True)
+class _Compared:
+    """The marks of two arms on the items of a slice."""
+
+    axis: Axis
+    slice: str
+    of: str
+    minus: str
+    later: Sequence[float]
+    earlier: Sequence[float]
+    clusters: Sequence[str]
+
+    @property
+    def differences(self) -> list[float]:
+        return [a - b for a, b in zip(self.later, self.earlier, strict=True)]
+
+
+def _contrasts(compared: Sequence[_Compared], margin: float) -> list[Contrast]:
+    """Intervals and p, Holm-corrected in two families per axis (the headline, and the slices); the
+    verdicts, and for null results the smallest detectable effect with the family's correction."""
+    p = [round(sign_flip_p(one.differences, one.clusters), 6) for one in compared]
+    p_holm, family = [1.0] * len(compared), [1] * len(compared)
     for overall in (True, False):
-        family = [one for one in contrasts if (one["slice"] == OVERALL) == overall]
-        for one, p_holm in zip(family, holm([one["p"] for one in family]), strict=True):
-            one["p_holm"] = round(p_holm, 6)
-            one["verdict"] = judge_contrast(one, margin)
-            differences, clusters = one.pop("differences"), one.pop("in")
-            one["detectable"] = None
-            if one["verdict"] in NULLS:
-                seen = smallest_seen(differences, clusters, ALPHA / len(family))
-                one["detectable"] = None if seen is None else round(seen, 6)
+        mine = [i for i, one in enumerate(compared) if (one.slice == OVERALL) == overall]
+        for i, adjusted in zip(mine, holm([p[i] for i in mine]), strict=True):
+            p_holm[i], family[i] = round(adjusted, 6), len(mine)
+    return [_contrast(one, p[i], p_holm[i], family[i], margin) for i, one in enumerate(compared)]
 
 
-def numbers(interval: Interval) -> dict[str, Any]:
+def _contrast(one: _Compared, p: float, p_holm: float, family: int, margin: float) -> Contrast:
+    differences = one.differences
+    found: Contrast = {
+        "axis": one.axis,
+        "slice": one.slice,
+        "of": one.of,
+        "minus": one.minus,
+        **numbers(mean_interval(differences, one.clusters, bounds=(-1.0, 1.0))),
+        "p": p,
+        "mcnemar": _mcnemar(one.later, one.earlier, one.clusters),
+        "p_holm": p_holm,
+        "verdict": "",
+        "detectable": None,
+    }
+    found["verdict"] = judge_contrast(found, margin)
+    if found["verdict"] in NULLS:
+        seen = smallest_seen(differences, one.clusters, ALPHA / family)
+        found["detectable"] = None if seen is None else round(seen, 6)
+    return found
+
+
+def numbers(interval: Interval) -> Numbers:
     return {
         "mean": round(interval.mean, 6),
         "low": round(interval.low, 6),
@@ -121,17 +150,17 @@ def numbers(interval: Interval) -> dict[str, Any]:
     }
 
 
-def count_pairs(pairs: Sequence[Mapping[str, Any]], rows: Rows) -> list[dict[str, Any]]:
+def count_pairs(pairs: Sequence[JudgedPair], rows: Rows) -> list[PairCounts]:
     """Judged pairs per contrast: wins, ties and losses of the later arm; ``mean`` is their balance.
 
     A pair on which the two orders disagree is a tie and counted as ``flipped``.
     """
     clusters = {row["id"]: row["cluster"] for row in rows}
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, str], list[JudgedPair]] = {}
     for pair in pairs:
         if pair["item"] in clusters:
             groups.setdefault((pair["of"], pair["minus"]), []).append(pair)
-    counted = []
+    counted: list[PairCounts] = []
     for (of, minus), group in sorted(groups.items()):
         points = [_POINTS[pair["result"]] for pair in group]
         names = [clusters[pair["item"]] for pair in group]
@@ -140,7 +169,9 @@ def count_pairs(pairs: Sequence[Mapping[str, Any]], rows: Rows) -> list[dict[str
             {
                 "of": of,
                 "minus": minus,
-                **{name: tally[name] for name in _POINTS},
+                "win": tally["win"],
+                "tie": tally["tie"],
+                "loss": tally["loss"],
                 "flipped": sum(bool(pair["flipped"]) for pair in group),
                 **numbers(mean_interval(points, names, bounds=(-1.0, 1.0))),
                 "p": round(sign_flip_p(points, names), 6),
@@ -149,12 +180,14 @@ def count_pairs(pairs: Sequence[Mapping[str, Any]], rows: Rows) -> list[dict[str
     return counted
 
 
-def repeat_noise(rows: Rows, names: Sequence[str], axes: Sequence[str]) -> dict[str, Any]:
+def repeat_noise(
+    rows: Rows, names: Sequence[str], axes: Sequence[Axis]
+) -> dict[str, dict[Axis, Noise]]:
     """A/A: the second repeat minus the first, per arm and axis; differences without a cause.
 
     ``floor`` is the difference of means that this noise alone exceeds in 5 of 100 runs.
     """
-    noise: dict[str, Any] = {}
+    noise: dict[str, dict[Axis, Noise]] = {}
     for name in names:
         noise[name] = {}
         for axis in axes:
@@ -165,9 +198,9 @@ def repeat_noise(rows: Rows, names: Sequence[str], axes: Sequence[str]) -> dict[
                     both.append((row["cluster"], first[axis], second[axis]))
             if not both:
                 continue
-            clusters, first, second = map(list, zip(*both, strict=True))
-            found = noise_floor(first, second, clusters)
-            differences = [b - a for a, b in zip(first, second, strict=True)]
+            clusters = [cluster for cluster, _, _ in both]
+            found = noise_floor([a for _, a, _ in both], [b for _, _, b in both], clusters)
+            differences = [b - a for _, a, b in both]
             noise[name][axis] = {
                 **numbers(mean_interval(differences, clusters, bounds=(-1.0, 1.0))),
                 "changed": round(found.changed, 6),

@@ -21,7 +21,8 @@ from functools import cache
 from typing import Any
 
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.eval.scoring.overlap import rouge_l, rouge_n, sentence_bleu, unicode_tokens
+from ktbridge.eval.results.types import TextCell
+from ktbridge.eval.scorers.overlap import rouge_l, rouge_n, sentence_bleu, unicode_tokens
 from ktbridge.eval.text import cjk_share, count_chars
 from ktbridge.install import install_hint
 
@@ -44,7 +45,7 @@ class TextMetrics:
     truncated: int
     length_ratio: float
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> TextCell:
         return {
             "family": self.family,
             "scores": {name: round(value, 4) for name, value in self.scores.items()},

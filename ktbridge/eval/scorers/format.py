@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from ktbridge.eval.scoring.registry import (
+from ktbridge.eval.scorers.registry import (
     LONGEST_SEARCHED,
+    Check,
+    Gold,
     Mark,
     anything,
     is_count,
@@ -38,7 +40,7 @@ _LENGTH = {"unit": is_one_of(*UNITS), "n": is_count}
 
 
 @scorer("regex", required={"pattern": is_pattern}, longest=LONGEST_SEARCHED)
-def regex(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def regex(text: str, check: Check, gold: Gold) -> Mark:
     """``pattern`` (a Python regular expression) is found in the answer."""
     return mark(re.search(check["pattern"], text) is not None, f"pattern {check['pattern']!r}")
 
@@ -47,7 +49,7 @@ _WORDS = {"any": is_words, "all": is_words, "none": is_words}
 
 
 @scorer("contains", optional=_WORDS, some_of=tuple(_WORDS))
-def contains_words(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def contains_words(text: str, check: Check, gold: Gold) -> Mark:
     """At least one of ``any``, every one of ``all`` and not one of ``none`` occurs."""
     unwanted = [word for word in check.get("none", ()) if contains(text, word)]
     missing = [word for word in check.get("all", ()) if not contains(text, word)]
@@ -64,7 +66,7 @@ def contains_words(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 
 @scorer("counts", required={"of": is_words, "n": is_count})
-def counts(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def counts(text: str, check: Check, gold: Gold) -> Mark:
     """Exactly ``n`` different words of the list ``of`` occur (plural and singular count as one).
 
     A word inside a longer listed one is not counted twice ("cat" in "cats", 橙 in 橙子).
@@ -79,14 +81,14 @@ def counts(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 
 @scorer("max_len", required=_LENGTH)
-def max_len(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def max_len(text: str, check: Check, gold: Gold) -> Mark:
     """At most ``n`` ``unit`` (chars, words, sentences, lines)."""
     size = UNITS[check["unit"]](text)
     return mark(size <= check["n"], f"{size} {check['unit']}, at most {check['n']}")
 
 
 @scorer("min_len", required=_LENGTH)
-def min_len(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def min_len(text: str, check: Check, gold: Gold) -> Mark:
     """At least ``n`` ``unit`` (chars, words, sentences, lines)."""
     size = UNITS[check["unit"]](text)
     return mark(size >= check["n"], f"{size} {check['unit']}, at least {check['n']}")
@@ -105,7 +107,7 @@ def _json_value(text: str) -> Any:
 
 
 @scorer("json", required={"equals": anything})
-def json_object(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def json_object(text: str, check: Check, gold: Gold) -> Mark:
     """The whole answer is the JSON value ``equals`` (one Markdown code fence is allowed)."""
     try:
         value = _json_value(text)
@@ -114,7 +116,7 @@ def json_object(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
     return mark(_same(value, check["equals"]), "compared with the value asked for", True)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     """Equal as JSON: true is not 1, as it is in Python."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
@@ -125,7 +127,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _is_schema(value: Any) -> bool:
+def _is_schema(value: object) -> bool:
     """Whether ``value`` is a JSON Schema (2020-12) without external references (file, network)."""
     from jsonschema import Draft202012Validator, SchemaError
 
@@ -138,7 +140,7 @@ def _is_schema(value: Any) -> bool:
     return True
 
 
-def _refs(value: Any) -> list[str]:
+def _refs(value: object) -> list[str]:
     if isinstance(value, dict):
         own = [str(value[key]) for key in ("$ref", "$dynamicRef") if key in value]
         return own + [ref for one in value.values() for ref in _refs(one)]
@@ -146,7 +148,7 @@ def _refs(value: Any) -> list[str]:
 
 
 @scorer("json_schema", required={"schema": _is_schema})
-def json_schema(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def json_schema(text: str, check: Check, gold: Gold) -> Mark:
     """The whole answer is a JSON value that ``schema`` (JSON Schema 2020-12) accepts."""
     from jsonschema import Draft202012Validator
 
@@ -162,7 +164,7 @@ def json_schema(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 
 @scorer("language", required={"lang": is_one_of("zh", "en")})
-def language(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def language(text: str, check: Check, gold: Gold) -> Mark:
     """The answer is in ``lang``: ideographs are at least half of a Chinese text, at most a fifth
     of an English one (ideographs + Latin words = 1)."""
     share = cjk_share(text)
@@ -173,7 +175,7 @@ def language(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
 
 
 @scorer("no_loop")
-def no_loop(text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def no_loop(text: str, check: Check, gold: Gold) -> Mark:
     """The answer has no repetition loop: nothing (2..60 characters) occurs five times in a row, and
     no single character twelve times."""
     stuck = re.search(r"(.{2,60}?)\1{4}|(\w)\2{11}", "".join(text.split()))

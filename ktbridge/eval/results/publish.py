@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import ktbridge
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.disk import write_text
 from ktbridge.eval.imports import IMPORTED, score_imports
+from ktbridge.eval.results.build import SCHEMA, score_run
+from ktbridge.eval.results.types import Index, IndexEntry, Json, Results
 from ktbridge.eval.rundir import BENCHES, RUN, read_benches
-from ktbridge.eval.scored.build import score_run
 
-INDEX_SCHEMA = "ktbridge.index/1"
+INDEX_SCHEMA: Final = "ktbridge.index/1"
 
 
-def write_report(directory: Path) -> dict[str, Any]:
+def write_report(directory: Path) -> Results | Index:
     """Score a run, publish results.json, report.html and report.md in it, and return the results.
 
     A directory of several benches gets the files of each in its own folder, and an index of them
@@ -26,6 +26,10 @@ def write_report(directory: Path) -> dict[str, Any]:
     """
     if (directory / BENCHES).is_file():
         return _write_index(directory)
+    return _write_results(directory)
+
+
+def _write_results(directory: Path) -> Results:
     from ktbridge.eval.html import render_html
     from ktbridge.eval.markdown import render_markdown
 
@@ -35,14 +39,14 @@ def write_report(directory: Path) -> dict[str, Any]:
     return results
 
 
-def runs_in(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def runs_in(results: Results | Index) -> list[Results]:
     """The results of each bench: for an index those that could be read, else the results themselves."""
-    if results["schema"] != INDEX_SCHEMA:
+    if results["schema"] == SCHEMA:
         return [results]
     return [one["results"] for one in results["benches"] if one["results"] is not None]
 
 
-def failures(results: Mapping[str, Any]) -> list[str]:
+def failures(results: Results | Index) -> list[str]:
     """Reasons, one sentence each, why the command that made the results has failed regardless of the
     numbers: benches that could not be reported, and problems of severity "error"."""
     if results["schema"] == INDEX_SCHEMA:
@@ -58,15 +62,16 @@ def failures(results: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _write_index(directory: Path) -> dict[str, Any]:
+def _write_index(directory: Path) -> Index:
     from ktbridge.eval.html import render_index
     from ktbridge.eval.markdown import render_index_markdown
 
-    benches: list[dict[str, Any]] = []
+    benches: list[IndexEntry] = []
     for folder in read_benches(directory):
         # A bench that an interrupted run did not reach must not hide the others.
         try:
-            benches.append({"name": folder.name, "error": "", "results": write_report(folder)})
+            results = _write_results(folder)
+            benches.append({"name": folder.name, "error": "", "results": results})
         except KtbridgeError as error:
             asked = (folder / RUN).is_file() or (folder / IMPORTED).is_file()
             why = error.sentence if asked else "the run stopped before it; nothing of it was asked"
@@ -76,7 +81,7 @@ def _write_index(directory: Path) -> dict[str, Any]:
             f"none of the benches in {str(directory)!r} has answers yet.",
             "run the same `ktbridge eval` command again; it goes on where it stopped",
         )
-    index = {"schema": INDEX_SCHEMA, "ktbridge": ktbridge.__version__, "benches": benches}
+    index: Index = {"schema": INDEX_SCHEMA, "ktbridge": ktbridge.__version__, "benches": benches}
     published = {**index, "benches": [_entry(one) for one in benches]}
     failed = failures(index)
     _write(
@@ -88,9 +93,9 @@ def _write_index(directory: Path) -> dict[str, Any]:
     return index
 
 
-def _entry(bench: Mapping[str, Any]) -> dict[str, Any]:
+def _entry(bench: IndexEntry) -> dict[str, object]:
     """A bench's entry in the index file: its verdict; the full results are in its own folder."""
-    results = bench["results"] or {}
+    results: Json = bench["results"] or {}
     kept = ("verdict", "asked", "valid", "plan", "warnings", "costs")
     return {
         "name": bench["name"],
@@ -100,7 +105,7 @@ def _entry(bench: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(directory: Path, results: Mapping[str, Any], page: str, markdown: str) -> None:
+def _write(directory: Path, results: Json, page: str, markdown: str) -> None:
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
     write_text(directory / "results.json", text + "\n")
     write_text(directory / "report.html", page)

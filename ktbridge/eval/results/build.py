@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import ktbridge
 from ktbridge.errors import KtbridgeError
@@ -15,10 +15,8 @@ from ktbridge.eval.bench import Bench, Item, read_snapshot
 from ktbridge.eval.contamination import Contamination
 from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.judging.read import Judgements, read_judgements
-from ktbridge.eval.rundir import BENCH, read_run
-from ktbridge.eval.runplan import NOT_RUN, Plan, compare_plan, planned_answers
-from ktbridge.eval.scored.compare import axes_of, compare, count_pairs, repeat_noise
-from ktbridge.eval.scored.extras import (
+from ktbridge.eval.results.compare import axes_of, compare, count_pairs, repeat_noise
+from ktbridge.eval.results.counts import (
     count_outcomes,
     count_tokens,
     identical,
@@ -26,12 +24,14 @@ from ktbridge.eval.scored.extras import (
     parse_rates,
     persona_parts,
 )
-from ktbridge.eval.scored.rows import Records, each_record, has_persona, item_rows
+from ktbridge.eval.results.rows import Records, each_record, has_persona, item_rows
+from ktbridge.eval.results.types import ArmCard, BenchCard, ItemRow, Measured, Results
+from ktbridge.eval.rundir import BENCH, NOT_RUN, Plan, compare_plan, planned_answers, read_run
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
 from ktbridge.eval.store import read_answers
 from ktbridge.eval.verdict import summarise
 
-SCHEMA = "ktbridge.eval/1"
+SCHEMA: Final = "ktbridge.eval/1"
 CONTAMINATION = "contamination.json"
 JUDGE_COST = "@judge"  # in ``costs``; no arm can have this name
 
@@ -42,15 +42,15 @@ class _Stored:
 
     bench: Bench
     arms: list[Arm]
-    cards: dict[str, Any]
+    cards: dict[str, ArmCard]
     records: Records
     repeats: int
-    rows: list[dict[str, Any]]
+    rows: list[ItemRow]
     plan: Plan | None
     date: str | None
 
 
-def read_rows(directory: Path) -> tuple[Bench, list[dict[str, Any]]]:
+def read_rows(directory: Path) -> tuple[Bench, list[ItemRow]]:
     """A run's bench and its items with every arm's marked answer, neither compared nor judged.
 
     Raises KtbridgeError when ``directory`` holds no run or no answers.
@@ -59,7 +59,7 @@ def read_rows(directory: Path) -> tuple[Bench, list[dict[str, Any]]]:
     return stored.bench, stored.rows
 
 
-def score_run(directory: Path) -> dict[str, Any]:
+def score_run(directory: Path) -> Results:
     """Score a run's stored answers and compare its arms (schema ``ktbridge.eval/1``).
 
     Raises KtbridgeError when ``directory`` holds no run or no answers.
@@ -116,9 +116,9 @@ def _read(directory: Path) -> _Stored:
 
 
 def assemble(
-    card: Mapping[str, Any],
-    cards: Mapping[str, Mapping[str, Any]],
-    rows: list[dict[str, Any]],
+    card: BenchCard,
+    cards: Mapping[str, ArmCard],
+    rows: list[ItemRow],
     *,
     references: Mapping[str, Sequence[str]],
     judged: Judgements | None = None,
@@ -127,7 +127,7 @@ def assemble(
     planned: Mapping[str, Mapping[str, int]] | None = None,
     slice_of: Mapping[str, str] | None = None,
     date: str | None = None,
-) -> dict[str, Any]:
+) -> Results:
     """The results computed from the rows. ``card`` is the bench's, ``cards`` the arms' by name;
     the marks of ``judged`` are already in the rows (``mark_judged``). ``planned``: the result of
     ``planned_answers``, None if unknown; ``slice_of`` is the slice of each item by id."""
@@ -142,7 +142,7 @@ def assemble(
     valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
     tables, contrasts = compare(card, names, valid)
     axes = axes_of(card, valid)
-    results: dict[str, Any] = {
+    results: Measured = {
         "schema": SCHEMA,
         "ktbridge": ktbridge.__version__,
         "bench": card,
@@ -168,10 +168,11 @@ def assemble(
         "judge": None,
         "pairs": [],
         "repeat": None,
-        "contamination": contamination and contamination.as_dict(),
+        "contamination": None if contamination is None else contamination.as_dict(),
         "costs": {},
         "statistics": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED},
         "items": rows,
+        "warnings": [],
     }
     if judged is not None:
         results["judge"] = dict(judged.card)
@@ -202,7 +203,7 @@ def assemble(
     return {"verdict": summarise(results), **results}
 
 
-def bench_card(bench: Bench) -> dict[str, Any]:
+def bench_card(bench: Bench) -> BenchCard:
     return {
         "name": bench.name,
         "version": bench.version,
@@ -238,7 +239,7 @@ def _checks(items: Iterable[Item]) -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def mark_judged(rows: list[dict[str, Any]], judged: Judgements) -> None:
+def mark_judged(rows: list[ItemRow], judged: Judgements) -> None:
     """Add the judge's marks and evidence to the rows."""
     for row in rows:
         for name, score in judged.scores.get(row["id"], {}).items():
@@ -246,7 +247,7 @@ def mark_judged(rows: list[dict[str, Any]], judged: Judgements) -> None:
             if answer is None:
                 continue
             answer["judge_outcome"] = score.outcome
-            answer["judge_checks"] = [dict(check) for check in score.checks]
+            answer["judge_checks"] = [check.copy() for check in score.checks]
             if score.outcome == "ok" and score.share is not None and answer["outcome"] == "ok":
                 answer["judge"] = round(score.share, 6)
 

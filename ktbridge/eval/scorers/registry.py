@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval.results.types import CheckRow
 from ktbridge.eval.text import shorten
 
 # Characters. Patterns may take quadratic time; no meaningful answer is this long.
@@ -34,8 +35,10 @@ class Mark(NamedTuple):
     parsed: bool | None = None
 
 
-Predicate = Callable[[Any], bool]
-Score = Callable[[str, Mapping[str, Any], Any], Mark]
+Check = Mapping[str, Any]  # {"scorer": name, ...parameters}, as an item has it
+Gold = Any  # what the scorer's predicate accepted
+Predicate = Callable[[object], bool]
+Score = Callable[[str, Check, Gold], Mark]
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,11 @@ def mark(passed: bool, reason: str, parsed: bool | None = None) -> Mark:
     return Mark(1.0 if passed else 0.0, reason, parsed)
 
 
-def check_faults(check: Any, gold: Any) -> list[tuple[str, str]]:
+def check_faults(check: object, gold: Gold) -> list[tuple[str, str]]:
     """The faults of one check of an item, as (found, expected) pairs."""
     name = check.get("scorer") if isinstance(check, Mapping) else None
     known = SCORERS.get(name) if isinstance(name, str) else None
-    if known is None:
+    if known is None or not isinstance(check, Mapping):
         return [(f"the scorer {name!r}", "one of " + ", ".join(sorted(SCORERS)))]
     given = {key: value for key, value in check.items() if key != "scorer"}
     faults = [
@@ -120,23 +123,21 @@ def check_faults(check: Any, gold: Any) -> list[tuple[str, str]]:
     return faults
 
 
-def score_task(
-    text: str, checks: Sequence[Mapping[str, Any]], gold: Any
-) -> tuple[float, list[dict[str, Any]]]:
+def score_task(text: str, checks: Sequence[Check], gold: Gold) -> tuple[float, list[CheckRow]]:
     """The mean mark of an item's checks (at least one), and a row ``{scorer, mark, reason}`` per check;
     with ``parsed`` if something had to be parsed. Raises ScorerError if a scorer fails."""
-    rows = []
+    rows: list[CheckRow] = []
     for check in checks:
         value, reason, parsed = _score(SCORERS[check["scorer"]], text, check, gold)
-        row: dict[str, Any] = {"scorer": check["scorer"], "mark": value}
-        row["reason"] = shorten(reason, _LONGEST_REASON)
+        reason = shorten(reason, _LONGEST_REASON)
+        row: CheckRow = {"scorer": check["scorer"], "mark": value, "reason": reason}
         if parsed is not None:
             row["parsed"] = parsed
         rows.append(row)
     return sum(row["mark"] for row in rows) / len(rows), rows
 
 
-def _score(known: Scorer, text: str, check: Mapping[str, Any], gold: Any) -> Mark:
+def _score(known: Scorer, text: str, check: Check, gold: Gold) -> Mark:
     if known.longest is not None and len(text) > known.longest:
         reason = f"not searched: {len(text)} characters, more than {known.longest}"
         return mark(False, reason, False if known.name == "choice" else None)
@@ -163,7 +164,7 @@ class ParseRate:
         return self.read / self.asked if self.asked else None
 
 
-def parse_rate(checks: Sequence[Mapping[str, Any]]) -> ParseRate:
+def parse_rate(checks: Sequence[CheckRow]) -> ParseRate:
     """Over one arm's rows from ``score_task``: a low accuracy with a low parse rate is a
     failure of format, not of knowledge."""
     rate = ParseRate()
@@ -179,23 +180,23 @@ def parse_rate(checks: Sequence[Mapping[str, Any]]) -> ParseRate:
 # --- predicates on parameters and golds
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def is_words(value: Any) -> bool:
+def is_words(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(is_text(word) for word in value)
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def is_flag(value: Any) -> bool:
+def is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """A finite number: not a bool, not an integer too large for a float."""
     try:
         return (
@@ -207,10 +208,12 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def is_pattern(value: Any) -> bool:
+def is_pattern(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
     try:
         re.compile(value)
-    except (re.error, TypeError, RecursionError, OverflowError):
+    except (re.error, RecursionError, OverflowError):
         return False
     return True
 
@@ -219,5 +222,5 @@ def is_one_of(*values: str) -> Predicate:
     return lambda value: isinstance(value, str) and value in values
 
 
-def anything(value: Any) -> bool:
+def anything(value: object) -> bool:
     return True

@@ -5,7 +5,7 @@ arrival. So an interrupted and resumed run gives the same bytes as an uninterrup
 
 ``rows``     one row per item: every arm's answer with its marks
 ``compare``  means and contrasts per axis and slice; judged pairs; the noise of repeats
-``extras``   outcomes, parse rates, text metrics, tokens
+``counts``   outcomes, parse rates, text metrics, tokens
 ``build``    assembles the results (schema ``ktbridge.eval/1``, docs/results.schema.json)
 ``publish``  results.json, report.html and report.md in the run's directory
 """

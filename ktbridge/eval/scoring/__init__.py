@@ -1,1 +1,0 @@
-"""The scorers themselves; ``ktbridge.eval.scorers`` is their public face."""
