@@ -100,7 +100,7 @@ def _artifacts(adapter: Adapter) -> Iterator[Problem]:
 
 
 def _listed(where: str, file: TensorFile, listed: object) -> Iterator[Problem]:
-    actual = fused_record(file)["tensors"]
+    actual = fused_record(entry[:3] for entry in file.entries.values())["tensors"]
     if listed == actual:
         return
     if not isinstance(listed, dict):

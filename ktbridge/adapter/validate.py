@@ -7,7 +7,7 @@ Headers are checked first; then, unless only structure is asked for, values are 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig, read_model_config
+from ktbridge.publish import OnProgress
 
-OnProgress = Callable[[int, int], None]
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 

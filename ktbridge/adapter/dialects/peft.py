@@ -29,26 +29,21 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Part, is_number
-from ktbridge.adapter.dialects.opened import (
-    Opened,
-    expert_alpha,
-    fail_if,
-    file_nonexpert,
-    local_config,
-    open_foreign,
-)
+from ktbridge.adapter.blocks import Block, block_of
+from ktbridge.adapter.dialects.directory import Directory, file_nonexpert, open_foreign
 from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, takes_turns, unpack
 from ktbridge.adapter.dialects.source import (
-    Block,
+    Request,
     Source,
-    block_of,
     check_source,
+    expert_alpha,
+    fail_if,
+    local_config,
     note,
     refusal,
 )
@@ -56,7 +51,6 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig
 
-PEFT_DIALECTS = ("peft-fused", "peft-0.18", "unsloth-legacy")
 # PEFT matches patterns as regular expressions; these can't take exponential time.
 _PLAIN_PATTERN = re.compile(r"(?:[\w^$|-]|\\?\.|\.\*|\\d\+?|\[0-9\]\+?)*")
 
@@ -94,16 +88,15 @@ def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
     return inner != hidden
 
 
-def read_peft(
-    path: Path, base: ModelConfig | None, lora_alpha: float | None, dialect: str
-) -> Source:
+def read_peft(request: Request) -> Source:
     """An adapter with LoRA on fused expert parameters, in one of the three dialects.
 
-    "auto" accepts a dialect that the shapes prove. Raises UsageError if they are ambiguous and
+    The format "peft" accepts a dialect that the shapes prove. Raises UsageError if they are ambiguous and
     ProblemsError with every mismatch.
     """
-    opened = open_foreign(path, lora_alpha)
-    base = base or local_config(opened.adapter.base_model)
+    path, dialect = request.path, request.format
+    opened = open_foreign(path, request.lora_alpha)
+    base = local_config(request.base_model, opened.adapter.base_model)
     findings: list[Problem] = []
     layers, rest = _pairs(opened, findings)
     fail_if(path, findings)
@@ -141,7 +134,9 @@ def read_peft(
     return source
 
 
-def _file_rest(opened: Opened, source: Source, rest: list[Part], findings: list[Problem]) -> None:
+def _file_rest(
+    opened: Directory, source: Source, rest: list[Part], findings: list[Problem]
+) -> None:
     _check_nonexpert_patterns(opened, rest, findings)
     file_nonexpert(source, rest, findings)
     fail_if(opened.path, [*findings, *check_source(source)])
@@ -149,7 +144,7 @@ def _file_rest(opened: Opened, source: Source, rest: list[Part], findings: list[
 
 
 def _pairs(
-    opened: Opened, findings: list[Problem]
+    opened: Directory, findings: list[Problem]
 ) -> tuple[dict[int, tuple[str, dict[str, Pair]]], list[Part]]:
     """layer -> (module path, parameter -> its A and B); and every other tensor."""
     found: dict[int, dict[str, dict[str, Part]]] = defaultdict(lambda: defaultdict(dict))
@@ -187,7 +182,7 @@ def _pairs(
     return layers, rest
 
 
-def _parameter(opened: Opened, module: str, place: str, places: Any) -> str | None:
+def _parameter(opened: Directory, module: str, place: str, places: Any) -> str | None:
     """gate_up_proj is inside down_proj; a single one must be listed in target_parameters."""
     if "inner" in places:
         return GATE_UP if place == "inner" else DOWN
@@ -204,7 +199,7 @@ def _parameter(opened: Opened, module: str, place: str, places: Any) -> str | No
 
 
 def _orientation(
-    opened: Opened, layers: Any, rest: list[Part], base: ModelConfig | None, dialect: str
+    opened: Directory, layers: Any, rest: list[Part], base: ModelConfig | None, dialect: str
 ) -> tuple[str, bool]:
     """The dialect, and whether in and out are swapped; UsageError if ambiguous."""
     hidden = base.hidden_size if base else 0
@@ -213,9 +208,9 @@ def _orientation(
             hidden = part.entry.shape[-1]
     verdicts = {swapped(pairs, hidden) for _, pairs in layers.values()}
     verdict = verdicts.pop() if len(verdicts) == 1 else None
-    if dialect == "auto" and (opened.manifest or {}).get("layout") == "peft-fused":
+    if dialect == "peft" and (opened.manifest or {}).get("layout") == "peft-fused":
         dialect = "peft-fused"  # our own directory
-    if dialect == "auto":
+    if dialect == "peft":
         if verdict:
             return "peft-0.18", True
         if verdict is False:
@@ -271,7 +266,7 @@ def _pattern(config: dict[str, Any], field: str, name: str, default: Any) -> Any
 
 
 def _arranged(
-    opened: Opened, dialect: str, stacks: Any, scales: dict[str, set[float]],
+    opened: Directory, dialect: str, stacks: Any, scales: dict[str, set[float]],
     base: ModelConfig | None, findings: list[Problem],
 ) -> Source:  # fmt: skip
     """Split gate_up, and give all one rank and scale; report where zero padding is needed."""
@@ -318,7 +313,9 @@ def _arranged(
     return source
 
 
-def _arrangement(opened: Opened, gate_up: dict[int, tuple[Block, Block]], interleaved: bool) -> str:
+def _arrangement(
+    opened: Directory, gate_up: dict[int, tuple[Block, Block]], interleaved: bool
+) -> str:
     """ "block", "gate", "up" (only that one is adapted) or "shared"; reads every B once."""
     rank = next((a.shape[1] for a, _ in gate_up.values()), 0)
     fits = {"block": rank % 2 == 0, "gate": True, "up": True}
@@ -362,7 +359,7 @@ def _padded(block: Block, axis: int, rank: int) -> Block:
     return block.then(shape, lambda bits: np.pad(bits, missing))
 
 
-def _check_nonexpert_patterns(opened: Opened, rest: list[Part], findings: list[Problem]) -> None:
+def _check_nonexpert_patterns(opened: Directory, rest: list[Part], findings: list[Problem]) -> None:
     """The raw layout has one rank and alpha for all non-expert modules."""
     for field in ("rank_pattern", "alpha_pattern"):
         default = opened.config["r" if field == "rank_pattern" else "lora_alpha"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from ktbridge.adapter.dialects.draft import Piece
-from ktbridge.adapter.dialects.source import Bits, Block
+from ktbridge.adapter.blocks import Block, Piece, piece
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import ModelConfig
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.blocks import Bits
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
@@ -64,4 +67,4 @@ def pack(stem: str, a: Block, b: Block) -> list[Piece]:
     flat_b = b.then(
         (high, rank * count), lambda bits: bits.transpose(1, 2, 0).reshape(high, rank * count)
     )
-    return [Piece(f"{stem}.lora_A.weight", flat_a), Piece(f"{stem}.lora_B.weight", flat_b)]
+    return [piece(f"{stem}.lora_A.weight", flat_a), piece(f"{stem}.lora_B.weight", flat_b)]
