@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ktbridge.adapter.blocks import Copy, Output, Span, count_dtypes, plan_copies
-from ktbridge.adapter.check_hashes import ReadHashes
+from ktbridge.adapter.checks.hashes import ReadHashes
 from ktbridge.adapter.dialects import check_names, detect_format, reader_of, writer_of
 from ktbridge.adapter.dialects.source import Request, Source
 from ktbridge.adapter.lora_config import peft_findings

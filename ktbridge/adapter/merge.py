@@ -20,8 +20,8 @@ from typing import Any
 
 from ktbridge import __version__
 from ktbridge.adapter.adapter import Adapter
-from ktbridge.adapter.check_hashes import require_hashes
-from ktbridge.adapter.check_identity import Base, check_identity
+from ktbridge.adapter.checks.hashes import require_hashes
+from ktbridge.adapter.checks.identity import Base, check_identity
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
 from ktbridge.adapter.publish import PathLike, explained, guarded

@@ -9,7 +9,7 @@ from typing import Any
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
 from ktbridge.adapter.blocks import BITS, block_of
-from ktbridge.adapter.check_config import check_config
+from ktbridge.adapter.checks.config import check_config
 from ktbridge.adapter.dialects.source import Source, fail_if
 from ktbridge.adapter.keys import parse_key, peft_key
 from ktbridge.adapter.lora_config import kept_fields

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE, Adapter, convert_step
-from ktbridge.adapter.check_hashes import resave_step, size_of
+from ktbridge.adapter.checks.hashes import resave_step, size_of
 from ktbridge.adapter.manifest import MANIFEST_FILE, fused_record
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
