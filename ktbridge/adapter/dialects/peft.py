@@ -31,12 +31,18 @@ from collections import defaultdict
 from math import sqrt
 from typing import Any
 
-import numpy as np
-
 from ktbridge.adapter.adapter import CONFIG_FILE, Part, is_number
 from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.dialects.directory import Directory, file_nonexpert, open_foreign
-from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, takes_turns, unpack
+from ktbridge.adapter.dialects.peft_layout import (
+    DOWN,
+    GATE_UP,
+    arrangement,
+    half_of,
+    is_interleaved,
+    padded,
+    unpack,
+)
 from ktbridge.adapter.dialects.source import (
     Request,
     Source,
@@ -270,17 +276,17 @@ def _arranged(
     base: ModelConfig | None, findings: list[Problem],
 ) -> Source:  # fmt: skip
     """Split gate_up, and give all one rank and scale; report where zero padding is needed."""
-    interleaved = takes_turns(base, opened.adapter.base_model)
+    interleaved = is_interleaved(base, opened.adapter.base_model)
     gate_up: dict[int, tuple[Block, Block]] = stacks.get(GATE_UP, {})
     down: dict[int, tuple[Block, Block]] = stacks.get(DOWN, {})
     parts: dict[str, dict[int, tuple[Block, Block]]] = {}
     scale_of: dict[str, float] = {}
-    how = _arrangement(opened, gate_up, interleaved)
+    how = arrangement(gate_up, interleaved, opened.hint)
     for name in ("gate", "up") if gate_up else ():
         if how in ("gate", "up") and name != how:
             continue
         parts[name] = {
-            layer: _half(a, b, name, how == "block", interleaved)
+            layer: half_of(a, b, name, how == "block", interleaved)
             for layer, (a, b) in gate_up.items()
         }
         scale_of[name] = max(scales[GATE_UP])
@@ -308,55 +314,9 @@ def _arranged(
     source = opened.new_source(dialect, rank, expert_alpha(next(iter(scale_of.values())), rank))
     for name, layers in parts.items():
         for layer, (a, b) in layers.items():
-            source.experts[layer, name, "A"] = _padded(a, 1, rank)
-            source.experts[layer, name, "B"] = _padded(b, 2, rank)
+            source.experts[layer, name, "A"] = padded(a, 1, rank)
+            source.experts[layer, name, "B"] = padded(b, 2, rank)
     return source
-
-
-def _arrangement(
-    opened: Directory, gate_up: dict[int, tuple[Block, Block]], interleaved: bool
-) -> str:
-    """ "block", "gate", "up" (only that one is adapted) or "shared"; reads every B once."""
-    rank = next((a.shape[1] for a, _ in gate_up.values()), 0)
-    fits = {"block": rank % 2 == 0, "gate": True, "up": True}
-    for _, b in gate_up.values():
-        bits = b.load() << 1  # sign bit removed, so that -0.0 is zero
-        gate, up = (bits[:, pick] for pick in gate_up_rows(b.shape[1], interleaved))
-        half = rank // 2
-        fits["gate"] = fits["gate"] and not up.any()
-        fits["up"] = fits["up"] and not gate.any()
-        fits["block"] = fits["block"] and not gate[:, :, half:].any() and not up[:, :, :half].any()
-        if not any(fits.values()):
-            break
-    hint = opened.hint.get("gate_up")
-    if hint == "shared" or fits.get(str(hint)):
-        return str(hint)
-    if all(fits.values()):  # all zeros: inconclusive
-        return "shared"
-    return next((name for name, fit in fits.items() if fit), "shared")
-
-
-def _half(a: Block, b: Block, name: str, block: bool, interleaved: bool) -> tuple[Block, Block]:
-    count, rank, wide = a.shape
-    size = b.shape[1] // 2
-    pick = gate_up_rows(b.shape[1], interleaved)[0 if name == "gate" else 1]
-    part = slice(None)
-    if block:
-        rank //= 2
-        part = slice(0, rank) if name == "gate" else slice(rank, None)
-    return (
-        a.then((count, rank, wide), lambda bits: bits[:, part]),
-        b.then((count, size, rank), lambda bits: bits[:, pick, part]),
-    )
-
-
-def _padded(block: Block, axis: int, rank: int) -> Block:
-    if block.shape[axis] == rank:
-        return block
-    missing = [(0, 0)] * 3
-    missing[axis] = (0, rank - block.shape[axis])
-    shape = (*block.shape[:axis], rank, *block.shape[axis + 1 :])
-    return block.then(shape, lambda bits: np.pad(bits, missing))
 
 
 def _check_nonexpert_patterns(opened: Directory, rest: list[Part], findings: list[Problem]) -> None:

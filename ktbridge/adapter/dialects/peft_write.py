@@ -8,7 +8,7 @@ import numpy as np
 
 from ktbridge.adapter.adapter import MODEL_FILE
 from ktbridge.adapter.blocks import BITS, Block, Output, Piece, piece
-from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, pack, takes_turns
+from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, is_interleaved, pack
 from ktbridge.adapter.dialects.source import Source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, parse_key
 from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config
@@ -24,7 +24,7 @@ def write_peft(source: Source) -> tuple[list[Output], list[Problem]]:
     if len(dtypes) > 1:
         found = f"its experts have the dtypes {', '.join(sorted(dtypes))}, a fused tensor has one"
         return [], [refusal(str(source.path), found, "pass --dtype bf16")]
-    interleaved = takes_turns(source.base, source.base_model)
+    interleaved = is_interleaved(source.base, source.base_model)
     how = "" if set(source.projections) <= {"down"} else _choose(source)
     rank = source.nonexpert_rank if source.nonexpert else source.rank
     alpha = source.plain_alpha if source.nonexpert else source.alpha
