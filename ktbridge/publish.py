@@ -32,9 +32,10 @@ _SYNC_FILE_RANGE_WRITE = 2
 # Why a target may not be (re)placed, as (found, next step); None when it may.
 Refusal = Callable[[Path], "tuple[str, str] | None"]
 
-
 # The objection to replacing a directory with these entries, as (found, next step).
 Objection = Callable[[list[str]], "tuple[str, str] | None"]
+# Called with (bytes done, bytes in all).
+OnProgress = Callable[[int, int], None]
 ELSEWHERE = "choose another output directory"
 
 

@@ -13,8 +13,13 @@ writes the formats of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.diale
 """
 
 from ktbridge.adapter.adapter import Adapter
-from ktbridge.adapter.convert import ConvertPlan, plan_convert
-from ktbridge.adapter.execute import ConvertReport, convert_adapter, execute_plan
+from ktbridge.adapter.convert import (
+    ConvertPlan,
+    ConvertReport,
+    convert_adapter,
+    execute_plan,
+    plan_convert,
+)
 from ktbridge.adapter.merge import MergeReport, merge_adapter
 from ktbridge.adapter.raw import write_raw_adapter
 from ktbridge.adapter.rules import RULES, Rule

@@ -1,17 +1,18 @@
-"""Plan a conversion: which input bytes go to which output, and the outputs' configurations.
+"""``convert_adapter``: an adapter of any format into any other, losslessly, or refused with the reason.
 
-Each per-expert tensor is one contiguous slice of the fused tensor (or a whole tensor of a merged
-directory), so an output file is a new header over the same bytes. The plan is a list of
-(source file, byte range, target outputs) in input order, with adjacent ranges joined: for a raw
-adapter a handful of long ranges, however many tensors it has. Planning reads headers only;
-``ktbridge.adapter.execute`` executes the plan.
+A conversion is planned first, from headers alone (and, for PEFT's fused layout, the B matrices, whose
+zeros show how gate and up are arranged). A reader makes a ``Source`` of the input, a writer lists the
+directories of the format to write, and the plan is a list of steps: bytes of the input, or computed
+tensors, and the outputs they are appended to (``ktbridge.adapter.blocks``). Between KT's own layouts
+each tensor is a slice of an input tensor or is one, so that an output is a new header over the same
+bytes: a handful of long ranges, however many tensors there are.
 
 Scales (alpha/r) are kept exactly or the conversion is refused:
 
 - expert directory: the experts' own alpha, which KT trains at alpha/r even under rsLoRA.
 - non-expert directory: PEFT's alpha; rsLoRA's alpha/sqrt(r) becomes alpha' = alpha*sqrt(r) with
   use_rslora off.
-- merged directory: one configuration serves both, so it carries the experts' alpha and the
+- one directory for both: one configuration serves both, so it carries the experts' alpha and the
   non-expert B carry the ratio of the scales, which is exact only where it is a power of two.
 
 See ``ktbridge.adapter.scales``.
@@ -19,292 +20,306 @@ See ``ktbridge.adapter.scales``.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part
-from ktbridge.adapter.keys import PEFT_PREFIX, expert_key
-from ktbridge.adapter.lora_config import build_config, kept_fields, peft_findings
-from ktbridge.adapter.publish import PathLike, check_halves, check_places, check_request
-from ktbridge.adapter.scales import Numbers, apply_alpha, common_scale, fold_patterns, plain_alpha
-from ktbridge.adapter.scan import scan_adapter
-from ktbridge.adapter.validate import check_structure
+from ktbridge.adapter.blocks import Copy, Output, Span, count_dtypes, plan_copies
+from ktbridge.adapter.checks.hashes import ReadHashes
+from ktbridge.adapter.dialects import check_names, detect_format, reader_of, writer_of
+from ktbridge.adapter.dialects.source import Request, Source
+from ktbridge.adapter.lora_config import peft_findings
+from ktbridge.adapter.publish import (
+    PathLike,
+    check_halves,
+    check_places,
+    check_request,
+    explained,
+    guarded,
+    stage_adapter,
+)
+from ktbridge.adapter.scales import overridden
 from ktbridge.adapter.values import rounding_findings
+from ktbridge.adapter.writer import OutputDirectory, copy_all
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
-from ktbridge.model import TensorFile
-from ktbridge.model.tensorfile import DTYPE_BITS, build_header
+from ktbridge.publish import OnProgress, Staging
 
-ServingLayout = Literal["expert", "nonexpert", "merged"]
-_SERVING: tuple[ServingLayout, ...] = ("expert", "nonexpert", "merged")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_REPORT_EVERY = 1 << 25  # bytes between progress reports
+# Their reader applies an explicit alpha itself.
+_SCALED = ("kt", "raw", "kt-split", "kt-merged", "vllm")
+_OF_ENGINE = ("kt-split", "kt-merged")
 
 
-class Copy(NamedTuple):
-    """One byte range of an input file and its target outputs, appended in plan order.
+class ConvertOptions(TypedDict, total=False):
+    """The options of a conversion; ``convert_adapter`` explains them."""
 
-    It holds values of ``dtype``, written as ``written_dtype``. ``factors[i]`` multiplies what
-    output ``targets[i]`` gets (1.0: bytes unchanged).
-    """
-
-    file: TensorFile
-    start: int
-    end: int
+    expert_output_dir: PathLike | None
+    nonexpert_output_dir: PathLike | None
+    merged_output_dir: PathLike | None
+    output_dir: PathLike | None
+    to: str
+    from_format: str
+    base_model: str | None
+    lora_alpha: float | None
     dtype: str
-    written_dtype: str
-    targets: tuple[int, ...]
-    factors: tuple[float, ...]
-
-
-@dataclass
-class Output:
-    """One directory to write: its configuration and its tensors in file order."""
-
-    layout: ServingLayout
-    path: Path
-    config: dict[str, Any]
-    tensors: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
-
-    def header(self) -> bytes:
-        """Header of adapter_model.safetensors; PEFT's loader requires ``format: pt``."""
-        return build_header(self.tensors, {"format": "pt"})
+    overwrite: bool
 
 
 @dataclass
 class ConvertPlan:
-    """Everything a conversion will do. ``findings`` are warnings and infos; errors were raised."""
+    """Everything a conversion will do. ``findings`` are warnings and infos; errors were raised.
 
-    source: Adapter
+    ``given`` is the requested path: a directory, whose manifest may have hashes, or a file.
+    ``bytes_in`` counts the tensors of the input that the outputs need.
+    """
+
+    given: Path
+    source: Source
     outputs: list[Output]
     copies: list[Copy]
-    tensors_in: int
+    bytes_in: int
     findings: list[Problem]
     overwrite: bool
 
-    @property
-    def bytes_in(self) -> int:
-        """Bytes of tensor data to be read."""
-        return sum(copy.end - copy.start for copy in self.copies)
-
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: the outputs and the source ranges."""
+        """JSON-ready: the outputs, and the ranges of input files that are copied to them."""
+        layouts = [output.layout for output in self.outputs for _ in output.files]
         return {
             "source": str(self.source.path),
-            "layout": self.source.layout,
-            "tensors_in": self.tensors_in,
+            "layout": self.source.format,
+            "tensors_in": self.source.tensors_in,
             "bytes_in": self.bytes_in,
-            "outputs": [describe(output) for output in self.outputs],
+            "outputs": [output.as_dict() for output in self.outputs],
             "copies": [
                 {
-                    "file": copy.file.name,
-                    "start": copy.start,
-                    "end": copy.end,
-                    "outputs": [self.outputs[target].layout for target in copy.targets],
+                    "file": copy.source.file.name,
+                    "start": copy.source.start,
+                    "end": copy.source.end,
+                    "outputs": [layouts[target] for target in copy.targets],
                     **({"factors": copy.factors} if set(copy.factors) != {1.0} else {}),
-                    **({"to": copy.written_dtype} if copy.written_dtype != copy.dtype else {}),
+                    **({"to": copy.dtype} if copy.dtype != copy.source.dtype else {}),
                 }
                 for copy in self.copies
+                if isinstance(copy.source, Span)
             ],
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
 
-def describe(output: Output) -> dict[str, Any]:
-    """An output's summary, for reports."""
-    kinds = Counter(tensor[1:] for tensor in output.tensors)
-    data = sum(
-        count * math.prod(shape) * DTYPE_BITS[dtype] // 8 for (dtype, shape), count in kinds.items()
-    )
-    return {
-        "layout": output.layout,
-        "path": str(output.path),
-        "tensors": len(output.tensors),
-        "bytes": data,
-        "rank": output.config["r"],
-        "alpha": output.config["lora_alpha"],
-        "target_modules": output.config["target_modules"],
-    }
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did. ``outputs`` has layout, path, tensors, bytes, rank, alpha, modules."""
+
+    source: str
+    layout: str
+    tensors_in: int
+    bytes_in: int
+    outputs: tuple[dict[str, Any], ...]
+    findings: tuple[Problem, ...]
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        table = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        findings = [finding.as_dict() for finding in self.findings]
+        return {**table, "outputs": list(self.outputs), "findings": findings}
 
 
-def plan_convert(
-    raw_dir: PathLike,
-    *,
-    expert_output_dir: PathLike | None = None,
-    nonexpert_output_dir: PathLike | None = None,
-    merged_output_dir: PathLike | None = None,
-    base_model: str | None = None,
-    lora_alpha: float | None = None,
-    dtype: str = "keep",
-    overwrite: bool = False,
-) -> ConvertPlan:
-    """Plan a conversion without writing anything; arguments as for ``convert_adapter``.
+def convert_adapter(
+    raw_dir: PathLike, *, on_progress: OnProgress | None = None, **options: Unpack[ConvertOptions]
+) -> ConvertReport:
+    """Convert an adapter from any format that is read into any that is written, in one pass.
 
-    Raises UsageError when no output is asked for, the alpha is no positive number or the dtype is
-    unknown, and ProblemsError with every obstacle.
+    ``raw_dir`` is usually a raw adapter; a merged directory (or KT's per-expert training output,
+    which looks the same) is split as well. ``from_format`` names the format of other tools'
+    adapters where "auto" is ambiguous (``ktbridge.adapter.dialects`` lists them), ``to`` the format
+    to write: "kt-split" goes to ``expert_output_dir`` and ``nonexpert_output_dir``, and beside them
+    to ``merged_output_dir``; "kt-merged", "raw", "peft-fused", "vllm", "sglang-3d" and "gguf" go to
+    ``output_dir``. ``base_model`` is what the configurations will name, by default what the input
+    names; if it is a directory with config.json, it also provides prefixes and sizes. ``lora_alpha``
+    is the alpha the experts were trained with, if neither manifest nor configuration has it.
+    ``dtype`` "bf16" rounds wider tensors to bfloat16, "keep" leaves their bytes as they are.
+    ``overwrite`` replaces an existing adapter directory. Modes follow the umask.
+    ``on_progress(done, total)`` counts bytes.
+
+    Raises UsageError for incompatible options or an ambiguous format; ProblemsError with every
+    obstacle, before anything is written, or if a file doesn't match its manifest or changes
+    meanwhile; KtbridgeError when writing fails. Whatever happens, an output directory is complete
+    or unchanged.
+
+    Example::
+
+        report = convert_adapter("raw", expert_output_dir="expert", nonexpert_output_dir="rest")
+        print(report.tensors_in, [output["tensors"] for output in report.outputs])
+        convert_adapter("raw", to="peft-fused", output_dir="peft")
     """
-    wanted: dict[str, PathLike | None] = {
-        "expert": expert_output_dir,
-        "nonexpert": nonexpert_output_dir,
-        "merged": merged_output_dir,
-    }
-    paths = check_request(raw_dir, wanted, lora_alpha)
-    if dtype not in ("keep", "bf16"):
-        raise UsageError(f"dtype {dtype!r} is neither keep nor bf16", "correct it")
-    adapter, factors, findings = open_scaled(raw_dir, lora_alpha, base_model)
-    where = str(adapter.path / CONFIG_FILE)
-    findings += check_places(adapter.path, paths, overwrite)
-    base = base_model or adapter.base_model
-    if not base:
+    return execute_plan(plan_convert(raw_dir, **options), on_progress)
+
+
+def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> ConvertPlan:
+    """Plan a conversion without writing anything; options as for ``convert_adapter``.
+
+    Raises UsageError for incompatible options, with the ones to pass instead, or an ambiguous
+    format, and ProblemsError with every obstacle.
+    """
+    to, from_format = options.get("to", "kt-split"), options.get("from_format", "auto")
+    dtype, overwrite = options.get("dtype", "keep"), options.get("overwrite", False)
+    lora_alpha, given = options.get("lora_alpha"), Path(raw_dir).expanduser()
+    check_names(to, from_format, dtype)
+    paths = check_request(raw_dir, _outputs(to, options), lora_alpha)
+    if from_format == "auto":
+        from_format = detect_format(raw_dir)
+    request = Request(given, from_format, options.get("base_model"), lora_alpha)
+    try:
+        source = reader_of(from_format)(request)
+    except ProblemsError as error:
+        places = check_places(given, paths, overwrite)
+        raise ProblemsError(error.sentence, [*error.problems, *places]) from None
+    findings = _of_interest(source.findings, to)
+    incomplete = has_errors(findings)
+    if lora_alpha is not None and from_format not in _SCALED:
+        findings += _override(source, lora_alpha)
+    where = str(source.path)
+    findings += check_places(source.path, paths, overwrite)
+    source.base_models = request.base_model, source.base_model
+    source.base_model = request.base_model or source.base_model
+    findings = [item for item in findings if item.code != "KTB116"]
+    if not source.base_model:
         findings.append(problem("KTB705", where, "names no base model"))
-    findings = [item for item in findings if not (item.code == "KTB116" and base)]
-    halves = {"experts": bool(adapter.experts), "nonexpert": bool(adapter.nonexpert)}
-    findings += check_halves(str(adapter.path), paths, **halves)
-    findings += peft_findings(str(adapter.path), adapter.nonexpert_modules(), paths)
-    factor = 1.0
-    if "merged" in paths and all(halves.values()) and not has_errors(findings):
-        numbers = Numbers(adapter.rank, adapter.alpha), _nonexpert_numbers(adapter)
-        factor, refusals = common_scale(where, *numbers, bool(adapter.config.get("use_rslora")))
+    halves = {"experts": bool(source.experts), "nonexpert": bool(source.nonexpert)}
+    findings += check_halves(where, paths, **halves)
+    findings += peft_findings(where, source.nonexpert_modules(), paths)
+    needed = source.blocks(paths)
+    bytes_in = sum(block.nbytes for block in needed)
+    if dtype == "bf16":
+        findings += rounding_findings(where, count_dtypes(needed))
+        source.round_to_bf16()
+    outputs: list[Output] = []
+    for name in () if incomplete else _formats(to, paths):
+        made, refusals = writer_of(name)(source)
+        outputs += [output for output in made if output.layout in paths]
         findings += refusals
     if has_errors(findings):
         raise ProblemsError(f"{raw_dir} can't be converted", findings)
-    outputs = [
-        Output(layout, paths[layout], _config(adapter, layout, str(base)))
-        for layout in _SERVING
-        if layout in paths
+    for output in outputs:
+        output.path = paths[output.layout]
+    copies = plan_copies(outputs, source.files if to in _OF_ENGINE else ())
+    return ConvertPlan(given, source, outputs, copies, bytes_in, findings, overwrite)
+
+
+def _of_interest(findings: list[Problem], to: str) -> list[Problem]:
+    """Without what only loaders of KT's serving layouts mind, unless those are written."""
+    if to in _OF_ENGINE:
+        return findings
+    return [
+        item
+        for item in findings
+        if item.code not in ("KTB104", "KTB203")
+        and (item.code, item.severity) != ("KTB107", "info")
     ]
-    runs = list(_runs(adapter, {output.layout for output in outputs}, factors, factor, dtype))
-    copies = _copies(adapter, outputs, runs)
-    if dtype == "bf16":
-        taken = (run.dtype for run in runs if run.keys.keys() & paths.keys())
-        findings += rounding_findings(str(adapter.path), taken)
-    tensors_in = len(adapter.nonexpert) + sum(len(s.sources) for s in adapter.experts.values())
-    return ConvertPlan(adapter, outputs, copies, tensors_in, findings, overwrite)
 
 
-def open_scaled(
-    path: PathLike, lora_alpha: float | None, base_model: str | None = None
-) -> tuple[Adapter, dict[str, float], list[Problem]]:
-    """Open one of KT's layouts for conversion to any format.
-
-    Returns the adapter with an explicit alpha applied and alpha_pattern removed, the factors for B
-    per module that replace it, and every finding. With both an alpha and a base model given, the
-    adapter needs no adapter_config.json. ProblemsError if it can't be opened at all.
-    """
-    stand_in = None
-    if lora_alpha is not None and base_model:
-        stand_in = {
-            "peft_type": "LORA",
-            "lora_alpha": lora_alpha,
-            "base_model_name_or_path": base_model,
-            "target_modules": [],
-        }
-    adapter, findings = scan_adapter(path, stand_in)
-    if adapter is None:
-        raise ProblemsError(f"{path} can't be converted", findings)
-    findings += apply_alpha(adapter, lora_alpha)
-    factors, folded = fold_patterns(adapter)
-    findings += folded
-    findings += check_structure(adapter, serving=False)
-    return adapter, factors, findings
-
-
-def _nonexpert_numbers(adapter: Adapter) -> Numbers:
-    return Numbers(adapter.nonexpert_rank, adapter.nonexpert_alpha)
-
-
-def _config(adapter: Adapter, layout: ServingLayout, base_model: str) -> dict[str, Any]:
-    """The configuration of one output; with experts, it has their rank and alpha."""
-    experts = adapter.expert_modules() if layout != "nonexpert" else ()
-    rest = adapter.nonexpert_modules() if layout != "expert" else ()
+def _override(source: Source, lora_alpha: float) -> list[Problem]:
+    """Apply an explicit alpha to the experts; without experts it has no effect."""
+    experts = bool(source.experts)
+    configured = source.alpha if experts else source.nonexpert_alpha
     if experts:
-        rank, alpha = adapter.rank, adapter.alpha
-    else:
-        rank = adapter.nonexpert_rank
-        alpha = plain_alpha(_nonexpert_numbers(adapter), bool(adapter.config.get("use_rslora")))
-    kept = kept_fields(adapter.config)
-    return build_config(kept, base_model, rank, alpha, experts + rest, nonexpert=layout != "expert")
+        source.alpha = float(lora_alpha)
+    return list(overridden(str(source.path), lora_alpha, configured, experts))
 
 
-class _Run(NamedTuple):
-    """Contiguous tensors of one shape, and their form in each output."""
-
-    file: TensorFile
-    start: int
-    end: int
-    dtype: str
-    written_dtype: str
-    shape: tuple[int, ...]  # of each tensor
-    keys: dict[ServingLayout, list[str]]
-    factors: dict[ServingLayout, float]  # where not 1.0
-
-
-def _runs(
-    adapter: Adapter,
-    layouts: Set[ServingLayout],
-    factors: Mapping[str, float],
-    merged_factor: float,
-    to_dtype: str,
-) -> Iterator[_Run]:
-    """The input's tensors for ``layouts``. ``factors`` scale B per module, in either directory."""
-
-    def run(part: Part, shape: tuple[int, ...], **more: Any) -> _Run:
-        entry = part.entry
-        written = "BF16" if to_dtype == "bf16" else entry.dtype
-        return _Run(part.file, entry.start, entry.end, entry.dtype, written, shape, **more)
-
-    for (layer, projection, half), stack in adapter.experts.items():
-        if layouts <= {"nonexpert"}:
-            continue
-        for part in stack.sources:
-            fused = part is stack.fused
-            shape = part.entry.shape[1:] if fused else part.entry.shape
-            numbers = range(stack.count) if fused else [part.key.expert]
-            names = [expert_key(layer, number, projection, half) for number in numbers]
-            keys: dict[ServingLayout, list[str]] = {"expert": names}
-            if "merged" in layouts:
-                keys["merged"] = [PEFT_PREFIX + name for name in names]
-            yield run(part, shape, keys=keys, factors={})
-    for key, part in adapter.nonexpert.items():
-        scale = factors.get(part.key.module, 1.0) if part.key.half == "B" else 1.0
-        scales: dict[ServingLayout, float] = {"nonexpert": scale, "merged": scale}
-        if part.key.half == "B":
-            scales["merged"] *= merged_factor
-        names = [key]
-        keys = {"nonexpert": names, "merged": names}
-        yield run(part, part.entry.shape, keys=keys, factors=scales)
+def _outputs(to: str, options: ConvertOptions) -> dict[str, PathLike | None]:
+    """Layout -> directory; UsageError if the directories don't match the format."""
+    split = {
+        "expert": options.get("expert_output_dir"),
+        "nonexpert": options.get("nonexpert_output_dir"),
+    }
+    merged, whole = options.get("merged_output_dir"), options.get("output_dir")
+    if to == "kt-split":
+        if whole is not None:
+            raise UsageError(
+                "kt-split is two directories, not one",
+                "name them with --expert-output-dir and --nonexpert-output-dir, or choose another --to",
+            )
+        return {**split, "merged": merged}
+    if to == "kt-merged" and merged is not None and whole is None:
+        merged, whole = None, merged
+    if merged is not None or any(path is not None for path in split.values()):
+        raise UsageError(
+            f"--to {to} writes one directory", "name it with --output and leave the others out"
+        )
+    if whole is None:
+        raise UsageError(f"--to {to} has nowhere to write", "name a directory with --output")
+    return {"merged" if to == "kt-merged" else to: whole}
 
 
-def _copies(adapter: Adapter, outputs: list[Output], runs: list[_Run]) -> list[Copy]:
-    """Fill ``outputs`` and return the ranges, in one order that is valid for every output.
+def _formats(to: str, paths: Mapping[str, Path]) -> list[str]:
+    """The formats to write: a merged directory may be requested in addition to the split ones."""
+    if to != "kt-split":
+        return [to]
+    split = "expert" in paths or "nonexpert" in paths
+    return ["kt-split"] * split + ["kt-merged"] * ("merged" in paths)
 
-    Wider dtypes come first, so that every tensor is aligned; then input order.
+
+def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> ConvertReport:
+    """Execute the plan of ``plan_convert``."""
+    started = time.perf_counter()
+    stagings: list[Staging] = []
+    with explained(stagings, sum(output.nbytes for output in plan.outputs)):
+        _write(plan, on_progress, stagings)
+    return ConvertReport(
+        source=str(plan.source.path),
+        layout=plan.source.format,
+        tensors_in=plan.source.tensors_in,
+        bytes_in=plan.bytes_in,
+        outputs=tuple(output.as_dict() for output in plan.outputs),
+        findings=tuple(plan.findings),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Staging]) -> None:
+    """Write all outputs; each is appended to ``stagings`` when started.
+
+    They are renamed into place once the input's hashes match and its files are unchanged.
     """
-    order = {id(file): number for number, file in enumerate(adapter.files)}
-    runs.sort(key=lambda run: (-DTYPE_BITS[run.written_dtype], order[id(run.file)], run.start))
-    copies: list[Copy] = []
-    for run in runs:
-        targets: list[int] = []
-        factors: list[float] = []
-        for number, output in enumerate(outputs):
-            keys = run.keys.get(output.layout)
-            if keys is not None:
-                output.tensors += [(key, run.written_dtype, run.shape) for key in keys]
-                targets.append(number)
-                factors.append(run.factors.get(output.layout, 1.0))
-        if not targets:
-            continue
-        copy = Copy(*run[:5], tuple(targets), tuple(factors))
-        last = copies[-1] if copies else None
-        if (
-            last is not None
-            and last.file is copy.file
-            and last.end == copy.start
-            and last[3:] == copy[3:]
-        ):
-            copies[-1] = last._replace(end=copy.end)
-        else:
-            copies.append(copy)
-    return copies
+    total = sum(copy.nbytes for copy in plan.copies)
+    done = reported = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done, reported
+        done += count
+        if done - reported >= _REPORT_EVERY or done == total:
+            reported = done
+            if on_progress is not None:
+                on_progress(done, total)
+
+    spans = [copy.source for copy in plan.copies if isinstance(copy.source, Span)]
+    with ExitStack() as stack:
+        directories: list[OutputDirectory] = []
+        for output in plan.outputs:
+            staging = stage_adapter(output.path, overwrite=plan.overwrite, layout=output.layout)
+            stagings.append(stack.enter_context(staging))
+            directories.append(stack.enter_context(OutputDirectory(staging, output)))
+        used = {span.file.path for span in spans}
+        hashes = stack.enter_context(ReadHashes(plan.given, plan.source.manifest, used))
+        with guarded(plan.source.stamps, "conversion") as check_stamps:
+            files = [file for directory in directories for file in directory.files.values()]
+            copy_all(plan.copies, files, hashes.take, on_bytes)
+            for directory in directories:
+                directory.flush()
+            for directory in directories:
+                directory.finish(plan.source.trained_on)
+            problems = hashes.problems()
+            check_stamps()
+        if problems:
+            raise ProblemsError(f"{plan.given} does not match its manifest", problems)
+        for staging in stagings:
+            staging.commit()

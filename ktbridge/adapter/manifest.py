@@ -16,12 +16,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import Fingerprint, TensorFile
+from ktbridge.model import Fingerprint
 from ktbridge.model.identity import parse_fingerprint
 from ktbridge.model.jsonfile import read_small_file
 
@@ -69,12 +69,9 @@ def hash_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def fused_record(file: TensorFile) -> dict[str, Any]:
-    """KT's manifest entries for the fused file beyond size and hash."""
-    tensors = {
-        name: {"shape": list(entry.shape), "dtype": entry.dtype}
-        for name, entry in sorted(file.entries.items())
-    }
+def fused_record(rows: Iterable[tuple[str, str, Sequence[int]]]) -> dict[str, Any]:
+    """KT's manifest entries for the fused file beyond size and hash, from (name, dtype, shape)."""
+    tensors = {name: {"shape": list(shape), "dtype": dtype} for name, dtype, shape in sorted(rows)}
     return {"tensor_count": len(tensors), "tensors": tensors}
 
 

@@ -13,30 +13,27 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktbridge import __version__
 from ktbridge.adapter.adapter import Adapter
-from ktbridge.adapter.check_hashes import require_hashes
-from ktbridge.adapter.check_identity import Base, check_identity
+from ktbridge.adapter.checks.hashes import require_hashes
+from ktbridge.adapter.checks.identity import Base, check_identity
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
-from ktbridge.adapter.publish import explained
+from ktbridge.adapter.publish import PathLike, explained, guarded
 from ktbridge.adapter.scan import scan_adapter
-from ktbridge.adapter.sources import guarded
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import Checkpoint, open_checkpoint, read_model_config
 from ktbridge.model.replace import why_not_replaceable
 from ktbridge.model.stamps import Stamps, take_stamps
-from ktbridge.publish import Staging
+from ktbridge.publish import OnProgress, Staging
 from ktbridge.units import size_text
 
-OnProgress = Callable[[int, int], None]
-PathLike = str | os.PathLike[str]
 MERGE_FILE = "ktbridge_merge.json"
 # Copies of the weights in other formats would be unmerged.
 _OTHER_WEIGHTS = re.compile(
@@ -52,7 +49,7 @@ class MergePlan:
 
     ``deltas`` by shard; ``copied`` are files beside the shards, ``left_out`` those that hold
     weights in another format (or are directories) and would stay unmerged. ``stamps``: size, time and
-    inode of all files read (``ktbridge.adapter.sources``).
+    inode of all files read (``ktbridge.adapter.publish``).
     """
 
     adapter: Adapter

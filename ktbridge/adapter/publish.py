@@ -1,17 +1,24 @@
-"""Output checks of conversions, and error messages for failed or interrupted writes."""
+"""Checks of outputs and inputs around a write, and error messages if it fails or is interrupted.
+
+An input file that is overwritten meanwhile would give an output that is neither the old nor the new
+adapter. So the files' stamps (size, modification time, inode) are taken at the first read and compared
+before anything is published; ``guarded`` also names a changed file as the cause if reading or converting
+failed because of it.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ktbridge.adapter.adapter import is_number
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.model.stamps import Stamps, difference, stamp
 from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.units import size_text
 
@@ -134,3 +141,31 @@ def _in_place(stagings: list[Staging]) -> str:
     if not done:
         return "nothing was written"
     return f"{'' if len(done) == len(stagings) else 'only '}{', '.join(done)} is in place"
+
+
+def _changed_files(stamps: Stamps) -> Iterator[Problem]:
+    """One problem per file that no longer matches ``stamps``."""
+    for path, before in stamps.items():
+        if what := difference(before, stamp(path)):
+            yield problem("KTB709", str(path), f"{what} while it was being read")
+
+
+@contextmanager
+def guarded(stamps: Stamps, doing: str) -> Iterator[Callable[[], None]]:
+    """Yields a function that raises ProblemsError if a file changed: call it before publishing.
+
+    If the block fails and a file has changed, that ProblemsError is raised instead. ``doing`` completes
+    "... changed during".
+    """
+
+    def check() -> None:
+        if problems := list(_changed_files(stamps)):
+            raise ProblemsError(f"nothing was written: a file changed during the {doing}", problems)
+
+    try:
+        yield check
+    except Exception as error:
+        if problems := list(_changed_files(stamps)):
+            message = f"nothing was written: a file changed during the {doing}"
+            raise ProblemsError(message, problems) from error
+        raise

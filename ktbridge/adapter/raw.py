@@ -9,20 +9,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, MODEL_FILE
+from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE
+from ktbridge.adapter.blocks import Output, Piece, block_in_memory, piece, plan_copies
 from ktbridge.adapter.keys import parse_key
-from ktbridge.adapter.manifest import (
-    MANIFEST_FILE,
-    build_manifest,
-    dump_json,
-    fused_record,
-    hash_file,
-)
 from ktbridge.adapter.publish import stage_adapter
+from ktbridge.adapter.writer import OutputDirectory, copy_all
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.model import Fingerprint, Tensor, find_model, open_tensor_file
+from ktbridge.model import Fingerprint, Tensor, find_model
 from ktbridge.model import fingerprint as fingerprint_of
-from ktbridge.model.tensorfile import write_tensor_file
 
 _FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 
@@ -69,30 +63,21 @@ def write_raw_adapter(
     settings = {key: _plain(value) for key, value in config.items()}
     settings["base_model_name_or_path"] = base_model
     settings["peft_type"] = "LORA"
-    with stage_adapter(directory, overwrite=overwrite) as staging:
-        staging.write_bytes(CONFIG_FILE, dump_json(settings))
-        write_tensor_file(staging.path / MODEL_FILE, _named(nonexpert), {"format": "pt"})
-        files = [CONFIG_FILE, MODEL_FILE]
-        if expert:
-            write_tensor_file(staging.path / FUSED_FILE, _named(expert))
-            files.append(FUSED_FILE)
-        artifacts: dict[str, dict[str, Any]] = {}
-        for name in files:
-            path = staging.path / name
-            artifacts[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
-        if expert:
-            artifacts[FUSED_FILE].update(fused_record(open_tensor_file(staging.path / FUSED_FILE)))
-        manifest = build_manifest(
-            base_model=base_model,
-            rank=rank,
-            alpha=alpha,
-            artifacts=artifacts,
-            expert_weight_format=expert_weight_format,
-            base_fingerprint=_taken(base_model) if fingerprint is True else fingerprint or None,
-        )
+    files = {MODEL_FILE: _pieces(nonexpert)}
+    if expert:
+        files[FUSED_FILE] = _pieces(expert)
+    output = Output("raw", settings, files, rank, alpha, weight_format=expert_weight_format)
+    trained_on = _taken(base_model) if fingerprint is True else fingerprint or None
+    copies = plan_copies([output])
+    with (
+        stage_adapter(directory, overwrite=overwrite) as staging,
+        OutputDirectory(staging, output) as target,
+    ):
+        copy_all(copies, [*target.files.values()])
         for name, data in (extra_files or {}).items():
             staging.write_bytes(name, data)
-        staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
+        target.flush()
+        target.finish(trained_on)
         staging.commit()
 
 
@@ -111,8 +96,8 @@ def _also(kind: str) -> str:
     return "expert" if kind == "lora" else kind
 
 
-def _named(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    return [Tensor(name, t.dtype, t.shape, t.data) for name, t in sorted(tensors.items())]
+def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    return [piece(name, block_in_memory(tensor)) for name, tensor in sorted(tensors.items())]
 
 
 def _plain(value: Any) -> Any:

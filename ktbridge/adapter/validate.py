@@ -7,28 +7,28 @@ Headers are checked first; then, unless only structure is asked for, values are 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.check_base import check_base
-from ktbridge.adapter.check_config import check_config, folded
-from ktbridge.adapter.check_engine import check_engine
-from ktbridge.adapter.check_hashes import Hashes
-from ktbridge.adapter.check_identity import Base, check_identity
-from ktbridge.adapter.check_inventory import check_inventory
-from ktbridge.adapter.check_layers import check_gaps
-from ktbridge.adapter.check_set import check_set, source_of
+from ktbridge.adapter.checks.base import check_base
+from ktbridge.adapter.checks.config import check_config, folded
+from ktbridge.adapter.checks.engine import check_engine
+from ktbridge.adapter.checks.hashes import Hashes
+from ktbridge.adapter.checks.identity import Base, check_identity
+from ktbridge.adapter.checks.inventory import check_inventory
+from ktbridge.adapter.checks.layers import check_gaps
+from ktbridge.adapter.checks.set import check_set, source_of
 from ktbridge.adapter.engines import contract_for
 from ktbridge.adapter.rules import many
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig, read_model_config
+from ktbridge.publish import OnProgress
 
-OnProgress = Callable[[int, int], None]
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
@@ -149,7 +149,7 @@ def _values(
     adapters: Sequence[Adapter], hashes: Hashes, on_progress: OnProgress | None
 ) -> Iterator[Problem]:
     """Read values, wait for hashes, compare; progress counts the bytes of each step."""
-    from ktbridge.adapter.check_data import check_data  # needs numpy; structure checks don't
+    from ktbridge.adapter.checks.values import check_data  # needs numpy; structure checks don't
 
     sizes = [sum(file.size for file in adapter.files) for adapter in adapters]
     compared = sum(sizes) if len(adapters) > 1 else 0

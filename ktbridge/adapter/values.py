@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
@@ -42,9 +41,9 @@ def to_bf16(data: memoryview, dtype: str) -> bytes | None:
     return bytes(rounded.tobytes())
 
 
-def rounding_findings(where: str, dtypes: Iterable[str]) -> Iterator[Problem]:
-    """Report how many tensors of each dtype a conversion to bfloat16 rounds; ``dtypes``: one per tensor."""
-    for dtype, count in sorted(Counter(dtypes).items()):
+def rounding_findings(where: str, counts: Mapping[str, int]) -> Iterator[Problem]:
+    """Report how many tensors of each dtype a conversion to bfloat16 rounds."""
+    for dtype, count in sorted(counts.items()):
         if dtype != "BF16":
             found = f"has {count} tensors in {dtype}, which are rounded to bfloat16 as asked for"
             yield problem("KTB304", where, found, next_step="nothing")

@@ -10,7 +10,7 @@ import click
 from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
-    from ktbridge.adapter.execute import ConvertReport
+    from ktbridge.adapter.convert import ConvertReport
 
 _KT_LAYOUTS = ("raw", "expert", "nonexpert", "merged")
 _NUMERIC = ("tensors", "bytes", "rank", "alpha")
@@ -79,10 +79,10 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
     SGLang and llama.cpp; what a format can't hold exactly is refused with the reason, and so is an
     adapter whose files don't match its manifest.
     """
-    from ktbridge.adapter.conversion import execute_conversion, plan_conversion
+    from ktbridge.adapter.convert import execute_plan, plan_convert
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
 
-    plan = plan_conversion(raw_dir, overwrite=overwrite, **options)
+    plan = plan_convert(raw_dir, overwrite=overwrite, **options)
     if dry_run:
         if as_json:
             emit_json({"ok": True, **plan.as_dict()})
@@ -94,7 +94,7 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
     report = None
     try:
         with terminable(), progress_bar("converting", "bytes") as on_progress:
-            report = execute_conversion(plan, on_progress)
+            report = execute_plan(plan, on_progress)
     except KeyboardInterrupt as stop:
         if report is None:
             raise

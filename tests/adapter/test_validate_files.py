@@ -234,7 +234,7 @@ def nobody(paths: Paths, tmp_path: Path) -> Iterator[Callable[[], list[dict[str,
     for place in (tmp_path, *tmp_path.parents[:2]):
         place.chmod(0o755)
     code = (
-        "import json, os, ktbridge.adapter.check_data\n"
+        "import json, os, ktbridge.adapter.checks.values\n"
         "from ktbridge.adapter import validate_adapter\n"
         "os.getuid() or os.setuid(65534)\n"
         "print(json.dumps(validate_adapter(['n']).as_dict()))"

@@ -1,13 +1,24 @@
 """All adapter formats for a MoE model's LoRA: one row each, one file per group of similar ones.
 
 A reader turns a directory into a :class:`~ktbridge.adapter.dialects.source.Source`; a writer is a
-pure function from that to the files it would write. This table lists the formats, whether a
-round trip through the raw layout preserves the bytes, and which engines load them.
+pure function from that to the directories it would write. This table lists the formats, whether a
+round trip through the raw layout preserves the bytes, and which engines load them. Readers and
+writers are imported when they are needed: most need numpy, those of KT's own layouts don't.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from ktbridge.errors import UsageError
+from ktbridge.model.tensorfile import MAX_HEADER_BYTES
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.dialects.source import Reader, Writer
 
 
 class Dialect(NamedTuple):
@@ -44,3 +55,80 @@ DIALECTS: tuple[Dialect, ...] = (
 )  # fmt: skip
 READABLE = tuple(dialect.name for dialect in DIALECTS if dialect.reads)
 WRITABLE = tuple(dialect.name for dialect in DIALECTS if dialect.writes)
+
+_READERS = {
+    **dict.fromkeys(("kt", "raw", "kt-split", "kt-merged", "vllm"), "kt.read_kt"),
+    "sglang-3d": "kt.read_sglang_3d",
+    **dict.fromkeys(("peft", "peft-fused", "peft-0.18", "unsloth-legacy"), "peft.read_peft"),
+    "gguf": "gguf.read_gguf",
+}
+_WRITERS = {
+    "raw": "kt.write_raw",
+    "kt-split": "kt.write_split",
+    "kt-merged": "kt.write_merged",
+    "vllm": "kt.write_vllm",
+    "sglang-3d": "kt.write_sglang_3d",
+    "peft-fused": "peft_write.write_peft",
+    "gguf": "gguf.write_gguf",
+}
+_SIGNS = {
+    "peft": re.compile(rb"\.experts\.(?:base_layer\.)?lora_[AB]\."),
+    "sglang-3d": re.compile(rb"\.experts\.(?:gate|up|down)_proj\.lora_[AB]\."),
+}
+
+
+def reader_of(name: str) -> Reader:
+    """The reader of a readable format, or of what ``detect_format`` returned."""
+    return cast("Reader", _function(_READERS[name]))
+
+
+def writer_of(name: str) -> Writer:
+    """The writer of a writable format."""
+    return cast("Writer", _function(_WRITERS[name]))
+
+
+def _function(name: str) -> object:
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"ktbridge.adapter.dialects.{module}"), function)
+
+
+def check_names(to: str, from_format: str, dtype: str) -> None:
+    """UsageError, listing the valid names, unless these are known formats and dtypes."""
+    for value, flag, known in (
+        (to, "--to", WRITABLE),
+        (from_format, "--from", ("auto", *READABLE)),
+        (dtype, "--dtype", ("keep", "bf16")),
+    ):
+        if value not in known:
+            raise UsageError(_unknown(flag, value), f"use {', '.join(known)}")
+
+
+def _unknown(flag: str, value: str) -> str:
+    dialect = next((row for row in DIALECTS if row.name == value), None)
+    if dialect is not None:  # a read-only format
+        return f"{flag} {value} can't be done: it is {dialect.exact.rpartition('; ')[2]}"
+    return f"{flag} {value} is not a name we know"
+
+
+def detect_format(path: str | os.PathLike[str]) -> str:
+    """ "kt" (raw, split, merged, vLLM), "peft" (one of three fused dialects), "sglang-3d", "gguf".
+
+    Detected by names in the headers' text: parsing tens of thousands of keys is left to the reader.
+    An unreadable input counts as "kt", whose reader reports the cause.
+    """
+    place = Path(path).expanduser()
+    if place.suffix == ".gguf" or (place.is_dir() and any(place.glob("*.gguf"))):
+        return "gguf"
+    for file in sorted(place.glob("adapter_model*.safetensors")) if place.is_dir() else ():
+        if not file.is_file():  # opening a pipe would block forever
+            continue
+        try:
+            with open(file, "rb") as handle:
+                length = int.from_bytes(handle.read(8), "little")
+                header = handle.read(min(length, MAX_HEADER_BYTES))
+        except OSError:
+            continue
+        for name, pattern in _SIGNS.items():
+            if pattern.search(header):
+                return name
+    return "kt"

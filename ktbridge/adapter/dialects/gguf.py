@@ -16,23 +16,34 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ktbridge.adapter.adapter import CONFIG_FILE, is_number
-from ktbridge.adapter.dialects.draft import Draft, Piece, nonexpert_modules
-from ktbridge.adapter.dialects.kt import module_prefix, one_scale
-from ktbridge.adapter.dialects.opened import fail_if, local_config
-from ktbridge.adapter.dialects.source import Bits, Block, Source, check_source, refusal
+from ktbridge.adapter.blocks import BITS, Block, Output, Rows, piece
+from ktbridge.adapter.dialects.source import (
+    Request,
+    Source,
+    check_source,
+    fail_if,
+    local_config,
+    refusal,
+)
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object, trained_on
+from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.model import ModelConfig
 from ktbridge.model.stamps import take_stamps
+from ktbridge.model.tensorfile import DTYPE_BITS
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.blocks import Bits
 
 GGUF_FILE = "adapter_model.gguf"
 # config.json's model_type -> llama.cpp's architecture.
@@ -76,9 +87,9 @@ def _package() -> Any:
     return gguf
 
 
-def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
+def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
     """One GGUF file, with adapter_config.json beside it."""
-    package = _package()
+    package, base = _package(), source.base
     architecture = _ARCHITECTURES.get(base.model_type) if base else None
     if base is None or architecture is None:
         what = f"for {base.model_type!r}" if base else "without the base model's config.json"
@@ -86,10 +97,10 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
         found = f"can't be named as llama.cpp names tensors {what}"
         return [], [refusal(str(source.path), found, step)]
     # llama.cpp divides alpha by each tensor's rank: only the alphas must match.
-    rank, alpha, factor, problems = one_scale(source, same_rank=False)
+    rank, alpha, factor, problems = source.one_scale(same_rank=False)
     names = _names(package, architecture, max((*source.layers, base.num_layers)) + 1)
     pieces = [
-        Piece(f"blk.{layer}.ffn_{projection}_exps.weight.lora_{half.lower()}", block)
+        piece(f"blk.{layer}.ffn_{projection}_exps.weight.lora_{half.lower()}", block)
         for (layer, projection, half), block in sorted(source.experts.items())
     ]
     for key, block in sorted(source.nonexpert.items()):
@@ -105,12 +116,10 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
         if parsed.half == "B":
             block = _permuted(block, parsed, architecture, base, back=False)
             block = block.times(factor, f"{source.path}: {key}")
-        pieces.append(Piece(f"{name}.weight.lora_{parsed.half.lower()}", block))
-    modules = [f"{projection}_proj" for projection in source.projections]
-    modules += nonexpert_modules(source)
+        pieces.append(piece(f"{name}.weight.lora_{parsed.half.lower()}", block))
+    modules = [*source.expert_modules(), *source.nonexpert_modules()]
     config = build_config(source.kept, source.base_model, rank, alpha, modules)
-    draft = Draft("gguf", config, {GGUF_FILE: pieces}, rank, alpha)
-    draft.gguf = {
+    metadata = {
         "general.architecture": architecture,
         "general.type": "adapter",
         "general.name": Path(str(source.base_model or "adapter")).name,
@@ -118,48 +127,51 @@ def write_gguf(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
         "adapter.lora.alpha": alpha,
         # Our own keys: llama.cpp has none for these, and loaders ignore unknown keys.
         "ktbridge.base_model": str(source.base_model or ""),
-        "ktbridge.module_prefix": module_prefix(source, base),
+        "ktbridge.module_prefix": source.module_prefix(),
     }
     if float(np.float32(alpha)) != alpha:
         found = f"alpha {alpha!r} is not a float32, which is what GGUF holds"
         problems.append(refusal(str(source.path / CONFIG_FILE), found, "choose another format"))
-    return [draft], problems
+    output = Output("gguf", config, {GGUF_FILE: pieces}, rank, alpha)
+    output.header = partial(_header, metadata)
+    output.alignment = package.GGUF_DEFAULT_ALIGNMENT
+    return [output], problems
 
 
-def save_gguf(path: Path, draft: Draft, on_bytes: Any) -> None:
-    """Write the file tensor by tensor; call ``on_bytes(count)`` after each."""
+def _header(metadata: dict[str, Any], name: str, rows: Rows) -> bytes:
+    """What precedes the first tensor: ``metadata`` by key, and a row per tensor."""
     package = _package()
-    types = package.GGMLQuantizationType
-    writer = package.GGUFWriter(path, draft.gguf["general.architecture"])
-    for key, value in draft.gguf.items():
-        if key == "general.architecture":
-            continue  # the writer's own
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_float32(key, value)
-    (pieces,) = draft.pieces.values()
-    try:
-        for key, block in pieces:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        writer = package.GGUFWriter(path, metadata["general.architecture"])
+        for key, value in metadata.items():
+            if key == "general.architecture":
+                continue  # the writer's own
+            if isinstance(value, str):
+                writer.add_string(key, value)
+            else:
+                writer.add_float32(key, value)
+        for key, dtype, shape in rows:
             # raw_dtype is the real type; the numpy dtype only keeps the writer from unpacking bytes.
-            kind = types[block.dtype]
-            writer.add_tensor_info(key, block.shape, np.dtype("u2"), block.nbytes, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for _, block in pieces:
-            writer.write_tensor_data(np.ascontiguousarray(block.load()))
-            on_bytes(block.nbytes)
-    finally:
-        writer.close()
+            kind = package.GGMLQuantizationType[dtype]
+            nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
+            writer.add_tensor_info(key, shape, np.dtype("u2"), nbytes, raw_dtype=kind)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+        finally:
+            writer.close()
+        header = path.read_bytes()
+    return header + bytes(-len(header) % package.GGUF_DEFAULT_ALIGNMENT)
 
 
-def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) -> Source:
+def read_gguf(request: Request) -> Source:
     """A GGUF adapter: a file, or the one ``.gguf`` file in a directory.
 
     Raises KtbridgeError for anything but a LoRA adapter whose tensors are BF16, F16 or F32.
     """
-    package = _package()
+    package, path = _package(), request.path
     file = path
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
@@ -184,9 +196,9 @@ def read_gguf(path: Path, base: ModelConfig | None, lora_alpha: float | None) ->
     kind = (fields.get("general.type"), fields.get("adapter.type"))
     if kind != ("adapter", "lora"):
         raise KtbridgeError(f"{file} is not a LoRA adapter", "pass an adapter, not a model")
-    source = _source(package, file, path, fields, tensors, base)
+    source = _source(package, file, request, fields, tensors)
     source.stamps = stamps
-    source.trained_on = trained_on(_beside(path, MANIFEST_FILE))
+    source.manifest = _beside(path, MANIFEST_FILE)
     return source
 
 
@@ -204,12 +216,11 @@ def _strict_reader(package: Any) -> Any:
 
 
 def _source(
-    package: Any, file: Path, path: Path, fields: dict[str, Any], tensors: list[Any],
-    base: ModelConfig | None,
-) -> Source:  # fmt: skip
-    config = _beside(path, CONFIG_FILE)
+    package: Any, file: Path, request: Request, fields: dict[str, Any], tensors: list[Any]
+) -> Source:
+    config = _beside(request.path, CONFIG_FILE)
     base_model = config.get("base_model_name_or_path") or fields.get("ktbridge.base_model") or None
-    base = base or local_config(str(base_model))
+    base = local_config(request.base_model, str(base_model))
     prefix = fields.get("ktbridge.module_prefix")
     if not isinstance(prefix, str):
         prefix = base.prefix if base else "model."
@@ -274,9 +285,9 @@ def _layers(tensors: list[Any]) -> int:
 
 def _block(file: Path, tensor: Any) -> Block | None:
     dtype = tensor.tensor_type.name
-    if dtype not in ("BF16", "F16", "F32"):
+    if dtype not in BITS:
         return None
-    bits = np.dtype("<u4" if dtype == "F32" else "<u2")
+    bits = np.dtype(BITS[dtype])
     shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
     offset = int(tensor.data_offset)
 

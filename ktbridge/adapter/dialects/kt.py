@@ -14,97 +14,112 @@ two; otherwise the conversion is refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, MODEL_FILE, Adapter, Part
-from ktbridge.adapter.convert import open_scaled
-from ktbridge.adapter.dialects.draft import Draft, Piece, nonexpert_modules
-from ktbridge.adapter.dialects.opened import (
+from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter, ExpertStack, Part
+from ktbridge.adapter.blocks import Block, Output, Piece, block_of, block_of_tensor, piece
+from ktbridge.adapter.dialects.directory import file_nonexpert, open_foreign
+from ktbridge.adapter.dialects.source import (
+    Request,
+    Source,
+    check_source,
     expert_alpha,
     fail_if,
-    file_nonexpert,
-    open_foreign,
-)
-from ktbridge.adapter.dialects.source import (
-    Block,
-    LastLoaded,
-    Slot,
-    Source,
-    block_of,
-    block_of_tensor,
-    check_source,
     refusal,
 )
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.manifest import fused_record, trained_on
-from ktbridge.adapter.scales import Numbers, common_scale
+from ktbridge.adapter.scales import apply_alpha, fold_patterns
+from ktbridge.adapter.scan import scan_adapter
+from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
-from ktbridge.errors import Problem
-from ktbridge.model import ModelConfig, open_tensor_file
+from ktbridge.errors import Problem, ProblemsError
 
+# layer, expert, projection, half -> the key of one expert's matrix
+ExpertKey = Callable[[int, int, str, str], str]
 _3D = re.compile(
     r"(?:base_model\.model\.)?(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,6})\.(?:mlp|block_sparse_moe)"
     r"\.experts\.(?P<name>gate|up|down)_proj\.lora_(?P<half>[AB])(?:\.default)?\.weight"
 )
 
 
-def read_kt(
-    path: Path, base: ModelConfig | None, lora_alpha: float | None, name: str = "kt"
-) -> Source:
-    """A raw, expert, non-expert or merged directory; with ``name`` "vllm", one that vLLM serves.
+def read_kt(request: Request) -> Source:
+    """A raw, expert, non-expert or merged directory, or one that vLLM serves.
 
     Under rsLoRA, KT trains experts at alpha/r, while vLLM serves them at alpha/sqrt(r); an explicit
-    ``lora_alpha`` means alpha/r either way.
+    alpha means alpha/r either way. A missing projection (KTB203) is among the findings, because
+    formats that KT's engines don't serve allow that.
     """
-    adapter, factors, findings = open_scaled(path, lora_alpha)
-    # A projection may be missing: formats that engines don't serve allow that.
-    findings = [item for item in findings if item.code != "KTB203"]
-    fail_if(path, findings)
-    source = _numbers(adapter, name, lora_alpha)
-    # Two scales are fine here, and with vLLM rsLoRA is unambiguous.
-    silent = {"KTB116", "KTB104", *(["KTB107"] if name == "vllm" else [])}
-    source.findings = [
-        item
-        for item in findings
-        if item.code not in silent and (item.code, item.severity) != ("KTB107", "info")
-    ]
+    path = request.path
+    adapter, factors, findings = _scaled(request)
+    fail_if(path, [item for item in findings if item.code != "KTB203"])
+    source = _numbers(adapter, request)
+    source.findings = findings
     for slot, stack in adapter.experts.items():
         layer, projection, half = slot
-        whole = stack.fused is not None
-        if not whole and len(stack.parts) != stack.count:
+        if stack.fused is None and len(stack.parts) != stack.count:
             found = f"{projection}_proj.lora_{half} lacks {stack.count - len(stack.parts)} experts"
-            source.findings.append(problem("KTB203", f"{path}: layer {layer}", found))
-            continue
-        piece = next(piece for _, piece in stack.slices())
-        shape = (stack.count, *piece.shape)
-        name_of = f"{projection}_lora_{half.lower()}"
-        fetch = partial(adapter.expert_tensor, layer, name_of, mapped=False)
-        source.experts[slot] = block_of_tensor(piece.dtype, shape, fetch)
-        source.tensors_in += 1 if whole else len(stack.parts)
+            fail_if(path, [*findings, problem("KTB203", f"{path}: layer {layer}", found)])
+        source.experts[slot] = _stacked(adapter, layer, f"{projection}_lora_{half.lower()}", stack)
     for key, part in adapter.nonexpert.items():
-        block = block_of(part.file, part.entry)
         factor = factors.get(part.key.module, 1.0) if part.key.half == "B" else 1.0
-        source.nonexpert[key] = block.times(factor, part.where)
-        source.tensors_in += 1
-    fail_if(path, [*source.findings, *check_source(source)])
+        source.nonexpert[key] = block_of(part.file, part.entry).times(factor, part.where)
+    source.tensors_in = sum(block.tensors for block in source.blocks(()))
+    mismatches = [item for item in check_source(source) if item.code != "KTB203"]
+    fail_if(path, [*findings, *mismatches] if mismatches else [])
     return source
 
 
-def _numbers(adapter: Adapter, name: str, lora_alpha: float | None) -> Source:
+def _scaled(request: Request) -> tuple[Adapter, dict[str, float], list[Problem]]:
+    """Open a directory; also returns the factors for B per module, and every finding.
+
+    An explicit alpha is applied, and alpha_pattern removed: the factors replace it. With both an
+    alpha and a base model given, the adapter needs no adapter_config.json. ProblemsError if the
+    directory can't be opened at all.
+    """
+    path, alpha, stand_in = request.path, request.lora_alpha, None
+    if alpha is not None and request.base_model:
+        stand_in = {
+            "peft_type": "LORA",
+            "lora_alpha": alpha,
+            "base_model_name_or_path": request.base_model,
+            "target_modules": [],
+        }
+    adapter, findings = scan_adapter(path, stand_in)
+    if adapter is None:
+        raise ProblemsError(f"{path} can't be converted", findings)
+    findings += apply_alpha(adapter, alpha)
+    factors, folded = fold_patterns(adapter)
+    findings += folded
+    findings += check_structure(adapter, serving=False)
+    return adapter, factors, findings
+
+
+def _stacked(adapter: Adapter, layer: int, name: str, stack: ExpertStack) -> Block:
+    """All experts of a slot: one tensor of the input, or one per expert."""
+    if stack.fused is not None:
+        return block_of(stack.fused.file, stack.fused.entry)
+    parts = tuple(block_of(part.file, part.entry) for part in stack.sources)
+    fetch = partial(adapter.expert_tensor, layer, name, mapped=False)
+    whole = block_of_tensor(parts[0].dtype, (len(parts), *parts[0].shape), fetch)
+    return whole._replace(parts=parts)
+
+
+def _numbers(adapter: Adapter, request: Request) -> Source:
+    """A source without tensors: ranks, alphas and origin."""
     rslora = bool(adapter.config.get("use_rslora"))
     has_alpha = adapter.config.get("lora_alpha") is not None
     other_rank = adapter.nonexpert_rank
     other_alpha = adapter.nonexpert_alpha if has_alpha else adapter.alpha
     # Without experts, the manifest's expert entries are ignored.
     rank, alpha = (adapter.rank, adapter.alpha) if adapter.experts else (other_rank, other_alpha)
-    if name == "vllm" and rslora and lora_alpha is None:
+    vllm = request.format == "vllm"
+    if vllm and rslora and request.lora_alpha is None:
         alpha = expert_alpha(alpha / rank**0.5, rank)
     return Source(
         path=adapter.path,
-        format=name if name == "vllm" else adapter.layout,
+        format="vllm" if vllm else adapter.layout,
         rank=rank,
         alpha=alpha,
         nonexpert_rank=other_rank,
@@ -112,19 +127,16 @@ def _numbers(adapter: Adapter, name: str, lora_alpha: float | None) -> Source:
         use_rslora=rslora,
         base_model=adapter.base_model,
         kept=kept_fields(adapter.config),
+        files=[] if vllm else adapter.files,
         stamps=adapter.stamps,
-        trained_on=trained_on(adapter.manifest),
+        manifest=adapter.manifest,
     )
 
 
-def read_vllm(path: Path, base: ModelConfig | None, lora_alpha: float | None) -> Source:
-    """A per-expert 2-D adapter as vLLM serves it."""
-    return read_kt(path, base, lora_alpha, "vllm")
-
-
-def read_sglang_3d(path: Path, base: ModelConfig | None, lora_alpha: float | None) -> Source:
+def read_sglang_3d(request: Request) -> Source:
     """An adapter whose experts are stacked tensors under the modules' own names."""
-    opened = open_foreign(path, lora_alpha)
+    path = request.path
+    opened = open_foreign(path, request.lora_alpha)
     alpha = opened.alpha
     if opened.config.get("use_rslora"):
         alpha = expert_alpha(alpha / opened.rank**0.5, opened.rank)
@@ -145,80 +157,73 @@ def read_sglang_3d(path: Path, base: ModelConfig | None, lora_alpha: float | Non
     return source
 
 
-def write_raw(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
+def write_raw(source: Source) -> tuple[list[Output], list[Problem]]:
     """What training writes; the configuration keeps rsLoRA, the manifest has the experts' alpha."""
     numbers = source.nonexpert_rank, source.nonexpert_alpha
     if not source.nonexpert:
         numbers = source.rank, source.alpha
-    config = build_config(source.kept, source.base_model, *numbers, nonexpert_modules(source))
+    modules = source.nonexpert_modules()
+    config = build_config(source.kept, source.base_model, *numbers, modules)
     config["use_rslora"] = source.use_rslora and bool(source.nonexpert)
-    pieces = {MODEL_FILE: _nonexpert_pieces(source)}
+    files = {MODEL_FILE: source.nonexpert_pieces()}
     if source.experts:
-        pieces[FUSED_FILE] = [
-            Piece(fused_key(layer, f"{projection}_lora_{half.lower()}"), block)
+        experts = {
+            fused_key(layer, f"{projection}_lora_{half.lower()}"): block
             for (layer, projection, half), block in source.experts.items()
-        ]
-    for group in pieces.values():
-        group.sort(key=lambda piece: piece.key)
-    draft = Draft("raw", config, pieces, source.rank, source.alpha)
-    draft.weight_format = "bf16"
-    draft.record = lambda path: fused_record(open_tensor_file(path))
-    return [draft], []
+        }
+        files[FUSED_FILE] = [piece(key, block) for key, block in sorted(experts.items())]
+    return [Output("raw", config, files, source.rank, source.alpha, weight_format="bf16")], []
 
 
-def write_split(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
+def write_split(source: Source) -> tuple[list[Output], list[Problem]]:
     """The expert and the non-expert directory, each only if it has tensors."""
-    drafts = []
+    outputs = []
     if source.experts:
-        modules = _expert_modules(source)
-        config = build_config(
-            source.kept, source.base_model, source.rank, source.alpha, modules, nonexpert=False
-        )
+        rank, alpha, modules = source.rank, source.alpha, source.expert_modules()
+        config = build_config(source.kept, source.base_model, rank, alpha, modules, nonexpert=False)
         pieces = _expert_pieces(source, expert_key)
-        drafts.append(Draft("expert", config, {MODEL_FILE: pieces}, source.rank, source.alpha))
+        outputs.append(Output("expert", config, {MODEL_FILE: pieces}, rank, alpha))
     if source.nonexpert:
-        rank, alpha = source.nonexpert_rank, source.plain_alpha
-        config = build_config(
-            source.kept, source.base_model, rank, alpha, nonexpert_modules(source)
-        )
-        pieces = _nonexpert_pieces(source)
-        drafts.append(Draft("nonexpert", config, {MODEL_FILE: pieces}, rank, alpha))
-    return drafts, list(_all_projections(source))
+        rank, alpha, modules = source.nonexpert_rank, source.plain_alpha, source.nonexpert_modules()
+        config = build_config(source.kept, source.base_model, rank, alpha, modules)
+        pieces = source.nonexpert_pieces()
+        outputs.append(Output("nonexpert", config, {MODEL_FILE: pieces}, rank, alpha))
+    return outputs, _all_projections(source)
 
 
-def write_merged(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
+def write_merged(source: Source) -> tuple[list[Output], list[Problem]]:
     """One directory with KT's expert keys under PEFT's prefix."""
 
-    def key(*slot: Any) -> str:
-        return PEFT_PREFIX + expert_key(*slot)
+    def key(layer: int, expert: int, projection: str, half: str) -> str:
+        return PEFT_PREFIX + expert_key(layer, expert, projection, half)
 
-    drafts, problems = _one_scale("merged", source, _expert_pieces(source, key))
-    return drafts, [*problems, *_all_projections(source)]
+    outputs, problems = _one_scale("merged", source, _expert_pieces(source, key))
+    return outputs, [*problems, *_all_projections(source)]
 
 
-def write_vllm(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
+def write_vllm(source: Source) -> tuple[list[Output], list[Problem]]:
     """One directory with the checkpoint's own module names for every expert."""
-    family = base.family if base else None
+    family = source.base.family if source.base else None
     names = dict(zip(("gate", "up", "down"), family.names if family else (), strict=False))
     block = family.block if family else "mlp"
-    prefix = module_prefix(source, base)
+    prefix = source.module_prefix()
 
     def key(layer: int, expert: int, projection: str, half: str) -> str:
         leaf = names.get(projection, f"{projection}_proj")
         return f"{PEFT_PREFIX}{prefix}layers.{layer}.{block}.experts.{expert}.{leaf}.lora_{half}.weight"
 
-    drafts, problems = _one_scale("vllm", source, _expert_pieces(source, key))
+    outputs, problems = _one_scale("vllm", source, _expert_pieces(source, key))
     leaves = [names.get(name, f"{name}_proj") for name in source.projections]
-    for draft in drafts:
-        draft.config["target_modules"] = sorted({*leaves, *nonexpert_modules(source)})
-    return drafts, problems
+    for output in outputs:
+        output.config["target_modules"] = sorted({*leaves, *source.nonexpert_modules()})
+    return outputs, problems
 
 
-def write_sglang_3d(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
+def write_sglang_3d(source: Source) -> tuple[list[Output], list[Problem]]:
     """One directory with every projection's experts in one tensor."""
-    prefix = module_prefix(source, base)
+    prefix = source.module_prefix()
     pieces = [
-        Piece(
+        piece(
             f"{PEFT_PREFIX}{prefix}layers.{layer}.mlp.experts.{projection}_proj.lora_{half}.weight",
             block,
         )
@@ -227,67 +232,26 @@ def write_sglang_3d(source: Source, base: ModelConfig | None) -> tuple[list[Draf
     return _one_scale("sglang-3d", source, pieces)
 
 
-def module_prefix(source: Source, base: ModelConfig | None) -> str:
-    """The prefix of ``layers.N`` in module paths: from the non-expert keys, else the base's."""
-    for key in source.nonexpert:
-        match = re.match(r"base_model\.model\.(.*?)layers\.[0-9]+\.", key)
-        if match:
-            return match[1]
-    if base is not None:
-        return base.prefix
-    return "model." if source.prefix is None else source.prefix
-
-
-def one_scale(source: Source, same_rank: bool = True) -> tuple[int, float, float, list[Problem]]:
-    """Rank and alpha of the one configuration, and the factor to fold into non-expert B."""
-    rest = Numbers(source.nonexpert_rank, source.nonexpert_alpha)
-    if not source.experts:
-        return rest.rank, source.plain_alpha, 1.0, []
-    experts = Numbers(source.rank, source.alpha)
-    if not source.nonexpert:
-        return *experts, 1.0, []
-    where = str(source.path / CONFIG_FILE)
-    return *experts, *common_scale(where, experts, rest, source.use_rslora, same_rank)
-
-
 def _one_scale(
     layout: str, source: Source, experts: list[Piece]
-) -> tuple[list[Draft], list[Problem]]:
-    rank, alpha, factor, problems = one_scale(source)
-    modules = [*_expert_modules(source), *nonexpert_modules(source)]
+) -> tuple[list[Output], list[Problem]]:
+    rank, alpha, factor, problems = source.one_scale()
+    modules = [*source.expert_modules(), *source.nonexpert_modules()]
     config = build_config(source.kept, source.base_model, rank, alpha, modules)
-    pieces = [*experts, *_nonexpert_pieces(source, factor)]
-    return [Draft(layout, config, {MODEL_FILE: pieces}, rank, alpha)], problems
+    pieces = [*experts, *source.nonexpert_pieces(factor)]
+    return [Output(layout, config, {MODEL_FILE: pieces}, rank, alpha)], problems
 
 
-def _nonexpert_pieces(source: Source, factor: float = 1.0) -> list[Piece]:
-    return [
-        Piece(key, block.times(factor, f"{source.path}: {key}") if ".lora_B." in key else block)
-        for key, block in sorted(source.nonexpert.items())
-    ]
-
-
-def _expert_pieces(source: Source, key: Any) -> list[Piece]:
-    """One matrix per expert, named by ``key(layer, expert, projection, half)``."""
-    last = LastLoaded()
-
-    def matrix(slot: Slot, block: Block, expert: int) -> Block:
-        def load() -> Any:
-            return last(slot, block)[expert]
-
-        return Block(block.dtype, block.shape[1:], load)
-
-    return [
-        Piece(
-            key(layer, expert, projection, half), matrix((layer, projection, half), block, expert)
-        )
-        for (layer, projection, half), block in sorted(source.experts.items())
-        for expert in range(block.shape[0])
-    ]
-
-
-def _expert_modules(source: Source) -> list[str]:
-    return sorted(f"{projection}_proj" for projection in source.projections)
+def _expert_pieces(source: Source, key: ExpertKey) -> list[Piece]:
+    """One matrix per expert, named by ``key``."""
+    pieces: list[Piece] = []
+    for (layer, projection, half), block in sorted(source.experts.items()):
+        keys = [key(layer, expert, projection, half) for expert in range(block.shape[0])]
+        if block.parts:
+            pieces += map(piece, keys, block.parts)
+        else:
+            pieces.append(Piece(keys, block.shape[1:], block))
+    return pieces
 
 
 def _all_projections(source: Source) -> list[Problem]:

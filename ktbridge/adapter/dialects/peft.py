@@ -29,26 +29,27 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ktbridge.adapter.adapter import CONFIG_FILE, Part, is_number
-from ktbridge.adapter.dialects.opened import (
-    Opened,
+from ktbridge.adapter.blocks import Block, block_of
+from ktbridge.adapter.dialects.directory import Directory, file_nonexpert, open_foreign
+from ktbridge.adapter.dialects.peft_layout import (
+    DOWN,
+    GATE_UP,
+    arrangement,
+    half_of,
+    is_interleaved,
+    padded,
+    unpack,
+)
+from ktbridge.adapter.dialects.source import (
+    Request,
+    Source,
+    check_source,
     expert_alpha,
     fail_if,
-    file_nonexpert,
     local_config,
-    open_foreign,
-)
-from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, takes_turns, unpack
-from ktbridge.adapter.dialects.source import (
-    Block,
-    Source,
-    block_of,
-    check_source,
     note,
     refusal,
 )
@@ -56,7 +57,6 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig
 
-PEFT_DIALECTS = ("peft-fused", "peft-0.18", "unsloth-legacy")
 # PEFT matches patterns as regular expressions; these can't take exponential time.
 _PLAIN_PATTERN = re.compile(r"(?:[\w^$|-]|\\?\.|\.\*|\\d\+?|\[0-9\]\+?)*")
 
@@ -94,16 +94,15 @@ def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
     return inner != hidden
 
 
-def read_peft(
-    path: Path, base: ModelConfig | None, lora_alpha: float | None, dialect: str
-) -> Source:
+def read_peft(request: Request) -> Source:
     """An adapter with LoRA on fused expert parameters, in one of the three dialects.
 
-    "auto" accepts a dialect that the shapes prove. Raises UsageError if they are ambiguous and
+    The format "peft" accepts a dialect that the shapes prove. Raises UsageError if they are ambiguous and
     ProblemsError with every mismatch.
     """
-    opened = open_foreign(path, lora_alpha)
-    base = base or local_config(opened.adapter.base_model)
+    path, dialect = request.path, request.format
+    opened = open_foreign(path, request.lora_alpha)
+    base = local_config(request.base_model, opened.adapter.base_model)
     findings: list[Problem] = []
     layers, rest = _pairs(opened, findings)
     fail_if(path, findings)
@@ -141,7 +140,9 @@ def read_peft(
     return source
 
 
-def _file_rest(opened: Opened, source: Source, rest: list[Part], findings: list[Problem]) -> None:
+def _file_rest(
+    opened: Directory, source: Source, rest: list[Part], findings: list[Problem]
+) -> None:
     _check_nonexpert_patterns(opened, rest, findings)
     file_nonexpert(source, rest, findings)
     fail_if(opened.path, [*findings, *check_source(source)])
@@ -149,7 +150,7 @@ def _file_rest(opened: Opened, source: Source, rest: list[Part], findings: list[
 
 
 def _pairs(
-    opened: Opened, findings: list[Problem]
+    opened: Directory, findings: list[Problem]
 ) -> tuple[dict[int, tuple[str, dict[str, Pair]]], list[Part]]:
     """layer -> (module path, parameter -> its A and B); and every other tensor."""
     found: dict[int, dict[str, dict[str, Part]]] = defaultdict(lambda: defaultdict(dict))
@@ -187,7 +188,7 @@ def _pairs(
     return layers, rest
 
 
-def _parameter(opened: Opened, module: str, place: str, places: Any) -> str | None:
+def _parameter(opened: Directory, module: str, place: str, places: Any) -> str | None:
     """gate_up_proj is inside down_proj; a single one must be listed in target_parameters."""
     if "inner" in places:
         return GATE_UP if place == "inner" else DOWN
@@ -204,7 +205,7 @@ def _parameter(opened: Opened, module: str, place: str, places: Any) -> str | No
 
 
 def _orientation(
-    opened: Opened, layers: Any, rest: list[Part], base: ModelConfig | None, dialect: str
+    opened: Directory, layers: Any, rest: list[Part], base: ModelConfig | None, dialect: str
 ) -> tuple[str, bool]:
     """The dialect, and whether in and out are swapped; UsageError if ambiguous."""
     hidden = base.hidden_size if base else 0
@@ -213,9 +214,9 @@ def _orientation(
             hidden = part.entry.shape[-1]
     verdicts = {swapped(pairs, hidden) for _, pairs in layers.values()}
     verdict = verdicts.pop() if len(verdicts) == 1 else None
-    if dialect == "auto" and (opened.manifest or {}).get("layout") == "peft-fused":
+    if dialect == "peft" and (opened.manifest or {}).get("layout") == "peft-fused":
         dialect = "peft-fused"  # our own directory
-    if dialect == "auto":
+    if dialect == "peft":
         if verdict:
             return "peft-0.18", True
         if verdict is False:
@@ -271,21 +272,21 @@ def _pattern(config: dict[str, Any], field: str, name: str, default: Any) -> Any
 
 
 def _arranged(
-    opened: Opened, dialect: str, stacks: Any, scales: dict[str, set[float]],
+    opened: Directory, dialect: str, stacks: Any, scales: dict[str, set[float]],
     base: ModelConfig | None, findings: list[Problem],
 ) -> Source:  # fmt: skip
     """Split gate_up, and give all one rank and scale; report where zero padding is needed."""
-    interleaved = takes_turns(base, opened.adapter.base_model)
+    interleaved = is_interleaved(base, opened.adapter.base_model)
     gate_up: dict[int, tuple[Block, Block]] = stacks.get(GATE_UP, {})
     down: dict[int, tuple[Block, Block]] = stacks.get(DOWN, {})
     parts: dict[str, dict[int, tuple[Block, Block]]] = {}
     scale_of: dict[str, float] = {}
-    how = _arrangement(opened, gate_up, interleaved)
+    how = arrangement(gate_up, interleaved, opened.hint)
     for name in ("gate", "up") if gate_up else ():
         if how in ("gate", "up") and name != how:
             continue
         parts[name] = {
-            layer: _half(a, b, name, how == "block", interleaved)
+            layer: half_of(a, b, name, how == "block", interleaved)
             for layer, (a, b) in gate_up.items()
         }
         scale_of[name] = max(scales[GATE_UP])
@@ -313,56 +314,12 @@ def _arranged(
     source = opened.new_source(dialect, rank, expert_alpha(next(iter(scale_of.values())), rank))
     for name, layers in parts.items():
         for layer, (a, b) in layers.items():
-            source.experts[layer, name, "A"] = _padded(a, 1, rank)
-            source.experts[layer, name, "B"] = _padded(b, 2, rank)
+            source.experts[layer, name, "A"] = padded(a, 1, rank)
+            source.experts[layer, name, "B"] = padded(b, 2, rank)
     return source
 
 
-def _arrangement(opened: Opened, gate_up: dict[int, tuple[Block, Block]], interleaved: bool) -> str:
-    """ "block", "gate", "up" (only that one is adapted) or "shared"; reads every B once."""
-    rank = next((a.shape[1] for a, _ in gate_up.values()), 0)
-    fits = {"block": rank % 2 == 0, "gate": True, "up": True}
-    for _, b in gate_up.values():
-        bits = b.load() << 1  # sign bit removed, so that -0.0 is zero
-        gate, up = (bits[:, pick] for pick in gate_up_rows(b.shape[1], interleaved))
-        half = rank // 2
-        fits["gate"] = fits["gate"] and not up.any()
-        fits["up"] = fits["up"] and not gate.any()
-        fits["block"] = fits["block"] and not gate[:, :, half:].any() and not up[:, :, :half].any()
-        if not any(fits.values()):
-            break
-    hint = opened.hint.get("gate_up")
-    if hint == "shared" or fits.get(str(hint)):
-        return str(hint)
-    if all(fits.values()):  # all zeros: inconclusive
-        return "shared"
-    return next((name for name, fit in fits.items() if fit), "shared")
-
-
-def _half(a: Block, b: Block, name: str, block: bool, interleaved: bool) -> tuple[Block, Block]:
-    count, rank, wide = a.shape
-    size = b.shape[1] // 2
-    pick = gate_up_rows(b.shape[1], interleaved)[0 if name == "gate" else 1]
-    part = slice(None)
-    if block:
-        rank //= 2
-        part = slice(0, rank) if name == "gate" else slice(rank, None)
-    return (
-        a.then((count, rank, wide), lambda bits: bits[:, part]),
-        b.then((count, size, rank), lambda bits: bits[:, pick, part]),
-    )
-
-
-def _padded(block: Block, axis: int, rank: int) -> Block:
-    if block.shape[axis] == rank:
-        return block
-    missing = [(0, 0)] * 3
-    missing[axis] = (0, rank - block.shape[axis])
-    shape = (*block.shape[:axis], rank, *block.shape[axis + 1 :])
-    return block.then(shape, lambda bits: np.pad(bits, missing))
-
-
-def _check_nonexpert_patterns(opened: Opened, rest: list[Part], findings: list[Problem]) -> None:
+def _check_nonexpert_patterns(opened: Directory, rest: list[Part], findings: list[Problem]) -> None:
     """The raw layout has one rank and alpha for all non-expert modules."""
     for field in ("rank_pattern", "alpha_pattern"):
         default = opened.config["r" if field == "rank_pattern" else "lora_alpha"]

@@ -1,13 +1,18 @@
-"""Convert between PEFT's flat matrices and stacks of experts (see ``peft.py``)."""
+"""PEFT's flat matrices as stacks of experts, and gate_up as gate and up (see ``peft.py``)."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, Any
 
-from ktbridge.adapter.dialects.draft import Piece
-from ktbridge.adapter.dialects.source import Bits, Block
+import numpy as np
+
+from ktbridge.adapter.blocks import Block, Piece, piece
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import ModelConfig
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.blocks import Bits
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
@@ -38,7 +43,7 @@ def unpack(
     )
 
 
-def takes_turns(base: ModelConfig | None, name: str | None) -> bool:
+def is_interleaved(base: ModelConfig | None, name: str | None) -> bool:
     """True if gate and up rows are interleaved (gpt-oss); otherwise all gate rows come first."""
     if base is None and re.search(r"gpt.?oss", name or "", re.IGNORECASE):
         raise KtbridgeError(
@@ -64,4 +69,55 @@ def pack(stem: str, a: Block, b: Block) -> list[Piece]:
     flat_b = b.then(
         (high, rank * count), lambda bits: bits.transpose(1, 2, 0).reshape(high, rank * count)
     )
-    return [Piece(f"{stem}.lora_A.weight", flat_a), Piece(f"{stem}.lora_B.weight", flat_b)]
+    return [piece(f"{stem}.lora_A.weight", flat_a), piece(f"{stem}.lora_B.weight", flat_b)]
+
+
+def arrangement(
+    gate_up: dict[int, tuple[Block, Block]], interleaved: bool, hint: dict[str, Any]
+) -> str:
+    """ "block", "gate", "up" (only that one is adapted) or "shared"; reads every B once.
+
+    ``hint`` is what our manifest recorded.
+    """
+    rank = next((a.shape[1] for a, _ in gate_up.values()), 0)
+    fits = {"block": rank % 2 == 0, "gate": True, "up": True}
+    for _, b in gate_up.values():
+        bits = b.load() << 1  # sign bit removed, so that -0.0 is zero
+        gate, up = (bits[:, pick] for pick in gate_up_rows(b.shape[1], interleaved))
+        half = rank // 2
+        fits["gate"] = fits["gate"] and not up.any()
+        fits["up"] = fits["up"] and not gate.any()
+        fits["block"] = fits["block"] and not gate[:, :, half:].any() and not up[:, :, :half].any()
+        if not any(fits.values()):
+            break
+    recorded = hint.get("gate_up")
+    if recorded == "shared" or fits.get(str(recorded)):
+        return str(recorded)
+    if all(fits.values()):  # all zeros: inconclusive
+        return "shared"
+    return next((name for name, fit in fits.items() if fit), "shared")
+
+
+def half_of(a: Block, b: Block, name: str, block: bool, interleaved: bool) -> tuple[Block, Block]:
+    """A and B of gate or up, of a pair that holds both."""
+    count, rank, wide = a.shape
+    size = b.shape[1] // 2
+    pick = gate_up_rows(b.shape[1], interleaved)[0 if name == "gate" else 1]
+    part = slice(None)
+    if block:
+        rank //= 2
+        part = slice(0, rank) if name == "gate" else slice(rank, None)
+    return (
+        a.then((count, rank, wide), lambda bits: bits[:, part]),
+        b.then((count, size, rank), lambda bits: bits[:, pick, part]),
+    )
+
+
+def padded(block: Block, axis: int, rank: int) -> Block:
+    """A stack with zeros up to ``rank`` on one axis."""
+    if block.shape[axis] == rank:
+        return block
+    missing = [(0, 0)] * 3
+    missing[axis] = (0, rank - block.shape[axis])
+    shape = (*block.shape[:axis], rank, *block.shape[axis + 1 :])
+    return block.then(shape, lambda bits: np.pad(bits, missing))

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ktbridge.adapter.adapter import MODEL_FILE
-from ktbridge.adapter.dialects.draft import Draft, Piece
-from ktbridge.adapter.dialects.kt import module_prefix
-from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, pack, takes_turns
-from ktbridge.adapter.dialects.source import BITS, Bits, Block, Source, refusal
+from ktbridge.adapter.blocks import BITS, Block, Output, Piece, piece
+from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, is_interleaved, pack
+from ktbridge.adapter.dialects.source import Source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, parse_key
 from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config
 from ktbridge.errors import Problem
-from ktbridge.model import ModelConfig
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.blocks import Bits
 
 
-def write_peft(source: Source, base: ModelConfig | None) -> tuple[list[Draft], list[Problem]]:
+def write_peft(source: Source) -> tuple[list[Output], list[Problem]]:
     """The layout of PEFT >= 0.19, with rank_pattern and alpha_pattern where experts differ."""
     dtypes = {block.dtype for block in source.experts.values()}
     if len(dtypes) > 1:
         found = f"its experts have the dtypes {', '.join(sorted(dtypes))}, a fused tensor has one"
         return [], [refusal(str(source.path), found, "pass --dtype bf16")]
-    interleaved = takes_turns(base, source.base_model)
+    interleaved = is_interleaved(source.base, source.base_model)
     how = "" if set(source.projections) <= {"down"} else _choose(source)
     rank = source.nonexpert_rank if source.nonexpert else source.rank
     alpha = source.plain_alpha if source.nonexpert else source.alpha
-    prefix = module_prefix(source, base)
+    prefix = source.module_prefix()
     pieces: list[Piece] = []
     parameters: list[str] = []
     for layer in source.layers:
@@ -49,7 +52,7 @@ def write_peft(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
     config["rank_pattern"] = {name: value for name, value in ranks.items() if value != rank}
     config["alpha_pattern"] = {name: value for name, value in alphas.items() if value != alpha}
     for key, block in sorted(source.nonexpert.items()):
-        pieces.append(Piece(key, block))
+        pieces.append(piece(key, block))
         parsed = parse_key(key)
         if parsed.leaf in AS_PARAMETERS and parsed.half == "A":
             parameters.append(f"{parsed.module}.weight")
@@ -57,9 +60,9 @@ def write_peft(source: Source, base: ModelConfig | None) -> tuple[list[Draft], l
     config["target_parameters"] = parameters
     if parameters:  # PEFT rejects dropout there; it only affects training
         config["lora_dropout"] = 0.0
-    draft = Draft("peft-fused", config, {MODEL_FILE: pieces}, source.rank, source.alpha)
-    draft.experts = {"gate_up": how} if how else {}
-    return [draft], []
+    output = Output("peft-fused", config, {MODEL_FILE: pieces}, source.rank, source.alpha)
+    output.experts = {"gate_up": how} if how else {}
+    return [output], []
 
 
 def _choose(source: Source) -> str:

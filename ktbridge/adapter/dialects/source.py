@@ -1,122 +1,35 @@
-"""The intermediate form of every dialect: one adapter, tensors by role, data loaded on demand.
-
-All dialects hold the same numbers in different orders, so a tensor is handled as bit patterns: uint16
-for BF16 and F16, uint32 for F32. Moving bits can't round, so every dialect
-is exact by construction. Only ``to_bf16`` and ``times`` change values.
-"""
+"""One adapter of any format: tensors by role, not yet read; what readers make and writers take."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ktbridge.adapter.adapter import CONFIG_FILE
-from ktbridge.adapter.keys import HALVES, PROJECTIONS
-from ktbridge.adapter.scales import Numbers, plain_alpha
-from ktbridge.adapter.values import rounding_findings, scaled_exactly, to_bf16
+from ktbridge.adapter.blocks import BITS, Block, Output, Piece, piece
+from ktbridge.adapter.keys import HALVES, PROJECTIONS, parse_key
+from ktbridge.adapter.manifest import trained_on
+from ktbridge.adapter.scales import Numbers, common_scale, plain_alpha
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.model import Entry, Fingerprint, Tensor, TensorFile
+from ktbridge.errors import Problem, ProblemsError, has_errors
+from ktbridge.model import Fingerprint, ModelConfig, TensorFile, read_model_config
 from ktbridge.model.stamps import Stamps
-from ktbridge.model.tensorfile import DTYPE_BITS
 
-Bits = NDArray[Any]
 Slot = tuple[int, str, str]  # layer, "gate" | "up" | "down", "A" | "B"
-BITS: dict[str, np.dtype[Any]] = {
-    "BF16": np.dtype("<u2"),
-    "F16": np.dtype("<u2"),
-    "F32": np.dtype("<u4"),
-}
 
 
-class Block(NamedTuple):
-    """A tensor of known dtype and shape whose bit patterns are loaded on demand."""
+class Request(NamedTuple):
+    """What a reader is given: the path, the format's name, and options of the conversion."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    load: Callable[[], Bits]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
-
-    def then(self, shape: tuple[int, ...], change: Callable[[Bits], Bits]) -> Block:
-        """The same dtype, rearranged into another shape."""
-        return Block(self.dtype, shape, lambda: change(self.load()))
-
-    def times(self, factor: float, where: str) -> Block:
-        """Values times a power of two; KtbridgeError on loading if one of them would round."""
-        if factor == 1.0:
-            return self
-
-        def load() -> Bits:
-            scaled = scaled_exactly(bytes_of(self.load()), self.dtype, factor)
-            if scaled is None:
-                raise KtbridgeError(
-                    f"{where} has values that can't be scaled by {factor:g} in {self.dtype} "
-                    "without rounding",
-                    "choose a format with a scale of its own for either half: kt-split, peft-fused",
-                )
-            return np.frombuffer(scaled, BITS[self.dtype]).reshape(self.shape)
-
-        return Block(self.dtype, self.shape, load)
-
-    def to_bf16(self, where: str) -> Block:
-        """Values rounded to bfloat16; KtbridgeError on loading if one would become infinite."""
-        if self.dtype == "BF16":
-            return self
-
-        def load() -> Bits:
-            rounded = to_bf16(bytes_of(self.load()), self.dtype)
-            if rounded is None:
-                raise KtbridgeError(
-                    f"{where} has values that bfloat16 can't hold", "convert with --dtype keep"
-                )
-            return np.frombuffer(rounded, BITS["BF16"]).reshape(self.shape)
-
-        return Block("BF16", self.shape, load)
-
-
-def bytes_of(bits: Bits) -> memoryview:
-    """The bytes of bit patterns, row by row."""
-    whole: Any = np.ascontiguousarray(bits)
-    return memoryview(whole).cast("B") if whole.size else memoryview(b"")
-
-
-def block_of(file: TensorFile, entry: Entry) -> Block:
-    """A tensor of a safetensors file, without reading it. Its dtype must be a key of BITS."""
-
-    def load() -> Bits:
-        # Not mapped: truncating a mapped file would kill the process (SIGBUS).
-        data = file.read(entry.start, entry.end)
-        return np.frombuffer(data, BITS[entry.dtype]).reshape(entry.shape)
-
-    return Block(entry.dtype, entry.shape, load)
-
-
-def block_of_tensor(dtype: str, shape: tuple[int, ...], tensor: Callable[[], Tensor]) -> Block:
-    """A tensor loaded by a callback."""
-    return Block(dtype, shape, lambda: np.frombuffer(tensor().data, BITS[dtype]).reshape(shape))
-
-
-class LastLoaded:
-    """Keeps the most recently loaded block: writing expert by expert loads each stack once."""
-
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._bits: Bits = np.empty(0, np.uint16)
-
-    def __call__(self, key: Any, block: Block) -> Bits:
-        if key != self._key:
-            self._bits = np.ascontiguousarray(block.load())
-            self._key = key
-        return self._bits
+    path: Path
+    format: str
+    base_model: str | None = None
+    lora_alpha: float | None = None
 
 
 @dataclass
@@ -128,8 +41,8 @@ class Source:
     ``base_model.model.`` -> A [r,in] or B [out,r], served at ``nonexpert_alpha/nonexpert_rank``, or
     at alpha/sqrt(rank) with ``use_rslora``. ``kept`` are configuration fields to preserve.
     ``prefix`` precedes ``layers.N`` in module paths, used if there is no non-expert key. ``stamps``:
-    size, time and inode of the files read (``ktbridge.adapter.sources``). ``trained_on``: the base
-    model's fingerprint, if a manifest has one.
+    size, time and inode of the files read. ``files`` are listed by KT's layouts, whose
+    conversion into each other keeps the order of tensors.
     """
 
     path: Path
@@ -140,12 +53,14 @@ class Source:
     nonexpert_alpha: float
     use_rslora: bool = False
     base_model: str | None = None
+    base_models: tuple[str | None, ...] = ()
     prefix: str | None = None
     kept: dict[str, Any] = field(default_factory=dict)
     experts: dict[Slot, Block] = field(default_factory=dict)
     nonexpert: dict[str, Block] = field(default_factory=dict)
+    files: list[TensorFile] = field(default_factory=list)
     stamps: Stamps = field(default_factory=dict)
-    trained_on: Fingerprint | None = None
+    manifest: dict[str, Any] | None = None
     tensors_in: int = 0
     findings: list[Problem] = field(default_factory=list)
 
@@ -163,21 +78,29 @@ class Source:
     def num_experts(self) -> int:
         return max((block.shape[0] for block in self.experts.values()), default=0)
 
+    @cached_property
+    def base(self) -> ModelConfig | None:
+        """The configuration of the base model: the first of ``base_models`` that is a directory."""
+        return local_config(*self.base_models)
+
     @property
-    def bytes_in(self) -> int:
-        """Bytes of tensor data, as the raw layout counts them."""
-        blocks = [*self.experts.values(), *self.nonexpert.values()]
-        return sum(block.nbytes for block in blocks)
+    def trained_on(self) -> Fingerprint | None:
+        """The fingerprint of the model trained on, if the manifest has one."""
+        return trained_on(self.manifest)
 
     @property
     def plain_alpha(self) -> float:
         """The alpha that gives the non-expert LoRA the same scale without rsLoRA."""
         return plain_alpha(Numbers(self.nonexpert_rank, self.nonexpert_alpha), self.use_rslora)
 
-    def in_bf16(self) -> Source:
-        """This adapter rounded to bfloat16, with a finding if that changes values."""
-        blocks = [*self.experts.values(), *self.nonexpert.values()]
-        self.findings += rounding_findings(str(self.path), (block.dtype for block in blocks))
+    def blocks(self, layouts: Collection[str]) -> list[Block]:
+        """The tensors that these outputs need: an expert output no non-expert ones, and so on."""
+        experts = () if set(layouts) == {"nonexpert"} else self.experts.values()
+        rest = () if set(layouts) == {"expert"} else self.nonexpert.values()
+        return [*experts, *rest]
+
+    def round_to_bf16(self) -> None:
+        """Round all values to bfloat16 when they are read."""
         self.experts = {
             slot: block.to_bf16(f"{self.path}: layer {slot[0]} {slot[1]}_proj")
             for slot, block in self.experts.items()
@@ -185,7 +108,47 @@ class Source:
         self.nonexpert = {
             key: block.to_bf16(f"{self.path}: {key}") for key, block in self.nonexpert.items()
         }
-        return self
+
+    def nonexpert_modules(self) -> list[str]:
+        """Leaf names of the adapted non-expert modules ("q_proj"), sorted."""
+        return sorted({parse_key(key).leaf for key in self.nonexpert})
+
+    def expert_modules(self) -> list[str]:
+        """Leaf names of the adapted expert projections ("gate_proj"), sorted."""
+        return sorted(f"{projection}_proj" for projection in self.projections)
+
+    def nonexpert_pieces(self, factor: float = 1.0) -> list[Piece]:
+        """The non-expert tensors by key; ``factor`` multiplies each B."""
+        return [
+            piece(key, block.times(factor, f"{self.path}: {key}") if ".lora_B." in key else block)
+            for key, block in sorted(self.nonexpert.items())
+        ]
+
+    def module_prefix(self) -> str:
+        """What precedes ``layers.N`` in module paths: by the non-expert keys, else by the base."""
+        for key in self.nonexpert:
+            match = re.match(r"base_model\.model\.(.*?)layers\.[0-9]+\.", key)
+            if match:
+                return match[1]
+        if self.base is not None:
+            return self.base.prefix
+        return "model." if self.prefix is None else self.prefix
+
+    def one_scale(self, same_rank: bool = True) -> tuple[int, float, float, list[Problem]]:
+        """Rank and alpha of one configuration for both halves, and the factor for non-expert B."""
+        rest = Numbers(self.nonexpert_rank, self.nonexpert_alpha)
+        if not self.experts:
+            return rest.rank, self.plain_alpha, 1.0, []
+        experts = Numbers(self.rank, self.alpha)
+        if not self.nonexpert:
+            return *experts, 1.0, []
+        where = str(self.path / CONFIG_FILE)
+        return *experts, *common_scale(where, experts, rest, self.use_rslora, same_rank)
+
+
+Reader = Callable[[Request], Source]
+# A writer lists the directories of its format, and what keeps it from representing the adapter.
+Writer = Callable[[Source], "tuple[list[Output], list[Problem]]"]
 
 
 def refusal(where: str, found: str, next_step: str, expected: str = "") -> Problem:
@@ -252,3 +215,24 @@ def _check_nonexpert(source: Source, key: str, block: Block) -> Iterator[Problem
     elif block.shape[0 if half == "A" else 1] != source.nonexpert_rank:
         found = f"has rank {block.shape[0 if half == 'A' else 1]}"
         yield problem("KTB301", place, found, f"rank {source.nonexpert_rank}")
+
+
+def expert_alpha(scale: float, rank: int) -> float:
+    """The alpha of experts served at ``scale``; integral if within float error of an integer."""
+    alpha = scale * rank
+    near = round(alpha)
+    return float(near) if math.isclose(alpha, near, rel_tol=1e-15) else alpha
+
+
+def local_config(*names: str | None) -> ModelConfig | None:
+    """The first of these base models that is a directory with config.json here."""
+    for name in names:
+        if name and (Path(name).expanduser() / "config.json").is_file():
+            return read_model_config(name)
+    return None
+
+
+def fail_if(path: Path, findings: list[Problem]) -> None:
+    """Raise once with all findings if any is an error."""
+    if has_errors(findings):
+        raise ProblemsError(f"{path} can't be converted", findings)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter import convert_adapter, read_adapter, write_raw_adapter
-from ktbridge.adapter.check_hashes import require_hashes
+from ktbridge.adapter.checks.hashes import require_hashes
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object, trained_on
 from ktbridge.errors import KtbridgeError

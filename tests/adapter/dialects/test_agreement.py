@@ -11,7 +11,7 @@ import pytest
 from rawadapter import write_config, write_raw
 
 from ktbridge.adapter import Adapter, ConvertReport, convert_adapter, read_adapter
-from ktbridge.adapter.dialects.source import Block
+from ktbridge.adapter.blocks import Block
 from ktbridge.adapter.values import as_float32
 from ktbridge.errors import ProblemsError
 

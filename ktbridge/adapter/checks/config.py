@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from shlex import quote
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, convert_step, is_number, last_part
-from ktbridge.adapter.check_foreign import is_foreign
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, convert_step, is_number, last_part
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.scales import fold_patterns
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
+FOREIGN = ("peft-fused", "sglang-3d")
 # Fields that change what the adapter computes and that no engine reads.
 _UNREAD = (
     ("use_dora", "KTB110"),
@@ -38,6 +39,45 @@ _WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Names under which training may target routed experts: their LoRA is in the expert half.
 _EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "experts"}
+
+
+def check_foreign(adapter: Adapter) -> Iterator[Problem]:
+    """Expert LoRA that must be converted before it can be served."""
+    for kind, code, found in (
+        ("peft-fused", "KTB208", "is expert LoRA in PEFT's fused layout"),
+        ("sglang-3d", "KTB216", "is expert LoRA of all experts in one tensor"),
+    ):
+        parts = [part for part in adapter.leftovers if part.key.kind == kind]
+        if not parts:
+            continue
+        if len(parts) > 1:
+            found += f" ({len(parts)} tensors like it)"
+        layout = _peft_layout(parts) if kind == "peft-fused" else kind
+        step = f"ktbridge convert {quote(str(adapter.path))} --from {layout} --to raw --output D"
+        yield problem(code, parts[0].where, found, "one tensor an expert", next_step=step)
+
+
+def is_foreign(adapter: Adapter) -> bool:
+    """Whether the adapter holds expert LoRA of another tool's layout."""
+    return any(part.key.kind in FOREIGN for part in adapter.leftovers)
+
+
+def _peft_layout(parts: list[Part]) -> str:
+    """``peft-fused`` or ``peft-0.18`` by the shapes of the first layer that has both projections."""
+    layer = parts[0].key.layer
+    shapes: dict[tuple[bool, str], tuple[int, ...]] = {}
+    for part in parts:
+        if part.key.layer == layer and len(part.entry.shape) == 2:
+            inner = part.key.module.endswith(".base_layer")
+            shapes[inner, part.key.half] = part.entry.shape
+    try:
+        gate_up_in, gate_up_out = shapes[True, "A"][1], shapes[True, "B"][0]
+        down_in, down_out = shapes[False, "A"][1], shapes[False, "B"][0]
+    except KeyError:
+        return "peft-fused"
+    now = gate_up_in == down_out and gate_up_out == 2 * down_in
+    before = gate_up_out == down_in and gate_up_in == 2 * down_out
+    return "peft-0.18" if before and not now else "peft-fused"
 
 
 def check_config(adapter: Adapter, serving: bool) -> Iterator[Problem]:

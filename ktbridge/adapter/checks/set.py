@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice, last_part
-from ktbridge.adapter.check_config import folded
+from ktbridge.adapter.checks.config import folded
 from ktbridge.adapter.values import scaled_exactly, to_bf16
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem

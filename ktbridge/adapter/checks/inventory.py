@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, convert_step, expert_slots
-from ktbridge.adapter.check_files import check_files
-from ktbridge.adapter.check_foreign import FOREIGN, check_foreign
-from ktbridge.adapter.check_layers import check_uneven
+from ktbridge.adapter.checks.config import FOREIGN, check_foreign
+from ktbridge.adapter.checks.files import check_files
+from ktbridge.adapter.checks.layers import check_uneven
 from ktbridge.adapter.keys import FUSED_NAMES
 from ktbridge.adapter.rules import many
 from ktbridge.codes import problem

@@ -1,30 +1,28 @@
-"""Opening a directory for a dialect's reader: files and configuration checked, keys parsed."""
+"""Open the directory of another tool: check files and configuration, parse keys."""
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
-from ktbridge.adapter.check_config import check_config
-from ktbridge.adapter.dialects.source import BITS, Source, block_of
+from ktbridge.adapter.blocks import BITS, block_of
+from ktbridge.adapter.checks.config import check_config
+from ktbridge.adapter.dialects.source import Source, fail_if
 from ktbridge.adapter.keys import parse_key, peft_key
 from ktbridge.adapter.lora_config import kept_fields
-from ktbridge.adapter.manifest import trained_on
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, has_errors
-from ktbridge.model import ModelConfig, read_model_config
 
 # Fields that specific dialects handle; every other field that changes results is refused.
 _OWN = ("rank_pattern", "alpha_pattern", "target_parameters", "target_modules")
 
 
 @dataclass
-class Opened:
+class Directory:
     """A directory of safetensors with its configuration; ``parts`` are all its tensors."""
 
     path: Path
@@ -61,13 +59,13 @@ class Opened:
             base_model=self.adapter.base_model,
             kept=kept_fields(self.config),
             stamps=self.adapter.stamps,
-            trained_on=trained_on(self.manifest),
+            manifest=self.manifest,
             tensors_in=len(self.parts),
             findings=[item for item in self.findings if item.severity != "error"],
         )
 
 
-def open_foreign(path: str | os.PathLike[str], lora_alpha: float | None) -> Opened:
+def open_foreign(path: str | os.PathLike[str], lora_alpha: float | None) -> Directory:
     """Open an adapter that another tool wrote; ``lora_alpha`` is used where it has none.
 
     Raises ProblemsError with everything that makes it unreadable, or that changes its result in a way
@@ -97,9 +95,8 @@ def open_foreign(path: str | os.PathLike[str], lora_alpha: float | None) -> Open
     if odd:
         found_dtype = f"is {odd[0].entry.dtype} ({len(odd)} tensors)"
         findings.append(problem("KTB303", odd[0].where, found_dtype, "BF16, F16 or F32"))
-    if has_errors(findings):
-        raise ProblemsError(f"{path} can't be converted", findings)
-    return Opened(adapter.path, config, adapter.manifest, parts, adapter, findings)
+    fail_if(Path(path), findings)
+    return Directory(adapter.path, config, adapter.manifest, parts, adapter, findings)
 
 
 def file_nonexpert(source: Source, parts: list[Part], findings: list[Problem]) -> None:
@@ -117,24 +114,3 @@ def file_nonexpert(source: Source, parts: list[Part], findings: list[Problem]) -
         count = f" ({len(strange)} tensors like it)" if len(strange) > 1 else ""
         found = f"has no place in a {source.format} adapter{count}"
         findings.append(problem("KTB201", strange[0].where, found))
-
-
-def expert_alpha(scale: float, rank: int) -> float:
-    """The alpha of experts served at ``scale``; integral if within float error of an integer."""
-    alpha = scale * rank
-    near = round(alpha)
-    return float(near) if math.isclose(alpha, near, rel_tol=1e-15) else alpha
-
-
-def local_config(*names: str | None) -> ModelConfig | None:
-    """The first of these base models that is a directory with config.json here."""
-    for name in names:
-        if name and (Path(name).expanduser() / "config.json").is_file():
-            return read_model_config(name)
-    return None
-
-
-def fail_if(path: Path, findings: list[Problem]) -> None:
-    """Raise once with all findings if any is an error."""
-    if has_errors(findings):
-        raise ProblemsError(f"{path} can't be converted", findings)
