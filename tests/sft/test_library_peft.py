@@ -395,7 +395,7 @@ def test_without_peft_a_raw_adapter_is_saved_and_it_is_said(tmp_path: Path) -> N
 def test_an_untrained_expert_lora_is_not_saved_without_a_word(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="every B in it is zero"):
         save_raw_adapter(peft_first(), tmp_path / "raw", "some/base")
-    with pytest.raises(KtbridgeError, match="which base model"):
+    with pytest.raises(KtbridgeError, match="name of the base model"):
         save_raw_adapter(peft_first(), tmp_path / "raw")
     with pytest.raises(KtbridgeError, match="no wrapped experts"):
         save_raw_adapter(get_peft_model(tiny_model(), lora()), tmp_path / "raw", "base")
