@@ -359,7 +359,7 @@ def test_the_callback_says_at_the_start_what_could_not_be_saved_at_the_end(tmp_p
     untied = peft_first(tiny_model(tie_word_embeddings=False), modules_to_save=["lm_head"])
     for model, callback, words in (
         (get_peft_model(tiny_model(), lora()), RawAdapterCallback("base"), "no wrapped experts"),
-        (peft_first(), RawAdapterCallback(), "which base model"),
+        (peft_first(), RawAdapterCallback(), "name of the base model"),
         (peft_first(), RawAdapterCallback("base", occupied), "is not an adapter directory"),
         (untied, RawAdapterCallback("base"), r"lm_head\.modules_to_save"),
     ):
