@@ -18,6 +18,7 @@ from ktbridge.experts.loading import load_for_kernels, load_tokenizer
 from ktbridge.machine import read_machine
 from ktbridge.serve.local.caches import ATTENTION, batchable, bytes_held, take_rows
 from ktbridge.serve.local.detokenize import Tokens
+from ktbridge.serve.local.linears import pack_linears
 from ktbridge.serve.local.plan import ServePlan
 from ktbridge.serve.local.row_adapters import Mixer
 from ktbridge.served_names import ServedArm
@@ -182,6 +183,7 @@ def load_engine(plan: ServePlan) -> Engine:
         adapters = {slots[name]: read_adapter(path) for name, path in plan.nonexpert}
         tuned = load_nonexpert(model, adapters)
     model.eval().requires_grad_(False)
+    pack_linears(model)
     engine = Engine(model, tokenizer, slots, tuned)
     engine.warm_up(plan.arms)
     return engine
