@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,18 @@ def load_mapped(
                 f"{name} of {path} is not in a decoder layer", "load it with transformers"
             )
         give_experts(module, mapped.layer(int(match.group(1))))
+    model.expert_files = mapped
     return model
+
+
+def release_layers(model: torch.nn.Module, layers: Iterable[int]) -> None:
+    """Let go of the mapped pages of these decoder layers' experts, of a model from ``load_mapped``."""
+    for module in model.modules():  # it may be wrapped
+        files = getattr(module, "expert_files", None)
+        if isinstance(files, MappedExperts):
+            for layer in layers:
+                files.release(layer)
+            return
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -69,6 +69,14 @@ class MappedExperts:
             ) from error
         return gate, up, down
 
+    def release(self, layer: int) -> None:
+        """Let go of a layer's pages, which the system then may drop; they are read again if they are used."""
+        home = expert_home(self.checkpoint, self.config, layer)
+        for name in self.checkpoint:
+            if home and name.startswith(f"{home.base}."):
+                entry = self.checkpoint.entry(name)
+                self.checkpoint.file(self.checkpoint.shard(name)).release(entry.start, entry.end)
+
     def _fused(self, home: ExpertHome) -> Triple:
         gate_up, down = (
             self._tensor(f"{home.base}.gate_up_proj"),

@@ -130,10 +130,13 @@ class TensorFile:
             "wait until nothing writes to it, then run again",
         )
 
-    def release(self) -> None:
-        """Release the pages that were read; views stay valid and are re-read on access."""
+    def release(self, start: int = 0, end: int | None = None) -> None:
+        """Release the pages of ``start:end`` that were read; views stay valid and are re-read on access."""
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = (len(self._map) if end is None else end) - first
+            if size > 0:
+                self._map.madvise(mmap.MADV_DONTNEED, first, size)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor called ``name``; KtbridgeError if the file has none."""

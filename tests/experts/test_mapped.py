@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tinymoe import tiny_config, tiny_model
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import load_for_kernels, load_mapped, load_model
+from ktbridge.experts.loading import load_for_kernels, load_mapped, load_model, release_layers
 from ktbridge.experts.mapped import CantMap
 from ktbridge.model.tensorfile import build_header
 from ktbridge.sft import wrap_experts
@@ -31,6 +31,28 @@ def test_mapped_and_loaded_experts_give_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(
         logits(load_mapped(tmp_path, torch.bfloat16)), logits(load_model(tmp_path, torch.bfloat16))
     )
+
+
+def resident_kilobytes(path: Path) -> int:
+    """What this process holds of a mapped file."""
+    size, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            size += int(line.split()[1])
+    return size
+
+
+def test_pages_of_resident_layers_are_released(tmp_path: Path) -> None:
+    tiny_model(moe_intermediate_size=256, hidden_size=128).save_pretrained(tmp_path)
+    model = load_mapped(tmp_path, torch.bfloat16)
+    before = logits(model)
+    held = resident_kilobytes(tmp_path / "model.safetensors")
+    release_layers(model, range(model.config.num_hidden_layers))
+    assert resident_kilobytes(tmp_path / "model.safetensors") < held / 2
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

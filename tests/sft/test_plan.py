@@ -175,7 +175,9 @@ def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path
 
     both = {name for name in trained(whole) if ".layers.0." in name or ".layers.1." in name}
     assert trained(few) == {name: trained(whole)[name] for name in both}
-    assert all(seconds > 0 for seconds in outside._seconds(setting, 2, 64, device))
+    found = outside._seconds(setting, 2, 64, device)
+    assert found.forward > 0
+    assert found.forward + found.backward + found.loss > found.forward
 
 
 def saved_by_autograd(tuned, tokens):

@@ -15,6 +15,7 @@ from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.gpu.share import Share, Sizes
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.loading import release_layers
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def give_to_gpu(model: Any, device: torch.device, share: Share, cold_threads: in
         for index, layer in layers.items()
         for group in layer_groups(layer.weights, share.slot_bytes, f"layer {index}")
     ]
+    resident = [numbers[place] for place in share.resident]
     copier, how = copier_for(groups, device)
     experts = GpuExperts(
         {index: layer.weights for index, layer in layers.items()},
@@ -67,10 +69,11 @@ def give_to_gpu(model: Any, device: torch.device, share: Share, cold_threads: in
         slot_bytes=share.slot_bytes,
         slots=max(share.slots, 1),
         copier=copier,
-        resident=[numbers[place] for place in share.resident],
+        resident=resident,
         outputs_on_host=share.outputs_on_host,
         cold_threads=cold_threads,
     )
+    release_layers(model, resident)
     for index, layer in layers.items():
         assert isinstance(layer, MoELoRAExperts)
         layer.gpu = OnGpu(experts, index)

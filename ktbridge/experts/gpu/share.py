@@ -145,10 +145,12 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Outside:
-    """Seconds of a pass outside the routed experts and the loss, over all layers."""
+    """Seconds of a pass outside the routed experts: over all layers, and of the head with the loss."""
 
     forward: float = 0.0
     backward: float = 0.0
+    loss: float = 0.0
+    """Forward and backward."""
 
 
 _NOTHING = Outside()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ktbridge.errors import UsageError
+from ktbridge.experts.gpu.share import Outside
 from ktbridge.sft.plan.memory import Setting, predict
 from ktbridge.sft.plan.modes import obstacle, possible, refuse_on_gpu, with_tokens
 from ktbridge.sft.plan.parts import Experts, Pace, total
@@ -63,21 +64,25 @@ def _timed(choices: Sequence[Choice], memory: int | None) -> Iterator[Choice]:
     from ktbridge.sft.plan.speed import measure, pace_of
 
     machine = None
+    outside: dict[int, Outside | None] = {}  # by tokens of a pass
     for choice in choices:
         made = choice.setting
         if made is None:
             yield choice
             continue
         machine = machine or measure(made, memory)
-        outside = measure_outside(made, made.batch.tokens) if made.cuda else None
+        tokens = made.batch.tokens
+        if made.cuda and tokens not in outside:
+            outside[tokens] = measure_outside(made, tokens)
+        others = outside.get(tokens)
         if made.share is None:
-            yield replace(choice, pace=pace_of(made, machine, outside=outside))
+            yield replace(choice, pace=pace_of(made, machine, outside=others))
             continue
-        times = measure_gpu_layer(made, made.batch.tokens)
+        times = measure_gpu_layer(made, tokens)
         if times is None:
             yield replace(choice, why="not timed: there is no GPU here")
         else:
-            yield replace(choice, pace=pace_of(made, machine, times, outside))
+            yield replace(choice, pace=pace_of(made, machine, times, others))
 
 
 def choose(choices: tuple[Choice, ...], wanted: str) -> Choice:

@@ -18,7 +18,7 @@ _MOST = 16384  # tokens timed; more take in proportion
 
 
 def measure_outside(setting: Setting, tokens: int) -> Outside | None:
-    """Seconds of a pass of ``tokens`` outside its routed experts and its loss; None: it can't be timed here.
+    """Seconds of a pass of ``tokens`` outside its routed experts; None: it can't be timed here.
 
     That is so without a GPU, where its memory is too small, and for a class that makes no small model.
     """
@@ -45,29 +45,39 @@ def measure_outside(setting: Setting, tokens: int) -> Outside | None:
         each = max(0.0, two - one) / max(1, more - few)
         return scale * (one + (len(layers) - few) * each)
 
-    return Outside(*(of_all(one, two) for one, two in zip(first, both, strict=True)))
+    return Outside(
+        of_all(first.forward, both.forward),
+        of_all(first.backward, both.backward),
+        scale * min(first.loss, both.loss),
+    )
 
 
-def _seconds(setting: Setting, layers: int, tokens: int, device: Any) -> tuple[float, float]:
-    """Of forward and of backward through embeddings and the first ``layers`` layers."""
+def _seconds(setting: Setting, layers: int, tokens: int, device: Any) -> Outside:
+    """Of a model of the first ``layers`` layers; its loss is trl's."""
     import torch
+    from trl.trainer import add_fused_lm_head
 
     from ktbridge.experts.gpu.measure import median_seconds
 
     length = max(2, min(tokens, round(setting.lengths.mean)))
-    model = _first_layers(setting, layers, device)
-    decoder = model.get_base_model().base_model
+    model = _first_layers(setting, layers, device).get_base_model()
+    dpo = setting.config.stage == "dpo"
+    # What trl's trainers have it compute beside the loss.
+    add_fused_lm_head(model, outputs=("log_probs",) if dpo else ("log_probs", "entropy", "is_top1"))
     ids = torch.zeros(max(1, tokens // length), length, dtype=torch.int64, device=device)
 
     def forward() -> Any:
-        return decoder(input_ids=ids, use_cache=False).last_hidden_state
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
     def both() -> None:
         out = forward()
         out.backward(torch.ones_like(out))
 
-    alone = median_seconds(forward, device)
-    return alone, max(0.0, median_seconds(both, device) - alone)
+    def whole() -> None:
+        model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum().backward()
+
+    alone, two, three = (median_seconds(each, device) for each in (forward, both, whole))
+    return Outside(alone, max(0.0, two - alone), max(0.0, three - two))
 
 
 def _first_layers(setting: Setting, layers: int, device: Any) -> Any:

@@ -53,16 +53,16 @@ def pace_of(
     """
     rates, times = found.rates, found.experts
     tokens = _tokens(setting)
-    loss = _seconds(_loss_flops(setting, tokens), rates)
     estimated = outside is None
     if outside is None:
+        loss = _seconds(_loss_flops(setting, tokens), rates)
         layers = _seconds(_layer_flops(setting, tokens), rates)
         layers += _GPU_LAYER * len(setting.shape.layers) if setting.cuda else 0.0
         runs = 1 + _runs(setting)
-        outside = Outside(layers / runs, layers * (runs - 1) / runs)
+        outside = Outside(layers / runs, layers * (runs - 1) / runs, loss)
     elif setting.config.stage == "dpo":  # the reference's forward
-        outside = Outside(2 * outside.forward, outside.backward)
-    others = outside.forward + outside.backward + loss
+        outside = Outside(2 * outside.forward, outside.backward, outside.loss * 4 / 3)
+    others = outside.forward + outside.backward + outside.loss
     on_cpu = expert_lora_elements(setting)
     trained = on_cpu + nonexpert_lora_elements(setting)
     passes = setting.passes
@@ -75,7 +75,8 @@ def pace_of(
     else:
         assert gpu is not None
         seconds = hybrid_seconds if setting.share.hybrid else gpu_seconds
-        whole = passes * (seconds(gpu, setting.share, setting.expert_sizes, outside) + loss)
+        part = seconds(gpu, setting.share, setting.expert_sizes, outside)
+        whole = passes * (part + outside.loss)
         experts = max(0.0, whole - passes * others)
         updates = 0.0 if setting.share.masters else times.update * on_cpu
     step = whole + updates
@@ -109,11 +110,11 @@ def _how_on_gpu(gpu: LayerTimes, rates: ProductRates, estimated: bool) -> str:
     measured += f"{_rate(rates.forward)} forward and {_rate(rates.backward)} backward"
     if estimated:
         assumed = "attention, norms and the like take as long as products"
-        assumed += f" and {1000 * _GPU_LAYER:g} ms a layer"
+        assumed += f" and {1000 * _GPU_LAYER:g} ms a layer, "
     else:
-        measured += ", some layers without their experts"
-        assumed = "the loss takes twice its products' time"
-    return f"measured: {measured}; assumed: {assumed}, and weights cross beside all the rest"
+        measured += ", some layers without their experts, and the loss"
+        assumed = ""
+    return f"measured: {measured}; assumed: {assumed}weights cross beside all the rest"
 
 
 def _notes(setting: Setting, rates: ProductRates) -> tuple[str, ...]:
@@ -134,20 +135,22 @@ def _how(
     saves: int,
     estimated: bool,
 ) -> str:
-    what = "attention, norms and the like take" if estimated else "the loss takes"
-    assumed = f"{what} as long as products at the better pace"
-    if setting.cuda and estimated:
-        assumed += f" and {1000 * _GPU_LAYER:g} ms a layer"
+    assumed = []
+    if estimated:
+        small = f" and {1000 * _GPU_LAYER:g} ms a layer" if setting.cuda else ""
+        assumed += [
+            f"attention, norms and the like take as long as products at the better pace{small}"
+        ]
     if setting.cuda and rates.where == "CPU":
-        assumed += ", products at the CPU's pace (no GPU can be used here)"
+        assumed += ["products at the CPU's pace (no GPU can be used here)"]
     if saves:
-        assumed += f", checkpoints are written at {_DISK_RATE / 1e9:g} GB/s"
+        assumed += [f"checkpoints are written at {_DISK_RATE / 1e9:g} GB/s"]
     usual = times.first if setting.passes == 1 else times.next
     return (
         f"measured: {1000 * usual:.0f} ms a layer of experts and pass ({times.how}), "
         f"{updates:.2f} s a step for the optimizer, products on the {rates.where} at "
         f"{_rate(rates.forward)} forward and {_rate(rates.backward)} backward; "
-        f"assumed: {assumed}"
+        f"assumed: {', '.join(assumed) or 'nothing'}"
     )
 
 
