@@ -71,7 +71,7 @@ class Staged:
 
     def __init__(self, device: torch.device, threads: int, buffers: int = 4) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._threads = threads
+        self.threads = threads
         self._pool = ThreadPoolExecutor(threads, "ktbridge-copy")
         self._pinned = [
             torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)
@@ -126,7 +126,7 @@ class Staged:
     def _fill(self, pinned: torch.Tensor, source: torch.Tensor) -> None:
         """``source`` into ``pinned``, a share in each thread; memmove, as torch would start its own."""
         size, into, out_of = len(source), pinned.data_ptr(), source.data_ptr()
-        share = -(-size // self._threads)
+        share = -(-size // self.threads)
 
         def copy(at: int) -> None:
             ctypes.memmove(into + at, out_of + at, min(share, size - at))
@@ -287,5 +287,10 @@ def copier_for(
     done = register(groups)
     if isinstance(done, Registration):
         return Registered(device, done), f"read in place ({size_text(done.bytes)} registered)"
-    threads = min(_STAGING_THREADS, torch.get_num_threads())
-    return Staged(device, threads), f"copied through pinned memory by {threads} threads: {done}"
+    made = copied_once(device)
+    return made, f"copied through pinned memory by {made.threads} threads: {done}"
+
+
+def copied_once(device: torch.device) -> Staged:
+    """What copies without registering pages, which would stay in RAM until the run ends."""
+    return Staged(device, min(_STAGING_THREADS, torch.get_num_threads()))

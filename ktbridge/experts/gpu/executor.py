@@ -76,10 +76,14 @@ class GpuExperts:
         slots: int,
         copier: Copier,
         resident: Sequence[int] = (),
+        loader: Copier | None = None,
+        loaded: Callable[[int], None] | None = None,
         outputs_on_host: bool = False,
         cold_threads: int = 1,
     ) -> None:
-        """``outputs_on_host``: outputs of checkpointed layers wait there for the second forward.
+        """``loader`` copies what is resident (default: ``copier``); ``loaded`` gets each such layer's number.
+
+        ``outputs_on_host``: outputs of checkpointed layers wait there for the second forward.
 
         ``cold_threads`` threads of the host compute the experts of ``set_cold``.
         """
@@ -115,7 +119,9 @@ class GpuExperts:
         self._make_work()
         self._copier = copier
         for index in resident:
-            self._settle(self._layers[index])
+            self._load(self._layers[index], loader or copier)
+            if loaded is not None:
+                loaded(index)
 
     @property
     def cold(self) -> dict[int, tuple[int, ...]]:
@@ -200,7 +206,7 @@ class GpuExperts:
         return made
 
     @_alone
-    def _settle(self, layer: Layer) -> None:
+    def _load(self, layer: Layer, copier: Copier) -> None:
         """Bring a resident layer's weights to the device."""
         made = []
         for group in layer.groups:
@@ -208,7 +214,7 @@ class GpuExperts:
             before = None  # what is queued may still be using this memory
             if self.device.type == "cuda":
                 before = torch.cuda.current_stream(self.device).record_event()
-            ready = self._copier.start(group, raw, before)
+            ready = copier.start(group, raw, before)
             if ready is not None:
                 ready.wait()
             matrices = self._bordered(len(group.experts))

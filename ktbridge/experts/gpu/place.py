@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ktbridge.experts.gpu.copying import copier_for
+from ktbridge.experts.gpu.copying import copied_once, copier_for
 from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
@@ -55,13 +55,15 @@ def give_to_gpu(model: Any, device: torch.device, share: Share, cold_threads: in
     layers = expert_layers(model)
     numbers = list(layers)
     first = next(iter(layers.values()))
+    resident = [numbers[place] for place in share.resident]
     groups = [
         group
         for index, layer in layers.items()
         for group in layer_groups(layer.weights, share.slot_bytes, f"layer {index}")
+        if index not in resident
     ]
-    resident = [numbers[place] for place in share.resident]
     copier, how = copier_for(groups, device)
+    loader = copied_once(device) if resident and device.type == "cuda" else copier
     experts = GpuExperts(
         {index: layer.weights for index, layer in layers.items()},
         device,
@@ -70,10 +72,13 @@ def give_to_gpu(model: Any, device: torch.device, share: Share, cold_threads: in
         slots=max(share.slots, 1),
         copier=copier,
         resident=resident,
+        loader=loader,
+        loaded=lambda index: release_layers(model, [index]),
         outputs_on_host=share.outputs_on_host,
         cold_threads=cold_threads,
     )
-    release_layers(model, resident)
+    if loader is not copier:
+        loader.close()
     for index, layer in layers.items():
         assert isinstance(layer, MoELoRAExperts)
         layer.gpu = OnGpu(experts, index)

@@ -182,6 +182,8 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         how += "; the gradients come as activations go" if spared else ""
     yield Part("expert LoRA", masters, 16 * lora - spared, how)
     if setting.share is not None:
+        how = "made on the host, in pages that the process keeps when it moves"
+        yield Part("expert LoRA, first copy", "RAM", 4 * lora, how)
         yield from _gpu_expert_parts(setting, setting.share)
         return
 
