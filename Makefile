@@ -5,6 +5,7 @@
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
+# make test-peft      adapters of older PEFT releases, by these releases themselves (in build/peft)
 # make check   lint, formatting, types
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -24,7 +25,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-oldest test-gpu test-engine test-clients check format clean help test-kernels sanitize
+.PHONY: demo test test-oldest test-peft test-gpu test-engine test-clients check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -44,6 +45,11 @@ test-oldest:
 	@.venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS) \
 	  -c .venv-oldest/oldest.txt -e '.[all,dev]'
 	@.venv-oldest/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+test-peft: $(VENV)/.dev
+	@for release in 0.18.1 0.19.1 0.20.0; do \
+	  test -d build/peft/$$release || $(PIP_INSTALL) --no-deps --target build/peft/$$release peft==$$release; done
+	@$(BIN)/python -m pytest tests/adapter/dialects/test_peft_versions.py
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/gpu tests/engine

@@ -1,0 +1,101 @@
+"""Against older releases of PEFT, each in a process that imports it instead of the installed one.
+
+`make test-peft` installs them below build/peft and runs this; without them it skips.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ktbridge.adapter import convert_adapter
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+RELEASES = Path(__file__).parents[3] / "build/peft"
+TOKENS = torch.arange(14).reshape(1, -1)
+# Trains nothing: random LoRA on attention and on all fused experts, saved as this release does.
+SAVE = """
+import sys, torch, peft
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+release, out = sys.argv[1:]
+assert peft.__version__ == release, peft.__file__
+torch.manual_seed(0)
+model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2))
+model = model.float().eval()
+model.save_pretrained(f"{out}/base")
+model.name_or_path = f"{out}/base"
+experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+tuned = peft.get_peft_model(model, peft.LoraConfig(
+    r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], target_parameters=experts,
+    task_type="CAUSAL_LM")).eval()
+for name, parameter in tuned.named_parameters():
+    if "lora_" in name:
+        torch.nn.init.normal_(parameter, std=0.2)
+with torch.no_grad():
+    torch.save(tuned(torch.arange(14).reshape(1, -1)).logits, f"{out}/logits.pt")
+tuned.save_pretrained(f"{out}/adapter")
+"""
+LOAD = """
+import sys, torch, peft
+from transformers import AutoModelForCausalLM
+release, out = sys.argv[1:]
+assert peft.__version__ == release, peft.__file__
+model = AutoModelForCausalLM.from_pretrained(f"{out}/base").float()
+tuned = peft.PeftModel.from_pretrained(model, f"{out}/fused").eval()
+with torch.no_grad():
+    torch.save(tuned(torch.arange(14).reshape(1, -1)).logits, f"{out}/again.pt")
+"""
+
+
+def run(code: str, release: str, out: Path) -> None:
+    place = RELEASES / release
+    if not place.is_dir():
+        pytest.skip(f"PEFT {release} is not in {place}: make test-peft")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, release, str(out)],
+        env={**os.environ, "PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("release", "dialect"),
+    [("0.18.1", "peft-0.18"), ("0.19.1", "peft-fused"), ("0.20.0", "peft-fused")],
+)
+def test_adapters_of_an_older_peft_are_read_exactly(
+    tmp_path: Path, release: str, dialect: str
+) -> None:
+    run(SAVE, release, tmp_path)
+    convert_adapter(
+        tmp_path / "adapter", to="peft-fused", from_format=dialect, output_dir=tmp_path / "fused"
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").float()
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "fused").eval()
+    expected = torch.load(tmp_path / "logits.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+        with loaded.disable_adapter():
+            assert (loaded(TOKENS).logits - expected).abs().max() > 0.01
+
+
+def test_an_older_peft_loads_ours(tmp_path: Path) -> None:
+    """PEFT 0.19 can't load any adapter of a fused MoE under transformers 5.23: a fault of its own."""
+    run(SAVE, "0.18.1", tmp_path)
+    convert_adapter(tmp_path / "adapter", to="peft-fused", output_dir=tmp_path / "fused")
+    run(LOAD, "0.20.0", tmp_path)
+    torch.testing.assert_close(
+        torch.load(tmp_path / "again.pt"),
+        torch.load(tmp_path / "logits.pt"),
+        rtol=1e-4,
+        atol=1e-4,
+    )
