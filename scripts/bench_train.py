@@ -34,9 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from peers.machine import cpu_model, physical_cores
+from peers.driver import SCRIPTS, Record, console, new_run, stderr, usable_cpus, write_run
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from ktbridge.cli._app import Command
@@ -47,22 +46,21 @@ from ktbridge.units import parse_size
 OURS = ("cpu", "stream", "hybrid", "resident", "auto")
 WHO = (*OURS, "hf", "hf-autocast", "offload")
 SAME_LOSS = 0.01
-WORKER = Path(__file__).parent / "peers" / "train_worker.py"
+WORKER = SCRIPTS / "peers" / "train_worker.py"
 LEGEND = (
     "first is: the first one's speed over this one's. GPU: in use on the device. RAM: the process's peak, "
     "mapped experts with it; /ckpt: over the checkpoint's size. rows: of a pass. loss: the first step's."
 )
-console, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
-def measure(case: dict[str, Any], log: Path) -> dict[str, Any]:
+def measure(case: Record, log: Path) -> Record:
     """Run one contestant; what it says goes to ``log``. Raises KtbridgeError when it fails."""
     who, result = case["who"], log.with_suffix(".json")
-    merged: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    merged: Record = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     command, gpus = [sys.executable], case.get("gpus", 1)
     if gpus > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-        threads = str(max(1, physical_cores() // gpus))  # torchrun's own choice is 1
+        threads = str(max(1, usable_cpus()[1] // gpus))  # torchrun's own choice is 1
         merged["env"] = {"OMP_NUM_THREADS": threads, **os.environ}
     command += [str(WORKER), json.dumps(case), str(result)]
     with (
@@ -75,7 +73,7 @@ def measure(case: dict[str, Any], log: Path) -> dict[str, Any]:
                 stderr.print(line.rstrip(), markup=False)
     if process.returncode:
         raise KtbridgeError(failure(who, process.returncode, log))
-    told: dict[str, Any] = json.loads(result.read_text())
+    told: Record = json.loads(result.read_text())
     tokens = case["rows"] * case["length"] * gpus
     told["tokens_per_second"] = tokens / statistics.median(told["seconds"][1:])
     return {**told, "case": case}
@@ -94,7 +92,7 @@ def failure(who: str, status: int, log: Path) -> str:
     return f"{who} {why}; {log} has all that it said."
 
 
-def _case(name: str) -> dict[str, Any]:
+def _case(name: str) -> Record:
     """Who a contestant is, and its GPU memory in bytes."""
     who, _, memory = name.partition("@")
     if who not in WHO:
@@ -102,7 +100,7 @@ def _case(name: str) -> dict[str, Any]:
     return {"name": name, "who": who, "gpu_memory": parse_size(memory) if memory else None}
 
 
-def compare(run: dict[str, Any]) -> None:
+def compare(run: Record) -> None:
     """Add to each contestant what it is beside ours and the checkpoint, to the run how losses differ."""
     told = run["contestants"]
     for each in told:
@@ -114,7 +112,7 @@ def compare(run: dict[str, Any]) -> None:
     run["loss_difference"] = max(first) / min(first) - 1 if first else None
 
 
-def table(run: dict[str, Any]) -> Table:
+def table(run: Record) -> Table:
     """At most 80 columns wide."""
     made = Table(
         box=SIMPLE_HEAD,
@@ -141,7 +139,7 @@ def table(run: dict[str, Any]) -> Table:
     return made
 
 
-def show(run: dict[str, Any]) -> bool:
+def show(run: Record) -> bool:
     """Print a run; whether all went well."""
     machine, model, settings = run["machine"], run["model"], run["settings"]
     gpus = settings.get("gpus", 1)  # not in older records
@@ -165,7 +163,7 @@ def show(run: dict[str, Any]) -> bool:
     return not run["failed"] and apart <= SAME_LOSS
 
 
-def draw(runs: list[dict[str, Any]], path: Path) -> None:
+def draw(runs: list[Record], path: Path) -> None:
     """Tokens/s over GPU memory in use: ktbridge's as a line for each kind of step, peers as points."""
     from matplotlib.figure import Figure
 
@@ -259,8 +257,9 @@ def main(
     if not size:
         raise click.UsageError(f"{checkpoint} has no safetensors.")
     config = read_model_config(checkpoint)
-    machine = {"cpu": cpu_model(), "cores": physical_cores(), "gpu": None}
-    run: dict[str, Any] = {
+    here = new_run()["machine"]
+    machine = {"cpu": here["cpu"], "cores": here["cores"], "gpu": None}
+    run: Record = {
         "machine": machine, "checkpoint": str(checkpoint), "checkpoint_bytes": size,
         "model": {"model_type": config.model_type, "layers": config.num_layers},
         "settings": settings, "contestants": [], "failed": [],
@@ -279,8 +278,7 @@ def main(
         except KtbridgeError as error:
             run["failed"].append(error.sentence)
         compare(run)
-        if json_file:
-            json_file.write_text(json.dumps(run, indent=1) + "\n")
+        write_run(run, json_file)
     good = show(run)
     if not run["failed"]:
         shutil.rmtree(logs)

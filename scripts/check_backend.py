@@ -28,15 +28,15 @@ from ktbridge.sft import MoELoRAExperts, wrap_experts  # before torch: see its d
 # isort: split
 import click
 import torch
-import torch.nn.functional as F
-from peers.cases import Shape
+from peers.cases import PROJECTIONS, Shape
+from peers.torch_worker import exact_results
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktbridge.cli._app import Command
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts
 from ktbridge.experts.modules import experts_modules
 
@@ -78,7 +78,7 @@ class Mxfp4Experts(KtKernelExperts):
 
     def _load(self, wrapper: Any) -> None:
         data: dict[str, list[torch.Tensor]] = {}
-        for name, weights in zip(("gate", "up", "down"), self._weights, strict=True):
+        for name, weights in zip(PROJECTIONS, self._weights, strict=True):
             stack = weights.weight
             plain = stack if isinstance(stack, torch.Tensor) else torch.stack(tuple(stack))
             packed, scale, values = to_mxfp4(plain)
@@ -127,41 +127,17 @@ class Layer:
         middle = time.perf_counter()
         out.backward(self.d_out)
         end = time.perf_counter()
-        found = {"output": out.detach(), "d_hidden": hidden.grad, "d_weights": routing.grad}
+        found = {"out": out.detach(), "d_hidden": hidden.grad, "d_weights": routing.grad}
         found |= {f"d_{name}": parameter.grad for name, parameter in layer.named_parameters()}
         return found, middle - start, end - middle
 
     def exact(self) -> Results:
-        """The same in float32 autograd, an expert at a time."""
-        hidden, routing = self.hidden.float(), self.routing
-        lora = {name: p.detach() for name, p in self.ours.named_parameters()}
-        found = {"output": torch.zeros_like(hidden), "d_hidden": torch.zeros_like(hidden)}
-        found["d_weights"] = torch.zeros_like(routing)
-        found |= {f"d_{name}": torch.zeros_like(value) for name, value in lora.items()}
-        for expert in range(self.shape.experts):
-            tokens, slots = (self.ids == expert).nonzero(as_tuple=True)
-            x = hidden[tokens].requires_grad_()
-            route = routing[tokens, slots].requires_grad_()
-            own = {name: value[expert].clone().requires_grad_() for name, value in lora.items()}
-            out = self._expert(expert, x, own) * route[:, None]
-            leaves = (x, route, *own.values())
-            d_x, d_route, *d_lora = torch.autograd.grad(out, leaves, self.d_out[tokens].float())
-            found["output"].index_add_(0, tokens, out.detach())
-            found["d_hidden"].index_add_(0, tokens, d_x)
-            found["d_weights"][tokens, slots] = d_route
-            for name, gradient in zip(own, d_lora, strict=True):
-                found[f"d_{name}"][expert] = gradient
-        return found
-
-    def _expert(self, expert: int, x: torch.Tensor, lora: Results) -> torch.Tensor:
+        """The same in float32 autograd."""
+        weights = dict(zip(PROJECTIONS, self.weights, strict=True))
+        lora = {name: parameter.detach() for name, parameter in self.ours.named_parameters()}
         scale = self.ours.lora_alpha / self.ours.lora_rank
-
-        def linear(index: int, name: str, x: torch.Tensor) -> torch.Tensor:
-            low = F.linear(x, lora[f"{name}_lora_a"])
-            base = F.linear(x, self.weights[index][expert].float())
-            return base + scale * F.linear(low, lora[f"{name}_lora_b"])
-
-        return linear(2, "down", F.silu(linear(0, "gate", x)) * linear(1, "up", x))
+        inputs = (self.hidden, self.ids, self.routing, self.d_out)
+        return exact_results(weights, lora, scale, *inputs)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -288,10 +264,8 @@ def main(shapes: list[Shape], rank: int, steps: int, method: str, **options: Any
         checks.append(lambda: compare_training(console, steps, method, options))
     try:
         results = [check() for check in checks]  # all of them, whatever the first ones say
-    except KtbridgeError as error:
-        raise KtbridgeError(
-            error.sentence, error.next_step
-        ) from error  # the machine's fault: exit code 1
+    except UsageError as error:  # the machine's fault, not the command's: exit code 1
+        raise KtbridgeError(error.sentence, error.next_step) from error
     good = all(results)
     console.print("the same within rounding" if good else "[red]they differ by more than rounding")
     sys.exit(0 if good else 1)

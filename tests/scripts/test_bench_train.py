@@ -25,13 +25,6 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _scripts_on_path():
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path.remove(str(SCRIPTS))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """What one run writes, prints and says."""

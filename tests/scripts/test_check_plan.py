@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,18 +13,10 @@ from ktbridge.errors import UsageError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.plan import make_plan, this_machine
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TINY = (
     "num_hidden_layers=2 hidden_size=64 num_attention_heads=4 num_key_value_heads=2 head_dim=16 "
     "num_experts=8 num_experts_per_tok=2 moe_intermediate_size=32 vocab_size=200"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _scripts_on_path():
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from ktbridge.experts.modules import experts_modules, given_experts
 from ktbridge.sft.config import parse_config
 from ktbridge.sft.data import fit_rows, load_rows
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TINY = {
     "vocab_size": 120, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
@@ -38,13 +36,6 @@ FAMILIES = {
     "qwen3_5_moe": {**TINY, **LINEAR, "vision_config": VISION},
 }  # fmt: skip
 LENGTHS = (8, 9, 23, 64, 200)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _scripts_on_path():
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path.remove(str(SCRIPTS))
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
