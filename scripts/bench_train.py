@@ -35,7 +35,7 @@ from typing import Any
 
 import click
 from peers.driver import SCRIPTS, Record, console, new_run, stderr, usable_cpus, write_run
-from rich.box import SIMPLE_HEAD
+from peers.report import plain_table
 from rich.table import Table
 
 from ktbridge.cli._app import Command
@@ -114,15 +114,9 @@ def compare(run: Record) -> None:
 
 def table(run: Record) -> Table:
     """At most 80 columns wide."""
-    made = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        caption=LEGEND,
-        caption_justify="left",
-    )
-    for title in ("", "tokens/s", "first is", "GPU GB", "RAM GB", "/ckpt", "rows", "loss"):
-        made.add_column(title, justify="right" if title else "left", no_wrap=True)
+    titles = ("tokens/s", "first is", "GPU GB", "RAM GB", "/ckpt", "rows", "loss")
+    made = plain_table("", *titles)
+    made.collapse_padding, made.caption, made.caption_justify = True, LEGEND, "left"
     for told in run["contestants"]:
         ratio = f"{told['first_is']:.2f}x"
         gpu = told["gpu"]
@@ -198,42 +192,29 @@ def draw(runs: list[Record], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+EXISTING = click.Path(exists=True, path_type=Path)
+SHOWN: Any = {"show_default": True}
+WHO_HELP = f"{', '.join(WHO)}; several.  [default: stream, cpu, hf]"
+
+
 @click.command(cls=Command, context_settings={"max_content_width": 110})
-@click.argument(
-    "checkpoint", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path)
-)
-@click.option(
-    "--contestant",
-    "names",
-    multiple=True,
-    metavar="WHO[@GPU_MEMORY]",
-    help=f"{', '.join(WHO)}; several.  [default: stream, cpu, hf]",
-)
-@click.option("--rank", default=8, show_default=True, type=click.IntRange(1))
-@click.option(
-    "--length", default=512, show_default=True, type=click.IntRange(2), help="Tokens a row."
-)
-@click.option(
-    "--rows", default=16, show_default=True, type=click.IntRange(1), help="Rows a step and GPU."
-)
-@click.option(
-    "--gpus", default=1, show_default=True, type=click.IntRange(1), help="Processes, a GPU each."
-)
-@click.option("--passes", default=1, show_default=True, type=click.IntRange(0))
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(2))
-@click.option("--learning-rate", default=1e-4, show_default=True, type=float)
+@click.argument("checkpoint", required=False, type=FOLDER)
+@click.option("--contestant", "names", multiple=True, metavar="WHO[@GPU_MEMORY]", help=WHO_HELP)
+@click.option("--rank", default=8, type=click.IntRange(1), **SHOWN)
+@click.option("--length", default=512, type=click.IntRange(2), help="Tokens a row.", **SHOWN)
+@click.option("--rows", default=16, type=click.IntRange(1), help="Rows a step and GPU.", **SHOWN)
+@click.option("--gpus", default=1, type=click.IntRange(1), help="Processes, a GPU each.", **SHOWN)
+@click.option("--passes", default=1, type=click.IntRange(0), **SHOWN)
+@click.option("--steps", default=3, type=click.IntRange(2), **SHOWN)
+@click.option("--learning-rate", default=1e-4, type=float, **SHOWN)
 @click.option("--no-checkpointing", is_flag=True, help="Keep activations on the GPU.")
+@click.option("--json", "json_file", type=FILE, help="All samples.")
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All samples."
+    "--from-json", "recorded", multiple=True, type=EXISTING, help="Show a recorded run; several."
 )
-@click.option(
-    "--from-json",
-    "recorded",
-    multiple=True,
-    type=click.Path(exists=True, path_type=Path),
-    help="Show a recorded run; several.",
-)
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw recorded runs.")
+@click.option("--plot", type=FILE, help="Draw recorded runs.")
 def main(
     checkpoint: Path | None,
     names: tuple[str, ...],

@@ -29,9 +29,9 @@ from ktbridge.sft import MoELoRAExperts, wrap_experts  # before torch: see its d
 import click
 import torch
 from peers.cases import PROJECTIONS, Shape
+from peers.report import plain_table
 from peers.torch_worker import exact_results
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -152,10 +152,9 @@ def compare_layer(console: Console, shape: Shape, method: str, options: dict[str
     ours, theirs = turns[-1][0][0], turns[-1][1][0]
     rank = layer.ours.lora_rank
     isas = f"ktbridge {layer.ours.isa}, kt-kernel {layer.theirs.isa}"
-    table = Table(title=f"E,K,H,I,T {shape}, rank {rank}, {isas}")
     columns = ("ktbridge to kt-kernel", "ktbridge to float32", "kt-kernel to float32")
-    for column in ("relative difference", *columns):
-        table.add_column(column, justify="left" if column == "relative difference" else "right")
+    title = f"Relative differences, E,K,H,I,T {shape}, rank {rank}, {isas}"
+    table = plain_table(title, *columns)
     good = True
     for name, value in exact.items():
         found = [difference(*pair) for pair in ((ours[name], theirs[name]), (ours[name], value))]
@@ -224,9 +223,7 @@ def compare_training(console: Console, steps: int, method: str, options: dict[st
         if backend == "kt-kernel":
             put_kt_kernel(model, method, 4, {**options, "max_tokens": 128})
         runs[backend] = losses(model.train(), steps, batches)
-    table = Table(title="loss of a tiny Qwen3-MoE, trained by both")
-    for column in ("step", *runs):
-        table.add_column(column, justify="right")
+    table = plain_table("loss of a tiny Qwen3-MoE by step, trained by both", *runs)
     for step, pair in enumerate(zip(*runs.values(), strict=True), start=1):
         table.add_row(str(step), *(f"{loss:.5f}" for loss in pair))
     console.print(table)
