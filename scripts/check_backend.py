@@ -28,6 +28,7 @@ from ktbridge.sft import MoELoRAExperts, wrap_experts  # before torch: see its d
 # isort: split
 import click
 import torch
+from peers import cases
 from peers.cases import PROJECTIONS, Shape
 from peers.report import plain_table
 from peers.torch_worker import exact_results
@@ -95,27 +96,18 @@ class Layer:
     """The same weights, LoRA and inputs for both layers and for float32 autograd."""
 
     def __init__(self, shape: Shape, method: str, options: dict[str, Any]) -> None:
-        self.shape, self.random = shape, torch.Generator().manual_seed(7)
-        sizes = ((shape.inner, shape.hidden),) * 2 + ((shape.hidden, shape.inner),)
-        self.weights = [self._normal(shape.experts, *size, scale=size[1] ** -0.5) for size in sizes]
+        self.weights = cases.make_weights(shape)
         if method == "mxfp4":
-            self.weights = [to_mxfp4(weight)[2] for weight in self.weights]
-        logits = torch.randn(shape.tokens, shape.experts, generator=self.random)
-        self.routing, self.ids = logits.softmax(-1).topk(shape.top_k)
-        self.hidden = self._normal(shape.tokens, shape.hidden)
-        self.d_out = self._normal(shape.tokens, shape.hidden)
+            self.weights = {name: to_mxfp4(weight)[2] for name, weight in self.weights.items()}
+        made = cases.make_inputs(shape, options["lora_rank"])
+        names = ("hidden", "topk_ids", "topk_weights", "d_out")
+        self.hidden, self.ids, self.routing, self.d_out = (made[name] for name in names)
         common = {key: options[key] for key in ("lora_rank", "lora_alpha", "threads", "activation")}
-        self.ours = MoELoRAExperts.from_tensors(*self.weights, **common)
+        self.ours = MoELoRAExperts.from_tensors(*self.weights.values(), **common)
+        self.ours.load_state_dict({name: made[name].float() for name in cases.LORA_NAMES})
         own = {"top_k": shape.top_k, "max_tokens": shape.tokens, **options}
-        self.theirs = METHODS[method](*self.weights, **own)
-        with torch.no_grad():
-            for name, parameter in self.ours.named_parameters():
-                scale = parameter.shape[-1] ** -0.5 if name.endswith("_a") else 0.05
-                parameter.copy_(self._normal(*parameter.shape, scale=scale))
+        self.theirs = METHODS[method](*self.weights.values(), **own)
         self.theirs.load_state_dict(self.ours.state_dict())
-
-    def _normal(self, *size: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*size, generator=self.random) * scale).bfloat16()
 
     def results(self, layer: nn.Module) -> tuple[Results, float, float]:
         """Output and gradients by name, and the seconds of forward and of backward."""
@@ -133,11 +125,10 @@ class Layer:
 
     def exact(self) -> Results:
         """The same in float32 autograd."""
-        weights = dict(zip(PROJECTIONS, self.weights, strict=True))
         lora = {name: parameter.detach() for name, parameter in self.ours.named_parameters()}
         scale = self.ours.lora_alpha / self.ours.lora_rank
         inputs = (self.hidden, self.ids, self.routing, self.d_out)
-        return exact_results(weights, lora, scale, *inputs)
+        return exact_results(self.weights, lora, scale, *inputs)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,37 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from safetensors.torch import load_file
 
-
-@pytest.fixture
-def recorded() -> dict:
-    """A run as --json writes it, cut down to one shape and two contestants."""
-
-    def entry(name: str, forward: float, backward: float) -> dict:
-        took = {"forward": forward, "backward": backward}
-        samples = {which: [seconds] for which, seconds in took.items()}
-        return {
-            "name": name, "version": "1.0", "isa": "amx", "threads": 2, "median": took,
-            "samples": samples, "peak_bytes": 3_000_000, "extra_bytes": 1_000_000,
-            "accuracy": {"out": 0.004, "d_hidden": 0.0071},
-        }  # fmt: skip
-
-    machine = {
-        "cpu": "Some Xeon", "cores": 2, "threads": 2, "cpus": [0, 1], "load": 0.0, "isa": "amx",
-        "best_isa": "amx", "peaks": {"amx": 2e11}, "bandwidth": 2e9,
-    }  # fmt: skip
-    result = {
-        "label": "4,2,64,32,8",
-        "shape": {"experts": 4, "top_k": 2, "hidden": 64, "inner": 32, "tokens": 8},
-        "routed": 4,
-        "floor": {
-            "forward": {"bytes": 4_000_000, "flops": 400_000_000, "seconds": 0.002},
-            "backward": {"bytes": 5_000_000, "flops": 500_000_000, "seconds": 0.003},
-        },
-        "parts": {"read": 1e-3, "products": 2e-3, "forward": 3.5e-3, "pack": 1.5e-3, "backward": 4e-3},
-        "contestants": [entry("ktbridge", 0.004, 0.006), entry("torch", 0.010, 0.024)],
-        "notes": ["A note."],
-    }  # fmt: skip
-    return {"machine": machine, "shapes": [result], "sweep": [], "skipped": ["One."], "failed": []}
+RECORDED = Path(__file__).resolve().parents[2] / "docs" / "bench"
 
 
 def test_floor_counts_what_the_docstring_says():
@@ -90,34 +62,39 @@ def test_written_case_is_complete_and_the_same_each_time(tmp_path):
     assert all(first[key].abs().max() > 0 for key in cases.LORA_NAMES)
 
 
-def test_a_recorded_run_is_shown_and_drawn(recorded, tmp_path, monkeypatch):
+def test_recorded_runs_are_shown_and_drawn(tmp_path, monkeypatch):
+    """Those whose picture is in the documentation."""
     import bench_kernels
     from peers import report
 
-    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    monkeypatch.setattr(bench_kernels, "console", console)
-    (tmp_path / "run.json").write_text(json.dumps(recorded))
-    plot = tmp_path / "roofline.png"
-    arguments = ["--from-json", str(tmp_path / "run.json"), "--plot", str(plot)]
-    with console.file:
+    def shown(name: str) -> str:
+        console = Console(width=110, file=StringIO())
+        monkeypatch.setattr(bench_kernels, "console", console)
+        arguments = ["--from-json", str(RECORDED / name), "--plot", str(plot)]
         done = CliRunner().invoke(bench_kernels.main, arguments)
-        text = console.export_text()
-    assert done.exit_code == 0, done.output
-    assert "0.20 TFLOP/s amx" in text
-    assert "torch / ktbridge = 3.40x (forward 2.50x, backward 4.00x)" in text
-    assert "torch 10.00 – 10.00, 24.00 – 24.00" in text  # quartiles
-    assert "50 / 50" in text  # ours, of the floor
-    assert "0.710" in text  # d_hidden, %
-    assert "A note." in text
-    assert "One." in text
-    parts = ["both", "2.50", "4.00", "6.50", "7.50", "10.00", "11.33"]  # with a third of the peer
-    assert [line.split() for line in text.splitlines() if line.startswith(" both")] == [parts]
-    sweep = report.sweep_table(recorded["shapes"][0])
-    assert list(sweep.columns[-1].cells) == ["", "slower than the row above"]
-    points = report.points(recorded)
-    assert points[0] == ("ktbridge", "forward", "4,2,64,32,8", 100.0, pytest.approx(0.1))
-    assert len(points) == 4
+        assert done.exit_code == 0, done.output
+        return console.file.getvalue()
+
+    plot = tmp_path / "roofline.png"
+    text = shown("2-cores.json")
+    assert "4.97 TFLOP/s amx_bf16" in text
+    assert "Others were at work here before this run (load 6.0)" in text
+    assert "E=16 K=4 H=512 I=256 T=256; floor 0.38 + 0.45 ms" in text
+    assert "29 / 23" in text  # ours, % of the floor
+    assert "kt-kernel / ktbridge = 19.29x (forward 12.07x, backward 24.00x)" in text
+    assert "torch 9.70 – 9.94, 15.27 – 15.62" in text  # quartiles
+    assert "0.748" in text  # kt-kernel's error of d_hidden, %
+    parts = ["both", "0.46", "0.59", "1.05", "1.31", "3.29", "21.12", "8.45"]  # thirds of the peers
+    assert parts in [line.split() for line in text.splitlines()]
+    assert "Parts of a pass" not in shown("16-cores-quiet.json")  # which measured none
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+    run = json.loads((RECORDED / "2-cores.json").read_text())
+    points = report.points(run)
+    assert points[0][:3] == ("ktbridge", "forward", "16,4,512,256,256")
+    assert len(points) == 2 * 3 * len(run["shapes"])
+    sweep = report.sweep_table(run["shapes"][0])
+    assert list(sweep.columns[-1].cells) == ["", "slower than the row above", ""]
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,19 @@ def test_a_failure_is_a_sentence_that_says_where_there_is_more(run, tmp_path, mo
     assert all(sentence in done.stderr for sentence in sentences)
 
 
+def test_recorded_runs_are_drawn(tmp_path):
+    """Those of the documentation's picture."""
+    import bench_train
+
+    plot = tmp_path / "gpu.png"
+    recorded = sorted((SCRIPTS.parent / "docs" / "bench").glob("train-gpu-*.json"))
+    arguments = [word for path in recorded for word in ("--from-json", str(path))]
+    done = CliRunner().invoke(bench_train.main, [*arguments, "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("NVIDIA H200") == len(recorded) > 5
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 def test_different_losses_are_told(run, tmp_path):
     import bench_train
 
