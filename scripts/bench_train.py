@@ -22,7 +22,6 @@ over GPU memory. Needs `ktbridge[train]`; without a GPU all are on the CPU.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -34,7 +33,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from peers.driver import SCRIPTS, Record, console, new_run, stderr, usable_cpus, write_run
+from peers.driver import (
+    SCRIPTS,
+    Contestant,
+    Record,
+    console,
+    new_run,
+    stderr,
+    usable_cpus,
+    write_run,
+)
 from peers.report import plain_table
 from rich.table import Table
 
@@ -56,12 +64,13 @@ LEGEND = (
 def measure(case: Record, log: Path) -> Record:
     """Run one contestant; what it says goes to ``log``. Raises KtbridgeError when it fails."""
     who, result = case["who"], log.with_suffix(".json")
-    merged: Record = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = Contestant(who, "peers.train_worker").environment()
+    merged: Record = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment}
     command, gpus = [sys.executable], case.get("gpus", 1)
     if gpus > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
         threads = str(max(1, usable_cpus()[1] // gpus))  # torchrun's own choice is 1
-        merged["env"] = {"OMP_NUM_THREADS": threads, **os.environ}
+        environment.setdefault("OMP_NUM_THREADS", threads)
     command += [str(WORKER), json.dumps(case), str(result)]
     with (
         open(log, "w") as file,

@@ -12,14 +12,32 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-
 from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS
 from peers.layer import Case, serve
 
 Tensors = dict[str, torch.Tensor]
+
+
+def by_expert(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    routing: torch.Tensor,
+    experts: int,
+    compute: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Experts' outputs, weighted and summed, [T, H]: one gather and one scatter of all tokens."""
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.bincount(minlength=experts).tolist()
+    tokens = order // ids.shape[1]
+    parts = x.index_select(0, tokens).split(counts)
+    outputs = torch.cat([compute(e, part) for e, part in enumerate(parts) if len(part)])
+    weighted = outputs * routing.flatten().index_select(0, order)[:, None]
+    return torch.zeros_like(x).index_add(0, tokens, weighted.to(x.dtype))
 
 
 class Torch:
@@ -30,7 +48,7 @@ class Torch:
         self.topk_ids = case.topk_ids
         self.topk_weights = case.topk_weights.requires_grad_()
         self.d_out = case.d_out
-        self.experts, self.top_k = case.shape.experts, case.shape.top_k
+        self.experts = case.shape.experts
         self.lora = [
             [expert.clone().requires_grad_() for expert in case.lora[name]] for name in LORA_NAMES
         ]
@@ -43,15 +61,8 @@ class Torch:
         self.gradients: tuple[torch.Tensor | None, ...] = ()
 
     def forward(self) -> None:
-        flat = self.topk_ids.flatten()
-        order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.experts).tolist()
-        tokens = order // self.top_k
-        inputs = self.hidden.index_select(0, tokens).split(counts)
-        outputs = [self._expert(e, x) for e, x in enumerate(inputs) if len(x)]
-        weighted = torch.cat(outputs) * self.topk_weights.flatten().index_select(0, order)[:, None]
-        zeros = torch.zeros_like(self.hidden)
-        self.out = zeros.index_add(0, tokens, weighted.to(torch.bfloat16))
+        routing = (self.topk_ids, self.topk_weights)
+        self.out = by_expert(self.hidden, *routing, self.experts, self._expert)
 
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         inner = F.silu(self._linear(0, expert, x)) * self._linear(1, expert, x)
