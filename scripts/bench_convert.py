@@ -22,55 +22,66 @@ two of them: cp 0.41 s, cp + sync 0.97 s, ktbridge convert 1.86 s (1.47 s withou
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+from peers.driver import Contestant, Record, Worker, compete, console, new_run, program, write_run
+from peers.report import Row, named, show_left_out, show_machine, speed_table
 
-ROOT = Path(__file__).resolve().parents[1]
-LAYERS, EXPERTS, RANK, HIDDEN, INTER = 40, 256, 8, 2048, 512
-FULL_ATTENTION = {"q_proj": (8192, HIDDEN), "k_proj": (512, HIDDEN), "v_proj": (512, HIDDEN)}
-FULL_ATTENTION["o_proj"] = (HIDDEN, 4096)
-LINEAR_ATTENTION = {
-    "in_proj_qkv": (8192, HIDDEN),
-    "in_proj_z": (4096, HIDDEN),
-    "in_proj_b": (32, HIDDEN),
-    "in_proj_a": (32, HIDDEN),
-    "out_proj": (HIDDEN, 4096),
-}
-# A process between us and the contestant: ru_maxrss starts from what its parent held.
-LAUNCH = """
-import json, os, sys, time
-start = time.perf_counter()
-child = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
-_, status, usage = os.wait4(child, 0)
-seconds = time.perf_counter() - start
-result = [seconds, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024]
-open(sys.argv[1], "w").write(json.dumps(result))
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
+from ktbridge.adapter import Tensor, write_raw_adapter
+
 # Pages that the host has given us and that are free again when it exits (23: MADV_POPULATE_WRITE).
 TOUCH = "import mmap, sys; mmap.mmap(-1, int(sys.argv[1])).madvise(23)"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-console = Console(highlight=False, soft_wrap=True)
+RANK = 8
+Modules = Mapping[str, tuple[int, int]]
 
 
-def make_adapter(directory: Path, layers: int, experts: int) -> None:
-    """A raw adapter with finite, non-zero values; layers share theirs, which keeps memory small."""
-    import numpy as np
+@dataclass(frozen=True)
+class Sizes:
+    """What an adapter's tensors follow from; ``modules`` gives a layer's by path, as [out, in]."""
 
-    from ktbridge.adapter import Tensor, write_raw_adapter
+    base_model: str
+    prefix: str
+    layers: int
+    experts: int
+    hidden: int
+    inner: int
+    modules: Callable[[int], Modules]
 
+
+def qwen35_modules(layer: int) -> Modules:
+    if layer % 4 == 3:
+        sizes = {"q": (8192, 2048), "k": (512, 2048), "v": (512, 2048), "o": (2048, 4096)}
+        return {f"self_attn.{name}_proj": size for name, size in sizes.items()}
+    return {
+        "linear_attn.in_proj_qkv": (8192, 2048),
+        "linear_attn.in_proj_z": (4096, 2048),
+        "linear_attn.in_proj_b": (32, 2048),
+        "linear_attn.in_proj_a": (32, 2048),
+        "linear_attn.out_proj": (2048, 4096),
+    }
+
+
+def qwen35_sizes(layers: int = 40, experts: int = 256) -> Sizes:
+    prefix = "model.language_model.layers"
+    name = "Qwen/Qwen3.5-35B-A3B"
+    return Sizes(name, prefix, layers, experts, 2048, 512, qwen35_modules)
+
+
+def make_adapter(directory: Path, sizes: Sizes) -> int:
+    """A raw adapter with finite, non-zero values; how many pairs of modules and experts it has.
+
+    Layers share their experts' values, which keeps memory small.
+    """
     rng = np.random.default_rng(0)
 
     def tensor(name: str, *shape: int) -> Tensor:
@@ -78,59 +89,49 @@ def make_adapter(directory: Path, layers: int, experts: int) -> None:
         bits = rng.integers(0x3C00, 0x3D00, shape, np.uint16) | (rng.integers(0, 2, shape) << 15)
         return Tensor(name, "BF16", shape, bits.astype(np.uint16).tobytes())
 
-    one = {
-        f"{projection}_lora_{half}": tensor("", experts, *shape)
-        for projection in ("gate", "up", "down")
-        for half, shape in zip(
-            "ab",
-            [(RANK, INTER), (HIDDEN, RANK)]
-            if projection == "down"
-            else [(RANK, HIDDEN), (INTER, RANK)],
-            strict=True,
-        )
-    }
+    one = {}
+    for projection in ("gate", "up", "down"):
+        inputs, outputs = sizes.hidden, sizes.inner
+        if projection == "down":
+            inputs, outputs = outputs, inputs
+        one[f"{projection}_lora_a"] = tensor("", sizes.experts, RANK, inputs)
+        one[f"{projection}_lora_b"] = tensor("", sizes.experts, outputs, RANK)
     expert = {
-        f"layers.{n}.experts.{name}": value for n in range(layers) for name, value in one.items()
+        f"layers.{layer}.experts.{name}": value
+        for layer in range(sizes.layers)
+        for name, value in one.items()
     }
-    nonexpert = {}
-    for layer in range(layers):
-        full = layer % 4 == 3
-        group = "self_attn" if full else "linear_attn"
-        for module, (rows, columns) in (FULL_ATTENTION if full else LINEAR_ATTENTION).items():
-            stem = f"base_model.model.model.language_model.layers.{layer}.{group}.{module}"
+    nonexpert, targets = {}, set()
+    for layer in range(sizes.layers):
+        for path, (rows, columns) in sizes.modules(layer).items():
+            stem = f"base_model.model.{sizes.prefix}.{layer}.{path}"
             nonexpert[f"{stem}.lora_A.weight"] = tensor("", RANK, columns)
             nonexpert[f"{stem}.lora_B.weight"] = tensor("", rows, RANK)
+            targets.add(path.rpartition(".")[2])
     write_raw_adapter(
         directory,
         expert=expert,
         nonexpert=nonexpert,
-        config={
-            "r": RANK,
-            "lora_alpha": 16,
-            "target_modules": sorted({*FULL_ATTENTION, *LINEAR_ATTENTION}),
-        },
-        base_model="Qwen/Qwen3.5-35B-A3B",
+        config={"r": RANK, "lora_alpha": 16, "target_modules": sorted(targets)},
+        base_model=sizes.base_model,
         rank=RANK,
         alpha=16.0,
     )
+    return 6 * sizes.layers * sizes.experts + len(nonexpert)
 
 
-@dataclass
-class Contestant:
-    """A command, what it is compared with, and what it did."""
+@dataclass(frozen=True)
+class Command:
+    """A contestant's command, the names it is compared with, what it reads and what it writes."""
 
     name: str
     argv: list[str]
     peers: tuple[str, ...] = ()
-    outputs: tuple[Path, ...] = ()
     inputs: tuple[Path, ...] = ()
-    samples: list[list[float]] = field(default_factory=list)
+    outputs: tuple[Path, ...] = ()
 
-    def median(self, column: int = 0) -> float:
-        return statistics.median(sample[column] for sample in self.samples)
-
-    def run(self, log: Path, touch: bool) -> None:
-        """One turn: inputs read into the page cache, old outputs gone, the disk idle."""
+    def prepare(self, touch: bool) -> None:
+        """Inputs read into the page cache, old outputs gone, the disk idle."""
         for output in self.outputs:
             shutil.rmtree(output, ignore_errors=True)
         for path in self.inputs:
@@ -141,100 +142,77 @@ class Contestant:
         if touch:
             size = 2 * sum(path.stat().st_size for path in self.inputs)
             subprocess.run([sys.executable, "-S", "-c", TOUCH, str(size)], check=False)
-        command = [sys.executable, "-S", "-c", LAUNCH, str(log), *self.argv]
-        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-        if done.returncode:
-            raise click.ClickException(f"{self.name} failed:\n{done.stdout}{done.stderr}")
-        self.samples.append(json.loads(log.read_text()))
 
 
-def contestants(raw: Path, place: Path, reference: str | None) -> list[Contestant]:
-    """All commands, in the order of their turns."""
+def compete_as_programs(
+    run: Record, commands: list[Command], repeat: int, touch: bool = False
+) -> None:
+    """Let commands take turns after a round that isn't counted: all first turns are cold."""
+    by_name = {command.name: command for command in commands}
+
+    def prepare(worker: Worker) -> None:
+        by_name[worker.contestant.name].prepare(touch)
+
+    contestants: list[Contestant] = [program(one.name, one.argv) for one in commands]
+    compete(run, contestants, warmups=1, repeat=repeat, prepare=prepare)
+    run.setdefault("peers", {}).update({one.name: one.peers for one in commands})
+
+
+def show_programs(run: Record, what: str) -> None:
+    """A table of seconds, and of ``run["bytes"]`` a second."""
+    show_machine(console, run["machine"])
+    console.print(f"{what}, {run['bytes'] / 1e9:.2f} GB, {run['settings']['repeat']} rounds")
+    rows = []
+    for entry in run["contestants"]:
+        middle = entry["median"]
+        measured = [(peer, named(run, peer)) for peer in run["peers"][entry["name"]]]
+        beside = [(peer, other["median"]["seconds"]) for peer, other in measured if other]
+        more = [
+            f"{run['bytes'] / middle['seconds'] / 1e9:.2f}",
+            f"{middle['cpu']:.2f}",
+            f"{max(entry['samples']['peak']) / 1e6:.0f}",
+        ]
+        rows.append(Row(entry, "seconds", beside, more))
+    console.print(speed_table("seconds", rows, ["GB/s", "CPU s", "peak MB"]))
+    show_left_out(console, run)
+
+
+def commands_of(raw: Path, place: Path, reference: str | None) -> list[Command]:
+    """All of them, those that write before those that read what was written."""
     weights = tuple(sorted(raw.glob("*.safetensors")))
     files = " ".join(f"'{path}'" for path in weights)
     copy = f"mkdir '{place}/cp' && cp {files} '{place}/cp'"
+    synced = f"{copy} && sync '{place}'/cp/*"
     cli = [sys.executable, "-m", "ktbridge"]
     expert, rest = place / "expert", place / "nonexpert"
-    serving = [str(expert), str(rest)]
-    both = ["--expert-output-dir", serving[0], "--nonexpert-output-dir", serving[1]]
-    written = tuple(path / "adapter_model.safetensors" for path in (expert, rest))
-    rows = [
-        Contestant("cp", ["sh", "-c", copy], (), (place / "cp",), weights),
-        Contestant(
-            "cp + sync",
-            ["sh", "-c", f"{copy} && sync '{place}'/cp/*"],
-            (),
-            (place / "cp",),
-            weights,
-        ),
-        Contestant(
-            "ktbridge convert",
-            [*cli, "convert", str(raw), *both],
-            ("cp", "cp + sync"),
-            (expert, rest),
-            weights,
-        ),
+    both = ["--expert-output-dir", str(expert), "--nonexpert-output-dir", str(rest)]
+    convert = [*cli, "convert", str(raw), *both]
+    like = ("cp", "cp + sync")
+    found = [
+        Command("cp", ["sh", "-c", copy], (), weights, (place / "cp",)),
+        Command("cp + sync", ["sh", "-c", synced], (), weights, (place / "cp",)),
+        Command("ktbridge convert", convert, like, weights, (expert, rest)),
     ]
     if reference:
         theirs = place / "reference"
         base = ["--base-model-name-or-path", "Qwen/Qwen3.5-35B-A3B", "--lora-alpha", "16"]
         argv = [sys.executable, reference, str(raw), str(theirs), *base]
-        rows.append(Contestant("reference", argv, ("cp", "cp + sync"), (theirs,), weights))
+        found.append(Command("reference", argv, like, weights, (theirs,)))
+    return found
+
+
+def checks_of(place: Path) -> list[Command]:
+    """`ktbridge validate` of what convert wrote, beside reading it."""
+    serving = [str(place / "expert"), str(place / "nonexpert")]
+    written = tuple(Path(folder) / "adapter_model.safetensors" for folder in serving)
     read = ["sh", "-c", f"cat '{written[0]}' '{written[1]}' > /dev/null"]
-    check = [*cli, "validate", *serving]
-    rows += [
-        Contestant("cat", read, (), (), written),
-        Contestant(
-            "validate --structure-only", [*check, "--structure-only"], ("cat",), (), written
-        ),
-        Contestant("validate", check, ("cat",), (), written),
-    ]
-    return rows
-
-
-def summary(rows: list[Contestant]) -> list[dict[str, Any]]:
-    """Medians, and ratios to each peer by name."""
-    table = {row.name: row for row in rows}
+    check = [sys.executable, "-m", "ktbridge", "validate", *serving]
+    structure = [*check, "--structure-only"]
     return [
-        {
-            "name": row.name,
-            "seconds": row.median(),
-            "cpu_seconds": row.median(1) + row.median(2),
-            "peak_rss_bytes": int(max(sample[3] for sample in row.samples)),
-            "ratios": {peer: row.median() / table[peer].median() for peer in row.peers},
-            "samples": row.samples,
-        }
-        for row in rows
+        Command("cat", read, (), written),
+        Command("validate --structure-only", structure, ("cat",), written),
+        Command("validate", check, ("cat",), written),
     ]
-
-
-def show(run: dict[str, Any]) -> None:
-    """The table that ``--json`` records."""
-    console.print(
-        f"{run['tensors']:,} tensors, {run['bytes'] / 1e9:.2f} GB on {run['filesystem']}, "
-        f"{run['cpus']} CPUs, medians of {run['repeat']} rounds, page cache warm"
-        + (", free memory touched" if run["touch"] else "")
-    )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("", "seconds", "GB/s", "CPU s", "peak RSS MB", "ratio"):
-        table.add_column(title, justify="right" if title else "left")
-    for row in run["rows"]:
-        ratios = ", ".join(f"{ratio:.2f} x {peer}" for peer, ratio in row["ratios"].items())
-        table.add_row(
-            row["name"],
-            f"{row['seconds']:.2f}",
-            f"{run['bytes'] / row['seconds'] / 1e9:.2f}",
-            f"{row['cpu_seconds']:.2f}",
-            f"{row['peak_rss_bytes'] / 1e6:.0f}",
-            ratios,
-        )
-    console.print(table)
-
-
-def filesystem(path: Path) -> str:
-    """The type of the file system that holds ``path``."""
-    done = subprocess.run(["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -245,8 +223,8 @@ def filesystem(path: Path) -> str:
     help="On the disk to measure.  [default: the temporary directory]",
 )
 @click.option("--repeat", default=5, show_default=True, type=click.IntRange(1), help="Rounds.")
-@click.option("--layers", default=LAYERS, show_default=True, type=click.IntRange(1))
-@click.option("--experts", default=EXPERTS, show_default=True, type=click.IntRange(1))
+@click.option("--layers", default=40, show_default=True, type=click.IntRange(1))
+@click.option("--experts", default=256, show_default=True, type=click.IntRange(1))
 @click.option(
     "--reference",
     type=click.Path(exists=True, dir_okay=False),
@@ -254,45 +232,32 @@ def filesystem(path: Path) -> str:
 )
 @click.option("--touch/--no-touch", default=True, help="Touch free memory before each turn.")
 @click.option("--no-validate", is_flag=True, help="Only the conversion.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All samples."
-)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="All samples.")
 def main(
     directory: str | None,
-    repeat: int,
     layers: int,
     experts: int,
     reference: str | None,
-    touch: bool,
     no_validate: bool,
     json_file: Path | None,
+    **settings: Any,
 ) -> None:
     """Measure convert and validate on a big adapter, beside cp and cat."""
+    run = new_run(**settings)
     with tempfile.TemporaryDirectory(prefix="bench-convert-", dir=directory) as name:
         place = Path(name)
         raw = place / "raw"
-        make_adapter(raw, layers, experts)
-        rows = contestants(raw, place, reference)
-        if no_validate:
-            rows = [row for row in rows if row.name != "cat" and "validate" not in row.name]
-        for row in rows:  # validate reads what convert writes, and all first turns are cold
-            row.run(place / "usage.json", touch)
-            row.samples.clear()
-        for turn in range(repeat):
-            for row in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
-                row.run(place / "usage.json", touch)
-        run = {
-            "tensors": 6 * layers * experts + 380 * layers // 40,
-            "bytes": sum(path.stat().st_size for path in raw.glob("*.safetensors")),
-            "filesystem": filesystem(place),
-            "cpus": len(os.sched_getaffinity(0)),
-            "repeat": repeat,
-            "touch": touch,
-            "rows": summary(rows),
-        }
-    show(run)
-    if json_file:
-        json_file.write_text(json.dumps(run, indent=1) + "\n")
+        run["tensors"] = make_adapter(raw, qwen35_sizes(layers, experts))
+        run["bytes"] = sum(path.stat().st_size for path in raw.glob("*.safetensors"))
+        told = subprocess.run(["stat", "-f", "-c", "%T", name], capture_output=True, text=True)
+        run["filesystem"] = told.stdout.strip() or "unknown"
+        compete_as_programs(run, commands_of(raw, place, reference), **settings)
+        if not no_validate and named(run, "ktbridge convert"):
+            compete_as_programs(run, checks_of(place), **settings)
+    write_run(run, json_file)
+    touched = ", free memory touched" if settings["touch"] else ""
+    show_programs(run, f"{run['tensors']:,} tensors on {run['filesystem']}{touched}")
+    sys.exit(1 if run["failed"] else 0)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ over GPU memory. Needs `ktbridge[train]`; without a GPU all are on the CPU.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -34,9 +33,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from peers.machine import cpu_model, physical_cores
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from peers.driver import (
+    SCRIPTS,
+    Contestant,
+    Record,
+    console,
+    new_run,
+    stderr,
+    usable_cpus,
+    write_run,
+)
+from peers.report import plain_table
 from rich.table import Table
 
 from ktbridge.cli._app import Command
@@ -47,23 +54,23 @@ from ktbridge.units import parse_size
 OURS = ("cpu", "stream", "hybrid", "resident", "auto")
 WHO = (*OURS, "hf", "hf-autocast", "offload")
 SAME_LOSS = 0.01
-WORKER = Path(__file__).parent / "peers" / "train_worker.py"
+WORKER = SCRIPTS / "peers" / "train_worker.py"
 LEGEND = (
     "first is: the first one's speed over this one's. GPU: in use on the device. RAM: the process's peak, "
     "mapped experts with it; /ckpt: over the checkpoint's size. rows: of a pass. loss: the first step's."
 )
-console, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
-def measure(case: dict[str, Any], log: Path) -> dict[str, Any]:
+def measure(case: Record, log: Path) -> Record:
     """Run one contestant; what it says goes to ``log``. Raises KtbridgeError when it fails."""
     who, result = case["who"], log.with_suffix(".json")
-    merged: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = Contestant(who, "peers.train_worker").environment()
+    merged: Record = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment}
     command, gpus = [sys.executable], case.get("gpus", 1)
     if gpus > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-        threads = str(max(1, physical_cores() // gpus))  # torchrun's own choice is 1
-        merged["env"] = {"OMP_NUM_THREADS": threads, **os.environ}
+        threads = str(max(1, usable_cpus()[1] // gpus))  # torchrun's own choice is 1
+        environment.setdefault("OMP_NUM_THREADS", threads)
     command += [str(WORKER), json.dumps(case), str(result)]
     with (
         open(log, "w") as file,
@@ -75,7 +82,7 @@ def measure(case: dict[str, Any], log: Path) -> dict[str, Any]:
                 stderr.print(line.rstrip(), markup=False)
     if process.returncode:
         raise KtbridgeError(failure(who, process.returncode, log))
-    told: dict[str, Any] = json.loads(result.read_text())
+    told: Record = json.loads(result.read_text())
     tokens = case["rows"] * case["length"] * gpus
     told["tokens_per_second"] = tokens / statistics.median(told["seconds"][1:])
     return {**told, "case": case}
@@ -94,7 +101,7 @@ def failure(who: str, status: int, log: Path) -> str:
     return f"{who} {why}; {log} has all that it said."
 
 
-def _case(name: str) -> dict[str, Any]:
+def _case(name: str) -> Record:
     """Who a contestant is, and its GPU memory in bytes."""
     who, _, memory = name.partition("@")
     if who not in WHO:
@@ -102,7 +109,7 @@ def _case(name: str) -> dict[str, Any]:
     return {"name": name, "who": who, "gpu_memory": parse_size(memory) if memory else None}
 
 
-def compare(run: dict[str, Any]) -> None:
+def compare(run: Record) -> None:
     """Add to each contestant what it is beside ours and the checkpoint, to the run how losses differ."""
     told = run["contestants"]
     for each in told:
@@ -114,17 +121,11 @@ def compare(run: dict[str, Any]) -> None:
     run["loss_difference"] = max(first) / min(first) - 1 if first else None
 
 
-def table(run: dict[str, Any]) -> Table:
+def table(run: Record) -> Table:
     """At most 80 columns wide."""
-    made = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        caption=LEGEND,
-        caption_justify="left",
-    )
-    for title in ("", "tokens/s", "first is", "GPU GB", "RAM GB", "/ckpt", "rows", "loss"):
-        made.add_column(title, justify="right" if title else "left", no_wrap=True)
+    titles = ("tokens/s", "first is", "GPU GB", "RAM GB", "/ckpt", "rows", "loss")
+    made = plain_table("", *titles)
+    made.collapse_padding, made.caption, made.caption_justify = True, LEGEND, "left"
     for told in run["contestants"]:
         ratio = f"{told['first_is']:.2f}x"
         gpu = told["gpu"]
@@ -141,7 +142,7 @@ def table(run: dict[str, Any]) -> Table:
     return made
 
 
-def show(run: dict[str, Any]) -> bool:
+def show(run: Record) -> bool:
     """Print a run; whether all went well."""
     machine, model, settings = run["machine"], run["model"], run["settings"]
     gpus = settings.get("gpus", 1)  # not in older records
@@ -165,7 +166,7 @@ def show(run: dict[str, Any]) -> bool:
     return not run["failed"] and apart <= SAME_LOSS
 
 
-def draw(runs: list[dict[str, Any]], path: Path) -> None:
+def draw(runs: list[Record], path: Path) -> None:
     """Tokens/s over GPU memory in use: ktbridge's as a line for each kind of step, peers as points."""
     from matplotlib.figure import Figure
 
@@ -200,42 +201,29 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+EXISTING = click.Path(exists=True, path_type=Path)
+SHOWN: Any = {"show_default": True}
+WHO_HELP = f"{', '.join(WHO)}; several.  [default: stream, cpu, hf]"
+
+
 @click.command(cls=Command, context_settings={"max_content_width": 110})
-@click.argument(
-    "checkpoint", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path)
-)
-@click.option(
-    "--contestant",
-    "names",
-    multiple=True,
-    metavar="WHO[@GPU_MEMORY]",
-    help=f"{', '.join(WHO)}; several.  [default: stream, cpu, hf]",
-)
-@click.option("--rank", default=8, show_default=True, type=click.IntRange(1))
-@click.option(
-    "--length", default=512, show_default=True, type=click.IntRange(2), help="Tokens a row."
-)
-@click.option(
-    "--rows", default=16, show_default=True, type=click.IntRange(1), help="Rows a step and GPU."
-)
-@click.option(
-    "--gpus", default=1, show_default=True, type=click.IntRange(1), help="Processes, a GPU each."
-)
-@click.option("--passes", default=1, show_default=True, type=click.IntRange(0))
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(2))
-@click.option("--learning-rate", default=1e-4, show_default=True, type=float)
+@click.argument("checkpoint", required=False, type=FOLDER)
+@click.option("--contestant", "names", multiple=True, metavar="WHO[@GPU_MEMORY]", help=WHO_HELP)
+@click.option("--rank", default=8, type=click.IntRange(1), **SHOWN)
+@click.option("--length", default=512, type=click.IntRange(2), help="Tokens a row.", **SHOWN)
+@click.option("--rows", default=16, type=click.IntRange(1), help="Rows a step and GPU.", **SHOWN)
+@click.option("--gpus", default=1, type=click.IntRange(1), help="Processes, a GPU each.", **SHOWN)
+@click.option("--passes", default=1, type=click.IntRange(0), **SHOWN)
+@click.option("--steps", default=3, type=click.IntRange(2), **SHOWN)
+@click.option("--learning-rate", default=1e-4, type=float, **SHOWN)
 @click.option("--no-checkpointing", is_flag=True, help="Keep activations on the GPU.")
+@click.option("--json", "json_file", type=FILE, help="All samples.")
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All samples."
+    "--from-json", "recorded", multiple=True, type=EXISTING, help="Show a recorded run; several."
 )
-@click.option(
-    "--from-json",
-    "recorded",
-    multiple=True,
-    type=click.Path(exists=True, path_type=Path),
-    help="Show a recorded run; several.",
-)
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw recorded runs.")
+@click.option("--plot", type=FILE, help="Draw recorded runs.")
 def main(
     checkpoint: Path | None,
     names: tuple[str, ...],
@@ -259,8 +247,9 @@ def main(
     if not size:
         raise click.UsageError(f"{checkpoint} has no safetensors.")
     config = read_model_config(checkpoint)
-    machine = {"cpu": cpu_model(), "cores": physical_cores(), "gpu": None}
-    run: dict[str, Any] = {
+    here = new_run()["machine"]
+    machine = {"cpu": here["cpu"], "cores": here["cores"], "gpu": None}
+    run: Record = {
         "machine": machine, "checkpoint": str(checkpoint), "checkpoint_bytes": size,
         "model": {"model_type": config.model_type, "layers": config.num_layers},
         "settings": settings, "contestants": [], "failed": [],
@@ -279,8 +268,7 @@ def main(
         except KtbridgeError as error:
             run["failed"].append(error.sentence)
         compare(run)
-        if json_file:
-            json_file.write_text(json.dumps(run, indent=1) + "\n")
+        write_run(run, json_file)
     good = show(run)
     if not run["failed"]:
         shutil.rmtree(logs)

@@ -28,15 +28,16 @@ from ktbridge.sft import MoELoRAExperts, wrap_experts  # before torch: see its d
 # isort: split
 import click
 import torch
-import torch.nn.functional as F
-from peers.cases import Shape
+from peers import cases
+from peers.cases import PROJECTIONS, Shape
+from peers.report import plain_table
+from peers.torch_worker import exact_results
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktbridge.cli._app import Command
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts
 from ktbridge.experts.modules import experts_modules
 
@@ -78,7 +79,7 @@ class Mxfp4Experts(KtKernelExperts):
 
     def _load(self, wrapper: Any) -> None:
         data: dict[str, list[torch.Tensor]] = {}
-        for name, weights in zip(("gate", "up", "down"), self._weights, strict=True):
+        for name, weights in zip(PROJECTIONS, self._weights, strict=True):
             stack = weights.weight
             plain = stack if isinstance(stack, torch.Tensor) else torch.stack(tuple(stack))
             packed, scale, values = to_mxfp4(plain)
@@ -95,27 +96,18 @@ class Layer:
     """The same weights, LoRA and inputs for both layers and for float32 autograd."""
 
     def __init__(self, shape: Shape, method: str, options: dict[str, Any]) -> None:
-        self.shape, self.random = shape, torch.Generator().manual_seed(7)
-        sizes = ((shape.inner, shape.hidden),) * 2 + ((shape.hidden, shape.inner),)
-        self.weights = [self._normal(shape.experts, *size, scale=size[1] ** -0.5) for size in sizes]
+        self.weights = cases.make_weights(shape)
         if method == "mxfp4":
-            self.weights = [to_mxfp4(weight)[2] for weight in self.weights]
-        logits = torch.randn(shape.tokens, shape.experts, generator=self.random)
-        self.routing, self.ids = logits.softmax(-1).topk(shape.top_k)
-        self.hidden = self._normal(shape.tokens, shape.hidden)
-        self.d_out = self._normal(shape.tokens, shape.hidden)
+            self.weights = {name: to_mxfp4(weight)[2] for name, weight in self.weights.items()}
+        made = cases.make_inputs(shape, options["lora_rank"])
+        names = ("hidden", "topk_ids", "topk_weights", "d_out")
+        self.hidden, self.ids, self.routing, self.d_out = (made[name] for name in names)
         common = {key: options[key] for key in ("lora_rank", "lora_alpha", "threads", "activation")}
-        self.ours = MoELoRAExperts.from_tensors(*self.weights, **common)
+        self.ours = MoELoRAExperts.from_tensors(*self.weights.values(), **common)
+        self.ours.load_state_dict({name: made[name].float() for name in cases.LORA_NAMES})
         own = {"top_k": shape.top_k, "max_tokens": shape.tokens, **options}
-        self.theirs = METHODS[method](*self.weights, **own)
-        with torch.no_grad():
-            for name, parameter in self.ours.named_parameters():
-                scale = parameter.shape[-1] ** -0.5 if name.endswith("_a") else 0.05
-                parameter.copy_(self._normal(*parameter.shape, scale=scale))
+        self.theirs = METHODS[method](*self.weights.values(), **own)
         self.theirs.load_state_dict(self.ours.state_dict())
-
-    def _normal(self, *size: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*size, generator=self.random) * scale).bfloat16()
 
     def results(self, layer: nn.Module) -> tuple[Results, float, float]:
         """Output and gradients by name, and the seconds of forward and of backward."""
@@ -127,41 +119,16 @@ class Layer:
         middle = time.perf_counter()
         out.backward(self.d_out)
         end = time.perf_counter()
-        found = {"output": out.detach(), "d_hidden": hidden.grad, "d_weights": routing.grad}
+        found = {"out": out.detach(), "d_hidden": hidden.grad, "d_weights": routing.grad}
         found |= {f"d_{name}": parameter.grad for name, parameter in layer.named_parameters()}
         return found, middle - start, end - middle
 
     def exact(self) -> Results:
-        """The same in float32 autograd, an expert at a time."""
-        hidden, routing = self.hidden.float(), self.routing
-        lora = {name: p.detach() for name, p in self.ours.named_parameters()}
-        found = {"output": torch.zeros_like(hidden), "d_hidden": torch.zeros_like(hidden)}
-        found["d_weights"] = torch.zeros_like(routing)
-        found |= {f"d_{name}": torch.zeros_like(value) for name, value in lora.items()}
-        for expert in range(self.shape.experts):
-            tokens, slots = (self.ids == expert).nonzero(as_tuple=True)
-            x = hidden[tokens].requires_grad_()
-            route = routing[tokens, slots].requires_grad_()
-            own = {name: value[expert].clone().requires_grad_() for name, value in lora.items()}
-            out = self._expert(expert, x, own) * route[:, None]
-            leaves = (x, route, *own.values())
-            d_x, d_route, *d_lora = torch.autograd.grad(out, leaves, self.d_out[tokens].float())
-            found["output"].index_add_(0, tokens, out.detach())
-            found["d_hidden"].index_add_(0, tokens, d_x)
-            found["d_weights"][tokens, slots] = d_route
-            for name, gradient in zip(own, d_lora, strict=True):
-                found[f"d_{name}"][expert] = gradient
-        return found
-
-    def _expert(self, expert: int, x: torch.Tensor, lora: Results) -> torch.Tensor:
+        """The same in float32 autograd."""
+        lora = {name: parameter.detach() for name, parameter in self.ours.named_parameters()}
         scale = self.ours.lora_alpha / self.ours.lora_rank
-
-        def linear(index: int, name: str, x: torch.Tensor) -> torch.Tensor:
-            low = F.linear(x, lora[f"{name}_lora_a"])
-            base = F.linear(x, self.weights[index][expert].float())
-            return base + scale * F.linear(low, lora[f"{name}_lora_b"])
-
-        return linear(2, "down", F.silu(linear(0, "gate", x)) * linear(1, "up", x))
+        inputs = (self.hidden, self.ids, self.routing, self.d_out)
+        return exact_results(self.weights, lora, scale, *inputs)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -176,10 +143,9 @@ def compare_layer(console: Console, shape: Shape, method: str, options: dict[str
     ours, theirs = turns[-1][0][0], turns[-1][1][0]
     rank = layer.ours.lora_rank
     isas = f"ktbridge {layer.ours.isa}, kt-kernel {layer.theirs.isa}"
-    table = Table(title=f"E,K,H,I,T {shape}, rank {rank}, {isas}")
     columns = ("ktbridge to kt-kernel", "ktbridge to float32", "kt-kernel to float32")
-    for column in ("relative difference", *columns):
-        table.add_column(column, justify="left" if column == "relative difference" else "right")
+    title = f"Relative differences, E,K,H,I,T {shape}, rank {rank}, {isas}"
+    table = plain_table(title, *columns)
     good = True
     for name, value in exact.items():
         found = [difference(*pair) for pair in ((ours[name], theirs[name]), (ours[name], value))]
@@ -248,9 +214,7 @@ def compare_training(console: Console, steps: int, method: str, options: dict[st
         if backend == "kt-kernel":
             put_kt_kernel(model, method, 4, {**options, "max_tokens": 128})
         runs[backend] = losses(model.train(), steps, batches)
-    table = Table(title="loss of a tiny Qwen3-MoE, trained by both")
-    for column in ("step", *runs):
-        table.add_column(column, justify="right")
+    table = plain_table("loss of a tiny Qwen3-MoE by step, trained by both", *runs)
     for step, pair in enumerate(zip(*runs.values(), strict=True), start=1):
         table.add_row(str(step), *(f"{loss:.5f}" for loss in pair))
     console.print(table)
@@ -288,10 +252,8 @@ def main(shapes: list[Shape], rank: int, steps: int, method: str, **options: Any
         checks.append(lambda: compare_training(console, steps, method, options))
     try:
         results = [check() for check in checks]  # all of them, whatever the first ones say
-    except KtbridgeError as error:
-        raise KtbridgeError(
-            error.sentence, error.next_step
-        ) from error  # the machine's fault: exit code 1
+    except UsageError as error:  # the machine's fault, not the command's: exit code 1
+        raise KtbridgeError(error.sentence, error.next_step) from error
     good = all(results)
     console.print("the same within rounding" if good else "[red]they differ by more than rounding")
     sys.exit(0 if good else 1)

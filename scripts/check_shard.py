@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from peers.driver import console
+from peers.report import plain_table
 from random_checkpoint import make_checkpoint
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from ktbridge.cli._app import Command
@@ -39,7 +39,6 @@ SIZES = {
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
     "num_experts": 16, "num_experts_per_tok": 4,
 }  # fmt: skip
-console = Console(highlight=False)
 Runs = dict[str, list[dict[str, Any]]]
 
 
@@ -97,9 +96,7 @@ def differences(runs: Runs) -> dict[str, tuple[float, float]]:
 
 
 def loss_table(runs: Runs) -> Table:
-    made = Table(title="loss", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("step", *runs):
-        made.add_column(title, justify="right")
+    made = plain_table("loss by step", *runs)
     losses = [ranks[0]["losses"] for ranks in runs.values()]
     for step, values in enumerate(zip(*losses, strict=True), 1):
         made.add_row(str(step), *(f"{value:.6f}" for value in values))
@@ -107,14 +104,8 @@ def loss_table(runs: Runs) -> Table:
 
 
 def run_table(runs: Runs) -> Table:
-    made = Table(
-        title="largest difference from one process; peak memory in GiB by rank",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for title in ("", "loss", "norm", "tokens/s", "host", "GPU"):
-        made.add_column(title, justify="right" if title else "left")
+    title = "largest difference from one process; peak memory in GiB by rank"
+    made = plain_table(title, "loss", "norm", "tokens/s", "host", "GPU")
     apart = differences(runs)
     for name, ranks in runs.items():
         pace = ranks[0]["tokens_per_second"]
@@ -124,24 +115,21 @@ def run_table(runs: Runs) -> Table:
     return made
 
 
+FOLDER = click.Path(file_okay=False, path_type=Path)
+COUNT = click.IntRange(1)
+SHOWN: Any = {"show_default": True}
+
+
 @click.command(cls=Command, context_settings={"max_content_width": 110})
+@click.option("--dir", "folder", required=True, type=FOLDER, help="Where all is written, and left.")
+@click.option("--processes", default=2, type=click.IntRange(2), **SHOWN)
+@click.option("--steps", default=5, type=COUNT, **SHOWN)
+@click.option("--batch", default=2, type=COUNT, help="Rows a process and step.", **SHOWN)
 @click.option(
-    "--dir",
-    "folder",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Where model and runs are written, and left.",
-)
-@click.option("--processes", default=2, show_default=True, type=click.IntRange(2))
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(1))
-@click.option(
-    "--batch", default=2, show_default=True, type=click.IntRange(1), help="Rows a process and step."
-)
-@click.option(
-    "--tokens", default=512, show_default=True, type=click.IntRange(16), help="In the longest rows."
+    "--tokens", default=512, type=click.IntRange(16), help="In the longest rows.", **SHOWN
 )
 @click.option("--float32", is_flag=True, help="Non-experts in float32.")
-@click.option("--tolerance", default=2e-3, show_default=True, help="For losses, relative.")
+@click.option("--tolerance", default=2e-3, help="For losses, relative.", **SHOWN)
 @click.option("--cpu", is_flag=True, help="Stay on the CPU.")
 @click.option("--worker", "worker_settings", type=click.Path(path_type=Path), hidden=True)
 def main(

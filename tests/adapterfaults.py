@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,64 +45,50 @@ def edit_manifest(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def rename(old: str, new: str) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        for name in [name for name in tensors if old in name]:
-            t = tensors.pop(name)
-            name = name.replace(old, new)
-            tensors[name] = Tensor(name, t.dtype, t.shape, t.data)
+def each(part: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], None]:
+    """Put ``change``'s tensor in place of each whose name has ``part``; None takes it away."""
 
-    return change
+    def change_all(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            new = change(tensors[name])
+            if new is None or new.name != name:
+                del tensors[name]
+            if new is not None:
+                tensors[new.name] = new
+
+    return change_all
+
+
+def rename(old: str, new: str) -> Callable[[Tensors], None]:
+    return each(old, lambda t: replace(t, name=t.name.replace(old, new)))
 
 
 def drop(part: str) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        for name in [name for name in tensors if part in name]:
-            del tensors[name]
-
-    return change
+    return each(part, lambda t: None)
 
 
 def fill(part: str, byte: bytes) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        for name in [name for name in tensors if part in name]:
-            t = tensors[name]
-            tensors[name] = Tensor(name, t.dtype, t.shape, (byte * t.nbytes)[: t.nbytes])
-
-    return change
+    return each(part, lambda t: replace(t, data=(byte * t.nbytes)[: t.nbytes]))
 
 
 def retype(part: str, dtype: str) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        for name in [name for name in tensors if part in name]:
-            t = tensors[name]
-            tensors[name] = Tensor(name, dtype, t.shape, t.data)
-
-    return change
-
-
-def add(name: str, shape: tuple[int, ...] = (4, 16)) -> Callable[[Tensors], None]:
-    size = 2
-    for length in shape:
-        size *= length
-
-    def change(tensors: Tensors) -> None:
-        tensors[name] = Tensor(name, "BF16", shape, b"\x80\x3f" * (size // 2))
-
-    return change
+    return each(part, lambda t: replace(t, dtype=dtype))
 
 
 def widen(part: str, low: bytes = b"\x01\x00") -> Callable[[Tensors], None]:
     """Store as float32 what was bfloat16; ``low`` are the bits below, lost in rounding."""
 
-    def change(tensors: Tensors) -> None:
-        for name in [name for name in tensors if part in name]:
-            t = tensors[name]
-            data = bytes(t.data)
-            words = [low + data[i : i + 2] for i in range(0, len(data), 2)]
-            tensors[name] = Tensor(name, "F32", t.shape, b"".join(words))
+    def widened(t: Tensor) -> Tensor:
+        data = bytes(t.data)
+        words = [low + data[i : i + 2] for i in range(0, len(data), 2)]
+        return Tensor(t.name, "F32", t.shape, b"".join(words))
 
-    return change
+    return each(part, widened)
+
+
+def add(name: str, shape: tuple[int, ...] = (4, 16)) -> Callable[[Tensors], None]:
+    ones = Tensor(name, "BF16", shape, b"\x80\x3f" * math.prod(shape))
+    return lambda tensors: tensors.update({name: ones})
 
 
 def swap_gate_and_up(tensors: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""The real engine's parser and loaders without a GPU: an interpreter that has SGLang-KT, asked by pipe."""
+"""The real engine without a GPU: its wheels as published, and its parser and loaders, asked by pipe."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import tempfile
 import threading
 import zipfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from enginewheels import wheel_path
+import pytest
 
 from ktbridge.adapter import Adapter, Tensor
 from ktbridge.model import open_tensor_file
@@ -32,6 +33,30 @@ MODULES = {
 }
 # By module path ("layers.1.mlp.experts.2.up_proj"): LoRA A [r, in] and LoRA B [out, r] times its scale.
 Pairs = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def wheel_path(version: str) -> Path:
+    """The wheel of one version; skips the test, with the reason, where it can't be had.
+
+    They are large (6 to 100 MB), so they are only fetched where KTBRIDGE_ENGINE_WHEELS is 1 (`make
+    test-engine`); once there, they are always found.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    directory = home / "ktbridge" / "wheels"
+    name = f"sglang_kt-{version}-*.whl"
+    if not list(directory.glob(name)):
+        if os.environ.get("KTBRIDGE_ENGINE_WHEELS", "") in ("", "0"):
+            pytest.skip("the engine's wheel isn't here; `make test-engine` fetches it")
+        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
+        done = subprocess.run(
+            [*fetch, "--dest", str(directory), f"sglang-kt=={version}"],
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        if done.returncode:
+            pytest.skip(f"pip can't fetch it: {done.stderr.strip().splitlines()[-1]}")
+    return next(directory.glob(name))
 
 
 class Loaded:

@@ -15,23 +15,12 @@ TEMPLATE = (
 
 
 def tiny_config(**changes):
-    return Qwen3MoeConfig(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "moe_intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "tie_word_embeddings": True,
-            **changes,
-        }
-    )
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 8, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    return Qwen3MoeConfig(**sizes | {"norm_topk_prob": True, "tie_word_embeddings": True} | changes)
 
 
 def tiny_model(seed=0, **changes):

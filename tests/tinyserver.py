@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
-from readydocument import read_document
 
-LAYERS, HIDDEN, INNER, EXPERTS, RANK, ALPHA = 2, 64, 32, 8, 4, 8
+LAYERS, HIDDEN, INNER, EXPERTS = 2, 64, 32, 8  # tinymoe's
+RANK, ALPHA = 4, 8
 TEXTS = [
     "The cat sleeps on the warm stone. How are you today? I am fine, thank you.",
     "今天天气很好，我们去公园散步吧。你喜欢吃苹果吗？我很喜欢。",
@@ -35,8 +37,9 @@ TEMPLATE = (
 
 def save_model(directory: Path, seed: int) -> Path:
     import torch
+    from tinymoe import tiny_config
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,18 +59,8 @@ def save_model(directory: Path, seed: int) -> Path:
         chat_template=TEMPLATE,
     )
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
+    config = tiny_config(
         vocab_size=len(fast),
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        moe_intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
         max_position_embeddings=512,
         initializer_range=0.12,
         tie_word_embeddings=False,
@@ -165,6 +158,29 @@ def cli_command() -> Callable[..., list[str]]:
 @pytest.fixture(scope="session")
 def cli_environment() -> dict[str, str]:
     return ENVIRONMENT
+
+
+def read_document(process: subprocess.Popen[str], timeout: float) -> dict:
+    """The JSON document on ``process``'s stdout; ``timeout`` is in seconds, for each line.
+
+    The rest of stdout is read as well, so that the server never waits for a reader.
+    """
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    text = ""
+    while not text.endswith("\n}\n"):
+        line = lines.get(timeout=timeout)
+        assert line, f"the server ended before it was ready: {text}"
+        text += line
+    document: dict = json.loads(text)
+    return document
 
 
 @dataclass

@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve()
 ADDRESS = "KTBRIDGE_TESTS_WARM"
 """The environment variable that tells a fork where the server listens."""
 PRELOADED = (
-    "ktbridge.sft", "ktbridge.cli.train", "ktbridge.cli._notes", "ktbridge.cli._ui",
+    "ktbridge.sft", "ktbridge.cli.train", "ktbridge.cli._ui",
     "ktbridge.sft.trainer", "ktbridge.sft.distributed.dispatch", "ktbridge.sft.distributed.optimizer",
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate.commands.launch", "tinymoe",
     "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.elastic.multiprocessing.api",

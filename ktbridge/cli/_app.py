@@ -43,7 +43,11 @@ class Command(click.Command):
         )
 
     def make_context(
-        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
     ) -> click.Context:
         own = args[: args.index("--")] if "--" in args else args
         debug = "--debug" in own or os.environ.get("KTBRIDGE_DEBUG", "") not in ("", "0")
@@ -95,7 +99,7 @@ class Command(click.Command):
 def terminable() -> Iterator[None]:
     """Make SIGTERM end the block like Ctrl-C, unless another handler is installed."""
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int, frame: object) -> None:
         raise Terminated
 
     before = signal.getsignal(signal.SIGTERM)
@@ -109,20 +113,15 @@ def terminable() -> Iterator[None]:
 
 def render(error: KtbridgeError, as_json: bool = False) -> None:
     """Print an error the same way everywhere: problems first, then the message, then the next step."""
+    from ktbridge.cli._ui import emit_json, print_problems, printable
+
     problems = error.problems if isinstance(error, ProblemsError) else ()
-    if problems:
-        from ktbridge.cli._ui import print_problems
-
-        print_problems(problems)
-    from ktbridge.cli._ui import printable
-
+    print_problems(problems)
     for head, text in (("error", error.sentence), ("  next", error.next_step)):
         if text:
             lines = "\n".join(map(printable, text.rstrip(".").split("\n")))
             click.echo(f"{head}: {lines}", err=True)
     if as_json:
-        from ktbridge.cli._ui import emit_json
-
         found = [problem.as_dict() for problem in problems]
         summary = {"error": error.sentence, "next_step": error.next_step}
         emit_json({"ok": False, **summary, "problems": found})

@@ -6,9 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -36,9 +36,10 @@ console = Console(highlight=False, width=_width(sys.stdout))
 stderr = Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+IGNORED_KEY = "KTC004"
 
 
-def emit_json(value: Any) -> None:
+def emit_json(value: object) -> None:
     """Print one JSON document on stdout and nothing else."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
@@ -68,6 +69,32 @@ def print_problems(problems: Iterable[Problem]) -> None:
             stderr.print(f"    expected  {shown(problem.expected)}", soft_wrap=True)
         if problem.next_step:
             stderr.print(f"    next      {shown(problem.next_step)}", soft_wrap=True)
+
+
+def print_notes(notes: Sequence[Problem]) -> None:
+    """Print a configuration's notes to stderr; several ignored keys, a line each, under one heading.
+
+    A file for another tool may have a dozen of those.
+    """
+    ignored = [note for note in notes if note.code == IGNORED_KEY]
+    if len(ignored) < 2:
+        print_problems(notes)
+        return
+    print_problems(note for note in notes if note.code != IGNORED_KEY)
+    path = ignored[0].where.rpartition(": ")[0]
+    stderr.print(
+        f"[{STYLES['warning']}]warning[/] {IGNORED_KEY}  {shown(path)}: "
+        f"{len(ignored)} keys to leave out or change",
+        soft_wrap=True,
+    )
+    keys = [note.where.rpartition(": ")[2].removeprefix("kt_config.") for note in ignored]
+    width = max(map(len, keys))
+    for key, note in zip(keys, ignored, strict=True):
+        step = note.next_step.rstrip(".")
+        if step.startswith("Leave it out"):  # already in the heading
+            step = step.removeprefix("Leave it out").lstrip(";:. ")
+        text = f"{note.found}; {step}" if step else note.found
+        stderr.print(f"    [bold]{shown(key.ljust(width))}[/]  {shown(text)}", soft_wrap=True)
 
 
 def clock(seconds: float) -> str:

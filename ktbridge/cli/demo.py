@@ -48,7 +48,7 @@ def command(directory: Path, dry_run: bool) -> None:
     from ktbridge.demo import loop
 
     if dry_run:
-        _show_plan(loop)
+        _show_plan()
         return
     loop.prepare(directory)
     directory = directory.resolve()
@@ -67,7 +67,9 @@ def command(directory: Path, dry_run: bool) -> None:
     _epilogue(directory, time.monotonic() - started)
 
 
-def _show_plan(loop) -> None:
+def _show_plan() -> None:
+    from ktbridge.demo import loop
+
     _say("make a tiny base model, pre-trained from a seed")
     url = "http://127.0.0.1:PORT"
     steps = (loop.TRAIN, loop.CONVERT, loop.VALIDATE, loop.SERVE)

@@ -31,8 +31,7 @@ def command(
     weight is loaded. Without the safetensors, config.json (and tokenizer.json, to count the rows) is
     enough. Exit code 0 when the run fits this machine (or the one described), 1 when not.
     """
-    from ktbridge.cli._notes import print_notes
-    from ktbridge.cli._ui import emit_json, stderr
+    from ktbridge.cli._ui import emit_json, print_notes, stderr
     from ktbridge.sft.config import load_config
     from ktbridge.sft.plan import make_plan, this_machine
 

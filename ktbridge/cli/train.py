@@ -32,9 +32,8 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
-    from ktbridge.cli._notes import print_notes
     from ktbridge.cli._train_dry import show_plan
-    from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
+    from ktbridge.cli._ui import emit_json, print_notes, print_problems, progress_bar, stderr
     from ktbridge.sft.config import load_config
     from ktbridge.sft.distributed import world
 

@@ -1,13 +1,17 @@
 """One case of the bench: a shape, the least work it takes, and seeded tensors on disk.
 
 The formulas of ``floor`` are pure arithmetic and import nothing, so tests and tables can use them
-anywhere; only ``write_weights`` and ``write_inputs`` need torch.
+anywhere; only what makes and writes tensors needs torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 PROJECTIONS = ("gate", "up", "down")
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
@@ -115,10 +119,9 @@ def floor(shape: Shape, rank: int, routed: int) -> dict[str, Work]:
     }
 
 
-def write_weights(path: Path, shape: Shape) -> None:
-    """gate, up [E, I, H] and down [E, H, I], normal with variance 1/in, to a safetensors file."""
+def make_weights(shape: Shape) -> dict[str, torch.Tensor]:
+    """gate, up [E, I, H] and down [E, H, I], normal with variance 1/in, in bfloat16."""
     import torch
-    from safetensors.torch import save_file
 
     random = torch.Generator().manual_seed(SEED)
     tensors = {}
@@ -130,17 +133,16 @@ def write_weights(path: Path, shape: Shape) -> None:
         for expert in weight:  # one at a time: drawn in float32, kept in bfloat16
             expert.copy_(torch.randn(n_out, n_in, generator=random) * n_in**-0.5)
         tensors[name] = weight
-    save_file(tensors, path)
+    return tensors
 
 
-def write_inputs(path: Path, shape: Shape, rank: int) -> int:
-    """hidden, topk_ids, topk_weights, d_out and the six LoRA tensors; how many experts got tokens.
+def make_inputs(shape: Shape, rank: int) -> dict[str, torch.Tensor]:
+    """hidden, topk_ids, topk_weights, d_out and the six LoRA tensors.
 
     Routing takes the K best of a softmax over Gaussian logits, so a token's experts differ, and
     normalises their weights. LoRA's B is not zero, or half of backward would have nothing to do.
     """
     import torch
-    from safetensors.torch import save_file
 
     random = torch.Generator().manual_seed(SEED + 1)
 
@@ -157,5 +159,20 @@ def write_inputs(path: Path, shape: Shape, rank: int) -> int:
     }
     for name, size in shape.lora_shapes(rank).items():
         tensors[name] = normal(*size, scale=size[-1] ** -0.5 if name.endswith("_a") else 0.05)
+    return tensors
+
+
+def write_weights(path: Path, shape: Shape) -> None:
+    """``make_weights`` to a safetensors file."""
+    from safetensors.torch import save_file
+
+    save_file(make_weights(shape), path)
+
+
+def write_inputs(path: Path, shape: Shape, rank: int) -> int:
+    """``make_inputs`` to a safetensors file; how many experts got tokens."""
+    from safetensors.torch import save_file
+
+    tensors = make_inputs(shape, rank)
     save_file(tensors, path)
-    return ids.unique().numel()
+    return tensors["topk_ids"].unique().numel()

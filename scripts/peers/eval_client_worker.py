@@ -1,116 +1,167 @@
-"""Our client: eval_client_worker.py WAY URL COUNT CONCURRENCY prints JSON.
+"""The clients of bench_eval_client.py: a turn asks ``count`` prompts with ``concurrency`` in flight.
 
-WAY is "run" (all of what `ktbridge eval` does but the report: preflight, keys, requests, every answer
-written to the store), "client" (requests alone) or "openai" (requests alone, through the openai package's
-AsyncOpenAI on the same connections, its objects included).
+``way`` of the spec: "eval" is `ktbridge eval`'s own asking loop with all that it does until the report
+(preflight, keys, requests, every answer on disk), "client" its client's requests alone, "openai" requests
+alone through the openai package's AsyncOpenAI, and "lm-eval" is lm-evaluation-harness's client, which stores
+nothing and runs under an interpreter that has lm_eval[api] and nothing of ours.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ktbridge.eval.arms import parse_arms
-from ktbridge.eval.bench import Bench, parse_bench
-from ktbridge.eval.client import Client
-from ktbridge.eval.persona import NO_PERSONA
-from ktbridge.eval.run import collect
+from peers.worker import serve
 
 SAMPLING = {"temperature": 0, "top_p": 1, "seed": 0}
 
 
-def make_bench(count: int) -> Bench:
-    head = {
-        "name": "speed",
-        "version": "1",
-        "language": "zh",
-        "sampling": SAMPLING,
-        "max_tokens": 256,
-        "margin": 0.1,
-        "slices": {"ALL": {"primary": "task", "meaning": "anything"}},
-    }
-    rows = [
-        {
-            "id": f"q-{n}",
-            "slice": "ALL",
-            "sub": "",
-            "lang": "zh",
-            "messages": [{"role": "user", "content": f"问题 {n}：你好吗？"}],
-            "checks": [{"scorer": "min_len", "unit": "chars", "n": 1}],
-            "origin": "ktbridge",
-            "license": "Apache-2.0",
-        }
-        for n in range(count)
-    ]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    files = {"bench.yaml": json.dumps(head).encode(), "items.jsonl": lines.encode()}
-    return parse_bench({**files, "persona.yaml": NO_PERSONA})
+def question(n: int) -> dict[str, str]:
+    return {"role": "user", "content": f"问题 {n}：你好吗？"}
 
 
-async def ask_all(ask: Callable[[dict[str, Any]], Awaitable[bool]], count: int, most: int) -> int:
-    """How many of ``count`` answers are ok, with ``most`` requests in flight."""
-    numbers, ok = iter(range(count)), 0
+class AskingClient:
+    """Calls ``ask_all``, which answers how many answers were good, and takes the time."""
 
-    async def worker() -> None:
-        nonlocal ok
-        for n in numbers:
-            message = {"role": "user", "content": f"问题 {n}：你好吗？"}
-            body = {"model": "tiny", "messages": [message], "max_tokens": 256, **SAMPLING}
-            good = await ask(body)
-            ok += good
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.url, self.count, self.concurrency = spec["url"], spec["count"], spec["concurrency"]
+        self.about: dict[str, str] = {}
 
-    await asyncio.gather(*(worker() for _ in range(most)))
-    return ok
-
-
-async def by_client(url: str, count: int, concurrency: int) -> int:
-    async with Client(f"{url}/v1", timeout=60) as client:
-
-        async def ask(request: dict[str, Any]) -> bool:
-            return (await client.chat(request)).outcome == "ok"
-
-        return await ask_all(ask, count, concurrency)
-
-
-async def by_package(url: str, count: int, concurrency: int) -> int:
-    import openai
-
-    http = openai.DefaultAioHttpClient(trust_env=False)
-    async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60, http_client=http
-    ) as client:
-
-        async def ask(request: dict[str, Any]) -> bool:
-            return bool(
-                (await client.chat.completions.create(**request)).choices[0].message.content
-            )
-
-        return await ask_all(ask, count, concurrency)
-
-
-def main() -> None:
-    way, url = sys.argv[1:3]
-    count, concurrency = map(int, sys.argv[3:5])
-    if way == "run":
-        bench = make_bench(count)
-        with tempfile.TemporaryDirectory() as folder:
-            start, cpu = time.perf_counter(), time.process_time()
-            arms = parse_arms([f"base=tiny@{url}"])
-            done = collect(bench, arms, Path(folder), concurrency=concurrency, timeout=60)
-            seconds = time.perf_counter() - start
-        ok = done.outcomes.get("ok", 0)
-    else:
+    def turn(self) -> dict[str, float]:
+        """Requests a second, and microseconds of CPU a request."""
         start, cpu = time.perf_counter(), time.process_time()
-        ask = by_client if way == "client" else by_package
-        ok = asyncio.run(ask(url, count, concurrency))
-        seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "cpu": time.process_time() - cpu, "answers": ok}))
+        good = self.ask_all()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        if good != self.count:
+            raise RuntimeError(f"it had {good} of {self.count} answers")
+        return {"rate": self.count / seconds, "cpu_us": 1e6 * cpu / self.count}
+
+    def ask_all(self) -> int:
+        raise NotImplementedError
+
+    async def in_flight(self, ask: Callable[[dict[str, Any]], Awaitable[bool]]) -> int:
+        numbers, good = iter(range(self.count)), 0
+
+        async def one_after_another() -> None:
+            nonlocal good
+            for n in numbers:
+                body = {"model": "tiny", "messages": [question(n)], "max_tokens": 256, **SAMPLING}
+                answered = await ask(body)
+                good += answered
+
+        await asyncio.gather(*(one_after_another() for _ in range(self.concurrency)))
+        return good
 
 
-main()
+class Eval(AskingClient):
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        super().__init__(spec)
+        from ktbridge.eval.arms import parse_arms
+        from ktbridge.eval.run import collect
+
+        self._collect = collect
+        self._arms = parse_arms([f"base=tiny@{self.url}"])
+        self._bench = self._make_bench()
+
+    def _make_bench(self) -> Any:
+        from ktbridge.eval.bench import parse_bench
+        from ktbridge.eval.persona import NO_PERSONA
+
+        head = {
+            "name": "speed", "version": "1", "language": "zh", "sampling": SAMPLING,
+            "max_tokens": 256, "margin": 0.1,
+            "slices": {"ALL": {"primary": "task", "meaning": "anything"}},
+        }  # fmt: skip
+        row = {
+            "slice": "ALL", "sub": "", "lang": "zh", "origin": "ktbridge", "license": "Apache-2.0",
+            "checks": [{"scorer": "min_len", "unit": "chars", "n": 1}],
+        }  # fmt: skip
+        rows = ({"id": f"q-{n}", "messages": [question(n)], **row} for n in range(self.count))
+        items = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rows)
+        files = {"bench.yaml": json.dumps(head).encode(), "items.jsonl": items.encode()}
+        return parse_bench({**files, "persona.yaml": NO_PERSONA})
+
+    def ask_all(self) -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            done = self._collect(
+                self._bench, self._arms, Path(folder), concurrency=self.concurrency, timeout=60
+            )
+        return int(done.outcomes.get("ok", 0))
+
+
+class OurRequests(AskingClient):
+    def ask_all(self) -> int:
+        from ktbridge.eval.client import Client
+
+        async def run() -> int:
+            async with Client(f"{self.url}/v1", timeout=60) as client:
+
+                async def ask(body: dict[str, Any]) -> bool:
+                    return (await client.chat(body)).outcome == "ok"
+
+                return await self.in_flight(ask)
+
+        return asyncio.run(run())
+
+
+class OpenaiPackage(AskingClient):
+    def ask_all(self) -> int:
+        import openai
+
+        async def run() -> int:
+            http = openai.DefaultAioHttpClient(trust_env=False)
+            settings = {"api_key": "none", "max_retries": 0, "timeout": 60, "http_client": http}
+            async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", **settings) as client:
+
+                async def ask(body: dict[str, Any]) -> bool:
+                    answer = await client.chat.completions.create(**body)
+                    return bool(answer.choices[0].message.content)
+
+                return await self.in_flight(ask)
+
+        return asyncio.run(run())
+
+
+class LmEval(AskingClient):
+    """local-chat-completions by generate_until."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        super().__init__(spec)
+        # The harness is told not to look for its tasks' data.
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.api_models import JsonChatStr
+        from lm_eval.models.openai_completions import LocalChatCompletion
+
+        self.about = {"version": version("lm_eval")}
+        self._model = LocalChatCompletion(
+            base_url=f"{self.url}/v1/chat/completions",
+            model="tiny",
+            num_concurrent=self.concurrency,
+            tokenizer_backend=None,
+            tokenized_requests=False,
+            max_retries=6,
+            timeout=60,
+        )
+        asked = {"max_gen_toks": 256, "temperature": 0, "until": []}
+        self._requests = [
+            Instance("generate_until", {}, (JsonChatStr(json.dumps([question(n)])), asked), n)
+            for n in range(self.count)
+        ]
+
+    def ask_all(self) -> int:
+        answers = self._model.generate_until(self._requests, disable_tqdm=True)
+        return sum(map(bool, answers))
+
+
+WAYS = {"eval": Eval, "client": OurRequests, "openai": OpenaiPackage, "lm-eval": LmEval}
+
+if __name__ == "__main__":
+    serve(lambda spec: WAYS[spec["way"]](spec))

@@ -12,13 +12,14 @@ AVX512-BF16 variant of the extension, which it takes on CPUs without AMX. The re
 
 from __future__ import annotations
 
-import common
 import torch
-from cases import LORA_NAMES, PROJECTIONS, RESULTS
+
+from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS
+from peers.layer import Case, serve
 
 
 class KtKernel:
-    def __init__(self, case: common.Case) -> None:
+    def __init__(self, case: Case) -> None:
         import kt_kernel
 
         shape = case.shape
@@ -71,4 +72,4 @@ class KtKernel:
 
 
 if __name__ == "__main__":
-    common.serve(KtKernel)
+    serve(KtKernel)

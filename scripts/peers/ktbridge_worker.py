@@ -9,17 +9,17 @@ d_hidden and d_weights.
 
 from __future__ import annotations
 
-import ktbridge.sft  # isort: skip - before torch, which common imports, as its documentation asks
+import ktbridge.sft  # isort: skip - before torch, as its documentation asks
 
-import common
 import torch
-from cases import LORA_NAMES, PROJECTIONS, RESULTS
 
 from ktbridge.experts.layer import MoELoRAExperts
+from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS
+from peers.layer import Case, serve
 
 
 class Ktbridge:
-    def __init__(self, case: common.Case) -> None:
+    def __init__(self, case: Case) -> None:
         weights = (case.weights[name] for name in PROJECTIONS)
         self.layer = MoELoRAExperts.from_tensors(
             *weights,
@@ -59,4 +59,4 @@ class Ktbridge:
 
 
 if __name__ == "__main__":
-    common.serve(Ktbridge)
+    serve(Ktbridge)

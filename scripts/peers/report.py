@@ -1,58 +1,130 @@
-"""What a run says: tables from the same dictionary that --json writes, so a recorded run reads the same."""
+"""What a run says: tables and a plot of the record that --json writes, so a recorded run reads the same.
+
+``show_machine`` and ``speed_table`` are every bench's, the rest bench_kernels.py's.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from peers.driver import Record, quartiles
+
 OURS = "ktbridge"
 PASSES = ("forward", "backward")
 QUIET = 0.5  # processes running in the last minute
+COLOURS = ("#0b6e4f", "#c8553d", "#3a5a9b", "#8a6d1f")
+MARKERS = {"forward": "o", "backward": "s"}
 
 
-def seconds(entry: dict[str, Any], which: str) -> float:
+def seconds(entry: Record, which: str) -> float:
     """The median of one contestant's ``forward``, ``backward`` or ``both`` (their sum)."""
     if which == "both":
         return entry["median"]["forward"] + entry["median"]["backward"]
     return entry["median"][which]
 
 
-def ratio(result: dict[str, Any], entry: dict[str, Any], which: str) -> float | None:
+def ratio(result: Record, entry: Record, which: str) -> float | None:
     """How many times our time ``entry`` takes; None when we did not run."""
     ours = next((other for other in result["contestants"] if other["name"] == OURS), None)
     return None if ours is None else seconds(entry, which) / seconds(ours, which)
 
 
-def machine_line(machine: dict[str, Any]) -> str:
-    """The CPU, the threads in use and the ceilings they reached just now."""
-    peaks = ", ".join(f"{peak / 1e12:.2f} TFLOP/s {isa}" for isa, peak in machine["peaks"].items())
-    return (
-        f"{machine['cpu']}, {machine['threads']} threads on {machine['cores']} cores, "
-        f"ktbridge on {machine['isa']}.\nCeilings measured now: bf16 {peaks}; "
-        f"memory reads {machine['bandwidth'] / 1e9:.1f} GB/s.\n"
-    )
+def plain_table(title: str, *headings: str) -> Table:
+    """A column for names, without a heading, and columns of numbers."""
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
-def print_machine(console: Console, machine: dict[str, Any]) -> None:
-    console.print(machine_line(machine), highlight=False, markup=False)
-    if machine["load"] > QUIET:
-        console.print(
-            f"Others were at work here before this run (load {machine['load']:.1f}): "
-            "ratios are rough and milliseconds mean little.\n",
-            highlight=False,
+@dataclass(frozen=True)
+class Row:
+    """A line of ``speed_table``: one contestant's ``what``, beside others' records."""
+
+    entry: Record
+    what: str
+    peers: Sequence[tuple[str, float]] = ()
+    """Names of peers and their medians of what is compared with this one's."""
+    more: Sequence[str] = ()
+    name: str = ""  # the contestant's own
+
+
+def speed_table(
+    unit: str,
+    rows: Iterable[Row],
+    more: Sequence[str] = (),
+    digits: int = 2,
+    largest_is_best: bool = False,
+) -> Table:
+    """Medians with quartiles, the best round, ``more``, and times each peer's median."""
+    rows = list(rows)
+    peers = list(dict.fromkeys(peer for row in rows for peer, _ in row.peers))
+    table = plain_table("", unit, "quartiles", "best", *more, *(f"x {peer}" for peer in peers))
+    for row in rows:
+        middle, samples = row.entry["median"][row.what], row.entry["samples"][row.what]
+        first, third = quartiles(samples)
+        best = max(samples) if largest_is_best else min(samples)
+        ratios = {peer: f"{middle / other:.2f}" for peer, other in row.peers}
+        table.add_row(
+            row.name or row.entry["name"],
+            *(
+                f"{middle:.{digits}f}",
+                f"{first:.{digits}f} – {third:.{digits}f}",
+                f"{best:.{digits}f}",
+            ),
+            *row.more,
+            *(ratios.get(peer, "") for peer in peers),
         )
+    return table
 
 
-def print_result(console: Console, result: dict[str, Any]) -> None:
+def named(run: Record, name: str) -> Record | None:
+    """A contestant's record, if it was measured."""
+    return next((entry for entry in run["contestants"] if entry["name"] == name), None)
+
+
+def show_machine(console: Console, machine: Record) -> None:
+    """The CPU and, where known, the ceilings measured just now; how busy it was before."""
+    lines = [f"{machine['cpu']}, {machine['cores']} cores"]
+    if "peaks" in machine:
+        found = machine["peaks"].items()
+        peaks = ", ".join(f"{peak / 1e12:.2f} TFLOP/s {isa}" for isa, peak in found)
+        lines = [
+            f"{machine['cpu']}, {machine['threads']} threads on {machine['cores']} cores, "
+            f"ktbridge on {machine['isa']}.",
+            f"Ceilings measured now: bf16 {peaks}; memory reads {machine['bandwidth'] / 1e9:.1f} GB/s.",
+        ]
+    if machine["load"] > QUIET:
+        lines.append(
+            f"Others were at work here before this run (load {machine['load']:.1f}): "
+            "ratios are rough, and times mean little."
+        )
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def show_left_out(console: Console, run: Record) -> None:
+    for sentence in run["skipped"] + run["failed"]:
+        console.print(sentence, markup=False, soft_wrap=True)
+
+
+def print_result(console: Console, result: Record) -> None:
     """One shape: a row a contestant, then the ratios in words, then what to know about them."""
     console.print(shape_table(result))
     for entry in result["contestants"]:
         if entry["name"] != OURS and (both := ratio(result, entry, "both")) is not None:
             parts = ", ".join(f"{which} {ratio(result, entry, which):.2f}x" for which in PASSES)
-            console.print(f"{entry['name']} / {OURS} = {both:.2f}x ({parts})", highlight=False)
+            console.print(f"{entry['name']} / {OURS} = {both:.2f}x ({parts})")
+    console.print(
+        f"Quartiles, forward and backward, ms: {'; '.join(map(spread, result['contestants']))}"
+    )
     if "parts" in result:
         console.print(parts_table(result))
     if any("accuracy" in entry for entry in result["contestants"]):
@@ -60,26 +132,32 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
     who = (
         f"{entry['name']} {entry['version']} ({entry['isa']})" for entry in result["contestants"]
     )
-    console.print(", ".join(who), highlight=False, markup=False)
+    console.print(", ".join(who), markup=False)
     fastest = (entry["median"][which] for entry in result["contestants"] for which in PASSES)
     least = (result["floor"][which]["seconds"] for _ in result["contestants"] for which in PASSES)
     if any(took < floor for took, floor in zip(fastest, least, strict=True)):
         console.print("More than 100 % of the floor: the ceilings were measured in a busy moment.")
     for note in result.get("notes", ()):
-        console.print(note, highlight=False, markup=False)
+        console.print(note, markup=False)
     console.print()
 
 
-def shape_table(result: dict[str, Any]) -> Table:
+def spread(entry: Record) -> str:
+    """The quartiles of both passes in milliseconds."""
+    ranges = (quartiles(entry["samples"][which]) for which in PASSES)
+    return f"{entry['name']} " + ", ".join(
+        f"{1e3 * low:.2f} – {1e3 * high:.2f}" for low, high in ranges
+    )
+
+
+def shape_table(result: Record) -> Table:
     shape, floor = result["shape"], result["floor"]
     title = (
         f"E={shape['experts']} K={shape['top_k']} H={shape['hidden']} I={shape['inner']} T={shape['tokens']}"
         f"; floor {floor['forward']['seconds'] * 1e3:.2f} + {floor['backward']['seconds'] * 1e3:.2f} ms"
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in ("fwd ms", "bwd ms", "both", "TFLOP/s", "% of floor", "÷ ours", "+MB"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("fwd ms", "bwd ms", "both", "TFLOP/s", "% of floor", "÷ ours", "+MB")
+    table = plain_table(title, *headings)
     for entry in result["contestants"]:
         shares = [100 * floor[which]["seconds"] / seconds(entry, which) for which in PASSES]
         rates = [floor[which]["flops"] / seconds(entry, which) / 1e12 for which in PASSES]
@@ -95,19 +173,19 @@ def shape_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def parts_table(result: dict[str, Any]) -> Table:
+def parts_table(result: Record) -> Table:
     """What the layer's main loops take by themselves, beside the passes and a third of each peer."""
     parts = {name: took * 1e3 for name, took in result["parts"].items()}
-    table = Table(
-        title="Parts of a pass over these weights by themselves, ms",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    headings = ("read", "multiply", "sum", "loop")
     peers = [entry for entry in result["contestants"] if entry["name"] != OURS]
-    for heading in ("", *headings, OURS, *(f"{entry['name']} / 3" for entry in peers)):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = (
+        "read",
+        "multiply",
+        "sum",
+        "loop",
+        OURS,
+        *(f"{entry['name']} / 3" for entry in peers),
+    )
+    table = plain_table("Parts of a pass over these weights by themselves, ms", *headings)
     first = {"forward": parts["read"], "backward": parts["pack"]}
     rows = {
         w: (first[w], parts["products"], first[w] + parts["products"], parts[w]) for w in PASSES
@@ -122,29 +200,20 @@ def parts_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def accuracy_table(result: dict[str, Any]) -> Table:
+def accuracy_table(result: Record) -> Table:
     """A row a tensor, a column a contestant."""
     entries = [entry for entry in result["contestants"] if "accuracy" in entry]
     title = "Relative norm error against float32 autograd, %"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for entry in entries:
-        table.add_column(entry["name"], justify="right")
+    table = plain_table(title, *(entry["name"] for entry in entries))
     for name in entries[0]["accuracy"]:  # in the order of cases.RESULTS
         table.add_row(name, *(f"{100 * entry['accuracy'][name]:.3f}" for entry in entries))
     return table
 
 
-def sweep_table(result: dict[str, Any]) -> Table:
+def sweep_table(result: Record) -> Table:
     """Ours by number of threads, and whether one more ever cost time."""
-    table = Table(
-        title=f"{OURS} by threads, {result['label']}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for heading in ("threads", "fwd ms", "bwd ms", "both ms", "× 1st", ""):
-        table.add_column(heading, justify="right" if heading else "left")
+    title = f"{OURS} by threads, {result['label']}"
+    table = plain_table(title, "fwd ms", "bwd ms", "both ms", "× 1st", "")
     first = before = None
     for entry in result["contestants"]:
         both = seconds(entry, "both")
@@ -158,3 +227,80 @@ def sweep_table(result: dict[str, Any]) -> Table:
         )
         before = both
     return table
+
+
+def points(run: Record) -> list[tuple[str, str, str, float, float]]:
+    """(contestant, pass, shape, FLOPs a byte, TFLOP/s) of everything measured."""
+    found = []
+    for result in run["shapes"]:
+        for entry in result["contestants"]:
+            for which in PASSES:
+                work = result["floor"][which]
+                rate = work["flops"] / seconds(entry, which) / 1e12
+                place = work["flops"] / work["bytes"]
+                found.append((entry["name"], which, result["label"], place, rate))
+    return found
+
+
+def draw_roofline(run: Record, path: Path) -> None:
+    """A PNG: FLOPs a byte against TFLOP/s, both logarithmic, under the two ceilings. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    everything = points(run)
+    peak = max(run["machine"]["peaks"].values()) / 1e12
+    bandwidth = run["machine"]["bandwidth"] / 1e12
+    places = [place for *_, place, _ in everything]
+    rates = [rate for *_, rate in everything]
+    ridge = peak / bandwidth
+    low, high = min(*places, ridge) / 3, max(*places, ridge) * 3
+    figure, axes = plt.subplots(figsize=(10, 6.2), dpi=150)
+    edge = [low, ridge, high]
+    axes.plot(edge, [min(x * bandwidth, peak) for x in edge], color="#222222", lw=1.6, zorder=1)
+    roof = f"bf16 {peak:.3g} TFLOP/s, reads {bandwidth * 1e3:.3g} GB/s"
+    axes.annotate(roof, (high, peak), (-4, 5), textcoords="offset points", ha="right", size=9)
+
+    names = list(dict.fromkeys(name for name, *_ in everything))
+    labels = list(dict.fromkeys(label for _, _, label, *_ in everything))
+    for index, name in enumerate(names):
+        for which in PASSES:
+            mine = [point for point in everything if point[0] == name and point[1] == which]
+            axes.scatter(
+                [point[3] for point in mine],
+                [point[4] for point in mine],
+                s=46,
+                marker=MARKERS[which],
+                facecolor=COLOURS[index % len(COLOURS)] if which == "forward" else "white",
+                edgecolor=COLOURS[index % len(COLOURS)],
+                linewidth=1.5,
+                label=f"{name} {which}",
+                zorder=3,
+            )
+            for _, _, label, place, rate in mine:
+                axes.annotate(
+                    str(labels.index(label) + 1),
+                    (place, rate),
+                    (6, -3),
+                    textcoords="offset points",
+                    size=8,
+                    color="#333333",
+                )
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(rates) / 2, peak * 2))
+    axes.set_xlabel("arithmetic intensity of the least work, FLOP / byte")
+    axes.set_ylabel("TFLOP/s reached")
+    cpu, threads = run["machine"]["cpu"], run["machine"]["threads"]
+    axes.set_title(f"MoE-LoRA layer on {cpu}, {threads} threads", loc="left", size=11)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.grid(which="both", color="#dddddd", lw=0.5)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
+    key = "\n".join(f"{number}   {label}" for number, label in enumerate(labels, 1))
+    axes.text(1.03, 0.02, f"E,K,H,I,T\n{key}", transform=axes.transAxes, size=8, va="bottom")
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)

@@ -32,6 +32,7 @@ import ktbridge.sft  # before torch: it lets OpenMP's idle threads sleep
 # isort: split
 import torch
 import torch.nn.functional as F
+from peers.torch_worker import by_expert
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -61,7 +62,7 @@ DEVICE = GPU if torch.cuda.is_available() else torch.device("cpu")
 
 
 class TorchExperts(nn.Module):
-    """Experts and their LoRA on the CPU in torch: tokens sorted by expert, gathered and scattered once."""
+    """Experts and their LoRA on the CPU in torch."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, rank: int) -> None:
         super().__init__()
@@ -80,14 +81,7 @@ class TorchExperts(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        flat = ids.flatten()
-        order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=len(self.down)).tolist()
-        tokens = order // ids.shape[1]
-        parts = x.index_select(0, tokens).split(counts)
-        outputs = torch.cat([self._expert(e, part) for e, part in enumerate(parts) if len(part)])
-        weighted = outputs * weights.flatten().index_select(0, order)[:, None]
-        return torch.zeros_like(x).index_add(0, tokens, weighted.to(x.dtype))
+        return by_expert(x, ids, weights, len(self.down), self._expert)
 
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         gate_a, gate_b, up_a, up_b, down_a, down_b = (

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from enginewheels import wheel_path
-from realengine import FIRST_MERGED, MERGED, SPLIT, Pairs, trained
+from realengine import FIRST_MERGED, MERGED, SPLIT, Pairs, trained, wheel_path
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.serve.sglang.cache import ENGINE_CACHE

@@ -1,99 +1,36 @@
-"""The bench without timing: its arithmetic, its tables from a recorded run, its command line."""
+"""bench_kernels: its arithmetic, its tables and plot of a recorded run, its contestants, its command line."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.console import Console
+from safetensors.torch import load_file
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _scripts_on_path():
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path.remove(str(SCRIPTS))
-
-
-@pytest.fixture
-def recorded() -> dict:
-    """A run as --json writes it, cut down to one shape and two contestants."""
-    floor = {
-        "forward": {"bytes": 4_000_000, "flops": 400_000_000, "seconds": 0.002},
-        "backward": {"bytes": 5_000_000, "flops": 500_000_000, "seconds": 0.003},
-    }
-
-    def entry(name: str, forward: float, backward: float) -> dict:
-        return {
-            "name": name,
-            "version": "1.0",
-            "isa": "amx",
-            "threads": 2,
-            "median": {"forward": forward, "backward": backward},
-            "samples": {"forward": [forward], "backward": [backward]},
-            "peak_bytes": 3_000_000,
-            "extra_bytes": 1_000_000,
-            "accuracy": {"out": 0.004, "d_hidden": 0.0071},
-        }
-
-    machine = {
-        "cpu": "Some Xeon",
-        "cores": 2,
-        "threads": 2,
-        "cpus": [0, 1],
-        "load": 0.0,
-        "isa": "amx",
-        "best_isa": "amx",
-        "peaks": {"amx": 2e11},
-        "bandwidth": 2e9,
-    }
-    shape = {"experts": 4, "top_k": 2, "hidden": 64, "inner": 32, "tokens": 8}
-    result = {
-        "label": "4,2,64,32,8",
-        "shape": shape,
-        "routed": 4,
-        "floor": floor,
-        "contestants": [entry("ktbridge", 0.004, 0.006), entry("torch", 0.010, 0.024)],
-        "notes": ["A note."],
-    }
-    return {"machine": machine, "shapes": [result], "sweep": [], "skipped": [], "failed": []}
+RECORDED = Path(__file__).resolve().parents[2] / "docs" / "bench"
 
 
 def test_floor_counts_what_the_docstring_says():
-    from peers.cases import Shape, floor
+    from peers.cases import DEFAULT_SHAPES, Shape, Work, floor
 
     shape, rank, routed = Shape(experts=10, top_k=2, hidden=64, inner=32, tokens=100), 8, 7
     work = floor(shape, rank, routed)
     weights, activation = 7 * 3 * 32 * 64 * 2, 100 * 64 * 2
     base, lora = 2 * 200 * 3 * 64 * 32, 2 * 200 * 8 * (3 * 64 + 3 * 32)
-    assert work["forward"].bytes == weights + 2 * activation
-    assert work["forward"].flops == base + lora
     gradients = 2 * sum(4 * a * b * c for a, b, c in shape.lora_shapes(rank).values()) * 7 // 10
-    assert work["backward"].bytes == weights + 3 * activation + gradients
-    assert work["backward"].flops == base + 2 * lora
-
-
-def test_floor_is_the_slower_of_memory_and_arithmetic():
-    from peers.cases import Work
-
-    work = Work(bytes=1000, flops=5000)
-    assert work.intensity == 5
-    assert work.seconds(peak=1000, bandwidth=1000) == 5
-    assert work.seconds(peak=10_000, bandwidth=100) == 10
-
-
-def test_floor_of_a_table_row_matches_the_reference_notes():
-    """performance.md: 45 ms forward at 25 GB/s for a DeepSeek-V2-Lite layer with 512 tokens."""
-    from peers.cases import DEFAULT_SHAPES, floor
-
-    work = floor(DEFAULT_SHAPES[1], 8, 64)["forward"]
-    assert work.seconds(peak=5e12, bandwidth=25e9) == pytest.approx(0.045, rel=0.03)
+    assert work["forward"] == Work(weights + 2 * activation, base + lora)
+    assert work["backward"] == Work(weights + 3 * activation + gradients, base + 2 * lora)
+    # It takes what the slower of memory and arithmetic does.
+    assert Work(bytes=1000, flops=5000).seconds(peak=1000, bandwidth=1000) == 5
+    assert Work(bytes=1000, flops=5000).seconds(peak=10_000, bandwidth=100) == 10
+    # performance.md: 45 ms forward at 25 GB/s for a DeepSeek-V2-Lite layer with 512 tokens.
+    lite = floor(DEFAULT_SHAPES[1], 8, 64)["forward"]
+    assert lite.seconds(peak=5e12, bandwidth=25e9) == pytest.approx(0.045, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +44,7 @@ def test_a_bad_shape_is_refused(text):
 
 
 def test_written_case_is_complete_and_the_same_each_time(tmp_path):
-    import torch
     from peers import cases
-    from safetensors.torch import load_file
 
     shape = cases.Shape(6, 3, 32, 16, 40)
     for name in "ab":
@@ -127,91 +62,95 @@ def test_written_case_is_complete_and_the_same_each_time(tmp_path):
     assert all(first[key].abs().max() > 0 for key in cases.LORA_NAMES)
 
 
-def test_table_says_floor_ratio_and_accuracy(recorded):
-    from peers import report
-
-    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        report.print_machine(console, recorded["machine"])
-        report.print_result(console, recorded["shapes"][0])
-        text = console.export_text()
-    assert "0.20 TFLOP/s amx" in text
-    assert "torch / ktbridge = 3.40x (forward 2.50x, backward 4.00x)" in text
-    assert "50 / 50" in text  # ours, of the floor
-    assert "0.710" in text  # d_hidden, %
-    assert "A note." in text
-
-
-def test_parts_stand_beside_the_passes_and_a_third_of_the_peer(recorded):
-    from peers import report
-
-    result = recorded["shapes"][0]
-    result["parts"] = {
-        "read": 0.001, "products": 0.002, "forward": 0.0035, "pack": 0.0015, "backward": 0.004,
-    }  # fmt: skip
-    columns = [list(column.cells) for column in report.parts_table(result).columns]
-    assert [column[-1] for column in columns] == [
-        "both", "2.50", "4.00", "6.50", "7.50", "10.00", "11.33",
-    ]  # fmt: skip
-
-
-def test_parts_are_measured_on_this_machine():
-    spec = {
-        "isa": "auto",
-        "threads": 2,
-        "strips": 3,
-        "inner": 96,
-        "hidden": 100,
-        "bytes": 1 << 22,
-        "seconds": 0.01,
-    }
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "peers" / "parts.py"), json.dumps(spec)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(done.stdout)
-    assert found.keys() == {"products", "forward", "pack", "backward", "read"}
-    assert min(found.values()) > 0
-
-
-def test_sweep_points_at_the_thread_that_cost_time(recorded):
-    from peers import report
-
-    result = recorded["shapes"][0]
-    rows = report.sweep_table(result)
-    assert list(rows.columns[-1].cells) == ["", "slower than the row above"]
-
-
-def test_roofline_places_every_pass(recorded):
-    from peers.roofline import points
-
-    assert points(recorded)[0] == ("ktbridge", "forward", "4,2,64,32,8", 100.0, pytest.approx(0.1))
-    assert len(points(recorded)) == 4
-
-
-def test_a_recorded_run_is_shown_and_drawn(recorded, tmp_path):
+def test_recorded_runs_are_shown_and_drawn(tmp_path, monkeypatch):
+    """Those whose picture is in the documentation."""
     import bench_kernels
+    from peers import report
 
-    (tmp_path / "run.json").write_text(json.dumps(recorded))
+    def shown(name: str) -> str:
+        console = Console(width=110, file=StringIO())
+        monkeypatch.setattr(bench_kernels, "console", console)
+        arguments = ["--from-json", str(RECORDED / name), "--plot", str(plot)]
+        done = CliRunner().invoke(bench_kernels.main, arguments)
+        assert done.exit_code == 0, done.output
+        return console.file.getvalue()
+
     plot = tmp_path / "roofline.png"
-    arguments = ["--from-json", str(tmp_path / "run.json"), "--plot", str(plot)]
-    done = CliRunner().invoke(bench_kernels.main, arguments)
-    assert done.exit_code == 0, done.output
+    text = shown("2-cores.json")
+    assert "4.97 TFLOP/s amx_bf16" in text
+    assert "Others were at work here before this run (load 6.0)" in text
+    assert "E=16 K=4 H=512 I=256 T=256; floor 0.38 + 0.45 ms" in text
+    assert "29 / 23" in text  # ours, % of the floor
+    assert "kt-kernel / ktbridge = 19.29x (forward 12.07x, backward 24.00x)" in text
+    assert "torch 9.70 – 9.94, 15.27 – 15.62" in text  # quartiles
+    assert "0.748" in text  # kt-kernel's error of d_hidden, %
+    parts = ["both", "0.46", "0.59", "1.05", "1.31", "3.29", "21.12", "8.45"]  # thirds of the peers
+    assert parts in [line.split() for line in text.splitlines()]
+    assert "Parts of a pass" not in shown("16-cores-quiet.json")  # which measured none
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+    run = json.loads((RECORDED / "2-cores.json").read_text())
+    points = report.points(run)
+    assert points[0][:3] == ("ktbridge", "forward", "16,4,512,256,256")
+    assert len(points) == 2 * 3 * len(run["shapes"])
+    sweep = report.sweep_table(run["shapes"][0])
+    assert list(sweep.columns[-1].cells) == ["", "slower than the row above", ""]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--shape", "1,2,3"],
-        ["--threads-sweep", "0,1"],
-        ["--threads", "100000"],
-        ["--peer", "someone"],
-    ],
-)
+    [["--shape", "1,2,3"], ["--threads-sweep", "0,1"], ["--threads", "100000"], ["--peer", "someone"]],
+)  # fmt: skip
 def test_requests_that_make_no_sense_exit_with_2(arguments):
     import bench_kernels
 
     assert CliRunner().invoke(bench_kernels.main, arguments).exit_code == 2
+
+
+def test_parts_and_ceilings_are_measured_on_this_machine():
+    from peers.driver import Contestant, Worker
+
+    spec = {"isa": "auto", "seconds": 0.01, "bytes": 1 << 22}
+    with Worker(Contestant("ceilings", "peers.ceilings", spec, threads=2)) as worker:
+        found = worker.ask("parts", strips=3, inner=96, hidden=100, bytes=1 << 22)
+        ceilings = worker.ask("turn")
+    assert found.keys() == {"products", "forward", "pack", "backward", "read"}
+    assert min(found.values()) > 0
+    assert ceilings["peaks"].keys() == {ceilings["isa"], ceilings["best_isa"]}
+    assert min(ceilings["bandwidth"], *ceilings["peaks"].values()) > 0
+
+
+def test_contestants_give_autograds_gradients_of_one_backward(tmp_path):
+    """Ours to the bit, in the buffers made before anything was timed; torch's and float32's closely."""
+    from peers import cases, ktbridge_worker, layer, torch_worker
+
+    shape, weights, inputs = cases.Shape(6, 2, 64, 32, 40), tmp_path / "w", tmp_path / "i"
+    cases.write_weights(weights, shape)
+    cases.write_inputs(inputs, shape, rank=4)
+    spec = {"shape": str(shape), "rank": 4, "alpha": 16.0, "threads": 2, "isa": "auto"}
+    spec |= {"weights": str(weights), "inputs": str(inputs)}
+    contestant = layer.LayerContestant(ktbridge_worker.Ktbridge, spec)
+    ours = contestant.layer
+    buffers = [parameter.grad.data_ptr() for parameter in ours.layer.parameters()]
+    leaves = (ours.hidden, ours.topk_weights, *ours.layer.lora_parameters())
+    ours.layer.accumulate_grad = False
+    out = ours.layer(ours.hidden, ours.topk_ids, ours.topk_weights)
+    expected = (out.detach(), *torch.autograd.grad(out, leaves, ours.d_out))
+    ours.layer.accumulate_grad = True
+    for turn in range(3):
+        assert min(contestant.turn(before=turn).values()) > 0
+        path = str(tmp_path / f"results-{turn}")
+        contestant.save(path)
+        saved = load_file(path)
+        assert saved.keys() == set(cases.RESULTS)
+        for name, value in zip(cases.RESULTS, expected, strict=True):
+            assert value.abs().max() > 0
+            assert torch.equal(saved[name], value.float()), (turn, name)
+        assert [parameter.grad.data_ptr() for parameter in ours.layer.parameters()] == buffers
+    for build in (torch_worker.Torch, torch_worker.Reference):
+        other = layer.LayerContestant(build, spec)
+        other.turn()
+        results = other.layer.results()
+        for name, value in saved.items():
+            off = (results[name].float() - value).norm() / value.norm()
+            assert off < 0.02, (build, name)

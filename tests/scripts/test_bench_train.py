@@ -25,30 +25,36 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _scripts_on_path():
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path.remove(str(SCRIPTS))
+def bench(base: Path, out: Path, *arguments: str):
+    """What one run writes, prints and says."""
+    fixed = "--length 32 --steps 3 --rows 2 --passes 2 --learning-rate 1e-2".split()
+    command = [sys.executable, str(SCRIPTS / "bench_train.py"), str(base), *fixed, *arguments]
+    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), done
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """What one run writes, prints and says."""
+def base(tmp_path_factory):
     from random_checkpoint import make_checkpoint
 
-    folder = tmp_path_factory.mktemp("bench")
-    make_checkpoint(folder / "base", "qwen3_moe", SIZES)
-    done = subprocess.run(
-        [
-            sys.executable, str(SCRIPTS / "bench_train.py"), str(folder / "base"), "--contestant", "cpu",
-            "--contestant", "offload", "--length", "32", "--steps", "3", "--rows", "2", "--passes", "2",
-            "--learning-rate", "1e-2", "--json", str(folder / "run.json"),
-        ],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "run.json").read_text()), done, folder
+    folder = tmp_path_factory.mktemp("bench") / "base"
+    make_checkpoint(folder, "qwen3_moe", SIZES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(base):
+    contestants = ["--contestant", "cpu", "--contestant", "offload"]
+    return bench(base, base.with_name("run.json"), *contestants)
+
+
+def show(path: Path, document: object):
+    """What --from-json says of a recorded run."""
+    import bench_train
+
+    path.write_text(json.dumps(document))
+    return CliRunner().invoke(bench_train.main, ["--from-json", str(path)])
 
 
 def test_contestants_train_the_same_model_alike(run):
@@ -63,19 +69,11 @@ def test_contestants_train_the_same_model_alike(run):
     assert fell[0] == pytest.approx(fell[1], rel=0.5)  # LoRA starts differ
 
 
-def test_processes_have_rows_of_their_own(run, tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable, str(SCRIPTS / "bench_train.py"), str(run[2] / "base"), "--contestant", "cpu",
-            "--gpus", "2", "--length", "32", "--steps", "3", "--rows", "2", "--passes", "2",
-            "--learning-rate", "1e-2", "--json", str(tmp_path / "run.json"),
-        ],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_processes_have_rows_of_their_own(run, base, tmp_path):
+    record, done = bench(base, tmp_path / "run.json", "--contestant", "cpu", "--gpus", "2")
     assert done.stderr.count("cpu: step 3 ") == 1
     assert "each of 2 processes" in done.stdout
-    (told,) = json.loads((tmp_path / "run.json").read_text())["contestants"]
+    (told,) = record["contestants"]
     alone = run[0]["contestants"][0]
     pace = 2 * 2 * 32 / statistics.median(told["seconds"][1:])
     assert told["tokens_per_second"] == pytest.approx(pace)
@@ -86,12 +84,10 @@ def test_processes_have_rows_of_their_own(run, tmp_path):
     assert losses[0][0] - losses[0][-1] > 1
 
 
-def test_the_json_agrees_with_itself(run):
-    told, _, folder = run
-    base = folder / "base"
-    assert told["checkpoint_bytes"] == sum(
-        path.stat().st_size for path in base.glob("*.safetensors")
-    )
+def test_the_json_agrees_with_itself(run, base):
+    told, _ = run
+    size = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    assert told["checkpoint_bytes"] == size
     assert told["model"] == {"model_type": "qwen3_moe", "layers": 2}
     assert told["machine"].keys() == {"cpu", "cores", "gpu"}
     assert told["failed"] == []
@@ -105,21 +101,19 @@ def test_the_json_agrees_with_itself(run):
         assert each["tokens_per_second"] == pytest.approx(pace)
         assert each["first_is"] == pytest.approx(ours["tokens_per_second"] / pace)
         assert each["cpu"]["peak"] >= max(each["cpu"]["anonymous"], each["cpu"]["mapped"])
-        assert each["cpu_over_checkpoint"] * told["checkpoint_bytes"] == pytest.approx(
-            each["cpu"]["peak"]
-        )
+        assert each["cpu_over_checkpoint"] * size == pytest.approx(each["cpu"]["peak"])
         assert each["versions"].keys() == {"ktbridge", "torch", "transformers", "peft"}
         assert bool(each["gpu"]) == (told["machine"]["gpu"] is not None)
     assert 0 < ours["kernel_seconds"] < sum(ours["seconds"])
     assert told["contestants"][1]["kernel_seconds"] == 0
 
 
-def test_the_table_is_whole_in_80_columns(run):
+def test_the_table_is_whole_in_80_columns(run, tmp_path):
     import bench_train
 
-    told, done, folder = run
+    told, done = run
     assert "cpu: step 3 " in done.stderr
-    again = CliRunner().invoke(bench_train.main, ["--from-json", str(folder / "run.json")])
+    again = show(tmp_path / "run.json", told)
     assert again.exit_code == 0
     for title in TITLES:
         assert title in done.stdout
@@ -147,17 +141,12 @@ def test_a_failure_is_a_sentence_that_says_where_there_is_more(run, tmp_path, mo
     monkeypatch.setattr(bench_train, "WORKER", worker)
     sentences = []
     full = "raise MemoryError('the GPU is full')", "failed (MemoryError: the GPU is full)"
+    killed = "import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL, as the system does when"
     for gpus, (ending, said) in (
         (1, full),
         (2, full),  # before what torchrun says of it
         (1, ("raise SystemExit(3)", "failed (exit code 3)")),
-        (
-            1,
-            (
-                "import os; os.kill(os.getpid(), 9)",
-                "was killed by SIGKILL, as the system does when",
-            ),
-        ),
+        (1, killed),
     ):
         worker.write_text(f"print('gpu: step 1 0.1 s', flush=True)\n{ending}\n")
         with pytest.raises(KtbridgeError) as caught:
@@ -167,11 +156,22 @@ def test_a_failure_is_a_sentence_that_says_where_there_is_more(run, tmp_path, mo
         assert sentences[-1].endswith(f"; {log} has all that it said.")
         assert log.read_text().startswith("gpu: step 1")
 
-    recorded = tmp_path / "run.json"
-    recorded.write_text(json.dumps({**told, "failed": sentences}))
-    done = CliRunner().invoke(bench_train.main, ["--from-json", str(recorded)])
+    done = show(tmp_path / "run.json", {**told, "failed": sentences})
     assert done.exit_code == 1
     assert all(sentence in done.stderr for sentence in sentences)
+
+
+def test_recorded_runs_are_drawn(tmp_path):
+    """Those of the documentation's picture."""
+    import bench_train
+
+    plot = tmp_path / "gpu.png"
+    recorded = sorted((SCRIPTS.parent / "docs" / "bench").glob("train-gpu-*.json"))
+    arguments = [word for path in recorded for word in ("--from-json", str(path))]
+    done = CliRunner().invoke(bench_train.main, [*arguments, "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("NVIDIA H200") == len(recorded) > 5
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_different_losses_are_told(run, tmp_path):
@@ -180,13 +180,9 @@ def test_different_losses_are_told(run, tmp_path):
     told = json.loads(json.dumps(run[0]))
     told["contestants"][1]["losses"][0] *= 1.02
     bench_train.compare(told)
-    (tmp_path / "run.json").write_text(json.dumps(told))
-    done = CliRunner().invoke(bench_train.main, ["--from-json", str(tmp_path / "run.json")])
+    recorded = tmp_path / "run.json"
+    done = show(recorded, told)
     assert done.exit_code == 1
     assert "not the same model" in done.stderr
-    for arguments in (
-        [],
-        [str(tmp_path)],
-        [str(tmp_path), "--from-json", str(tmp_path / "run.json")],
-    ):
+    for arguments in ([], [str(tmp_path)], [str(tmp_path), "--from-json", str(recorded)]):
         assert CliRunner().invoke(bench_train.main, arguments).exit_code == 2

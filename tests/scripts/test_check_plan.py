@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,18 +13,10 @@ from ktbridge.errors import UsageError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.plan import make_plan, this_machine
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TINY = (
     "num_hidden_layers=2 hidden_size=64 num_attention_heads=4 num_key_value_heads=2 head_dim=16 "
     "num_experts=8 num_experts_per_tok=2 moe_intermediate_size=32 vocab_size=200"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _scripts_on_path():
-    sys.path.insert(0, str(SCRIPTS))
-    yield
-    sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture
@@ -47,8 +37,9 @@ def plan() -> dict:
 
 
 def test_a_case_is_read():
-    from check_plan import parse_case
+    from check_plan import CASES, parse_case
 
+    assert len({parse_case(text).text for text in CASES}) == 3
     case = parse_case(
         "qwen3_moe num_hidden_layers=12 tie_word_embeddings=true / bf16=false cutoff_len=4096"
     )
@@ -67,12 +58,6 @@ def test_a_bad_case_is_refused(text):
     with pytest.raises(UsageError):
         parse_case(text)
     assert CliRunner().invoke(main, ["--case", text]).exit_code == 2
-
-
-def test_the_default_cases_are_cases():
-    from check_plan import CASES, parse_case
-
-    assert len({parse_case(text).text for text in CASES}) == 3
 
 
 def test_predictions_stand_beside_what_was_measured(plan):

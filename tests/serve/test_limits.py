@@ -14,8 +14,8 @@ from contextlib import ExitStack
 
 import openai
 import pytest
-from enginewheels import wheel_path
 from prometheus_client.parser import text_string_to_metric_families
+from realengine import wheel_path
 
 from ktbridge.cli._serve_local import OPTIONS
 from ktbridge.serve.sglang.installed import parser_flags

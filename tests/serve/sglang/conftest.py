@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from rawadapter import write_config, write_raw
-from readydocument import read_document
+from tinyserver import read_document
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.model import Tensor

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from enginewheels import wheel_path
+from realengine import wheel_path
 
 from ktbridge.adapter.engines import CONTRACTS, contract_for, version_order
 from ktbridge.machine import read_machine

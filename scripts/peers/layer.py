@@ -1,31 +1,23 @@
-"""The worker's side of the bench: load the case, then answer one JSON line for each JSON line.
-
-A worker is a process of its own with one contestant in it. Its only argument is a JSON object
-(``weights``, ``inputs``: safetensors files; ``shape``, ``rank``, ``alpha``, ``threads``, ``isa``). It
-announces itself with a line, then obeys ``forward``, ``backward`` (both answer ``seconds``), ``save``
-(results as float32 to a file), ``usage`` (memory) and ``quit``. What libraries print goes to stderr.
+"""What the contestants of bench_kernels.py have in common: the tensors of a case, and a turn.
 
 Imports torch and safetensors only: it also runs under a peer's interpreter, which has no ktbridge.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import json
-import os
 import resource
-import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from cases import LORA_NAMES, PROJECTIONS, RESULTS, Shape
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+from peers import worker
+from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS, Shape
 
 
 @dataclass
@@ -46,7 +38,7 @@ class Case:
     d_out: torch.Tensor
 
 
-class Contestant(Protocol):
+class Layer(Protocol):
     about: dict[str, str]  # version, isa
 
     def reset(self) -> None:
@@ -60,51 +52,47 @@ class Contestant(Protocol):
         """Of the last step, under the names of ``RESULTS``."""
 
 
-def serve(build: Callable[[Case], Contestant]) -> None:
-    """Run a worker: build the contestant from the case in ``sys.argv[1]``, obey until ``quit``."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: don't outlive the bench
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+class LayerContestant:
+    """A layer that is built from a case's files and takes turns."""
 
-    def answer(**fields: Any) -> None:
-        print(json.dumps(fields), file=answers, flush=True)
-
-    try:
-        spec = json.loads(sys.argv[1])
+    def __init__(self, build: Callable[[Case], Layer], spec: dict[str, Any]) -> None:
         torch.set_num_threads(spec["threads"])
-        before = _resident()
-        contestant = build(_load(spec))
+        self._before = _status("VmRSS:")
+        self.layer = build(load(spec))
+        self.about = self.layer.about
         gc.collect()
         _forget_peak()
-        answer(ready=True, **contestant.about)
-        for line in sys.stdin:
-            command = json.loads(line)
-            if command["do"] == "quit":
-                break
-            answer(**_obey(contestant, command, before))
-    except Exception as error:
-        answer(error=f"{type(error).__name__}: {error}")
-        raise
 
+    def turn(self, before: int = 0) -> dict[str, float]:
+        """Seconds of one forward and one backward, after ``before`` of each that don't count."""
+        for _ in range(before + 1):
+            self.layer.reset()
+            start = time.perf_counter()
+            self.layer.forward()
+            middle = time.perf_counter()
+            self.layer.backward()
+            end = time.perf_counter()
+        return {"forward": middle - start, "backward": end - middle}
 
-def _obey(contestant: Contestant, command: dict[str, str], before: int) -> dict[str, Any]:
-    what = command["do"]
-    if what in ("forward", "backward"):
-        if what == "forward":
-            contestant.reset()
-        start = time.perf_counter()
-        getattr(contestant, what)()
-        return {"seconds": time.perf_counter() - start}
-    if what == "save":
-        results = contestant.results()
-        save_file({name: results[name].float().contiguous() for name in RESULTS}, command["path"])
+    def save(self, path: str) -> dict[str, bool]:
+        """Results as float32 to a file."""
+        results = self.layer.results()
+        save_file({name: results[name].float().contiguous() for name in RESULTS}, path)
         return {"saved": True}
-    if what == "usage":
-        return {"peak": _peak(), "before": before}
-    raise ValueError(f"unknown command {what!r}")
+
+    def usage(self) -> dict[str, int]:
+        """Bytes: the peak since the layer was built, and what was resident before."""
+        peak = _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"peak": peak, "before": self._before}
 
 
-def _load(spec: dict[str, Any]) -> Case:
+def serve(build: Callable[[Case], Layer]) -> None:
+    worker.serve(lambda spec: LayerContestant(build, spec))
+
+
+def load(spec: dict[str, Any]) -> Case:
+    """``spec``: the files ``weights`` and ``inputs``, and the case's shape, rank, alpha, threads and isa."""
+
     def read(path: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         # clone: safetensors maps the file, and a contestant must own ordinary memory
         with safe_open(path, "pt") as file:
@@ -131,10 +119,6 @@ def _status(field: str) -> int:
     return 0
 
 
-def _resident() -> int:
-    return _status("VmRSS:")
-
-
 def _forget_peak() -> None:
     """Let the peak start anew, so that loading does not count; not every kernel can."""
     try:
@@ -142,7 +126,3 @@ def _forget_peak() -> None:
             file.write("5")
     except OSError:
         pass
-
-
-def _peak() -> int:
-    return _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

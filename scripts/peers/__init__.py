@@ -1,1 +1,0 @@
-"""What bench_kernels.py is made of: cases, workers, tables, a plot."""
