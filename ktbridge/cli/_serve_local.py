@@ -13,8 +13,8 @@ from ktbridge.errors import UsageError
 from ktbridge.served_names import half_note
 
 if TYPE_CHECKING:
-    from ktbridge.serve.local.limits import Limits
     from ktbridge.serve.local.plan import ServePlan
+    from ktbridge.serve.request import Limits
 
 TITLE = "Options of the embedded engine (--engine local)"
 
@@ -104,7 +104,7 @@ OPTIONS = (
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options to a click command, which gets each as a keyword, None if not given."""
-    from ktbridge.serve.local.limits import Limits
+    from ktbridge.serve.request import Limits
 
     defaults = Limits()
     for option in reversed(OPTIONS):
@@ -164,7 +164,7 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
-    from ktbridge.serve.local.limits import Limits
+    from ktbridge.serve.request import Limits
 
     given = [option for option in OPTIONS if options[option.parameter] is not None]
     return Limits(**{option.field: options[option.parameter] * option.unit for option in given})

@@ -18,11 +18,10 @@ from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.served_names import half_note
 
 if TYPE_CHECKING:
+    from ktbridge.serve.request import SglangRequest
     from ktbridge.serve.sglang.facts import Facts
     from ktbridge.serve.sglang.plan import Plan
-    from ktbridge.serve.sglang.ready import Progress
-    from ktbridge.serve.sglang.request import Request
-    from ktbridge.serve.sglang.supervise import EngineFailed
+    from ktbridge.serve.sglang.supervise import EngineFailed, Progress
 
 TITLE = "Options of SGLang-KT (--engine sglang)"
 FLAGS = "engine flags after --"
@@ -119,10 +118,10 @@ def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _request(options: dict[str, Any], dry_run: bool) -> Request:
+def _request(options: dict[str, Any], dry_run: bool) -> SglangRequest:
     """Raises UsageError for options that go with --dry-run alone, and for unknown codes to allow."""
+    from ktbridge.serve.request import SglangRequest
     from ktbridge.serve.sglang.preflight import CODES
-    from ktbridge.serve.sglang.request import Request
 
     machine = described(options)
     own: Mapping[str, Any] = options | {
@@ -130,7 +129,7 @@ def _request(options: dict[str, Any], dry_run: bool) -> Request:
         "allowed": frozenset(options["allowed"]),
         "described": machine,
     }
-    request = Request(**{field.name: own[field.name] for field in fields(Request)})
+    request = SglangRequest(**{field.name: own[field.name] for field in fields(SglangRequest)})
     if machine.given and not dry_run:
         raise UsageError(
             "--cores, --memory, --gpus and --gpu-memory plan for another machine, and start nothing",
@@ -150,7 +149,13 @@ def _request(options: dict[str, Any], dry_run: bool) -> Request:
 
 
 def _launch(
-    plan: Plan, request: Request, facts: Facts, *, log: str | None, timeout: float, as_json: bool
+    plan: Plan,
+    request: SglangRequest,
+    facts: Facts,
+    *,
+    log: str | None,
+    timeout: float,
+    as_json: bool,
 ) -> NoReturn:
     """Serve until the engine ends, and exit with its code. Raises ProblemsError, EngineFailed."""
     from ktbridge.cli._app import terminable

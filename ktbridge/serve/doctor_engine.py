@@ -20,7 +20,7 @@ STEP = "start none of those, as `ktbridge serve` does, and keep its ports off un
 
 def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Check]:
     """SGLang-KT's packages and the contract of its version."""
-    from ktbridge.serve.sglang.installed import DISTRIBUTION, KERNEL, read_installed
+    from ktbridge.serve.sglang.facts import DISTRIBUTION, KERNEL, read_installed
 
     try:
         installed = read_installed(python)

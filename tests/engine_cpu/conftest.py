@@ -33,13 +33,10 @@ from realengine import (
 from ktbridge.adapter import Tensor, read_adapter, write_raw_adapter
 from ktbridge.machine import Gpu, Machine, NumaNode
 from ktbridge.model import read_model_config
-from ktbridge.serve.sglang.cache import convert
-from ktbridge.serve.sglang.facts import Facts
-from ktbridge.serve.sglang.installed import read_installed
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import convert, read_sources
+from ktbridge.serve.sglang.facts import Facts, Weights, read_installed
 from ktbridge.serve.sglang.plan import Plan, plan
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Weights
-from ktbridge.serve.sglang.sources import read_sources
 
 PYTHON = "KTBRIDGE_ENGINE_PYTHON"
 GIB = 2**30
@@ -147,7 +144,7 @@ def make_plan(model: Path, tmp_path: Path) -> Callable[..., Plan]:
     """make_plan(version, **request): the plan on a good machine, its conversions made."""
 
     def make(version: str, python: str = "python", **fields: Any) -> Plan:
-        request = Request(model=str(model), **fields)
+        request = SglangRequest(model=str(model), **fields)
         sources, problems = read_sources(request)
         facts = Facts(
             installed=replace(read_installed(), python=python, engine=version, kernel=version),

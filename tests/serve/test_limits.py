@@ -18,7 +18,7 @@ from enginewheels import wheel_path
 from prometheus_client.parser import text_string_to_metric_families
 
 from ktbridge.cli._serve_local import OPTIONS
-from ktbridge.serve.sglang.installed import parser_flags
+from ktbridge.serve.sglang.facts import parser_flags
 
 KEY = "hush-hush"
 RUNNING, WAITING, CONTEXT = 8, 2, 500

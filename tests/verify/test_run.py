@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tinyserver import Server
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.serve.local.limits import Limits
+from ktbridge.serve.request import Limits
 from ktbridge.verify.run import arms_to_ask, verify
 
 KEY = "a key of its own"

@@ -16,11 +16,11 @@ from ktbridge import __version__
 from ktbridge.serve.local.answers import ClientGone
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.errors import ERRORS, ApiError, from_validation
-from ktbridge.serve.local.limits import Limits
 from ktbridge.serve.local.metrics import CONTENT_TYPE
 from ktbridge.serve.local.middleware import LimitBody, RequireKey
 from ktbridge.serve.local.schema import SEED_RANGE, ChatRequest, CompletionRequest, bounded
 from ktbridge.serve.local.service import Service
+from ktbridge.serve.request import Limits
 from ktbridge.served_names import ServedArm
 
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}

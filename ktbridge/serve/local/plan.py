@@ -14,8 +14,7 @@ from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.serve.doctor_packages import PACKAGES
-from ktbridge.serve.local.limits import Limits
-from ktbridge.serve.request import OPTION_OF_LAYOUT, ServeRequest
+from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
 from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
 
 

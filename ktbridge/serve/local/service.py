@@ -14,13 +14,13 @@ from ktbridge.serve.local.answers import collect, stopping, stream
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.errors import ApiError, model_not_found
-from ktbridge.serve.local.limits import Limits
 from ktbridge.serve.local.metrics import Metrics
 from ktbridge.serve.local.prompts import PromptBuilder
 from ktbridge.serve.local.replies import ChatReply, CompletionReply, Echo
 from ktbridge.serve.local.sampling import Sampling
 from ktbridge.serve.local.schema import ChatRequest, CompletionRequest
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.serve.request import Limits
 from ktbridge.served_names import ServedArm
 
 

@@ -16,11 +16,11 @@ from ktbridge.codes import problem
 from ktbridge.codes.serving import LAUNCH
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.hosts import is_loopback
-from ktbridge.serve.sglang.facts import LOGGING, Facts
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import Choice
+from ktbridge.serve.sglang.command import memory_needed
+from ktbridge.serve.sglang.facts import LOGGING, Facts, served_name
 from ktbridge.serve.sglang.flags import EngineFlag, value_of
-from ktbridge.serve.sglang.layouts import Choice
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import memory_needed
 from ktbridge.served_names import BASE
 from ktbridge.units import size_text
 
@@ -36,7 +36,7 @@ CODES = frozenset(row.code for row in LAUNCH.codes)
 
 
 def preflight(
-    request: Request, facts: Facts, choice: Choice, method: str, version: str
+    request: SglangRequest, facts: Facts, choice: Choice, method: str, version: str
 ) -> Iterator[Problem]:
     """Every finding about names, network, machine, model and engine packages."""
     yield from _names(request, facts)
@@ -56,14 +56,7 @@ def preflight(
         yield problem("KTB965", LOGGING, f"is {facts.environment[LOGGING]}: {found}")
 
 
-def served_name(request: Request, facts: Facts) -> str:
-    """The served model name: the option, or the model directory's name."""
-    return (
-        request.served_name if request.served_name is not None else facts.model_path.resolve().name
-    )
-
-
-def _names(request: Request, facts: Facts) -> Iterator[Problem]:
+def _names(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
     served = served_name(request, facts)
     if ":" in served:
         found = "has a colon: what follows the first one in a request names the adapter"
@@ -85,7 +78,7 @@ def _names(request: Request, facts: Facts) -> Iterator[Problem]:
         yield problem("KTB963", name, "names two adapters")
 
 
-def _network(request: Request, facts: Facts, version: str) -> Iterator[Problem]:
+def _network(request: SglangRequest, facts: Facts, version: str) -> Iterator[Problem]:
     if facts.port_fault:
         step = "bind to 127.0.0.1 with --host" if "address" in facts.port_fault else None
         yield problem("KTB955", f"{request.host}:{request.port}", facts.port_fault, "", step)
@@ -137,7 +130,7 @@ def _release(version: str) -> object:
         return version
 
 
-def _topology(request: Request, facts: Facts) -> Iterator[Problem]:
+def _topology(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
     if request.nodes > 1 and request.dist_init_addr is None:
         found = f"is missing, with {request.nodes} nodes"
         step = "give the first node's address and a free port: --dist-init-addr HOST:PORT"
@@ -187,7 +180,7 @@ def _memory(facts: Facts, method: str) -> Iterator[Problem]:
         yield problem("KTB956", "RAM", found, expected, step, severity="warning")
 
 
-def _gpu(request: Request, facts: Facts) -> Iterator[Problem]:
+def _gpu(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
     wanted = request.gpus_needed
     if facts.gpus is None:
         return

@@ -15,15 +15,12 @@ from enginewheels import wheel_path
 
 from ktbridge.adapter.engines import CONTRACTS, contract_for, version_order
 from ktbridge.machine import read_machine
-from ktbridge.serve.sglang.cache import ENGINE_CACHE
-from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import Source
+from ktbridge.serve.sglang.facts import ENGINE_CACHE, Facts, Installed, Weights, parser_flags
 from ktbridge.serve.sglang.flags import GUARDED, OWNED
-from ktbridge.serve.sglang.installed import Installed, parser_flags
 from ktbridge.serve.sglang.plan import plan
-from ktbridge.serve.sglang.ready import Conditions, Progress
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Weights
-from ktbridge.serve.sglang.sources import Source
+from ktbridge.serve.sglang.supervise import Conditions, Progress
 
 # The ends of every row, and what lies between them: versions that were published.
 VERSIONS = (
@@ -86,7 +83,7 @@ def plans(version: str, model: Path):
             model=read_model_config(model), model_path=model, weights=Weights(1, 1), stored="bf16",
             sources=sources, source_problems=(), port=1, port_fault="", cache=Path("/c"), environment={},
         )  # fmt: skip
-        request = Request(
+        request = SglangRequest(
             model="m", tp_size=4, nodes=2, dist_init_addr="h:1", trust_remote_code=True
         )
         yield layout, plan(request, facts)

@@ -18,15 +18,12 @@ from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import ProblemsError
 from ktbridge.machine import Gpu, Machine, NumaNode
 from ktbridge.model import read_model_config
-from ktbridge.serve.sglang.cache import Conversion, convert, is_intact, slot
-from ktbridge.serve.sglang.facts import Facts
-from ktbridge.serve.sglang.failure_diagnosis import CAUSES, diagnose
-from ktbridge.serve.sglang.installed import Installed, parser_flags
-from ktbridge.serve.sglang.logs import readable
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import Conversion, cached, convert, is_intact, read_sources
+from ktbridge.serve.sglang.command import plan_threads
+from ktbridge.serve.sglang.facts import Facts, Installed, Weights, parser_flags, stored_format
+from ktbridge.serve.sglang.logs import CAUSES, diagnose, readable
 from ktbridge.serve.sglang.plan import Plan, plan
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Weights, plan_threads, stored_format
-from ktbridge.serve.sglang.sources import read_sources
 
 GIB = 2**30
 AMX = Machine(
@@ -82,7 +79,7 @@ def make(model: Path, adapters: dict[str, Path], facts_of: Any) -> Any:
         options["merged"] = {"merged_adapters": {"neko": str(adapters["merged"])}}
         for name in given.split():
             fields = {**options[name], **fields}
-        request = Request(model=str(model), **fields)
+        request = SglangRequest(model=str(model), **fields)
         sources, problems = read_sources(request)
         found = facts_of(
             installed=Installed("/opt/engine/bin/python", version, version),
@@ -228,10 +225,10 @@ def test_the_machine(facts_of) -> None:
     small = replace(AMX, isa=("avx2",), memory=8 * GIB, memory_available=GIB)
     bad = {"machine": small, "gpus": (), "weights": Weights(9 * GIB, GIB)}
 
-    def codes(request: Request, facts: Facts) -> dict[str, str]:
+    def codes(request: SglangRequest, facts: Facts) -> dict[str, str]:
         return {p.code: p.severity for p in plan(request, facts).problems}
 
-    request = Request(model="m")
+    request = SglangRequest(model="m")
     facts = facts_of(**bad)
     assert {"KTB956": "error", "KTB957": "error"}.items() <= codes(request, facts).items()
     ahead = codes(replace(request, engine_version="0.6.4"), facts)
@@ -242,7 +239,7 @@ def test_the_machine(facts_of) -> None:
 
 def test_code_keys_and_public_addresses(facts_of) -> None:
     brings = replace(facts_of().model, auto_map=True)
-    request = Request(model="m", host="0.0.0.0")
+    request = SglangRequest(model="m", host="0.0.0.0")
     found = plan(request, facts_of(model=brings)).problems
     assert {"KTB960", "KTB961"} <= {p.code for p in found if p.severity == "error"}
     fine = plan(
@@ -358,9 +355,9 @@ def test_the_cache_is_keyed_by_content(adapters, tmp_path) -> None:
     """Rewritten in place with the same size and time, an adapter is another; a damaged copy is made anew."""
 
     raw = Path(shutil.copytree(adapters["raw"], tmp_path / "raw"))
-    request = Request(model="", adapters={"neko": str(raw)})
+    request = SglangRequest(model="", adapters={"neko": str(raw)})
     (source,), _ = read_sources(request)
-    before = slot((source,), tmp_path)
+    before = cached((source,), tmp_path)
     step = Conversion("merged", (raw,), before / "merged", "base")
     assert convert(step)
     assert not convert(step)
@@ -378,7 +375,7 @@ def test_the_cache_is_keyed_by_content(adapters, tmp_path) -> None:
     file.write_bytes(data)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     (rewritten,), _ = read_sources(request)
-    assert slot((rewritten,), tmp_path) != before
+    assert cached((rewritten,), tmp_path) != before
 
 
 def test_a_split_pair_is_joined_exactly(adapters, tmp_path) -> None:
