@@ -33,7 +33,7 @@ from rich.table import Table
 from ktbridge.cli._app import Command, terminable
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config
-from ktbridge.serve.local.child_process import engine
+from ktbridge.serve.chat import engine
 
 console, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 PEER = Path(__file__).parent / "peers" / "generate_worker.py"

@@ -13,8 +13,7 @@ import click
 from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
-    from ktbridge.serve.chat import Conversation
-    from ktbridge.serve.local.child_process import Child
+    from ktbridge.serve.chat import Child, Conversation
 
 HELP = """\
 /base /expert /full   let that arm answer from now on
@@ -74,7 +73,7 @@ def command(**options: Any) -> None:
     with terminable(), ExitStack() as stack:
         child = None
         if options["server"] is None:
-            from ktbridge.serve.local.child_process import engine
+            from ktbridge.serve.chat import engine
 
             base_model = options["base_model"] or options["model"]
             child = stack.enter_context(engine(base_model, options["adapter"], options["threads"]))
@@ -108,8 +107,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversation:
     """With the engine ``child`` that was started for this chat, or with the server in the options."""
     from ktbridge.openai_client import OpenAIClient
-    from ktbridge.serve.chat import Conversation, arms_of
-    from ktbridge.serve.local.child_process import ADAPTER
+    from ktbridge.serve.chat import ADAPTER, Conversation, arms_of
     from ktbridge.served_names import adapter_name, split_name
 
     asked = {name: options[name] for name in ("temperature", "max_tokens", "seed")}

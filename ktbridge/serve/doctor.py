@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, contract_for, install_engine
+from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.probe import GpuFacts
 from ktbridge.install import reinstall_hint
 from ktbridge.machine import Machine, read_machine
-from ktbridge.serve.doctor_engine import check_engine
-from ktbridge.serve.doctor_gpu import check_gpu, try_gpus
-from ktbridge.serve.doctor_packages import Check, check_packages
+from ktbridge.serve.doctor_packages import (
+    ENGINE_STEP,
+    Check,
+    check_engine_packages,
+    check_gpu,
+    check_packages,
+    try_gpus,
+)
+from ktbridge.serve.sglang.facts import DISTRIBUTION, KERNEL, read_installed
 from ktbridge.units import size_text
 
 
@@ -27,7 +35,7 @@ class Diagnosis:
     def ok(self) -> bool:
         return all(check.state != "problem" for check in self.checks)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {
             "ok": self.ok,
             "machine": self.machine.as_dict(),
@@ -162,3 +170,57 @@ def _huge_pages(machine: Machine) -> Check:
             "huge pages", "ok", text, f"echo madvise > {path} (as root) may help large models"
         )
     return Check("huge pages", "ok", text)
+
+
+# Every sglang-kt has them. `ktbridge serve` warns of or refuses settings that expose them.
+HOLES = (
+    f"has {SERVER_HOLES} (its image generator and encoder servers unpickle "
+    f"what reaches their sockets), {REPLAY_HOLE} (its replay script does so with dumps) and CVE-2026-7304 "
+    "(custom logit processors run code that a request brings)"
+)
+STEP = "start none of those, as `ktbridge serve` does, and keep its ports off untrusted networks"
+
+
+def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Check]:
+    """SGLang-KT's packages and the contract of its version."""
+    try:
+        installed = read_installed(python)
+    except KtbridgeError as error:
+        return [Check(DISTRIBUTION, "problem", error.sentence, error.next_step)]
+    versions = {DISTRIBUTION: installed.engine, KERNEL: installed.kernel}
+    checks = check_engine_packages(python or sys.executable, versions, imports)
+    if installed.engine is None and installed.upstream is not None:
+        message = f"sglang {installed.upstream} is installed, which is SGLang without KTransformers"
+        checks[0] = Check(DISTRIBUTION, "missing", message, ENGINE_STEP)
+    if installed.engine is None:
+        return checks
+    return [
+        *checks,
+        *_contract(machine, installed.engine, installed.kernel),
+        Check("engine security", "ok", f"{installed.engine} {HOLES}", STEP),
+    ]
+
+
+def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]:
+    """What the installed engine accepts, and whether its kernels and this CPU are compatible."""
+    try:
+        contract, known = contract_for(f"{ENGINE}=={version}")
+    except KtbridgeError as error:
+        return [Check("engine contract", "problem", error.sentence, error.next_step)]
+    layouts = [
+        name for name in ("split", "merged", "expert", "nonexpert") if getattr(contract, name)
+    ]
+    text = f"{contract.name}: adapters {', '.join(layouts)}; methods {', '.join(contract.methods)}"
+    if not contract.expert:
+        text = f"{contract.name}: no expert LoRA"
+        return [Check("engine contract", "problem", text, install_engine())]
+    if not known:
+        step = "compare with `ktbridge verify` before relying on it"
+        return [Check("engine contract", "ok", f"{text} (not looked at)", step)]
+    if kernel is not None and kernel != version:
+        text += f"; kt-kernel is {kernel}"
+        return [Check("engine contract", "ok", text, f"pip install kt-kernel=={version}")]
+    if "amx_bf16" not in machine.isa:
+        step = "its expert LoRA needs AMX; use a machine that has it, or --engine local"
+        return [Check("engine contract", "missing", f"{text}; no AMX here", step)]
+    return [Check("engine contract", "ok", text)]

@@ -12,7 +12,7 @@ import pytest
 
 from ktbridge.experts.gpu.probe import MARK, GpuFacts
 from ktbridge.machine import NumaNode, read_machine
-from ktbridge.serve import doctor_gpu
+from ktbridge.serve import doctor_packages
 from ktbridge.serve.doctor import Diagnosis, _huge_pages, _numa
 from ktbridge.serve.doctor_packages import Imports
 
@@ -158,7 +158,7 @@ GOOD = GpuFacts(0, "A GPU", "9.0", True, True, 55.2e9)
     ],
 )
 def test_what_a_gpu_can_do_for_experts(lacking, memlock, said, remedy):
-    check = doctor_gpu.expert_check(replace(GOOD, **lacking), memlock)
+    check = doctor_packages.expert_check(replace(GOOD, **lacking), memlock)
     assert said in check.found
     assert remedy in check.remedy
     assert (check.state, bool(check.remedy)) == (("missing", True) if remedy else ("ok", False))
@@ -168,10 +168,10 @@ def test_gpus_are_tried_in_a_process_of_their_own(monkeypatch):
     """What it said counts even if it ends badly; where torch sees no GPU there is none."""
     line = f"\n{MARK}{json.dumps(asdict(GOOD))}"
     program = f"import sys; print({line!r}); sys.exit('driver gone')"
-    monkeypatch.setattr(doctor_gpu, "_PROBE", [sys.executable, "-c", program])
+    monkeypatch.setattr(doctor_packages, "_PROBE", [sys.executable, "-c", program])
     for cuda in (None, {"error": "no driver"}, {"cuda": None, "gpus": []}):
-        assert doctor_gpu.try_gpus(Imports(cuda=cuda)) == ((), [])
-    gpus, checks = doctor_gpu.try_gpus(Imports(cuda={"cuda": "13.0", "gpus": [["A GPU", 1]]}))
+        assert doctor_packages.try_gpus(Imports(cuda=cuda)) == ((), [])
+    gpus, checks = doctor_packages.try_gpus(Imports(cuda={"cuda": "13.0", "gpus": [["A GPU", 1]]}))
     assert gpus == (GOOD,)
     assert [check.state for check in checks] == ["ok", "problem"]
     assert checks[1].found == "trying the GPUs ended with code 1: driver gone"

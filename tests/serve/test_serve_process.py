@@ -18,9 +18,8 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.install import install_hint
 from ktbridge.serve.local import plan as local_plan
-from ktbridge.serve.local.fingerprint import fingerprints
 from ktbridge.serve.local.launch import _Server
-from ktbridge.serve.local.plan import plan_local
+from ktbridge.serve.local.plan import fingerprints, plan_local
 from ktbridge.serve.request import ServeRequest
 
 

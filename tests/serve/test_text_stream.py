@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ktbridge.serve.local.app import allowed
 from ktbridge.serve.local.detokenize import StopScanner, TextOffsets, TextStream, Tokens
-from ktbridge.serve.local.middleware import allowed
 from ktbridge.serve.local.sampling import Answer, Finish, Sampling
 
 

@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"
 MOST_WAITING = 32  # tokens in a row without text: no character is that long
@@ -16,21 +17,23 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokens:
     """A tokenizer seen token by token."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._byte_of = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
         self._special = frozenset(tokenizer.all_special_ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ``ids``; special tokens are left out unless ``special``."""
-        return self.tokenizer.decode(
+        text = self.tokenizer.decode(
             list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
     def raw(self, token: int) -> bytes:
         """The bytes one token stands for, half characters included."""
         if token not in self._special:
-            piece = self.tokenizer.convert_ids_to_tokens(token) or ""
+            piece = self.tokenizer.convert_ids_to_tokens(token)
+            piece = piece if isinstance(piece, str) else ""
             if self._byte_of is not None and all(c in self._byte_of for c in piece):
                 return bytes(self._byte_of[c] for c in piece)
             if match := BYTE_TOKEN.fullmatch(piece):
@@ -135,7 +138,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return False
