@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -22,8 +22,7 @@ MIB = 2**20
 WHOLE, SECONDS = click.IntRange(1), click.FloatRange(0, min_open=True)
 
 
-@dataclass(frozen=True)
-class _Option:
+class _Option(NamedTuple):
     """One limit. ``field`` is its name in ``Limits``; ``sglang`` is the equivalent instruction there.
 
     Flags as sglang-kt 0.6.4 and 0.7.2 have them in sglang/srt/server_args.py.
@@ -41,65 +40,29 @@ class _Option:
         return self.name.removeprefix("--").replace("-", "_")
 
 
+_NONE = "SGLang has no such option"
 OPTIONS = (
-    _Option(
-        "--max-running",
-        "running",
-        WHOLE,
-        "Answers computed together",
-        "pass -- --max-running-requests N",
-    ),
-    _Option(
-        "--max-waiting",
-        "waiting",
-        WHOLE,
-        "Prompts that may wait; more get 429",
-        "pass -- --max-queued-requests N; more get 503",
-    ),
-    _Option(
-        "--context-length",
-        "context",
-        WHOLE,
-        "Tokens of prompt and answer together, if the model takes as many",
-        "pass -- --context-length N",
-    ),
-    _Option(
-        "--prefill-chunk",
-        "chunk",
-        WHOLE,
-        "Tokens of a prompt that answers under way wait for at a time",
-        "pass -- --chunked-prefill-size N",
-    ),
-    _Option(
-        "--max-n",
-        "choices",
-        WHOLE,
-        "Largest n of a request",
-        "SGLang has no such option; refuse large n in a proxy before it",
-    ),
-    _Option(
-        "--max-body-mib",
-        "body",
-        WHOLE,
-        "MiB of a request",
-        "SGLang has no such option; set it in a proxy before it",
-        MIB,
-    ),
-    _Option(
-        "--body-seconds",
-        "body_seconds",
-        SECONDS,
-        "Seconds to wait for the next piece of a request",
-        "SGLang has no such option; set it in a proxy before it",
-    ),
-    _Option(
-        "--drain-seconds",
-        "drain_seconds",
-        SECONDS,
-        "Seconds to go on answering after SIGTERM or Ctrl-C",
-        "SGLang has no such option; it finishes every answer, however long that takes",
-    ),
-)
+    _Option("--max-running", "running", WHOLE, "Answers computed together",
+            "pass -- --max-running-requests N"),
+    _Option("--max-waiting", "waiting", WHOLE, "Prompts that may wait; more get 429",
+            "pass -- --max-queued-requests N; more get 503"),
+    _Option("--context-length", "context", WHOLE,
+            "Tokens of prompt and answer together, if the model takes as many",
+            "pass -- --context-length N"),
+    _Option("--prefill-chunk", "chunk", WHOLE,
+            "Tokens of a prompt that answers under way wait for at a time",
+            "pass -- --chunked-prefill-size N"),
+    _Option("--max-n", "choices", WHOLE, "Largest n of a request",
+            f"{_NONE}; refuse large n in a proxy before it"),
+    _Option("--max-body-mib", "body", WHOLE, "MiB of a request",
+            f"{_NONE}; set it in a proxy before it", MIB),
+    _Option("--body-seconds", "body_seconds", SECONDS,
+            "Seconds to wait for the next piece of a request",
+            f"{_NONE}; set it in a proxy before it"),
+    _Option("--drain-seconds", "drain_seconds", SECONDS,
+            "Seconds to go on answering after SIGTERM or Ctrl-C",
+            f"{_NONE}; it finishes every answer, however long that takes"),
+)  # fmt: skip
 
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.verify.logprob_client import LogprobClient
+from ktbridge.verify.run import LogprobClient
 
 
 @contextmanager

@@ -114,25 +114,21 @@ def _halves(request: ServeRequest) -> tuple[Named, Named, list[str]]:
     nonexpert: Named = []
     whole: list[str] = []
     seen: set[str] = set()
-    if request.expert_adapter is not None:
-        expert.append(("--expert-adapter", _open(request.expert_adapter, "expert").path))
-    for layout, group in (
-        ("nonexpert", request.nonexpert_adapters),
-        ("merged", request.merged_adapters),
-        (None, request.adapters),
-    ):
-        for name, directory in group.items():
-            check_adapter_name(name)
-            if name in seen:
-                raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
-            seen.add(name)
-            adapter = _open(directory, layout)
-            if adapter.expert_layers():
-                expert.append((name, adapter.path))
-            if adapter.nonexpert_keys():
-                nonexpert.append((name, adapter.path))
-            else:
-                whole.append(name)
+    for name, directory, layout in request.directories():
+        if name is None:
+            expert.append(("--expert-adapter", _open(directory, layout).path))
+            continue
+        check_adapter_name(name)
+        if name in seen:
+            raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
+        seen.add(name)
+        adapter = _open(directory, layout)
+        if adapter.expert_layers():
+            expert.append((name, adapter.path))
+        if adapter.nonexpert_keys():
+            nonexpert.append((name, adapter.path))
+        else:
+            whole.append(name)
     return expert, nonexpert, whole
 
 
