@@ -80,47 +80,34 @@ def _kernels(machine: Machine) -> Check:
     try:
         kernels = importlib.import_module("ktbridge._kernels")
     except ImportError as error:
-        return Check(
-            "kernels",
-            "problem",
-            f"ktbridge._kernels does not import: {error}",
-            f"install ktbridge again: {reinstall_hint()}",
-        )
+        found = f"ktbridge._kernels does not import: {error}"
+        return Check("kernels", "problem", found, f"install ktbridge again: {reinstall_hint()}")
     available = ", ".join(kernels.isa_available())
     if "amx_bf16" in machine.isa and "amx" not in available:
-        return Check(
-            "kernels",
-            "problem",
-            f"the CPU has AMX, but the operating system doesn't let us use it (only {available})",
-            "use Linux 5.16 or newer, and a container runtime that allows arch_prctl",
+        found = (
+            f"the CPU has AMX, but the operating system doesn't let us use it (only {available})"
         )
+        step = "use Linux 5.16 or newer, and a container runtime that allows arch_prctl"
+        return Check("kernels", "problem", found, step)
     try:
         return Check("kernels", "ok", f"{kernels.isa_default()} (of {available})")
     except ValueError as error:
-        forced = os.environ.get("KTBRIDGE_ISA")
-        return Check(
-            "kernels",
-            "problem",
-            f"KTBRIDGE_ISA={forced}: {error}",
-            f"unset KTBRIDGE_ISA, or set it to one of {available}",
-        )
+        found = f"KTBRIDGE_ISA={os.environ.get('KTBRIDGE_ISA')}: {error}"
+        step = f"unset KTBRIDGE_ISA, or set it to one of {available}"
+        return Check("kernels", "problem", found, step)
 
 
 def _cores(machine: Machine) -> Check:
-    physical = machine.physical_cores
-    text = f"{physical or '?'} physical, {machine.logical_cpus} logical"
+    text = f"{machine.physical_cores or '?'} physical, {machine.logical_cpus} logical"
     if machine.affinity < machine.logical_cpus:
         text += f"; affinity allows {machine.affinity}"
-    if machine.cpu_quota is not None:
-        text += f"; cgroup allows {machine.cpu_quota:g}"
-    if machine.cpu_quota is not None and machine.cpu_quota < machine.affinity:
-        return Check(
-            "cores",
-            "ok",
-            text,
-            f"run with --threads {max(1, int(machine.cpu_quota))}: more threads than the quota stall",
-        )
-    return Check("cores", "ok", text)
+    step, quota = "", machine.cpu_quota
+    if quota is not None:
+        text += f"; cgroup allows {quota:g}"
+        if quota < machine.affinity:
+            threads = max(1, int(quota))
+            step = f"run with --threads {threads}: more threads than the quota stall"
+    return Check("cores", "ok", text, step)
 
 
 def _memory(machine: Machine) -> Check:
@@ -142,34 +129,28 @@ def _numa(machine: Machine) -> Check:
         + (f", {size_text(node.memory)}" if node.memory is not None else "")
         for node in machine.numa
     ]
-    text = "; ".join(nodes)
+    text, step = "; ".join(nodes), ""
     idle = [str(node.node) for node in machine.numa if node.cpus and not node.usable]
     if idle:
+        text += f"; affinity allows no CPU of node {', '.join(idle)}"
         step = "start without taskset, or with numactl --membind on the nodes whose CPUs are used"
-        return Check(
-            "NUMA", "ok", f"{text}; affinity allows no CPU of node {', '.join(idle)}", step
-        )
-    if len(machine.numa) > 1:
+    elif len(machine.numa) > 1:
         step = "pages stay where they are first touched; numactl --interleave=all spreads a model's"
-        return Check("NUMA", "ok", text, step)
-    return Check("NUMA", "ok", text)
+    return Check("NUMA", "ok", text, step)
 
 
 def _huge_pages(machine: Machine) -> Check:
     """Transparent huge pages: expert weights are read in long rows, so page walks cost."""
-    setting = machine.transparent_huge_pages
+    setting, step = machine.transparent_huge_pages, ""
     text = f"transparent: {setting or 'unknown'}"
+    if setting == "never":
+        path = "/sys/kernel/mm/transparent_hugepage/enabled"
+        step = f"echo madvise > {path} (as root) may help large models"
     if machine.huge_pages:
         text += f"; {size_text(machine.huge_pages)} set aside"
         if machine.memory and machine.huge_pages > machine.memory / 10 and setting != "never":
             step = "ktbridge uses none of those; sysctl vm.nr_hugepages=0 frees them"
-            return Check("huge pages", "ok", text, step)
-    if setting == "never":
-        path = "/sys/kernel/mm/transparent_hugepage/enabled"
-        return Check(
-            "huge pages", "ok", text, f"echo madvise > {path} (as root) may help large models"
-        )
-    return Check("huge pages", "ok", text)
+    return Check("huge pages", "ok", text, step)
 
 
 # Every sglang-kt has them. `ktbridge serve` warns of or refuses settings that expose them.

@@ -16,7 +16,7 @@ import torch
 from transformers import Cache
 
 from ktbridge.serve.local.caches import Source, take_rows
-from ktbridge.serve.local.detokenize import Tokens
+from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.sampling import (
     Answer,
     Delta,
@@ -31,22 +31,6 @@ from ktbridge.served_names import ServedArm
 log = logging.getLogger(__name__)
 
 ALONE = 4096  # tokens per chunk when no other answer waits: activations and logits need memory
-
-
-class Model(Protocol):
-    """What batching needs of an engine."""
-
-    tokens: Tokens
-    stop_ids: frozenset[int]
-    chunkable: bool
-
-    def prefill(
-        self, arm: ServedArm, ids: Sequence[int], all_logits: bool, cache: Cache | None = None
-    ) -> tuple[torch.Tensor, Cache]: ...
-
-    def step(
-        self, arms: Sequence[ServedArm], ids: Sequence[int], lengths: Sequence[int], cache: Cache
-    ) -> torch.Tensor: ...
 
 
 class Listener(Protocol):
@@ -105,7 +89,7 @@ class Batch:
     row. ``chunk``: tokens of a prompt per prefill chunk while other answers wait.
     """
 
-    model: Model
+    model: Engine
     running: int
     cells: int
     chunk: int = 512

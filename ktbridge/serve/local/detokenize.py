@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 UNFINISHED = "\ufffd"
 MOST_WAITING = 32  # tokens in a row without text: no character is that long
+BYTE_OF: dict[str, int] = {stand_in: byte for byte, stand_in in bytes_to_unicode().items()}
+"""Byte-level BPE vocabularies spell each byte as a printable character (GPT-2's table)."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -19,7 +21,7 @@ class Tokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._byte_of = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        self._byte_of = BYTE_OF if _is_byte_level(tokenizer) else None
         self._special = frozenset(tokenizer.all_special_ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -143,16 +145,3 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     if backend is None:
         return False
     return '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
-
-
-@lru_cache(maxsize=1)
-def _byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in byte-level BPE vocabularies (GPT-2's table).
-
-    Printable Latin-1 bytes stand for themselves; the other 68 take code points from 256 up.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return table

@@ -91,15 +91,13 @@ class Outbox:
     def send(self) -> None:
         """Hand on what was put; in the worker's thread, like ``put``."""
         events, self._events = self._events, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, JobEvent]]] = {}
-        for job, event in events:
-            by_loop.setdefault(job.loop, []).append((job, event))
-        for loop, its in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_receive, its)
-            except RuntimeError:  # the event loop has closed: the server is gone
-                for job, _ in its:
-                    job.cancel()
+        if not events:
+            return
+        try:
+            events[0][0].loop.call_soon_threadsafe(_receive, events)
+        except RuntimeError:  # the event loop has closed: the server is gone
+            for job, _ in events:
+                job.cancel()
 
 
 def _receive(events: Sequence[tuple[Job, JobEvent]]) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from enginewheels import wheel_path
+from launchfacts import facts_for
 
 from ktbridge.adapter.engines import CONTRACTS, contract_for, version_order
-from ktbridge.machine import read_machine
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Source
-from ktbridge.serve.sglang.facts import ENGINE_CACHE, Facts, Installed, Weights, parser_flags
+from ktbridge.serve.sglang.facts import ENGINE_CACHE, parser_flags
 from ktbridge.serve.sglang.flags import GUARDED, OWNED
 from ktbridge.serve.sglang.plan import plan
 from ktbridge.serve.sglang.supervise import Conditions, Progress
@@ -67,8 +67,6 @@ def wheel(request: pytest.FixtureRequest):
 
 def plans(version: str, model: Path):
     """A plan for every layout that the version accepts, with every flag that we ever write."""
-    from ktbridge.model import read_model_config
-
     contract, _ = contract_for(f"sglang-kt=={version}")
     for layout, given in LAYOUTS.items():
         if not getattr(contract, layout):
@@ -78,11 +76,7 @@ def plans(version: str, model: Path):
                    (0, 1) if expert else (), nonexpert, None, None, name)
             for name, expert, nonexpert in given
         )  # fmt: skip
-        facts = Facts(
-            installed=Installed("python", version, version), machine=read_machine(), gpus=(),
-            model=read_model_config(model), model_path=model, weights=Weights(1, 1), stored="bf16",
-            sources=sources, source_problems=(), port=1, port_fault="", cache=Path("/c"), environment={},
-        )  # fmt: skip
+        facts = facts_for(model, version, sources=sources, gpus=())
         request = SglangRequest(
             model="m", tp_size=4, nodes=2, dist_init_addr="h:1", trust_remote_code=True
         )

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launchfacts import AMX, GIB, GPUS, facts_for
 
 from ktbridge.adapter.engines import CONTRACTS
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import ProblemsError
-from ktbridge.machine import Gpu, Machine, NumaNode
-from ktbridge.model import read_model_config
+from ktbridge.machine import Gpu, NumaNode
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Conversion, cached, convert, is_intact, read_sources
 from ktbridge.serve.sglang.command import plan_threads
@@ -25,43 +25,13 @@ from ktbridge.serve.sglang.facts import Facts, Installed, Weights, parser_flags,
 from ktbridge.serve.sglang.logs import CAUSES, diagnose, readable
 from ktbridge.serve.sglang.plan import Plan, plan
 
-GIB = 2**30
-AMX = Machine(
-    cpu="A CPU",
-    isa=("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
-    physical_cores=64,
-    logical_cpus=128,
-    affinity=128,
-    cpu_quota=None,
-    memory=512 * GIB,
-    memory_available=500 * GIB,
-    memory_limit=None,
-    numa=(NumaNode(0, "0-31,64-95", 256 * GIB, 64), NumaNode(1, "32-63,96-127", 256 * GIB, 64)),
-)
-GPUS = tuple(Gpu(index, "A GPU", 80 * GIB, "9.0") for index in range(4))
-
 
 @pytest.fixture
 def facts_of(model: Path) -> Any:
     """facts_of(**changes): a good machine and a model, nothing read but config.json."""
 
     def facts_of(**changes: Any) -> Facts:
-        facts = Facts(
-            installed=Installed("python", "0.7.2", "0.7.2"),
-            machine=AMX,
-            gpus=GPUS,
-            model=read_model_config(model),
-            model_path=Path("/models/tiny"),
-            weights=Weights(GIB, GIB),
-            stored="bf16",
-            sources=(),
-            source_problems=(),
-            port=8000,
-            port_fault="",
-            cache=Path("/cache"),
-            environment={},
-        )
-        return replace(facts, **changes)
+        return facts_for(model, **{"model_path": Path("/models/tiny")} | changes)
 
     return facts_of
 
@@ -318,7 +288,7 @@ def test_replicas_and_their_router(make) -> None:
     assert router.endswith(f"--host 0.0.0.0 --port {port}")
     assert len(done.conversions) == 2
     assert len(done.commands()) == 1 + 3  # one command makes both directories
-    assert "KTB957" in " ".join(errors(make("0.6.4", replicas=3, tp_size=2)))
+    assert "KTB957" in " ".join(errors(make("0.6.4", replicas=5, tp_size=2)))
 
 
 @pytest.mark.parametrize(
