@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import queue
 import secrets
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import Message, OpenAIClient, Refused
+from ktbridge.serve.sglang.processes import end_with_parent
 from ktbridge.served_names import BASE, adapters_of, base_name, listed_as, split_name
 
 Piece = str | KtbridgeError | None
@@ -188,7 +188,6 @@ def engine(model: str, adapter: str | None = None, threads: int | None = None) -
     command += ["--base-model", model, "--port", "0", "--json"]
     command += ["--adapter", f"{ADAPTER}={adapter}"] if adapter is not None else []
     command += ["--threads", str(threads)] if threads is not None else []
-    parent = os.getpid()
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -197,7 +196,7 @@ def engine(model: str, adapter: str | None = None, threads: int | None = None) -
         env=os.environ | {"KTBRIDGE_API_KEY": key},
         # Ctrl-C at the terminal is meant for the chat: it ends an answer, not the engine.
         start_new_session=True,
-        preexec_fn=lambda: _end_with(parent),
+        preexec_fn=partial(end_with_parent, os.getpid()),
     )
     try:
         assert process.stdout is not None
@@ -232,10 +231,3 @@ def _first_document(stream: IO[str]) -> dict | None:
         if line == "}\n":
             return json.loads(text)
     return None
-
-
-def _end_with(parent: int) -> None:
-    """In the child: request SIGTERM when the parent dies, for whatever reason."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # the parent died before prctl
-        os.kill(os.getpid(), signal.SIGTERM)

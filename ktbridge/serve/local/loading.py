@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from peft import LoraConfig
@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter, read_adapter
-from ktbridge.adapter.keys import parse_key
+from ktbridge.adapter.keys import Key, parse_key
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, ProblemsError
+from ktbridge.errors import ProblemsError
 from ktbridge.experts.attach import inject_lora
 from ktbridge.experts.from_adapter import ACTING
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
@@ -66,68 +66,52 @@ def _load_nonexpert(model: PreTrainedModel, adapters: Mapping[str, Adapter]) -> 
     """
     places = adaptable(model)
     for slot, adapter in adapters.items():
-        pairs = _pairs(adapter, places)
+        keys = {key: parse_key(key) for key in adapter.nonexpert_keys()}
+        _refuse(adapter, _misfits(keys, places))
         settings = {field: adapter.config[field] for field in ACTING if field in adapter.config}
         # The modules come from the tensors' keys, not from target_modules, so that a pattern
         # cannot reach more or fewer modules than were trained.
         config = LoraConfig(inference_mode=True, **settings)
-        inject_lora(model, sorted(pairs), places, config, slot)
-        _copy(model, adapter, pairs, slot)
+        inject_lora(model, sorted({key.module for key in keys.values()}), places, config, slot)
+        _refuse(adapter, _copy(model, adapter, keys, slot))
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def _pairs(adapter: Adapter, places: Adaptable) -> dict[str, dict[str, str]]:
-    """Module -> half ("A", "B") -> key, for keys that all have a linear module or router to go to."""
-    problems: list[Problem] = []
-    pairs: dict[str, dict[str, str]] = {}
-    for key in adapter.nonexpert_keys():
-        parsed = parse_key(key)
-        if parsed.kind != "lora":
-            problems.append(_problem(adapter, key, "not a LoRA tensor that PEFT can serve"))
-        elif parsed.module not in places.modules:
-            problems.append(
-                _problem(adapter, key, "the base model has no linear layer or router there")
-            )
-        else:
-            pairs.setdefault(parsed.module, {})[parsed.half] = key
-    for name, halves in pairs.items():
-        if missing := {"A", "B"} - set(halves):
-            problems.append(_problem(adapter, name, f"lora_{missing.pop()} is missing"))
-    if problems:
-        _fail(adapter, problems)
-    return pairs
+def _misfits(keys: Mapping[str, Key], places: Adaptable) -> Iterator[tuple[str, str]]:
+    """Keys that have no linear module or router to go to, or whose other half is missing, and why."""
+    halves = {(key.module, key.half) for key in keys.values()}
+    for name, key in keys.items():
+        other = "B" if key.half == "A" else "A"
+        if key.kind != "lora":
+            yield name, "not a LoRA tensor that PEFT can serve"
+        elif key.module not in places.modules:
+            yield name, "the base model has no linear layer or router there"
+        elif (key.module, other) not in halves:
+            yield name, f"its lora_{other} is missing"
 
 
 def _copy(
-    model: PreTrainedModel, adapter: Adapter, pairs: dict[str, dict[str, str]], slot: str
-) -> None:
-    problems: list[Problem] = []
-    for name, halves in pairs.items():
-        layer = model.get_submodule(name)
-        for half, key in halves.items():
-            linear = getattr(layer, f"lora_{half}")[slot]
-            value = to_torch(adapter.nonexpert_tensor(key))
-            if value.shape != linear.weight.shape:
-                needed = list(linear.weight.shape)
-                found = f"shape {list(value.shape)}, the base model needs {needed}"
-                problems.append(_problem(adapter, key, found))
-                continue
-            with torch.no_grad():
-                linear.weight.copy_(value)
-            # As engines on GPUs do: the LoRA computes in the base's own dtype.
-            linear.to(model.dtype)
-    if problems:
-        _fail(adapter, problems)
+    model: PreTrainedModel, adapter: Adapter, keys: Mapping[str, Key], slot: str
+) -> Iterator[tuple[str, str]]:
+    """Copy the tensors to where PEFT has made room; keys that don't fit there, and why."""
+    for name, key in keys.items():
+        linear = getattr(model.get_submodule(key.module), f"lora_{key.half}")[slot]
+        value = to_torch(adapter.nonexpert_tensor(name))
+        if value.shape != linear.weight.shape:
+            needed = list(linear.weight.shape)
+            yield name, f"shape {list(value.shape)}, the base model needs {needed}"
+            continue
+        with torch.no_grad():
+            linear.weight.copy_(value)
+        # As engines on GPUs do: the LoRA computes in the base's own dtype.
+        linear.to(model.dtype)
 
 
-def _problem(adapter: Adapter, key: str, found: str) -> Problem:
-    return problem("KTS001", f"{adapter.path}: {key}", found)
-
-
-def _fail(adapter: Adapter, problems: list[Problem]) -> None:
-    raise ProblemsError(
-        f"the non-expert LoRA in {adapter.path} does not match the base model.", problems
-    )
+def _refuse(adapter: Adapter, found: Iterable[tuple[str, str]]) -> None:
+    if problems := [problem("KTS001", f"{adapter.path}: {key}", why) for key, why in found]:
+        raise ProblemsError(
+            f"the non-expert LoRA in {adapter.path} does not match the base model.", problems
+        )
 
 
 # --- packed linear layers ---------------------------------------------------------------------------

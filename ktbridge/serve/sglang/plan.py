@@ -26,6 +26,7 @@ from ktbridge.serve.sglang.command import (
     Directories,
     Launch,
     MoreArms,
+    Threads,
     more_arms,
     our_flags,
     plan_threads,
@@ -209,11 +210,7 @@ def plan(request: SglangRequest, facts: Facts) -> Plan:
         models=models,
         reasons=(
             machine_text(facts),
-            f"{ENGINE} {engine.version}: contract {contract.name}"
-            + ("" if engine.known else " (this version was not looked at)"),
-            *choice.reasons,
-            threads.reason,
-            *_reasons(request, choice, conversions, overridden, launch, engine.version),
+            *_reasons(request, engine, choice, threads, conversions, overridden, launch),
         ),
         problems=allow(_of_this_machine(problems, request, facts, engine), request.allowed),
         more_arms=more_arms(request, facts, choice, models),
@@ -232,12 +229,18 @@ def _environment(choice: Choice, facts: Facts, version: str) -> dict[str, str]:
 
 def _reasons(
     request: SglangRequest,
+    engine: _Engine,
     choice: Choice,
+    threads: Threads,
     conversions: Sequence[Conversion],
     overridden: Sequence[str],
     launch: Launch,
-    version: str,
 ) -> Iterator[str]:
+    """Why the plan is what it is, apart from the machine."""
+    known = "" if engine.known else " (this version was not looked at)"
+    yield f"{ENGINE} {engine.version}: contract {engine.contract.name}{known}"
+    yield from choice.reasons
+    yield threads.reason
     if overridden:
         yield f"{', '.join(overridden)} as given after --"
     if choice.expert is not None:
@@ -249,8 +252,8 @@ def _reasons(
         yield f"node {request.node_rank} of {request.nodes}: the first one computes all experts"
     if KERNEL_CACHE in launch.environment:
         yield (
-            f"{KERNEL_CACHE}: kernels that {ENGINE} {version} compiles get a directory of their own; in the"
-            " engine's default one an upgraded engine would find and use those of the version before"
+            f"{KERNEL_CACHE}: kernels that {ENGINE} {engine.version} compiles get a directory of their own;"
+            " in the engine's default one an upgraded engine would find and use those of the version before"
         )
     if request.api_key:
         yield "the API key goes to the engine in a private file that is removed once it is up"

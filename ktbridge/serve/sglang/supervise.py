@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
@@ -167,7 +168,7 @@ class Engine:
             stderr=subprocess.STDOUT,
             env={**inherited, "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark},
             start_new_session=True,  # we forward the terminal's Ctrl-C
-            preexec_fn=end_with_parent,  # no thread runs yet
+            preexec_fn=partial(end_with_parent, os.getpid()),  # no thread runs yet
         )
         assert self._process.stdout is not None
         self._pump = Pump(self._process.stdout, log, self.progress.read, secret)  # type: ignore[arg-type]
