@@ -116,7 +116,7 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
             emit_json(plan.as_dict() | {"base_url": base_url})
         else:
             console.print(f"ready: {base_url}", markup=False)
-            _print_arms(plan)
+            print_models(plan.models)
             stderr.print("Ctrl-C ends the server.")
         console.file.flush()
 
@@ -138,7 +138,7 @@ def _print_plan(plan: ServePlan) -> None:
 
     key = "with an API key" if plan.api_key else "without an API key"
     console.print(f"would serve {plan.model} on {plan.host}:{plan.port}, {key}", markup=False)
-    _print_arms(plan)
+    print_models(plan.models)
     limits = plan.limits
     console.print(
         f"limits: {limits.running} answers together, {limits.waiting} prompts waiting, "
@@ -150,11 +150,12 @@ def _print_plan(plan: ServePlan) -> None:
     )
 
 
-def _print_arms(plan: ServePlan) -> None:
+def print_models(models: Mapping[str, str], indent: str = "  ", note_indent: str = "  ") -> None:
+    """The names that requests may use, with what answers; and a note if one is half of an adapter."""
     from ktbridge.cli._ui import console
 
-    width = max(len(arm.name) for arm in plan.arms)
-    for arm in plan.arms:
-        console.print(f"  {arm.name:<{width}}  {arm.description}", markup=False)
-    if note := half_note({arm.name: arm.description for arm in plan.arms}):
-        console.print(f"  {note}", markup=False, soft_wrap=True)
+    width = max(map(len, models), default=0)
+    for name, answers in models.items():
+        console.print(f"{indent}{name:<{width}}  {answers}", markup=False, soft_wrap=True)
+    if note := half_note(models):
+        console.print(f"{note_indent}{note}", markup=False, soft_wrap=True)

@@ -14,8 +14,8 @@ from click.core import ParameterSource
 
 from ktbridge.cli._app import TitledOption
 from ktbridge.cli._machine import described, machine_options
+from ktbridge.cli._serve_local import print_models
 from ktbridge.errors import ProblemsError, UsageError
-from ktbridge.served_names import half_note
 
 if TYPE_CHECKING:
     from ktbridge.serve.request import SglangRequest
@@ -176,7 +176,7 @@ def _launch(
             emit_json({"ok": True, **plan.as_dict(), "base_url": base_url, "log": str(path)})
         else:
             console.print(f"ready: {base_url}", markup=False)
-            _print_models(plan)
+            print_models(plan.models, "#   ", "# ")
             stderr.print("Ctrl-C ends the server and everything it started.")
         console.file.flush()
 
@@ -224,19 +224,9 @@ def _print_plan(plan: Plan) -> None:
     for line in plan.commands():
         console.print(line, markup=False, soft_wrap=True)
     console.print("# requests may name", markup=False)
-    _print_models(plan)
+    print_models(plan.models, "#   ", "# ")
     for line in plan.more_arms.lines() if plan.more_arms else ():
         console.print(f"# {line}", markup=False, soft_wrap=True)
-
-
-def _print_models(plan: Plan) -> None:
-    from ktbridge.cli._ui import console
-
-    width = max(map(len, plan.models), default=0)
-    for name, answers in plan.models.items():
-        console.print(f"#   {name:<{width}}  {answers}", markup=False, soft_wrap=True)
-    if note := half_note(plan.models):
-        console.print(f"# {note}", markup=False, soft_wrap=True)
 
 
 def _print_tail(failure: EngineFailed) -> None:

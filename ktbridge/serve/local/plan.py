@@ -35,6 +35,11 @@ class ServePlan:
     limits: Limits = field(default_factory=Limits)
     problems: tuple[Problem, ...] = ()
 
+    @property
+    def models(self) -> dict[str, str]:
+        """The names that requests may use, with what answers."""
+        return {arm.name: arm.description for arm in self.arms}
+
     def as_dict(self) -> dict[str, object]:
         return {
             "engine": "local",
@@ -47,7 +52,7 @@ class ServePlan:
             "limits": asdict(self.limits),
             "expert_adapter": None if self.expert is None else str(self.expert),
             "nonexpert_adapters": {name: str(path) for name, path in self.nonexpert},
-            "models": {arm.name: arm.description for arm in self.arms},
+            "models": self.models,
             "problems": [problem.as_dict() for problem in self.problems],
         }
 

@@ -73,7 +73,7 @@ def plans(version: str, model: Path):
             continue
         sources = tuple(
             Source(name or None, Path("/a"), "merged" if layout == "merged" else layout,  # type: ignore[arg-type]
-                   (0, 1) if expert else (), nonexpert, None, None, name)
+                   (0, 1) if expert else (), nonexpert, None, name)
             for name, expert, nonexpert in given
         )  # fmt: skip
         facts = facts_for(model, version, sources=sources, gpus=())
