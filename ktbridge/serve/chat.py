@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any
+from typing import IO
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import Message, OpenAIClient, Refused
@@ -59,7 +59,7 @@ class Conversation:
         arms: dict[str, str],
         arm: str,
         system: str | None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """``options``: temperature, max_tokens, seed and the like, for every question."""
         self.server, self.arms, self.arm = server, arms, arm

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from ktbridge.adapter.engines import install_engine
 from ktbridge.experts.gpu.probe import MARK, GpuFacts
@@ -75,16 +75,23 @@ class Check:
     remedy: str = ""
 
 
+class CudaReport(TypedDict, total=False):
+    """What torch reports: its version of CUDA and each GPU's name and bytes, or an error alone."""
+
+    cuda: str | None
+    gpus: list[tuple[str, int]]
+    error: str
+
+
 @dataclass
 class Imports:
     """Results of the imports. ``errors``: module -> error; modules that import are left out.
 
-    ``cuda`` is what torch, if imported, reports of CUDA: {"cuda": version or None, "gpus": [[name,
-    bytes]]}, or {"error": message}.
+    ``cuda`` is there if torch was imported.
     """
 
     errors: dict[str, str] = field(default_factory=dict)
-    cuda: dict[str, Any] | None = None
+    cuda: CudaReport | None = None
 
 
 def try_imports(python: str, modules: Iterable[str]) -> Imports:
@@ -118,7 +125,7 @@ def try_imports(python: str, modules: Iterable[str]) -> Imports:
             continue  # what a package prints when it is imported
         report = json.loads(line.removeprefix("ktbridge:"))
         if isinstance(report, dict):
-            found.cuda = report
+            found.cuda = CudaReport(**report)
         else:
             module, failure = report
             left.remove(module)
@@ -243,7 +250,7 @@ def try_gpus(imported: Imports) -> tuple[tuple[GpuFacts, ...], list[Check]]:
 
     Empty if ``imported`` shows that torch sees no GPU or wasn't imported.
     """
-    if not (imported.cuda or {}).get("gpus"):
+    if imported.cuda is None or not imported.cuda.get("gpus"):
         return (), []
     try:
         done = subprocess.run(
