@@ -29,13 +29,11 @@ class Metrics:
             "ktbridge_prompt_tokens", "Tokens of prompts computed.", ("model",), registry=own
         )
         self._generated = Counter("ktbridge_generated_tokens", "Tokens chosen.", registry=own)
-        first, whole = (
-            "From asking to the first event.",
-            "From asking to the end, of finished requests.",
-        )
+        first = "From asking to the first event."
         self._first = Histogram(
             "ktbridge_first_token_seconds", first, buckets=SECONDS, registry=own
         )
+        whole = "From asking to the end, of finished requests."
         self._whole = Histogram("ktbridge_request_seconds", whole, buckets=SECONDS, registry=own)
         waiting, running = "Prompts that wait for their turn.", "Answers computed together now."
         self._waiting = Gauge("ktbridge_waiting_prompts", waiting, registry=own)
@@ -122,10 +120,6 @@ class Job:
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
-
-    @property
-    def finished(self) -> bool:
-        return self._unfinished == 0
 
     def cancel(self) -> None:
         self._cancelled.set()
