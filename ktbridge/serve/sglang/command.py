@@ -16,15 +16,11 @@ from ktbridge.machine import Machine
 from ktbridge.model import ModelConfig
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Choice, cached
-from ktbridge.serve.sglang.facts import Facts, Weights, served_name
+from ktbridge.serve.sglang.facts import Facts, served_name
 from ktbridge.served_names import names_adapter
-
-GIB = 2**30
 
 # --kt-method by the format the checkpoint stores its experts in.
 METHOD_OF = {"bf16": "BF16", "fp8": "FP8", "rawint4": "RAWINT4", "mxfp4": "MXFP4"}
-# Bytes in RAM for each byte of bfloat16 experts; the native formats keep the checkpoint's bytes.
-_PACKED = {"AMXINT8": 0.53, "AMXINT4": 0.28}
 # Rows of the intermediate size that one thread pool's share must be a multiple of (kt-kernel 0.7.2).
 _SHARE = {"AMXFP8": 128, "FP8": 128, "RAWINT4": 32, "MXFP4": 32}
 _AT_MOST_TWO = ("RAWINT4", "MXFP4")
@@ -77,12 +73,6 @@ def plan_threads(
     if pools < len(nodes) // share:
         reason += f" (an intermediate size of {model.intermediate_size} can't be cut further)"
     return Threads(count, pools, () if chosen == tuple(range(pools)) else chosen, reason)
-
-
-def memory_needed(weights: Weights, method: str, stored: str | None) -> int:
-    """Bytes of RAM for the CPU experts and the engine's processes. A lower estimate."""
-    factor = _PACKED.get(method, 1.0) if stored == "bf16" else 1.0
-    return int(weights.experts * factor) + 6 * GIB
 
 
 @dataclass(frozen=True)

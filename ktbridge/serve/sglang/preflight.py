@@ -18,7 +18,6 @@ from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.hosts import is_loopback
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Choice
-from ktbridge.serve.sglang.command import memory_needed
 from ktbridge.serve.sglang.facts import LOGGING, Facts, served_name
 from ktbridge.serve.sglang.flags import EngineFlag, value_of
 from ktbridge.served_names import BASE
@@ -28,6 +27,9 @@ _ROTATED_SINCE = version_order("0.7.0")
 _NOT_ROTATED = "qwen3_moe"
 _READS_THE_CACHE = ("fa3", "torch_native")
 _HOPPER = "9."
+# Bytes in RAM for each byte of bfloat16 experts; the native formats keep the checkpoint's bytes.
+_PACKED = {"AMXINT8": 0.53, "AMXINT4": 0.28}
+_PROCESSES = 6 * 2**30
 # Problems of this machine: they don't apply to a plan for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
 
@@ -169,7 +171,9 @@ def _cpu(facts: Facts, choice: Choice, method: str) -> Iterator[Problem]:
 
 
 def _memory(facts: Facts, method: str) -> Iterator[Problem]:
-    needed = memory_needed(facts.weights, method, facts.stored)
+    # The experts on the CPU, and the engine's processes. A lower estimate.
+    factor = _PACKED.get(method, 1.0) if facts.stored == "bf16" else 1.0
+    needed = int(facts.weights.experts * factor) + _PROCESSES
     usable, free = facts.machine.usable_memory, facts.machine.memory_available
     found = f"routed experts take about {size_text(needed)} with {method}"
     if usable is not None and needed > usable:

@@ -71,6 +71,14 @@ class Progress:
         if found:
             self.loaded.add(int(found[1]))
 
+    def ask(self, client: OpenAIClient) -> None:
+        """Ask /health and then /v1/models; what doesn't answer leaves everything as it was."""
+        if not self.healthy:
+            self.healthy = client.is_healthy()
+        if self.healthy and self.conditions.answers and not self.ready:
+            with suppress(KtbridgeError):
+                self.listed = set(client.models())
+
     @property
     def missing_layers(self) -> tuple[int, ...]:
         return tuple(layer for layer in self.conditions.layers if layer not in self.loaded)
@@ -105,15 +113,6 @@ class Progress:
         if self.answering and self.missing_adapters:
             parts.append(f"/v1/models does not list {', '.join(self.missing_adapters)}")
         return "; ".join(parts)
-
-
-def probe(progress: Progress, client: OpenAIClient) -> None:
-    """Ask /health and then /v1/models; what doesn't answer leaves ``progress`` as it was."""
-    if not progress.healthy:
-        progress.healthy = client.is_healthy()
-    if progress.healthy and progress.conditions.answers and not progress.ready:
-        with suppress(KtbridgeError):
-            progress.listed = set(client.models())
 
 
 class EngineFailed(KtbridgeError):
@@ -191,7 +190,7 @@ class Engine:
         while True:
             if self._process.poll() is not None:
                 raise self._ended("before it was ready")
-            probe(self.progress, self._client)
+            self.progress.ask(self._client)
             on_progress(self.progress)
             if self.progress.ready:
                 return
