@@ -10,11 +10,11 @@ import click
 
 from ktbridge.cli._app import TitledOption
 from ktbridge.errors import UsageError
+from ktbridge.serve.request import Limits, ServeRequest
 from ktbridge.served_names import half_note
 
 if TYPE_CHECKING:
     from ktbridge.serve.local.plan import ServePlan
-    from ktbridge.serve.request import Limits
 
 TITLE = "Options of the embedded engine (--engine local)"
 
@@ -67,8 +67,6 @@ OPTIONS = (
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options to a click command, which gets each as a keyword, None if not given."""
-    from ktbridge.serve.request import Limits
-
     defaults = Limits()
     for option in reversed(OPTIONS):
         default = getattr(defaults, option.field) / option.unit
@@ -97,7 +95,6 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr
     from ktbridge.serve.local.launch import bind, serve
     from ktbridge.serve.local.plan import check_installed, plan_local
-    from ktbridge.serve.request import ServeRequest
 
     check_installed()
     request = ServeRequest(**{field.name: options[field.name] for field in fields(ServeRequest)})
@@ -127,8 +124,6 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
-    from ktbridge.serve.request import Limits
-
     given = [option for option in OPTIONS if options[option.parameter] is not None]
     return Limits(**{option.field: options[option.parameter] * option.unit for option in given})
 

@@ -16,9 +16,9 @@ from ktbridge.cli._app import TitledOption
 from ktbridge.cli._machine import described, machine_options
 from ktbridge.cli._serve_local import print_models
 from ktbridge.errors import ProblemsError, UsageError
+from ktbridge.serve.request import SglangRequest
 
 if TYPE_CHECKING:
-    from ktbridge.serve.request import SglangRequest
     from ktbridge.serve.sglang.facts import Facts
     from ktbridge.serve.sglang.plan import Plan
     from ktbridge.serve.sglang.supervise import EngineFailed, Progress
@@ -120,7 +120,6 @@ def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
 
 def _request(options: dict[str, Any], dry_run: bool) -> SglangRequest:
     """Raises UsageError for options that go with --dry-run alone, and for unknown codes to allow."""
-    from ktbridge.serve.request import SglangRequest
     from ktbridge.serve.sglang.preflight import CODES
 
     machine = described(options)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktbridge.cli._app import Command, terminable
+from ktbridge.cli._app import Command, Terminated, render, terminable
+from ktbridge.errors import KtbridgeError, UsageError
 
 if TYPE_CHECKING:
     from ktbridge.serve.chat import Child, Conversation
@@ -83,8 +84,6 @@ def command(**options: Any) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raises UsageError unless they name either a server or a model to start an engine with."""
-    from ktbridge.errors import UsageError
-
     if options["server"] is not None:
         if any(options[name] is not None for name in ("base_model", "adapter", "threads")):
             raise UsageError(
@@ -144,9 +143,6 @@ def _converse(talk: Conversation, child: Child | None) -> bool:
 
     Raises KtbridgeError if the chat's own engine ``child`` ends.
     """
-    from ktbridge.cli._app import Terminated, render
-    from ktbridge.errors import KtbridgeError
-
     last = ""
     failed = False
     for line in _lines(talk):
@@ -178,8 +174,6 @@ def _converse(talk: Conversation, child: Child | None) -> bool:
 
 def _lines(talk: Conversation) -> Iterator[str]:
     """Typed or piped lines, except empty ones. Raises Terminated."""
-    from ktbridge.cli._app import Terminated
-
     if not sys.stdin.isatty():
         for piped in sys.stdin:
             if line := piped.strip():
@@ -207,8 +201,6 @@ def _lines(talk: Conversation) -> Iterator[str]:
 
 def _check_text(line: str) -> None:
     """Raises KtbridgeError for invalid UTF-8, which Python passes on as lone surrogates."""
-    from ktbridge.errors import KtbridgeError
-
     try:
         line.encode()
     except UnicodeEncodeError:
@@ -238,8 +230,6 @@ def _plain(text: str) -> str:
 
 def _obey(talk: Conversation, line: str, last: str) -> None:
     """Execute a slash command. Raises KtbridgeError."""
-    from ktbridge.errors import KtbridgeError
-
     word, _, rest = line.partition(" ")
     rest = rest.strip()
 
@@ -277,7 +267,6 @@ def _compare(talk: Conversation, question: str) -> None:
     from rich.text import Text
 
     from ktbridge.cli._ui import console, shown
-    from ktbridge.errors import KtbridgeError
 
     answers = dict.fromkeys(talk.arms, "")
     failed: list[tuple[str, KtbridgeError]] = []

@@ -61,7 +61,8 @@ def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Proble
     """
     sources: list[Source] = []
     problems: list[Problem] = []
-    for name, directory, layout in request.directories():
+    # Whole adapters first: their order is part of the command line and of the cache's keys.
+    for name, directory, layout in sorted(request.directories(), key=lambda given: bool(given[2])):
         try:
             adapter = read_adapter(directory)
         except ProblemsError as error:
