@@ -150,7 +150,12 @@ class AdapterLora:
             weight = getattr(module, "weight", None)
             if set(pair) != {"A", "B"}:
                 yield path, "lora_A or lora_B is missing", ""
-            elif module is None or weight is None or weight.dim() != 2 or _is_embedding(module):
+            elif (
+                module is None
+                or weight is None
+                or weight.dim() != 2
+                or isinstance(module, nn.Embedding)
+            ):
                 yield path, "the base has no such linear module", ""
             else:
                 a, b = (adapter.nonexpert_tensor(pair[half]).shape for half in "AB")
@@ -223,10 +228,6 @@ class AdapterLora:
 def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """scale · B (A x) for x [..., in], A [r, in], B [out, r]."""
     return nn.functional.linear(nn.functional.linear(x, a), b) * scale
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
 
 
 def _grouped(adapter: Adapter, found: Sequence[_Finding]) -> Iterator[Problem]:

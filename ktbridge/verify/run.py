@@ -206,29 +206,20 @@ class LogprobClient(OpenAIClient):
 
     def prompt_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
         """Natural logprobs of every token but the first of each prompt, in order."""
-        if self._is_sglang():
-            return self._native_logprobs(model, prompts)
-        values: list[float] = []
-        for prompt in prompts:
-            request = {
-                "model": model,
-                "prompt": list(prompt),
-                "max_tokens": 0,
-                "echo": True,
-                "logprobs": 0,
-                "temperature": 0,
-            }
-            answer = self.ask("/completions", request)
-            try:
-                got = answer["choices"][0]["logprobs"]["token_logprobs"]
-            except (KeyError, IndexError, TypeError):
-                raise self._unusable("/completions", "no prompt logprobs") from None
-            if not isinstance(got, list) or len(got) != len(prompt):
-                raise self._unusable("/completions", f"not {len(prompt)} logprobs") from None
-            if not all(isinstance(v, float | int) and math.isfinite(v) for v in got[1:]):
-                raise self._unusable("/completions", "logprobs that are not numbers")
-            values += [float(value) for value in got[1:]]
-        return values
+        ask = self._ask_sglang if self._is_sglang() else self._ask_openai
+        return [value for prompt in prompts for value in ask(model, list(prompt))]
+
+    def _ask_openai(self, model: str, prompt: list[int]) -> list[float]:
+        request: dict[str, object] = {"model": model, "prompt": prompt, "max_tokens": 0}
+        request |= {"echo": True, "logprobs": 0, "temperature": 0}
+        answer = self.ask("/completions", request)
+        try:
+            got = answer["choices"][0]["logprobs"]["token_logprobs"]
+        except (KeyError, IndexError, TypeError):
+            raise self._unusable("/completions", "no prompt logprobs") from None
+        if not isinstance(got, list) or len(got) != len(prompt):
+            raise self._unusable("/completions", f"not {len(prompt)} logprobs")
+        return self._numbers("/completions", got[1:])
 
     def _is_sglang(self) -> bool:
         """SGLang computes no prompt logprobs over OpenAI's API, only over its own."""
@@ -239,31 +230,32 @@ class LogprobClient(OpenAIClient):
                 self._sglang = False
         return self._sglang
 
-    def _native_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
+    def _ask_sglang(self, model: str, prompt: list[int]) -> list[float]:
         """The same from SGLang's /generate, where an adapter goes by its bare name."""
+        request: dict[str, object] = {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
         _, adapter = split_name(model)
-        values: list[float] = []
-        for prompt in prompts:
-            request: dict[str, object] = {
-                "input_ids": list(prompt),
-                "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            }
-            if adapter is not None:
-                request["lora_path"] = adapter
-            answer = self.ask("/generate", request, native=True)
-            try:
-                rows = answer["meta_info"]["input_token_logprobs"]
-                got = [(float(row[0]), row[1]) for row in rows[1:]]
-            except (KeyError, IndexError, TypeError, ValueError):
-                raise self._unusable("/generate", "no prompt logprobs") from None
-            if [token for _, token in got] != list(prompt[1:]):
-                raise self._unusable("/generate", f"not the logprobs of {len(prompt)} tokens")
-            if not all(math.isfinite(value) for value, _ in got):
-                raise self._unusable("/generate", "logprobs that are not numbers")
-            values += [value for value, _ in got]
-        return values
+        if adapter is not None:
+            request["lora_path"] = adapter
+        answer = self.ask("/generate", request, native=True)
+        try:
+            rows = answer["meta_info"]["input_token_logprobs"][1:]
+            values, tokens = [row[0] for row in rows], [row[1] for row in rows]
+        except (KeyError, IndexError, TypeError):
+            raise self._unusable("/generate", "no prompt logprobs") from None
+        if tokens != prompt[1:]:
+            raise self._unusable("/generate", f"not the logprobs of {len(prompt)} tokens")
+        return self._numbers("/generate", values)
+
+    def _numbers(self, path: str, values: list[object]) -> list[float]:
+        numbers = [float(v) for v in values if isinstance(v, float | int) and math.isfinite(v)]
+        if len(numbers) != len(values):
+            raise self._unusable(path, "logprobs that are not numbers")
+        return numbers
 
     def _unusable(self, path: str, what: str) -> KtbridgeError:
         return KtbridgeError(
