@@ -17,7 +17,7 @@ from typing import IO
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import Message, OpenAIClient, Refused
-from ktbridge.serve.sglang.processes import end_with_parent
+from ktbridge.serve.processes import end_with_parent
 from ktbridge.served_names import BASE, adapters_of, base_name, listed_as, split_name
 
 Piece = str | KtbridgeError | None

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import OpenAIClient
-from ktbridge.serve.sglang.logs import Pump, diagnose, readable
-from ktbridge.serve.sglang.processes import (
+from ktbridge.serve.processes import (
     MARK,
     adopt_orphans,
     end_members,
     end_with_parent,
     members,
 )
+from ktbridge.serve.sglang.logs import Pump, diagnose, readable
 
 GRACE_SECONDS = 20.0
 # Log lines may still be in the pipe when the server already answers.

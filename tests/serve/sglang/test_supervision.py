@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ktbridge.serve.sglang.processes import adopt_orphans, end_members, members, reap
+from ktbridge.serve.processes import adopt_orphans, end_members, members, reap
 from ktbridge.serve.sglang.supervise import GRACE_SECONDS
 
 KEY = "a-secret_4711"
