@@ -61,3 +61,27 @@ def server_url(text: str) -> str:
         raise KtbridgeError(
             f"{text!r} is not a server's URL: {error}.", "give --server http://HOST:PORT"
         ) from None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to ``host`` and ``port`` (0: any free one), not listening yet.
+
+    Raises socket.gaierror where the host has no address here, another OSError where the port or the
+    address can't be had.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except UnicodeError as error:
+        raise socket.gaierror(str(error)) from error
+    bound = socket.socket(family, kind, proto)
+    try:
+        # Lets a restarted server rebind its port while old connections are in TIME_WAIT; it does
+        # not let two servers share one.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound

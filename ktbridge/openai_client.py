@@ -10,7 +10,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,10 +81,10 @@ class OpenAIClient:
         model: str,
         messages: Sequence[Message],
         ended: Callable[[str], None] = lambda reason: None,
-        **options: Any,
+        **options: object,
     ) -> Iterator[str]:
         """Stream the answer in pieces; ``ended`` is called with the finish reason."""
-        body = {"model": model, "messages": list(messages), "stream": True}
+        body: dict[str, object] = {"model": model, "messages": list(messages), "stream": True}
         body |= {name: value for name, value in options.items() if value is not None}
         with self.open("/chat/completions", body) as response:
             for line in response:
@@ -103,14 +103,16 @@ class OpenAIClient:
                         ended(reason)
         raise KtbridgeError("the answer broke off: the server closed the connection.")
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, *, native: bool = False) -> Any:
+    def ask(
+        self, path: str, body: Mapping[str, object] | None = None, *, native: bool = False
+    ) -> Any:
         """The JSON document that the server answers with."""
         with self.open(path, body, native=native) as response:
             return json.load(response)
 
     @contextmanager
     def open(
-        self, path: str, body: dict[str, Any] | None = None, *, native: bool = False
+        self, path: str, body: Mapping[str, object] | None = None, *, native: bool = False
     ) -> Iterator[http.client.HTTPResponse]:
         """GET ``path``, or POST ``body`` to it. ``native``: a path beside /v1, not below it."""
         url = (self.url.removesuffix("/v1") if native else self.url) + path

@@ -18,7 +18,7 @@ import pytest
 
 from ktbridge.adapter import Adapter, Tensor
 from ktbridge.model import open_tensor_file
-from ktbridge.serve.sglang.installed import read_installed
+from ktbridge.serve.sglang.facts import read_installed
 
 # One version of each contract; the first with the merged one is between them in its code.
 SPLIT, FIRST_MERGED, MERGED = "0.6.4", "0.7.0.post4", "0.7.2"

@@ -37,7 +37,7 @@ PRELOADED = (
     "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.tensor", "expertmoe", "ktbridge.cli.convert", "ktbridge.cli.validate",
     "ktbridge.cli.verify", "ktbridge.verify.run", "ktbridge.verify.reference_model", "ktbridge.cli.serve",
-    "ktbridge.serve.local.launch", "ktbridge.serve.local.app", "ktbridge.serve.local.engine", "uvicorn",
+    "ktbridge.serve.local.launch", "ktbridge.serve.local.app", "ktbridge.serve.local.loading", "uvicorn",
 )  # fmt: skip
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from ktbridge.cli._app import TitledOption
 from ktbridge.errors import UsageError
+from ktbridge.serve.request import Limits, ServeRequest
 from ktbridge.served_names import half_note
 
 if TYPE_CHECKING:
-    from ktbridge.serve.local.limits import Limits
     from ktbridge.serve.local.plan import ServePlan
 
 TITLE = "Options of the embedded engine (--engine local)"
@@ -22,8 +22,7 @@ MIB = 2**20
 WHOLE, SECONDS = click.IntRange(1), click.FloatRange(0, min_open=True)
 
 
-@dataclass(frozen=True)
-class _Option:
+class _Option(NamedTuple):
     """One limit. ``field`` is its name in ``Limits``; ``sglang`` is the equivalent instruction there.
 
     Flags as sglang-kt 0.6.4 and 0.7.2 have them in sglang/srt/server_args.py.
@@ -41,71 +40,33 @@ class _Option:
         return self.name.removeprefix("--").replace("-", "_")
 
 
+_NONE = "SGLang has no such option"
 OPTIONS = (
-    _Option(
-        "--max-running",
-        "running",
-        WHOLE,
-        "Answers computed together",
-        "pass -- --max-running-requests N",
-    ),
-    _Option(
-        "--max-waiting",
-        "waiting",
-        WHOLE,
-        "Prompts that may wait; more get 429",
-        "pass -- --max-queued-requests N; more get 503",
-    ),
-    _Option(
-        "--context-length",
-        "context",
-        WHOLE,
-        "Tokens of prompt and answer together, if the model takes as many",
-        "pass -- --context-length N",
-    ),
-    _Option(
-        "--prefill-chunk",
-        "chunk",
-        WHOLE,
-        "Tokens of a prompt that answers under way wait for at a time",
-        "pass -- --chunked-prefill-size N",
-    ),
-    _Option(
-        "--max-n",
-        "choices",
-        WHOLE,
-        "Largest n of a request",
-        "SGLang has no such option; refuse large n in a proxy before it",
-    ),
-    _Option(
-        "--max-body-mib",
-        "body",
-        WHOLE,
-        "MiB of a request",
-        "SGLang has no such option; set it in a proxy before it",
-        MIB,
-    ),
-    _Option(
-        "--body-seconds",
-        "body_seconds",
-        SECONDS,
-        "Seconds to wait for the next piece of a request",
-        "SGLang has no such option; set it in a proxy before it",
-    ),
-    _Option(
-        "--drain-seconds",
-        "drain_seconds",
-        SECONDS,
-        "Seconds to go on answering after SIGTERM or Ctrl-C",
-        "SGLang has no such option; it finishes every answer, however long that takes",
-    ),
-)
+    _Option("--max-running", "running", WHOLE, "Answers computed together",
+            "pass -- --max-running-requests N"),
+    _Option("--max-waiting", "waiting", WHOLE, "Prompts that may wait; more get 429",
+            "pass -- --max-queued-requests N; more get 503"),
+    _Option("--context-length", "context", WHOLE,
+            "Tokens of prompt and answer together, if the model takes as many",
+            "pass -- --context-length N"),
+    _Option("--prefill-chunk", "chunk", WHOLE,
+            "Tokens of a prompt that answers under way wait for at a time",
+            "pass -- --chunked-prefill-size N"),
+    _Option("--max-n", "choices", WHOLE, "Largest n of a request",
+            f"{_NONE}; refuse large n in a proxy before it"),
+    _Option("--max-body-mib", "body", WHOLE, "MiB of a request",
+            f"{_NONE}; set it in a proxy before it", MIB),
+    _Option("--body-seconds", "body_seconds", SECONDS,
+            "Seconds to wait for the next piece of a request",
+            f"{_NONE}; set it in a proxy before it"),
+    _Option("--drain-seconds", "drain_seconds", SECONDS,
+            "Seconds to go on answering after SIGTERM or Ctrl-C",
+            f"{_NONE}; it finishes every answer, however long that takes"),
+)  # fmt: skip
 
 
 def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options to a click command, which gets each as a keyword, None if not given."""
-    from ktbridge.serve.local.limits import Limits
-
     defaults = Limits()
     for option in reversed(OPTIONS):
         default = getattr(defaults, option.field) / option.unit
@@ -134,7 +95,6 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr
     from ktbridge.serve.local.launch import bind, serve
     from ktbridge.serve.local.plan import check_installed, plan_local
-    from ktbridge.serve.request import ServeRequest
 
     check_installed()
     request = ServeRequest(**{field.name: options[field.name] for field in fields(ServeRequest)})
@@ -153,7 +113,7 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
             emit_json(plan.as_dict() | {"base_url": base_url})
         else:
             console.print(f"ready: {base_url}", markup=False)
-            _print_arms(plan)
+            print_models(plan.models)
             stderr.print("Ctrl-C ends the server.")
         console.file.flush()
 
@@ -164,8 +124,6 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
-    from ktbridge.serve.local.limits import Limits
-
     given = [option for option in OPTIONS if options[option.parameter] is not None]
     return Limits(**{option.field: options[option.parameter] * option.unit for option in given})
 
@@ -175,7 +133,7 @@ def _print_plan(plan: ServePlan) -> None:
 
     key = "with an API key" if plan.api_key else "without an API key"
     console.print(f"would serve {plan.model} on {plan.host}:{plan.port}, {key}", markup=False)
-    _print_arms(plan)
+    print_models(plan.models)
     limits = plan.limits
     console.print(
         f"limits: {limits.running} answers together, {limits.waiting} prompts waiting, "
@@ -187,11 +145,12 @@ def _print_plan(plan: ServePlan) -> None:
     )
 
 
-def _print_arms(plan: ServePlan) -> None:
+def print_models(models: Mapping[str, str], indent: str = "  ", note_indent: str = "  ") -> None:
+    """The names that requests may use, with what answers; and a note if one is half of an adapter."""
     from ktbridge.cli._ui import console
 
-    width = max(len(arm.name) for arm in plan.arms)
-    for arm in plan.arms:
-        console.print(f"  {arm.name:<{width}}  {arm.description}", markup=False)
-    if note := half_note({arm.name: arm.description for arm in plan.arms}):
-        console.print(f"  {note}", markup=False, soft_wrap=True)
+    width = max(map(len, models), default=0)
+    for name, answers in models.items():
+        console.print(f"{indent}{name:<{width}}  {answers}", markup=False, soft_wrap=True)
+    if note := half_note(models):
+        console.print(f"{note_indent}{note}", markup=False, soft_wrap=True)

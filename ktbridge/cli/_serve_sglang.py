@@ -14,15 +14,14 @@ from click.core import ParameterSource
 
 from ktbridge.cli._app import TitledOption
 from ktbridge.cli._machine import described, machine_options
+from ktbridge.cli._serve_local import print_models
 from ktbridge.errors import ProblemsError, UsageError
-from ktbridge.served_names import half_note
+from ktbridge.serve.request import SglangRequest
 
 if TYPE_CHECKING:
     from ktbridge.serve.sglang.facts import Facts
     from ktbridge.serve.sglang.plan import Plan
-    from ktbridge.serve.sglang.ready import Progress
-    from ktbridge.serve.sglang.request import Request
-    from ktbridge.serve.sglang.supervise import EngineFailed
+    from ktbridge.serve.sglang.supervise import EngineFailed, Progress
 
 TITLE = "Options of SGLang-KT (--engine sglang)"
 FLAGS = "engine flags after --"
@@ -119,10 +118,9 @@ def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _request(options: dict[str, Any], dry_run: bool) -> Request:
+def _request(options: dict[str, Any], dry_run: bool) -> SglangRequest:
     """Raises UsageError for options that go with --dry-run alone, and for unknown codes to allow."""
     from ktbridge.serve.sglang.preflight import CODES
-    from ktbridge.serve.sglang.request import Request
 
     machine = described(options)
     own: Mapping[str, Any] = options | {
@@ -130,7 +128,7 @@ def _request(options: dict[str, Any], dry_run: bool) -> Request:
         "allowed": frozenset(options["allowed"]),
         "described": machine,
     }
-    request = Request(**{field.name: own[field.name] for field in fields(Request)})
+    request = SglangRequest(**{field.name: own[field.name] for field in fields(SglangRequest)})
     if machine.given and not dry_run:
         raise UsageError(
             "--cores, --memory, --gpus and --gpu-memory plan for another machine, and start nothing",
@@ -150,7 +148,13 @@ def _request(options: dict[str, Any], dry_run: bool) -> Request:
 
 
 def _launch(
-    plan: Plan, request: Request, facts: Facts, *, log: str | None, timeout: float, as_json: bool
+    plan: Plan,
+    request: SglangRequest,
+    facts: Facts,
+    *,
+    log: str | None,
+    timeout: float,
+    as_json: bool,
 ) -> NoReturn:
     """Serve until the engine ends, and exit with its code. Raises ProblemsError, EngineFailed."""
     from ktbridge.cli._app import terminable
@@ -171,7 +175,7 @@ def _launch(
             emit_json({"ok": True, **plan.as_dict(), "base_url": base_url, "log": str(path)})
         else:
             console.print(f"ready: {base_url}", markup=False)
-            _print_models(plan)
+            print_models(plan.models, "#   ", "# ")
             stderr.print("Ctrl-C ends the server and everything it started.")
         console.file.flush()
 
@@ -219,19 +223,9 @@ def _print_plan(plan: Plan) -> None:
     for line in plan.commands():
         console.print(line, markup=False, soft_wrap=True)
     console.print("# requests may name", markup=False)
-    _print_models(plan)
+    print_models(plan.models, "#   ", "# ")
     for line in plan.more_arms.lines() if plan.more_arms else ():
         console.print(f"# {line}", markup=False, soft_wrap=True)
-
-
-def _print_models(plan: Plan) -> None:
-    from ktbridge.cli._ui import console
-
-    width = max(map(len, plan.models), default=0)
-    for name, answers in plan.models.items():
-        console.print(f"#   {name:<{width}}  {answers}", markup=False, soft_wrap=True)
-    if note := half_note(plan.models):
-        console.print(f"# {note}", markup=False, soft_wrap=True)
 
 
 def _print_tail(failure: EngineFailed) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktbridge.cli._app import Command, terminable
+from ktbridge.cli._app import Command, Terminated, render, terminable
+from ktbridge.errors import KtbridgeError, UsageError
 
 if TYPE_CHECKING:
-    from ktbridge.serve.chat import Conversation
-    from ktbridge.serve.local.child_process import Child
+    from ktbridge.serve.chat import Child, Conversation
 
 HELP = """\
 /base /expert /full   let that arm answer from now on
@@ -74,7 +74,7 @@ def command(**options: Any) -> None:
     with terminable(), ExitStack() as stack:
         child = None
         if options["server"] is None:
-            from ktbridge.serve.local.child_process import engine
+            from ktbridge.serve.chat import engine
 
             base_model = options["base_model"] or options["model"]
             child = stack.enter_context(engine(base_model, options["adapter"], options["threads"]))
@@ -84,8 +84,6 @@ def command(**options: Any) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raises UsageError unless they name either a server or a model to start an engine with."""
-    from ktbridge.errors import UsageError
-
     if options["server"] is not None:
         if any(options[name] is not None for name in ("base_model", "adapter", "threads")):
             raise UsageError(
@@ -108,8 +106,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversation:
     """With the engine ``child`` that was started for this chat, or with the server in the options."""
     from ktbridge.openai_client import OpenAIClient
-    from ktbridge.serve.chat import Conversation, arms_of
-    from ktbridge.serve.local.child_process import ADAPTER
+    from ktbridge.serve.chat import ADAPTER, Conversation, arms_of
     from ktbridge.served_names import adapter_name, split_name
 
     asked = {name: options[name] for name in ("temperature", "max_tokens", "seed")}
@@ -146,9 +143,6 @@ def _converse(talk: Conversation, child: Child | None) -> bool:
 
     Raises KtbridgeError if the chat's own engine ``child`` ends.
     """
-    from ktbridge.cli._app import Terminated, render
-    from ktbridge.errors import KtbridgeError
-
     last = ""
     failed = False
     for line in _lines(talk):
@@ -180,8 +174,6 @@ def _converse(talk: Conversation, child: Child | None) -> bool:
 
 def _lines(talk: Conversation) -> Iterator[str]:
     """Typed or piped lines, except empty ones. Raises Terminated."""
-    from ktbridge.cli._app import Terminated
-
     if not sys.stdin.isatty():
         for piped in sys.stdin:
             if line := piped.strip():
@@ -209,8 +201,6 @@ def _lines(talk: Conversation) -> Iterator[str]:
 
 def _check_text(line: str) -> None:
     """Raises KtbridgeError for invalid UTF-8, which Python passes on as lone surrogates."""
-    from ktbridge.errors import KtbridgeError
-
     try:
         line.encode()
     except UnicodeEncodeError:
@@ -240,8 +230,6 @@ def _plain(text: str) -> str:
 
 def _obey(talk: Conversation, line: str, last: str) -> None:
     """Execute a slash command. Raises KtbridgeError."""
-    from ktbridge.errors import KtbridgeError
-
     word, _, rest = line.partition(" ")
     rest = rest.strip()
 
@@ -279,7 +267,6 @@ def _compare(talk: Conversation, question: str) -> None:
     from rich.text import Text
 
     from ktbridge.cli._ui import console, shown
-    from ktbridge.errors import KtbridgeError
 
     answers = dict.fromkeys(talk.arms, "")
     failed: list[tuple[str, KtbridgeError]] = []

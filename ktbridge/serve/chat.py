@@ -1,19 +1,30 @@
-"""A conversation with a server, and the arms (model names) that the server offers."""
+"""A conversation with a server, the arms (model names) that it offers, and an engine of the chat's own."""
 
 from __future__ import annotations
 
+import json
+import os
 import queue
+import secrets
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import IO
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import Message, OpenAIClient, Refused
+from ktbridge.serve.processes import end_with_parent
 from ktbridge.served_names import BASE, adapters_of, base_name, listed_as, split_name
 
 Piece = str | KtbridgeError | None
 LONGEST = 1024  # default max_tokens of an answer
+
+ADAPTER = "adapter"
+END_SECONDS = 10
 
 
 def arms_of(model: str, listed: Sequence[str]) -> dict[str, str]:
@@ -48,7 +59,7 @@ class Conversation:
         arms: dict[str, str],
         arm: str,
         system: str | None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """``options``: temperature, max_tokens, seed and the like, for every question."""
         self.server, self.arms, self.arm = server, arms, arm
@@ -143,3 +154,80 @@ class Conversation:
                 yield arm, piece
         finally:
             enough.set()
+
+
+@dataclass(frozen=True)
+class Child:
+    """A running engine: base URL, API key and listed model names."""
+
+    url: str
+    key: str
+    models: list[str]
+    process: subprocess.Popen[str]
+
+    def check(self) -> None:
+        """Raises KtbridgeError if it has ended."""
+        try:
+            code = self.process.wait(
+                0.2
+            )  # a connection breaks slightly before its process has exited
+        except subprocess.TimeoutExpired:
+            return
+        raise KtbridgeError(f"the engine ended with code {code}.", "its output is above")
+
+
+@contextmanager
+def engine(model: str, adapter: str | None = None, threads: int | None = None) -> Iterator[Child]:
+    """`ktbridge serve` on a free loopback port, once it is ready.
+
+    ``adapter`` (any layout) is served as S:adapter. The child's output goes to our stderr. Raises
+    KtbridgeError when it ends before it is ready.
+    """
+    key = secrets.token_hex(16)
+    command = [sys.executable, "-c", "from ktbridge.cli import main; main()", "serve"]
+    command += ["--base-model", model, "--port", "0", "--json"]
+    command += ["--adapter", f"{ADAPTER}={adapter}"] if adapter is not None else []
+    command += ["--threads", str(threads)] if threads is not None else []
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"KTBRIDGE_API_KEY": key},
+        # Ctrl-C at the terminal is meant for the chat: it ends an answer, not the engine.
+        start_new_session=True,
+        preexec_fn=partial(end_with_parent, os.getpid()),
+    )
+    try:
+        assert process.stdout is not None
+        ready = _first_document(process.stdout)
+        if ready is None or "base_url" not in ready:  # empty, or an error document
+            raise KtbridgeError(
+                f"the engine ended with code {process.wait()} before it was ready.",
+                "its output is above",
+            )
+        yield Child(ready["base_url"], key, list(ready["models"]), process)
+    finally:
+        process.terminate()
+        try:
+            # The second signal aborts answers, which nobody reads any more.
+            process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _first_document(stream: IO[str]) -> dict | None:
+    """The first JSON document of a stream, or None if it ends before."""
+    text = ""
+    for line in stream:
+        text += line
+        if line == "}\n":
+            return json.loads(text)
+    return None

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, contract_for, install_engine
+from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.probe import GpuFacts
 from ktbridge.install import reinstall_hint
 from ktbridge.machine import Machine, read_machine
-from ktbridge.serve.doctor_engine import check_engine
-from ktbridge.serve.doctor_gpu import check_gpu, try_gpus
-from ktbridge.serve.doctor_packages import Check, check_packages
+from ktbridge.serve.doctor_packages import (
+    ENGINE_STEP,
+    Check,
+    check_engine_packages,
+    check_gpu,
+    check_packages,
+    try_gpus,
+)
+from ktbridge.serve.sglang.facts import DISTRIBUTION, KERNEL, read_installed
 from ktbridge.units import size_text
 
 
@@ -27,7 +35,7 @@ class Diagnosis:
     def ok(self) -> bool:
         return all(check.state != "problem" for check in self.checks)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {
             "ok": self.ok,
             "machine": self.machine.as_dict(),
@@ -72,47 +80,34 @@ def _kernels(machine: Machine) -> Check:
     try:
         kernels = importlib.import_module("ktbridge._kernels")
     except ImportError as error:
-        return Check(
-            "kernels",
-            "problem",
-            f"ktbridge._kernels does not import: {error}",
-            f"install ktbridge again: {reinstall_hint()}",
-        )
+        found = f"ktbridge._kernels does not import: {error}"
+        return Check("kernels", "problem", found, f"install ktbridge again: {reinstall_hint()}")
     available = ", ".join(kernels.isa_available())
     if "amx_bf16" in machine.isa and "amx" not in available:
-        return Check(
-            "kernels",
-            "problem",
-            f"the CPU has AMX, but the operating system doesn't let us use it (only {available})",
-            "use Linux 5.16 or newer, and a container runtime that allows arch_prctl",
+        found = (
+            f"the CPU has AMX, but the operating system doesn't let us use it (only {available})"
         )
+        step = "use Linux 5.16 or newer, and a container runtime that allows arch_prctl"
+        return Check("kernels", "problem", found, step)
     try:
         return Check("kernels", "ok", f"{kernels.isa_default()} (of {available})")
     except ValueError as error:
-        forced = os.environ.get("KTBRIDGE_ISA")
-        return Check(
-            "kernels",
-            "problem",
-            f"KTBRIDGE_ISA={forced}: {error}",
-            f"unset KTBRIDGE_ISA, or set it to one of {available}",
-        )
+        found = f"KTBRIDGE_ISA={os.environ.get('KTBRIDGE_ISA')}: {error}"
+        step = f"unset KTBRIDGE_ISA, or set it to one of {available}"
+        return Check("kernels", "problem", found, step)
 
 
 def _cores(machine: Machine) -> Check:
-    physical = machine.physical_cores
-    text = f"{physical or '?'} physical, {machine.logical_cpus} logical"
+    text = f"{machine.physical_cores or '?'} physical, {machine.logical_cpus} logical"
     if machine.affinity < machine.logical_cpus:
         text += f"; affinity allows {machine.affinity}"
-    if machine.cpu_quota is not None:
-        text += f"; cgroup allows {machine.cpu_quota:g}"
-    if machine.cpu_quota is not None and machine.cpu_quota < machine.affinity:
-        return Check(
-            "cores",
-            "ok",
-            text,
-            f"run with --threads {max(1, int(machine.cpu_quota))}: more threads than the quota stall",
-        )
-    return Check("cores", "ok", text)
+    step, quota = "", machine.cpu_quota
+    if quota is not None:
+        text += f"; cgroup allows {quota:g}"
+        if quota < machine.affinity:
+            threads = max(1, int(quota))
+            step = f"run with --threads {threads}: more threads than the quota stall"
+    return Check("cores", "ok", text, step)
 
 
 def _memory(machine: Machine) -> Check:
@@ -134,31 +129,79 @@ def _numa(machine: Machine) -> Check:
         + (f", {size_text(node.memory)}" if node.memory is not None else "")
         for node in machine.numa
     ]
-    text = "; ".join(nodes)
+    text, step = "; ".join(nodes), ""
     idle = [str(node.node) for node in machine.numa if node.cpus and not node.usable]
     if idle:
+        text += f"; affinity allows no CPU of node {', '.join(idle)}"
         step = "start without taskset, or with numactl --membind on the nodes whose CPUs are used"
-        return Check(
-            "NUMA", "ok", f"{text}; affinity allows no CPU of node {', '.join(idle)}", step
-        )
-    if len(machine.numa) > 1:
+    elif len(machine.numa) > 1:
         step = "pages stay where they are first touched; numactl --interleave=all spreads a model's"
-        return Check("NUMA", "ok", text, step)
-    return Check("NUMA", "ok", text)
+    return Check("NUMA", "ok", text, step)
 
 
 def _huge_pages(machine: Machine) -> Check:
     """Transparent huge pages: expert weights are read in long rows, so page walks cost."""
-    setting = machine.transparent_huge_pages
+    setting, step = machine.transparent_huge_pages, ""
     text = f"transparent: {setting or 'unknown'}"
+    if setting == "never":
+        path = "/sys/kernel/mm/transparent_hugepage/enabled"
+        step = f"echo madvise > {path} (as root) may help large models"
     if machine.huge_pages:
         text += f"; {size_text(machine.huge_pages)} set aside"
         if machine.memory and machine.huge_pages > machine.memory / 10 and setting != "never":
             step = "ktbridge uses none of those; sysctl vm.nr_hugepages=0 frees them"
-            return Check("huge pages", "ok", text, step)
-    if setting == "never":
-        path = "/sys/kernel/mm/transparent_hugepage/enabled"
-        return Check(
-            "huge pages", "ok", text, f"echo madvise > {path} (as root) may help large models"
-        )
-    return Check("huge pages", "ok", text)
+    return Check("huge pages", "ok", text, step)
+
+
+# Every sglang-kt has them. `ktbridge serve` warns of or refuses settings that expose them.
+HOLES = (
+    f"has {SERVER_HOLES} (its image generator and encoder servers unpickle "
+    f"what reaches their sockets), {REPLAY_HOLE} (its replay script does so with dumps) and CVE-2026-7304 "
+    "(custom logit processors run code that a request brings)"
+)
+STEP = "start none of those, as `ktbridge serve` does, and keep its ports off untrusted networks"
+
+
+def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Check]:
+    """SGLang-KT's packages and the contract of its version."""
+    try:
+        installed = read_installed(python)
+    except KtbridgeError as error:
+        return [Check(DISTRIBUTION, "problem", error.sentence, error.next_step)]
+    versions = {DISTRIBUTION: installed.engine, KERNEL: installed.kernel}
+    checks = check_engine_packages(python or sys.executable, versions, imports)
+    if installed.engine is None and installed.upstream is not None:
+        message = f"sglang {installed.upstream} is installed, which is SGLang without KTransformers"
+        checks[0] = Check(DISTRIBUTION, "missing", message, ENGINE_STEP)
+    if installed.engine is None:
+        return checks
+    return [
+        *checks,
+        *_contract(machine, installed.engine, installed.kernel),
+        Check("engine security", "ok", f"{installed.engine} {HOLES}", STEP),
+    ]
+
+
+def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]:
+    """What the installed engine accepts, and whether its kernels and this CPU are compatible."""
+    try:
+        contract, known = contract_for(f"{ENGINE}=={version}")
+    except KtbridgeError as error:
+        return [Check("engine contract", "problem", error.sentence, error.next_step)]
+    layouts = [
+        name for name in ("split", "merged", "expert", "nonexpert") if getattr(contract, name)
+    ]
+    text = f"{contract.name}: adapters {', '.join(layouts)}; methods {', '.join(contract.methods)}"
+    if not contract.expert:
+        text = f"{contract.name}: no expert LoRA"
+        return [Check("engine contract", "problem", text, install_engine())]
+    if not known:
+        step = "compare with `ktbridge verify` before relying on it"
+        return [Check("engine contract", "ok", f"{text} (not looked at)", step)]
+    if kernel is not None and kernel != version:
+        text += f"; kt-kernel is {kernel}"
+        return [Check("engine contract", "ok", text, f"pip install kt-kernel=={version}")]
+    if "amx_bf16" not in machine.isa:
+        step = "its expert LoRA needs AMX; use a machine that has it, or --engine local"
+        return [Check("engine contract", "missing", f"{text}; no AMX here", step)]
+    return [Check("engine contract", "ok", text)]

@@ -1,10 +1,15 @@
-"""What any engine is asked to serve, before any check."""
+"""What a server is asked to serve, before any check. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
+from ktbridge.errors import UsageError
+from ktbridge.machine import Described
+
+RequestedLayout = Literal["auto", "split", "merged"]
 OPTION_OF_LAYOUT = {
     "raw": "--adapter NAME=DIR",
     "merged": "--merged-adapter NAME=DIR",
@@ -16,7 +21,7 @@ OPTION_OF_LAYOUT = {
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """One server as the command line describes it.
+    """One server of any engine, as the command line describes it.
 
     ``adapters``, ``nonexpert_adapters`` and ``merged_adapters`` map an adapter's name to its
     directory: of any layout, non-expert, merged. ``threads`` is None for the engine's own choice.
@@ -34,3 +39,74 @@ class ServeRequest:
     api_key: str | None = field(default=None, repr=False)
     threads: int | None = None
     allow_other_base: bool = False
+
+    def directories(self) -> list[tuple[str | None, str, str | None]]:
+        """Every adapter's name (None for a bare expert one), directory, and layout (None: any)."""
+        given: list[tuple[str | None, str, str | None]] = []
+        if self.expert_adapter is not None:
+            given.append((None, self.expert_adapter, "expert"))
+        for layout, group in (
+            ("nonexpert", self.nonexpert_adapters),
+            ("merged", self.merged_adapters),
+            (None, self.adapters),
+        ):
+            given += [(name, directory, layout) for name, directory in group.items()]
+        return given
+
+
+@dataclass(frozen=True)
+class SglangRequest(ServeRequest):
+    """One launch of SGLang-KT.
+
+    ``engine_version`` plans for a version that need not be installed; ``python`` is the interpreter
+    whose environment holds the engine, None for ours. ``tp_size`` counts GPUs over all ``nodes``;
+    ``dist_init_addr`` is HOST:PORT of the first node. ``flags`` are the engine's own, as they stood
+    after ``--``. ``allowed`` are codes of problems that the user takes upon themselves: errors among
+    them become warnings. ``described`` is another machine to plan for.
+    """
+
+    layout: RequestedLayout = "auto"
+    engine_version: str | None = None
+    python: str | None = None
+    trust_remote_code: bool = False
+    tp_size: int = 1
+    nodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    replicas: int = 1
+    flags: tuple[str, ...] = ()
+    allowed: frozenset[str] = frozenset()
+    described: Described = field(default_factory=Described)
+
+    @property
+    def gpus_needed(self) -> int:
+        """GPUs on one machine, over its replicas."""
+        return max(1, self.tp_size // self.nodes) * self.replicas
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one embedded engine handles at a time.
+
+    ``running`` answers are computed together, ``waiting`` prompts wait for their turn.
+    ``context``: tokens of prompt and answer together, if less than the model's own limit; an answer's
+    maximum is reserved before it begins, so that memory never runs out half-way.
+    ``chunk``: tokens of a prompt that are computed between two steps of the answers under way.
+    ``choices``: the largest ``n`` of a request. ``body``: bytes of a request. ``body_seconds``: timeout
+    for the next piece of a body. ``drain_seconds``: how long a server that is being stopped
+    continues to answer accepted requests.
+    """
+
+    running: int = 16
+    waiting: int = 64
+    context: int = 32768
+    chunk: int = 512
+    choices: int = 8
+    body: int = 4 * 1024 * 1024
+    body_seconds: float = 60
+    drain_seconds: float = 20
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            if getattr(self, limit.name) <= 0:
+                raise UsageError(f"the limit on {limit.name} must be above 0.")

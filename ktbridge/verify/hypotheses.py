@@ -19,16 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ktbridge.codes import problem
-from ktbridge.verify.variants import HALVES, Variant, standard_variants
 from ktbridge.verify.verdict import (
     CLEAR_OF_NOISE,
+    HALVES,
     WITHIN,
     ArmReading,
     Hypothesis,
     References,
+    Variant,
     Verdict,
     Verification,
     mean_distance,
+    standard_variants,
 )
 
 ROUNDS = 4  # refinement rounds, each one more pass over the checkpoint

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import readable_load_errors
@@ -25,6 +26,7 @@ from ktbridge.experts.skeleton import skeleton
 from ktbridge.model import read_model_config
 from ktbridge.verify.weight_reader import ExpertReader, WeightReader
 
+Forward = Callable[..., torch.Tensor]
 HEAD_TOKENS = 256  # tokens whose logits are in memory at once
 HEAD_ROWS = 16_384  # and rows of the output head
 
@@ -46,7 +48,7 @@ class ExpertCall(NamedTuple):
 class Weight(NamedTuple):
     """Where a tensor of the checkpoint belongs: ``owner``'s ``attribute``, in ``dtype``."""
 
-    owner: Any
+    owner: nn.Module
     attribute: str
     stored: str
     dtype: torch.dtype
@@ -79,12 +81,14 @@ class LayerwiseModel:
         self._replace_experts()
         self._plan()
 
-    def hidden(self, ids: torch.Tensor) -> Any:
+    def hidden(self, ids: torch.Tensor) -> BaseModelOutputWithPast:
         """Run the decoder over token ids [B, T]; its output, whose last_hidden_state is [B, T, H]."""
         with torch.inference_mode(), readable_load_errors(self.path):
             return self.inner(input_ids=ids, use_cache=False)
 
-    def logprobs(self, output: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def logprobs(
+        self, output: BaseModelOutputWithPast, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
         """Natural logprobs, float32 [N], of ``targets`` [N] after final hidden states [N, H].
 
         ``output`` is any that ``hidden`` gave. The model's own forward turns states into logits, so
@@ -100,7 +104,9 @@ class LayerwiseModel:
         return torch.cat(found)
 
     @contextmanager
-    def _headed(self, output: Any) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    def _headed(
+        self, output: BaseModelOutputWithPast
+    ) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """The model with its decoder's output replaced: final hidden states [N, H] to logits [N, V]."""
         lm_head = self.skeleton.get_output_embeddings()
         name = self._head_name
@@ -157,8 +163,10 @@ class LayerwiseModel:
             module.forward = self._experts_forward(layer, module, reader)
             self.experts[layer] = reader
 
-    def _experts_forward(self, layer: int, module: Any, reader: ExpertReader) -> Callable[..., Any]:
-        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+    def _experts_forward(self, layer: int, module: Any, reader: ExpertReader) -> Forward:
+        def forward(
+            hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor:
             out = torch.zeros_like(hidden)
             for expert in index.unique().tolist():
                 if expert >= reader.count:  # a top-k choice that a family masks out
@@ -203,7 +211,7 @@ class LayerwiseModel:
                 f"the model in {self.path} lacks {missing[0]} ({len(missing)} weights in all).",
                 "download or save the model again",
             )
-        self._filler(rest)(None, ())
+        self._filler(rest)()
         # A lookup needs a few rows: it uses the mapped matrix and converts the result's dtype.
         assert found is not None
         embeddings.weight = nn.Parameter(self.reader.tensor(found), requires_grad=False)
@@ -233,7 +241,7 @@ class LayerwiseModel:
         return Weight(owner, attribute, found or "", torch.float32 if exact else self.dtype)
 
     def _filler(self, weights: Sequence[Weight]) -> Callable[..., None]:
-        def fill(module: Any, args: Any) -> None:
+        def fill(*_: object) -> None:
             for owner, attribute, stored, dtype in weights:
                 tensor = self.reader.whole(stored, dtype)
                 if attribute in owner._parameters:
@@ -243,12 +251,13 @@ class LayerwiseModel:
         return fill
 
     def _dropper(self, weights: Sequence[Weight], number: int) -> Callable[..., None]:
-        def drop(module: Any, args: Any, output: Any) -> None:
-            for owner, attribute, _, _ in weights:
-                table = owner._parameters if attribute in owner._parameters else owner._buffers
-                table[attribute] = torch.empty_like(table[attribute], device="meta")
-                if table is owner._parameters:
-                    table[attribute] = nn.Parameter(table[attribute], requires_grad=False)
+        def drop(*_: object) -> None:
+            for weight in weights:
+                owner, attribute = weight.owner, weight.attribute
+                empty = torch.empty_like(getattr(owner, attribute), device="meta")
+                if attribute in owner._parameters:
+                    empty = nn.Parameter(empty, requires_grad=False)
+                setattr(owner, attribute, empty)
             self.reader.release()
             self.on_layer(number + 1, self.num_layers)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +15,12 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.experts.modules import LAYER
 from ktbridge.experts.tensors import to_torch
 from ktbridge.verify.layerwise import ExpertCall, LayerwiseModel
-from ktbridge.verify.variants import Variant
+from ktbridge.verify.verdict import Variant
 
 UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+Forward = Callable[..., Output]
 SHOWN = 2  # locations listed beside the first
 _Finding = tuple[str, str, str]
 """Where, what, and the shapes there (or "")."""
@@ -149,7 +150,12 @@ class AdapterLora:
             weight = getattr(module, "weight", None)
             if set(pair) != {"A", "B"}:
                 yield path, "lora_A or lora_B is missing", ""
-            elif module is None or weight is None or weight.dim() != 2 or _is_embedding(module):
+            elif (
+                module is None
+                or weight is None
+                or weight.dim() != 2
+                or isinstance(module, nn.Embedding)
+            ):
                 yield path, "the base has no such linear module", ""
             else:
                 a, b = (adapter.nonexpert_tensor(pair[half]).shape for half in "AB")
@@ -165,7 +171,7 @@ class AdapterLora:
         known = ("model.", "model.language_model.", "language_model.model.")
         return f"{self._model.decoder_name}.{layers}{rest}" if layers and head in known else path
 
-    def _hook(self, module: Any, path: str, pair: dict[str, str]) -> None:
+    def _hook(self, module: nn.Module, path: str, pair: dict[str, str]) -> None:
         if module is self._model.skeleton.get_output_embeddings():
             self._head = pair
             return
@@ -176,7 +182,9 @@ class AdapterLora:
             module.forward = self._variant_by_variant(module, module.forward, path, pair)
 
     def _after_linear(self, path: str, pair: dict[str, str]) -> Callable[..., torch.Tensor]:
-        def add(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        def add(
+            module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+        ) -> torch.Tensor:
             self._unseen.discard(path)
             a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
             for scale, x, y in zip(
@@ -192,19 +200,21 @@ class AdapterLora:
         return add
 
     def _variant_by_variant(
-        self, module: Any, forward: Callable[..., Any], path: str, pair: dict[str, str]
-    ) -> Callable[..., Any]:
-        def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self, module: nn.Module, forward: Forward, path: str, pair: dict[str, str]
+    ) -> Forward:
+        def run(hidden: torch.Tensor, *args: object, **kwargs: object) -> Output:
             self._unseen.discard(path)
             a, b = self._tensor(pair["A"]).float(), self._tensor(pair["B"]).float()
-            own, outputs = module.weight, []
+            own = module.weight
+            assert isinstance(own, torch.Tensor)
+            outputs: list[Output] = []
             for scale, x in zip(self._scales(path), hidden.chunk(len(self._variants)), strict=True):
                 changed = (own.float() + scale * (b @ a)).to(own.dtype) if scale else own
                 module.weight = nn.Parameter(changed, requires_grad=False)
                 outputs.append(forward(x, *args, **kwargs))
             module.weight = own
             if isinstance(outputs[0], torch.Tensor):
-                return torch.cat(outputs)
+                return torch.cat(outputs)  # type: ignore[arg-type]
             return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
         return run
@@ -218,10 +228,6 @@ class AdapterLora:
 def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """scale · B (A x) for x [..., in], A [r, in], B [out, r]."""
     return nn.functional.linear(nn.functional.linear(x, a), b) * scale
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
 
 
 def _grouped(adapter: Adapter, found: Sequence[_Finding]) -> Iterator[Problem]:

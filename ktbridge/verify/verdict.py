@@ -11,23 +11,73 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.verify.variants import HALVES
+
+HALVES = ("expert", "nonexpert")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The base with parts of an adapter, applied correctly or not.
+
+    ``expert`` and ``nonexpert`` multiply the scale that the adapter asks for: 0 leaves that half out.
+    ``swapped``: gate's LoRA is in up's place and up's in gate's. ``shift``: expert e has the LoRA of
+    expert e + shift (modulo E). ``without``: (half, layer) that have none. ``unrotated``: the keys of
+    attention lack RoPE, which is the engine's error and not the adapter's.
+    """
+
+    expert: float = 0.0
+    nonexpert: float = 0.0
+    swapped: bool = False
+    shift: int = 0
+    without: frozenset[tuple[str, int]] = frozenset()
+    unrotated: bool = False
+
+    @property
+    def halves(self) -> tuple[bool, bool]:
+        """Whether it has the expert LoRA, and the non-expert LoRA."""
+        return bool(self.expert), bool(self.nonexpert)
+
+    def scaled(self, scales: Mapping[str, float]) -> Variant:
+        """A copy with these multipliers of the halves."""
+        return replace(
+            self,
+            expert=scales.get("expert", self.expert),
+            nonexpert=scales.get("nonexpert", self.nonexpert),
+        )
+
+    def scale(self, half: str, layer: int) -> float:
+        """The multiplier of ``half`` in a decoder layer (-1: outside of all layers)."""
+        if (half, layer) in self.without:
+            return 0.0
+        return self.expert if half == "expert" else self.nonexpert
+
+
+STANDARD = {
+    "base": Variant(),
+    "expert": Variant(expert=1),
+    "nonexpert": Variant(nonexpert=1),
+    "full": Variant(expert=1, nonexpert=1),
+}
+"""The correct variants by name."""
+
+
+def standard_variants(expert: bool, nonexpert: bool) -> dict[str, Variant]:
+    """The correct variants of an adapter with these halves."""
+    return {
+        name: variant
+        for name, variant in STANDARD.items()
+        if (expert or not variant.expert) and (nonexpert or not variant.nonexpert)
+    }
+
 
 Verdict = Literal[
     "applied", "not applied", "only experts", "only attention", "wrong scale", "can't tell"
 ]
 
-# Which halves (expert, non-expert) each reference has.
-CONTENT = {
-    "base": (False, False),
-    "expert": (True, False),
-    "nonexpert": (False, True),
-    "full": (True, True),
-}
 CLEAR_OF_NOISE = 3.0  # a separation below this many noise floors is inconclusive
 NEAR = 0.5  # nearest: nearer by at least this fraction of the separation, and within it
 WITHIN = 0.15  # equal to a reference: within this fraction of the separation, or noise
@@ -128,7 +178,7 @@ class Verification:
             return False
         return self.arm.distances[self.arm.nearest] > CLEAR_OF_NOISE * self.floor
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {"ok": self.ok} | asdict(self)
 
 
@@ -282,11 +332,11 @@ def _read_half(
 ) -> HalfReading:
     """Compare the two references that differ in ``half`` and agree with ``arm`` in the other."""
     index = HALVES.index(half)
-    other = CONTENT[arm.nearest][1 - index]
+    other = STANDARD[arm.nearest].halves[1 - index]
 
     def reference(present: bool) -> str:
         wanted = (present, other) if index == 0 else (other, present)
-        return next(name for name, content in CONTENT.items() if content == wanted)
+        return next(name for name, variant in STANDARD.items() if variant.halves == wanted)
 
     have, lack = reference(True), reference(False)
     there, absent = references.logprobs[have], references.logprobs[lack]

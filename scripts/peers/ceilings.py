@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ktbridge import _kernels
 from peers.worker import serve
+
+from ktbridge import _kernels
 
 TRIES = 3
 MOST_BYTES = 1 << 31

@@ -13,7 +13,6 @@ AVX512-BF16 variant of the extension, which it takes on CPUs without AMX. The re
 from __future__ import annotations
 
 import torch
-
 from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS
 from peers.layer import Case, serve
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import ktbridge.sft  # isort: skip - before torch, as its documentation asks
 
 import torch
-
-from ktbridge.experts.layer import MoELoRAExperts
 from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS
 from peers.layer import Case, serve
+
+from ktbridge.experts.layer import MoELoRAExperts
 
 
 class Ktbridge:

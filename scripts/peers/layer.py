@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-
 from peers import worker
 from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS, Shape
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 
 @dataclass

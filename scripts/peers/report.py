@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from peers.driver import Record, quartiles
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-
-from peers.driver import Record, quartiles
 
 OURS = "ktbridge"
 PASSES = ("forward", "backward")

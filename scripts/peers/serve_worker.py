@@ -21,7 +21,7 @@ class Engine:
     """`ktbridge serve` as anybody has it; a row's requests go to its models in turn."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        from ktbridge.serve.local.child_process import engine
+        from ktbridge.serve.chat import engine
 
         self.tokens, prompts = spec["tokens"], spec["prompts"]
         self._stack = ExitStack()

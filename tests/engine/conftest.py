@@ -17,7 +17,7 @@ from tinymoe import tiny_model, tiny_tokenizer
 
 from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.machine import read_gpus
-from ktbridge.serve.sglang.installed import Installed, read_installed
+from ktbridge.serve.sglang.facts import Installed, read_installed
 
 HIDDEN, INNER, EXPERTS, LAYERS, RANK = 256, 128, 8, 2, 8
 

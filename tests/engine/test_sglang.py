@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ktbridge.adapter.engines import contract_for
-from ktbridge.serve.sglang.installed import Installed
+from ktbridge.serve.sglang.facts import Installed
 
 KEY = "a-secret_4711"
 CLI = [sys.executable, "-m", "ktbridge"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launchfacts import facts_for
 from rawadapter import random_bits, write_config
 from realengine import (
     EXPERTS,
@@ -31,23 +32,12 @@ from realengine import (
 )
 
 from ktbridge.adapter import Tensor, read_adapter, write_raw_adapter
-from ktbridge.machine import Gpu, Machine, NumaNode
-from ktbridge.model import read_model_config
-from ktbridge.serve.sglang.cache import convert
-from ktbridge.serve.sglang.facts import Facts
-from ktbridge.serve.sglang.installed import read_installed
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import convert, read_sources
+from ktbridge.serve.sglang.facts import read_installed
 from ktbridge.serve.sglang.plan import Plan, plan
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Weights
-from ktbridge.serve.sglang.sources import read_sources
 
 PYTHON = "KTBRIDGE_ENGINE_PYTHON"
-GIB = 2**30
-MACHINE = Machine(
-    cpu="A CPU", isa=("avx2", "avx512_bf16", "amx_bf16"), physical_cores=64, logical_cpus=128,
-    affinity=128, cpu_quota=None, memory=512 * GIB, memory_available=500 * GIB, memory_limit=None,
-    numa=(NumaNode(0, "0-31", 256 * GIB, 64), NumaNode(1, "32-63", 256 * GIB, 64)),
-)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -147,15 +137,15 @@ def make_plan(model: Path, tmp_path: Path) -> Callable[..., Plan]:
     """make_plan(version, **request): the plan on a good machine, its conversions made."""
 
     def make(version: str, python: str = "python", **fields: Any) -> Plan:
-        request = Request(model=str(model), **fields)
+        request = SglangRequest(model=str(model), **fields)
         sources, problems = read_sources(request)
-        facts = Facts(
+        facts = facts_for(
+            model,
             installed=replace(read_installed(), python=python, engine=version, kernel=version),
-            machine=MACHINE, gpus=tuple(Gpu(i, "A GPU", 80 * GIB, "9.0") for i in range(8)),
-            model=read_model_config(model), model_path=model, weights=Weights(GIB, GIB),
-            stored="bf16", sources=sources, source_problems=tuple(problems), port=8000,
-            port_fault="", cache=tmp_path / "cache", environment={},
-        )  # fmt: skip
+            sources=sources,
+            source_problems=tuple(problems),
+            cache=tmp_path / "cache",
+        )
         made = plan(request, facts)
         for step in made.conversions:
             convert(step)

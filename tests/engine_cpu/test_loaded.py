@@ -12,9 +12,9 @@ import pytest
 from realengine import FIRST_MERGED, MERGED, SPLIT, Pairs, trained, wheel_path
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
-from ktbridge.serve.sglang.cache import ENGINE_CACHE
-from ktbridge.serve.sglang.failure_diagnosis import diagnose
+from ktbridge.serve.sglang.facts import ENGINE_CACHE
 from ktbridge.serve.sglang.launch import key_file
+from ktbridge.serve.sglang.logs import diagnose
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a version starts its engine
 

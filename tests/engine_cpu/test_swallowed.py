@@ -148,40 +148,28 @@ def outcome(loaded: Loaded, whole: Pairs) -> str:
     return "rescales" if scaled else "takes"
 
 
-def run(engines, version: str, made) -> Loaded:
-    return engines(version).run(made.argv[3:], dict(made.environment))
+ROWS = [("expert", what, damage, (does, does), code) for what, damage, does, code in EXPERT]
+ROWS += [("nonexpert", what, damage, (old, new), code) for what, damage, old, new, code in REST]
 
 
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
-@pytest.mark.parametrize("row", EXPERT, ids=lambda row: row[0].replace(" ", "-"))
-def test_expert_directories(
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1].replace(' ', '-')}")
+def test_damaged_directories(
     engines, make_plan, raws, as_trained, model, tmp_path, version, row
 ) -> None:
-    _, damage, does, code = row
-    directory = tmp_path / "expert"
-    convert_adapter(raws[version], expert_output_dir=directory)
-    made = make_plan(version, expert_adapter=str(directory))
-    damage(directory)
-    loaded = engines(version).run(made.argv[3:], dict(made.environment))
-    whole = {path: pair for path, pair in as_trained[version].items() if ".experts." in path}
-    assert outcome(loaded, whole) == does
-    said = severity(code, raws[version], directory, model, version)
-    assert said == "error" or (does == "refuses" and said)
-
-
-@pytest.mark.parametrize("version", [SPLIT, MERGED])
-@pytest.mark.parametrize("row", REST, ids=lambda row: row[0].replace(" ", "-"))
-def test_nonexpert_directories(
-    engines, make_plan, raws, as_trained, model, tmp_path, version, row
-) -> None:
-    _, damage, split, merged, code = row
+    half, _, damage, (split, merged), code = row
     does = split if version == SPLIT else merged
-    directory = tmp_path / "rest"
-    convert_adapter(raws[version], nonexpert_output_dir=directory)
-    made = make_plan(version, nonexpert_adapters={"neko": str(directory)})
+    directory = tmp_path / half
+    convert_adapter(raws[version], **{f"{half}_output_dir": directory})
+    served = {"nonexpert_adapters": {"neko": str(directory)}}
+    made = make_plan(version, **{"expert_adapter": str(directory)} if half == "expert" else served)
     damage(directory)
     loaded = engines(version).run(made.argv[3:], dict(made.environment))
-    whole = {path: pair for path, pair in as_trained[version].items() if ".experts." not in path}
+    whole = {
+        path: pair
+        for path, pair in as_trained[version].items()
+        if (".experts." in path) == (half == "expert")
+    }
     assert outcome(loaded, whole) == does
     said = severity(code, raws[version], directory, model, version)
     assert said == "error" or (does == "refuses" and said)

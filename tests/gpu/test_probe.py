@@ -3,8 +3,7 @@
 import torch
 
 from ktbridge.experts.gpu.probe import look
-from ktbridge.serve.doctor_gpu import try_gpus
-from ktbridge.serve.doctor_packages import Imports
+from ktbridge.serve.doctor_packages import Imports, try_gpus
 
 
 def test_each_gpu_is_tried_and_left_as_it_was():

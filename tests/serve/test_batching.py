@@ -17,7 +17,7 @@ from ktbridge.experts.inject import expert_layers, wrap_experts
 from ktbridge.experts.targets import adaptable
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.engine import Engine
-from ktbridge.serve.local.linears import pack_linears, worth_packing
+from ktbridge.serve.local.loading import pack_linears, worth_packing
 from ktbridge.serve.local.sampling import HEAD, Finish, Sampler, Sampling
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 from ktbridge.served_names import ServedArm

@@ -12,7 +12,7 @@ import pytest
 
 from ktbridge.experts.gpu.probe import MARK, GpuFacts
 from ktbridge.machine import NumaNode, read_machine
-from ktbridge.serve import doctor_gpu
+from ktbridge.serve import doctor_packages
 from ktbridge.serve.doctor import Diagnosis, _huge_pages, _numa
 from ktbridge.serve.doctor_packages import Imports
 
@@ -104,11 +104,20 @@ def test_nothing_readable_is_unknown_not_zero(tmp_path):
     assert (machine.isa, machine.numa, machine.physical_cores) == ((), (), None)
 
 
-def test_report(run_cli):
-    done = run_cli("doctor", "--quick", "--json")
-    assert done.returncode == 0, done.stdout
-    report = json.loads(done.stdout)
-    checks = {check["topic"]: check for check in report["checks"]}
+@pytest.fixture
+def doctor(run_cli):
+    """doctor(*options, code=0, **environment): the checks of `ktbridge doctor --json` by topic."""
+
+    def doctor(*options, code=0, **environment):
+        done = run_cli("doctor", "--json", *options, **environment)
+        assert done.returncode == code, done.stdout
+        return {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+
+    return doctor
+
+
+def test_report(doctor):
+    checks = doctor("--quick")
     assert checks["kernels"]["state"] == "ok"
     assert "scalar" in checks["kernels"]["found"]
     assert checks["torch"]["state"] == "ok"
@@ -116,28 +125,23 @@ def test_report(run_cli):
     assert all(c["remedy"] for c in checks.values() if c["state"] != "ok")
 
 
-def test_the_engine_and_its_contract(run_cli, tmp_path):
+def test_the_engine_and_its_contract(doctor, tmp_path):
     """An engine on the path is looked up in the table; kernels of another version get a remedy."""
     for name, version in (("sglang_kt", "0.6.4"), ("kt_kernel", "0.7.2")):
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    done = run_cli("doctor", "--quick", "--json", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0
-    checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    checks = doctor("--quick", PYTHONPATH=str(tmp_path))
     assert "0.6.3 to 0.7.0.post3: adapters split" in checks["engine contract"]["found"]
     assert checks["engine contract"]["remedy"] == "pip install kt-kernel==0.6.4"
     assert "0.6.4 has CVE-2026-3059, CVE-2026-3060" in checks["engine security"]["found"]
     assert "off untrusted networks" in checks["engine security"]["remedy"]
 
 
-def test_gpus_without_asking_torch(run_cli, tmp_path):
-    tool = (
-        write(tmp_path, {"nvidia-smi": "#!/bin/sh\necho '0, A GPU, 9.0, 81920'\n"}) / "nvidia-smi"
-    )
-    tool.chmod(0o755)
-    done = run_cli("doctor", "--quick", "--json", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+def test_gpus_without_asking_torch(doctor, tmp_path):
+    write(tmp_path, {"nvidia-smi": "#!/bin/sh\necho '0, A GPU, 9.0, 81920'\n"})
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    checks = doctor("--quick", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert checks["GPU"]["found"] == "A GPU 85.9 GB (nvidia-smi; torch was not asked)"
 
 
@@ -158,7 +162,7 @@ GOOD = GpuFacts(0, "A GPU", "9.0", True, True, 55.2e9)
     ],
 )
 def test_what_a_gpu_can_do_for_experts(lacking, memlock, said, remedy):
-    check = doctor_gpu.expert_check(replace(GOOD, **lacking), memlock)
+    check = doctor_packages.expert_check(replace(GOOD, **lacking), memlock)
     assert said in check.found
     assert remedy in check.remedy
     assert (check.state, bool(check.remedy)) == (("missing", True) if remedy else ("ok", False))
@@ -168,10 +172,10 @@ def test_gpus_are_tried_in_a_process_of_their_own(monkeypatch):
     """What it said counts even if it ends badly; where torch sees no GPU there is none."""
     line = f"\n{MARK}{json.dumps(asdict(GOOD))}"
     program = f"import sys; print({line!r}); sys.exit('driver gone')"
-    monkeypatch.setattr(doctor_gpu, "_PROBE", [sys.executable, "-c", program])
+    monkeypatch.setattr(doctor_packages, "_PROBE", [sys.executable, "-c", program])
     for cuda in (None, {"error": "no driver"}, {"cuda": None, "gpus": []}):
-        assert doctor_gpu.try_gpus(Imports(cuda=cuda)) == ((), [])
-    gpus, checks = doctor_gpu.try_gpus(Imports(cuda={"cuda": "13.0", "gpus": [["A GPU", 1]]}))
+        assert doctor_packages.try_gpus(Imports(cuda=cuda)) == ((), [])
+    gpus, checks = doctor_packages.try_gpus(Imports(cuda={"cuda": "13.0", "gpus": [["A GPU", 1]]}))
     assert gpus == (GOOD,)
     assert [check.state for check in checks] == ["ok", "problem"]
     assert checks[1].found == "trying the GPUs ended with code 1: driver gone"
@@ -185,24 +189,14 @@ def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):
     assert "no-such-isa" in done.stdout
 
 
-def test_imports_that_fail_are_reported_as_they_failed(run_cli, tmp_path):
+def test_imports_that_fail_are_reported_as_they_failed(doctor, tmp_path):
     """A library that isn't there, a module that ends Python, and one that is behind it."""
-    for name in (
-        "accelerate",
-        "datasets",
-        "fastapi",
-        "openai",
-        "peft",
-        "prometheus_client",
-        "uvicorn",
-    ):
+    for name in "accelerate datasets fastapi openai peft prometheus_client uvicorn".split():
         write(tmp_path, {f"{name}.py": ""})
     why = "libgone.so.12: cannot open shared object file"
     write(tmp_path, {"torch.py": f"raise ImportError({why!r})\n", "transformers.py": "1 / 0\n"})
     write(tmp_path, {"trl.py": "import os, sys\nprint('dying', file=sys.stderr)\nos._exit(3)\n"})
-    done = run_cli("doctor", "--json", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    checks = doctor(code=1, PYTHONPATH=str(tmp_path))
     for topic, words in (
         ("torch", f"does not import: ImportError: {why}"),
         ("transformers", "does not import: ZeroDivisionError: division by zero"),
@@ -215,15 +209,11 @@ def test_imports_that_fail_are_reported_as_they_failed(run_cli, tmp_path):
     assert checks["peft"]["state"] == "ok"
 
 
-def test_a_package_that_is_too_old_and_an_engine_that_does_not_run(run_cli, tmp_path):
+def test_a_package_that_is_too_old_and_an_engine_that_does_not_run(doctor, tmp_path):
     info = tmp_path / "openai-1.99.dist-info"
     write(info, {"METADATA": "Metadata-Version: 2.1\nName: openai\nVersion: 1.99\n"})
     python = str(tmp_path / "python")
-    done = run_cli(
-        *("doctor", "--quick", "--json", "--engine-python", python), PYTHONPATH=str(tmp_path)
-    )
-    assert done.returncode == 1
-    checks = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    checks = doctor("--quick", "--engine-python", python, code=1, PYTHONPATH=str(tmp_path))
     assert checks["openai"]["found"].startswith("1.99 is too old; ktbridge needs 2.0")
     assert checks["openai"]["remedy"] == "pip install 'openai>=2.0'"
     assert f"{python} does not run" in checks["sglang-kt"]["found"]

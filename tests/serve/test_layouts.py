@@ -23,7 +23,7 @@ def layouts(base, adapter, tmp_path_factory):
 
 def logprobs(base, **adapters) -> dict[str, list]:
     """Prompt logprobs by arm name."""
-    from ktbridge.serve.local.engine import load_engine
+    from ktbridge.serve.local.loading import load_engine
 
     plan = plan_local(ServeRequest(str(base), served_name="s", threads=1, **adapters))
     engine = load_engine(plan)

@@ -1,14 +1,10 @@
-"""The server as a process: refusals before loading, load under way, hang-ups, and its end."""
+"""The server as a process: refusals before loading, dry runs, fingerprints, and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-import time
-import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack
 
 import pytest
 import uvicorn
@@ -18,39 +14,12 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.install import install_hint
 from ktbridge.serve.local import plan as local_plan
-from ktbridge.serve.local.fingerprint import fingerprints
 from ktbridge.serve.local.launch import _Server
-from ktbridge.serve.local.plan import plan_local
+from ktbridge.serve.local.plan import fingerprints, plan_local
 from ktbridge.serve.request import ServeRequest
 
 
-def health(server) -> dict:
-    with urllib.request.urlopen(f"{server.root}/health", timeout=10) as response:
-        return json.load(response)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def test_hanging_up_frees_the_server(server, client, begin_answer):
-    """Thirty long answers are asked for and abandoned; health answers meanwhile, and the next
-    request does not wait for them."""
-    with ExitStack() as stack:
-        for i in range(30):
-            stack.enter_context(begin_answer(server, stream=i % 2 == 0))
-        wait_for(lambda: health(server)["waiting"] > 10)
-    start = time.monotonic()
-    client.completions.create(model="tiny", prompt="x", max_tokens=1)
-    # The answers would have taken some twenty seconds.
-    assert time.monotonic() - start < 5
-    wait_for(lambda: health(server)["waiting"] == 0)
-
-
-def refused(run_cli, code: int, words: str, *args: str) -> None:
+def refused(run_cli, code: int, words: str, *args: str) -> str:
     """One sentence and a next step on stderr, nothing on stdout, no traceback."""
     result = run_cli("serve", *args)
     assert result.returncode == code, result.stderr
@@ -60,18 +29,31 @@ def refused(run_cli, code: int, words: str, *args: str) -> None:
     assert words in result.stderr
     assert "  next: " in result.stderr
     assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "args"),
+    [
+        (1, "nowhere", ("--model", "{nowhere}")),
+        (1, "nowhere", ("--model", "{base}", "--adapter", "a={nowhere}")),
+        (1, "narrow", ("--model", "{base}", "--adapter", "a={narrow}", "--port", "0")),
+        (2, "a and b both bring an expert LoRA",
+         ("--model", "{base}", "--adapter", "a={adapter}", "--adapter", "b={adapter}")),
+        (2, "'a:b'", ("--model", "{base}", "--served-model-name", "a:b")),
+        (2, "no API key", ("--model", "{base}", "--host", "0.0.0.0")),
+        (2, "no API key", ("--model", "{base}", "--host", "::")),
+    ],
+)  # fmt: skip
+def test_refusals(run_cli, base, adapter, make_adapter, tmp_path, code, words, args):
+    paths = {"base": base, "adapter": adapter, "nowhere": tmp_path / "nowhere"}
+    paths["narrow"] = make_adapter("narrow", hidden=32)  # of another base
+    refused(run_cli, code, words, *(word.format(**paths) for word in args))
 
 
 def test_port_in_use_is_said_before_loading(run_cli, server, base):
-    start = time.monotonic()
-    refused(run_cli, 1, "already in use", "--model", str(base), "--port", str(server.port))
-    assert time.monotonic() - start < 3
-    taken = run_cli("serve", "--model", str(base), "--port", str(server.port))
-    assert "loading" not in taken.stderr
-
-
-def test_missing_model(run_cli, tmp_path):
-    refused(run_cli, 1, "nowhere", "--model", str(tmp_path / "nowhere"))
+    said = refused(run_cli, 1, "already in use", "--model", str(base), "--port", str(server.port))
+    assert "loading" not in said
 
 
 def test_truncated_model(run_cli, base, tmp_path):
@@ -96,30 +78,6 @@ def test_model_without_a_weight(base, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(KtbridgeError, match=r"lacks model\.norm\.weight"):
         load_model(tmp_path, torch.bfloat16)
-
-
-def test_missing_adapter(run_cli, base, tmp_path):
-    lost = tmp_path / "nowhere"
-    refused(run_cli, 1, "nowhere", "--model", str(base), "--adapter", f"a={lost}")
-
-
-def test_adapter_of_another_base(run_cli, base, make_adapter):
-    narrow = make_adapter("narrow", hidden=32)
-    refused(run_cli, 1, "narrow", "--model", str(base), "--adapter", f"a={narrow}", "--port", "0")
-
-
-def test_two_expert_adapters(run_cli, base, adapter):
-    both = ("--adapter", f"a={adapter}", "--adapter", f"b={adapter}")
-    refused(run_cli, 2, "a and b both bring an expert LoRA", "--model", str(base), *both)
-
-
-def test_served_name_with_a_colon(run_cli, base):
-    refused(run_cli, 2, "'a:b'", "--model", str(base), "--served-model-name", "a:b")
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_public_address_needs_a_key(run_cli, base, host):
-    refused(run_cli, 2, "no API key", "--model", str(base), "--host", host)
 
 
 @pytest.mark.parametrize("key", [" hush", "hush\n", "  ", "hush\nhush"])

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktbridge.serve.local.detokenize import StopScanner, TextOffsets, TextStream, Tokens
-from ktbridge.serve.local.middleware import allowed
+from ktbridge.serve.local.app import allowed
+from ktbridge.serve.local.detokenize import BYTE_OF, StopScanner, TextOffsets, TextStream, Tokens
 from ktbridge.serve.local.sampling import Answer, Finish, Sampling
 
 
@@ -67,9 +67,7 @@ def test_offsets_are_places_in_the_text(tokens):
 
 
 def byte_level(text: str) -> list[str]:
-    from ktbridge.serve.local.detokenize import _byte_level_alphabet
-
-    of = {byte: c for c, byte in _byte_level_alphabet().items()}
+    of = {byte: c for c, byte in BYTE_OF.items()}
     return [of[byte] for byte in text.encode()]
 
 

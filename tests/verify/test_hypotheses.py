@@ -16,11 +16,9 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from ktbridge.adapter import merge_adapter, read_adapter
 from ktbridge.experts.loading import load_model, load_tokenizer
 from ktbridge.verify.hypotheses import explain
-from ktbridge.verify.logprob_client import fixed_prompts
 from ktbridge.verify.reference_model import ReferenceModel, compute_references
-from ktbridge.verify.run import facts_of
-from ktbridge.verify.variants import Variant
-from ktbridge.verify.verdict import Verification, judge
+from ktbridge.verify.run import facts_of, fixed_prompts
+from ktbridge.verify.verdict import Variant, Verification, judge
 
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
 Tensors = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from transformers.models.minimax_m2 import modeling_minimax_m2
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import load_model
 from ktbridge.verify.layerwise import LayerwiseModel
-from ktbridge.verify.unrotated_keys import keys_left, rotating
+from ktbridge.verify.reference_model import keys_left, rotating
 
 FAMILIES = ("qwen3_5_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_vl_moe")
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import socket
 import time
 
-import openai
 import pytest
-from safetensors.torch import load_file, save_file
 from tinyserver import Server
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.serve.local.limits import Limits
 from ktbridge.verify.run import arms_to_ask, verify
 
 KEY = "a key of its own"
@@ -29,23 +25,14 @@ def servers(warm, base, adapter, make_adapter):
         "nonexpert": make_adapter("nonexpert-half", expert=False),
         "zero": make_adapter("zero", strength=0.0),
     }
-    args = (
-        "--model",
-        base,
-        "--served-model-name",
-        "tiny",
-        "--port",
-        "0",
-        "--threads",
-        "1",
-        "--json",
-    )
+    args = ("--model", base, "--served-model-name", "tiny", "--port", "0", "--threads", "1")
     starting = {}
     for name, path in given.items():
         key = "" if name == "right" else KEY
         environment = {"KTBRIDGE_API_KEY": key, "OMP_NUM_THREADS": "1"}
         starting[name] = warm.start(
-            "-m", "ktbridge", "serve", *args, "--adapter", f"neko={path}", **environment
+            *("-m", "ktbridge", "serve", *args, "--json", "--adapter", f"neko={path}"),
+            **environment,
         )
     try:
         ready = {name: readiness(process) for name, process in starting.items()}
@@ -117,28 +104,27 @@ def test_zero_adapter_is_never_applied(ktbridge, servers, base, make_adapter):
     assert done.stdout.startswith(verdict)
 
 
-def test_a_server_of_zero_has_not_the_right_adapter(servers, base, adapter):
-    result = verify(servers["zero"].url, "tiny:neko", str(adapter), str(base), api_key=KEY)
-    assert verdicts(result) == {"expert": "not applied", "nonexpert": "not applied"}
-    assert (result.verdict, result.ok) == ("not applied", False)
+@pytest.mark.parametrize(
+    ("served", "expert", "nonexpert", "verdict"),
+    [
+        ("zero", "not applied", "not applied", "not applied"),
+        ("expert", "applied", "not applied", "only experts"),
+        ("nonexpert", "not applied", "applied", "only attention"),
+    ],
+)
+def test_a_part_is_told_from_the_whole(servers, base, adapter, served, expert, nonexpert, verdict):
+    result = verify(servers[served].url, "tiny:neko", str(adapter), str(base), api_key=KEY)
+    assert verdicts(result) == {"expert": expert, "nonexpert": nonexpert}
+    assert (result.verdict, result.ok) == (verdict, False)
+    if served == "nonexpert":  # which has no arm with experts alone
+        assert [arm.model for arm in result.arms] == ["tiny:base", "tiny:neko"]
 
 
-def test_expert_only_adapter(servers, base, adapter, make_adapter):
-    url, half = servers["expert"].url, make_adapter("expert-half", nonexpert=False)
-    result = verify(url, "tiny", str(half), str(base), api_key=KEY)
+def test_expert_only_adapter(servers, base, make_adapter):
+    half = make_adapter("expert-half", nonexpert=False)
+    result = verify(servers["expert"].url, "tiny", str(half), str(base), api_key=KEY)
     assert verdicts(result) == {"expert": "applied"}
     assert (result.verdict, result.ok) == ("applied", True)
-    # The same server, judged by the adapter that has both halves.
-    result = verify(url, "tiny:neko", str(adapter), str(base), api_key=KEY)
-    assert verdicts(result) == {"expert": "applied", "nonexpert": "not applied"}
-    assert (result.verdict, result.ok) == ("only experts", False)
-
-
-def test_server_without_the_expert_half(servers, base, adapter):
-    result = verify(servers["nonexpert"].url, "tiny:neko", str(adapter), str(base), api_key=KEY)
-    assert verdicts(result) == {"expert": "not applied", "nonexpert": "applied"}
-    assert [arm.model for arm in result.arms] == ["tiny:base", "tiny:neko"]
-    assert (result.verdict, result.ok) == ("only attention", False)
 
 
 def test_wrong_base_proves_nothing(ktbridge, server, adapter, other_base):
@@ -177,25 +163,6 @@ def test_a_wrong_alpha_is_named(ktbridge, server, base, adapter, tmp_path):
     assert "KTV003  tiny\n" in done.stderr  # the arm with experts alone isn't right either
 
 
-def test_swapped_experts_are_named(server, base, adapter, tmp_path):
-    """A served adapter whose gate and up have changed places against the one that was meant."""
-    swapped = tmp_path / "swapped"
-    swapped.mkdir()
-    (swapped / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
-    for name in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):
-        tensors = load_file(adapter / name)
-        save_file({SWAPPED.sub(_other, key): t for key, t in tensors.items()}, swapped / name)
-    result = verify(server.url, "tiny:neko", str(swapped), str(base))
-    assert (result.verdict, result.looks_like) == ("not applied", "gate and up swapped")
-
-
-SWAPPED = re.compile(r"(gate|up)(?=_lora)")
-
-
-def _other(match: re.Match[str]) -> str:
-    return "up" if match[0] == "gate" else "gate"
-
-
 def test_adapter_that_goes_nowhere_is_an_error(server, base, make_adapter):
     """One problem for each kind of misfit, with a count, however many modules there are."""
     with pytest.raises(ProblemsError, match="does not fit the base") as caught:
@@ -222,13 +189,6 @@ def test_unavailable_is_never_a_pass(ktbridge, server, servers, base, adapter):
         assert done.stdout == ""
 
 
-def test_key_is_asked_for_over_http(servers):
-    with servers["zero"].client("wrong") as client, pytest.raises(openai.AuthenticationError):
-        client.models.list()
-    with servers["zero"].client(KEY) as client:
-        assert [model.id for model in client.models.list()] == ["tiny", "tiny:neko", "tiny:base"]
-
-
 def test_which_arms_are_asked():
     listed = ["S", "S:a", "S:base"]
     assert arms_to_ask("S:a", listed) == {"S:base": "base", "S": "expert", "S:a": "full"}
@@ -249,9 +209,7 @@ def test_signals_end_servers_cleanly(servers, begin_answer):
         server = servers[name]
         with begin_answer(server, stream=True, Authorization=f"Bearer {KEY}") as connection:
             assert connection.recv(64).startswith(b"HTTP/1.1 200")
-            start = time.monotonic()
             assert server.stop(number) == 0
-            assert time.monotonic() - start < Limits().drain_seconds
             rest = b""
             while piece := connection.recv(65536):
                 rest += piece

@@ -43,28 +43,31 @@ def read(references: References, vector: list) -> dict[str, str]:
     return {half.half: half.verdict for half in result.halves}
 
 
-@pytest.mark.parametrize("expert", [0, 1])
-@pytest.mark.parametrize("nonexpert", [0, 1])
-def test_each_half_is_told_from_the_other(expert, nonexpert):
-    references = vectors(effect=0.2, noise=0.01)
-    words = ("not applied", "applied")
-    got = read(references, served_as(references, expert, nonexpert, jitter=0.012))
-    assert got == {"expert": words[expert], "nonexpert": words[nonexpert]}
-    whole = {
-        (0, 0): "not applied",
-        (1, 0): "only experts",
-        (0, 1): "only attention",
-        (1, 1): "applied",
-    }
+@pytest.fixture
+def references() -> References:
+    """An effect that is well above the noise."""
+    return vectors(effect=0.2, noise=0.01)
+
+
+@pytest.mark.parametrize(
+    ("expert", "nonexpert", "whole"),
+    [
+        (0, 0, "not applied"),
+        (1, 0, "only experts"),
+        (0, 1, "only attention"),
+        (1, 1, "applied"),
+    ],
+)
+def test_each_half_is_told_from_the_other(references, expert, nonexpert, whole):
     vector = served_as(references, expert, nonexpert, jitter=0.012)
+    words = ("not applied", "applied")
+    assert read(references, vector) == {"expert": words[expert], "nonexpert": words[nonexpert]}
     result = judge("m", {"m": ("full", vector)}, references)
-    assert result.verdict == whole[expert, nonexpert]
-    assert not result.in_doubt
+    assert (result.verdict, result.in_doubt) == (whole, False)
 
 
 @pytest.mark.parametrize("degree", [0.5, 0.75, 0.8, 1.25, 1.41, 2.0, -1.0])
-def test_wrong_scale_is_not_applied(degree):
-    references = vectors(effect=0.2, noise=0.01)
+def test_wrong_scale_is_not_applied(references, degree):
     result = judge("m", {"m": ("full", served_as(references, degree, 1, jitter=0.01))}, references)
     expert, nonexpert = result.halves
     assert expert.verdict != "applied"
@@ -75,8 +78,7 @@ def test_wrong_scale_is_not_applied(degree):
 
 
 @pytest.mark.parametrize("degree", [0.75, 0.8, 1.25, 1.41])
-def test_wrong_scale_of_everything_is_not_applied(degree):
-    references = vectors(effect=0.2, noise=0.01)
+def test_wrong_scale_of_everything_is_not_applied(references, degree):
     vector = served_as(references, degree, degree, jitter=0.01)
     assert "applied" not in read(references, vector).values()
     result = judge("m", {"m": ("full", vector)}, references)
@@ -105,9 +107,8 @@ def test_no_effect_cannot_be_told():
     assert "changes nothing" in result.reason
 
 
-def test_half_an_effect_is_not_enough():
+def test_half_an_effect_is_not_enough(references):
     """One half has B = 0: what is there may be right, and the whole can't be seen."""
-    references = vectors(effect=0.2, noise=0.01)
     same = dict(references.logprobs)
     same["nonexpert"], same["full"] = same["base"], same["expert"]
     blank = References(same, references.noise)
@@ -117,8 +118,7 @@ def test_half_an_effect_is_not_enough():
     assert "expert LoRA: applied" in result.reason
 
 
-def test_the_servers_own_noise_raises_the_floor():
-    references = vectors(effect=0.2, noise=0.01)
+def test_the_servers_own_noise_raises_the_floor(references):
     served = {"m": ("full", served_as(references, 1, 1, jitter=0.01))}
     quiet = judge("m", served, references, {"m": 0.001})
     assert (quiet.verdict, quiet.spread, quiet.floor) == ("applied", 0.001, 0.01)
@@ -126,22 +126,19 @@ def test_the_servers_own_noise_raises_the_floor():
     assert (loud.verdict, loud.floor, loud.noise) == ("can't tell", 0.1, dict(references.noise))
 
 
-def test_another_base_is_said():
-    references = vectors(effect=0.2, noise=0.01)
+def test_another_base_is_said(references):
     stranger = [x - 1 for x in references.logprobs["base"]]
     full = list(references.logprobs["full"])
     result = judge("S:a", {"S:base": ("base", stranger), "S:a": ("full", full)}, references)
     assert (result.verdict, result.told_by, result.in_doubt) == ("can't tell", "base", False)
 
 
-def test_unrelated_numbers_prove_nothing():
-    references = vectors(effect=0.2, noise=0.01)
+def test_unrelated_numbers_prove_nothing(references):
     stranger = list(vectors(effect=0.2, noise=0.01, seed=9).logprobs["full"])
     assert "applied" not in read(references, stranger).values()
 
 
-def test_an_arm_that_is_not_what_its_name_says_fails_the_whole():
-    references = vectors(effect=0.2, noise=0.01)
+def test_an_arm_that_is_not_what_its_name_says_fails_the_whole(references):
     full = list(references.logprobs["full"])
     result = judge("S:a", {"S:base": ("base", full), "S:a": ("full", full)}, references)
     assert [half.verdict for half in result.halves] == ["applied", "applied"]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from transformers import Cache
 
-from ktbridge.serve.local.caches import take_rows
-from ktbridge.serve.local.detokenize import Tokens
+from ktbridge.serve.local.caches import Source, take_rows
+from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.sampling import (
     Answer,
     Delta,
@@ -30,22 +31,6 @@ from ktbridge.served_names import ServedArm
 log = logging.getLogger(__name__)
 
 ALONE = 4096  # tokens per chunk when no other answer waits: activations and logits need memory
-
-
-class Model(Protocol):
-    """What batching needs of an engine."""
-
-    tokens: Tokens
-    stop_ids: frozenset[int]
-    chunkable: bool
-
-    def prefill(
-        self, arm: ServedArm, ids: Sequence[int], all_logits: bool, cache: Any = None
-    ) -> tuple[torch.Tensor, Any]: ...
-
-    def step(
-        self, arms: Sequence[ServedArm], ids: Sequence[int], lengths: Sequence[int], cache: Any
-    ) -> torch.Tensor: ...
 
 
 class Listener(Protocol):
@@ -92,7 +77,7 @@ class Prefill:
 
     ask: Ask
     done: int = 0
-    cache: Any = None
+    cache: Cache | None = None
     entries: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -104,13 +89,13 @@ class Batch:
     row. ``chunk``: tokens of a prompt per prefill chunk while other answers wait.
     """
 
-    model: Model
+    model: Engine
     running: int
     cells: int
     chunk: int = 512
     rows: list[Row] = field(default_factory=list)
     pending: Prefill | None = None
-    _cache: Any = None
+    _cache: Cache | None = None
 
     def fits(self, ask: Ask) -> bool:
         """Whether ``ask`` can begin now; always true if nothing else runs."""
@@ -154,7 +139,7 @@ class Batch:
                     ask.listener.deliver(row.choice, event)
                 if self._take(row, logits):
                     rows.append(row)
-            if rows:
+            if rows and prefill.cache is not None:
                 self._join(rows, prefill.cache)
             return ask.n if ask.sampling.max_tokens else 0
         except Exception as error:
@@ -184,7 +169,7 @@ class Batch:
     def step(self) -> int:
         """Generate one token for every row that isn't cancelled. Returns how many were chosen."""
         self._keep([row for row in self.rows if not row.ask.listener.cancelled])
-        if not self.rows:
+        if not self.rows or self._cache is None:
             return 0
         rows = self.rows
         try:
@@ -229,10 +214,12 @@ class Batch:
             row.ask.listener.deliver(row.choice, event)
         return not (events and isinstance(events[-1], Finish))
 
-    def _join(self, rows: list[Row], cache: Any) -> None:
-        sources = [(self._cache, range(len(self.rows)))] if self.rows else []
+    def _join(self, rows: list[Row], cache: Cache) -> None:
+        sources: list[Source] = [(cache, [0] * len(rows))]
+        if self._cache is not None:
+            sources.insert(0, (self._cache, range(len(self.rows))))
         self.rows = self.rows + rows
-        self._cache = take_rows([*sources, (cache, [0] * len(rows))], self._width())
+        self._cache = take_rows(sources, self._width())
 
     def _keep(self, rows: list[Row]) -> None:
         if len(rows) == len(self.rows):
@@ -240,7 +227,8 @@ class Batch:
         kept = {id(row) for row in rows}
         places = [i for i, row in enumerate(self.rows) if id(row) in kept]
         self.rows = rows
-        self._cache = take_rows([(self._cache, places)], self._width()) if rows else None
+        if self._cache is not None:
+            self._cache = take_rows([(self._cache, places)], self._width()) if rows else None
 
     def _width(self) -> int:
         return max(row.length for row in self.rows)

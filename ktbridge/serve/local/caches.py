@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers import cache_utils as kinds
 
 ROOM = 128  # spare positions of a cache: it is copied when they are used up
@@ -29,8 +29,11 @@ BATCHABLE = (
 ATTENTION = (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer, kinds.DummyLayer)
 """Layers of keys and values only."""
 
-Source = tuple[Any, Sequence[int]]
-"""A cache (or one of its layers), and which of its rows are meant."""
+Layer = Any  # what is read of a layer isn't in any base class of transformers'
+Source = tuple[Cache, Sequence[int]]
+"""A cache, and which of its rows are meant."""
+LayerSource = tuple[Layer, Sequence[int]]
+"""A layer, and which of its rows are meant."""
 
 
 class GrowingLayer(kinds.DynamicLayer):
@@ -48,9 +51,9 @@ class GrowingLayer(kinds.DynamicLayer):
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        filled: Any = (self.keys, self.values)
+        filled: Layer = (self.keys, self.values)
         start = filled[0].shape[2]
         end = start + key_states.shape[2]
         if end > self._buffers[0].shape[2]:
@@ -62,20 +65,20 @@ class GrowingLayer(kinds.DynamicLayer):
         return self.keys, self.values
 
 
-def batchable(cache: Any) -> bool:
+def batchable(cache: Cache) -> bool:
     """Whether rows of such a cache can be joined: all its layers are of supported types."""
     known = (*BATCHABLE, GrowingLayer)
     return type(cache) is DynamicCache and all(type(layer) in known for layer in cache.layers)
 
 
-def bytes_held(cache: Any) -> int:
+def bytes_held(cache: Cache) -> int:
     """Bytes of keys and values, which grow with every token."""
-    layers: list[Any] = [la for la in cache.layers if isinstance(la, kinds.DynamicLayer)]
+    layers: list[Layer] = [la for la in cache.layers if isinstance(la, kinds.DynamicLayer)]
     return sum(t.nbytes for layer in layers if _filled(layer) for t in (layer.keys, layer.values))
 
 
 @torch.inference_mode()
-def take_rows(sources: Sequence[Source], width: int) -> Any:
+def take_rows(sources: Sequence[Source], width: int) -> Cache:
     """A cache of the named rows of ``sources``, in this order, ``width`` positions wide.
 
     A row may be taken more than once. Narrower rows are padded on the left; of wider ones the left
@@ -89,8 +92,8 @@ def take_rows(sources: Sequence[Source], width: int) -> Any:
     return made
 
 
-def _join_layer(sources: Sequence[Source], width: int) -> Any:
-    first: Any = sources[0][0]
+def _join_layer(sources: Sequence[LayerSource], width: int) -> Layer:
+    first = sources[0][0]
     made = copy.copy(first)
     if isinstance(made, kinds.LinearAttentionLayer):
         for name in ("conv_states", "recurrent_states"):
@@ -118,11 +121,11 @@ def _join_layer(sources: Sequence[Source], width: int) -> Any:
     return made
 
 
-def _filled(layer: Any) -> bool:
+def _filled(layer: Layer) -> bool:
     return bool(layer.is_initialized) and layer.keys is not None and layer.keys.numel() > 0
 
 
-def _each_row(sources: Sequence[Source]) -> Iterator[Any]:
+def _each_row(sources: Sequence[LayerSource]) -> Iterator[Layer]:
     return (layer for layer, rows in sources for _ in rows)
 
 

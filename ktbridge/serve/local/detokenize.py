@@ -5,32 +5,37 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 UNFINISHED = "\ufffd"
 MOST_WAITING = 32  # tokens in a row without text: no character is that long
+BYTE_OF: dict[str, int] = {stand_in: byte for byte, stand_in in bytes_to_unicode().items()}
+"""Byte-level BPE vocabularies spell each byte as a printable character (GPT-2's table)."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokens:
     """A tokenizer seen token by token."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._byte_of = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        self._byte_of = BYTE_OF if _is_byte_level(tokenizer) else None
         self._special = frozenset(tokenizer.all_special_ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ``ids``; special tokens are left out unless ``special``."""
-        return self.tokenizer.decode(
+        text = self.tokenizer.decode(
             list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
     def raw(self, token: int) -> bytes:
         """The bytes one token stands for, half characters included."""
         if token not in self._special:
-            piece = self.tokenizer.convert_ids_to_tokens(token) or ""
+            piece = self.tokenizer.convert_ids_to_tokens(token)
+            piece = piece if isinstance(piece, str) else ""
             if self._byte_of is not None and all(c in self._byte_of for c in piece):
                 return bytes(self._byte_of[c] for c in piece)
             if match := BYTE_TOKEN.fullmatch(piece):
@@ -135,21 +140,8 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return False
     return '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
-
-
-@lru_cache(maxsize=1)
-def _byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in byte-level BPE vocabularies (GPT-2's table).
-
-    Printable Latin-1 bytes stand for themselves; the other 68 take code points from 256 up.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return table

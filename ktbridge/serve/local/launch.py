@@ -12,9 +12,9 @@ from types import FrameType
 
 import uvicorn
 
+from ktbridge import hosts
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import url_from_here
-from ktbridge.serve.local.plan import ServePlan
+from ktbridge.serve.local.plan import ServePlan, fingerprints
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
 
@@ -25,23 +25,13 @@ def bind(host: str, port: int) -> socket.socket:
     Raises KtbridgeError when the port or the address is unavailable. Port 0 takes any free one.
     """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
+        return hosts.bind(host, port)
+    except socket.gaierror as error:
         raise KtbridgeError(
             f"the host {host!r} has no address here.", "bind to 127.0.0.1 with --host"
         ) from error
-    listener = socket.socket(family, kind, proto)
-    try:
-        # Lets a restarted server rebind its port while old connections are in TIME_WAIT; it does
-        # not let two servers share one.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except OSError as error:
-        listener.close()
         raise _port_error(host, port, error) from error
-    return listener
 
 
 def serve(
@@ -60,8 +50,7 @@ def serve(
     try:
         on_loading()
         from ktbridge.serve.local.app import create_app
-        from ktbridge.serve.local.engine import load_engine
-        from ktbridge.serve.local.fingerprint import fingerprints
+        from ktbridge.serve.local.loading import load_engine
 
         engine = load_engine(plan)
         app = create_app(
@@ -85,7 +74,7 @@ def serve(
 
 
 async def _serve(server: _Server, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    url = f"{url_from_here(*listener.getsockname()[:2])}/v1"
+    url = f"{hosts.url_from_here(*listener.getsockname()[:2])}/v1"
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)

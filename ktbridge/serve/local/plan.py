@@ -1,12 +1,13 @@
-"""Plan a local launch and check it before any weight is read."""
+"""Plan a local launch and check it before any weight is read; and a fingerprint of what it serves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ktbridge.adapter import Adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
@@ -14,8 +15,7 @@ from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.serve.doctor_packages import PACKAGES
-from ktbridge.serve.local.limits import Limits
-from ktbridge.serve.request import OPTION_OF_LAYOUT, ServeRequest
+from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
 from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
 
 
@@ -35,7 +35,12 @@ class ServePlan:
     limits: Limits = field(default_factory=Limits)
     problems: tuple[Problem, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def models(self) -> dict[str, str]:
+        """The names that requests may use, with what answers."""
+        return {arm.name: arm.description for arm in self.arms}
+
+    def as_dict(self) -> dict[str, object]:
         return {
             "engine": "local",
             "model": str(self.model),
@@ -47,7 +52,7 @@ class ServePlan:
             "limits": asdict(self.limits),
             "expert_adapter": None if self.expert is None else str(self.expert),
             "nonexpert_adapters": {name: str(path) for name, path in self.nonexpert},
-            "models": {arm.name: arm.description for arm in self.arms},
+            "models": self.models,
             "problems": [problem.as_dict() for problem in self.problems],
         }
 
@@ -114,25 +119,21 @@ def _halves(request: ServeRequest) -> tuple[Named, Named, list[str]]:
     nonexpert: Named = []
     whole: list[str] = []
     seen: set[str] = set()
-    if request.expert_adapter is not None:
-        expert.append(("--expert-adapter", _open(request.expert_adapter, "expert").path))
-    for layout, group in (
-        ("nonexpert", request.nonexpert_adapters),
-        ("merged", request.merged_adapters),
-        (None, request.adapters),
-    ):
-        for name, directory in group.items():
-            check_adapter_name(name)
-            if name in seen:
-                raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
-            seen.add(name)
-            adapter = _open(directory, layout)
-            if adapter.expert_layers():
-                expert.append((name, adapter.path))
-            if adapter.nonexpert_keys():
-                nonexpert.append((name, adapter.path))
-            else:
-                whole.append(name)
+    for name, directory, layout in request.directories():
+        if name is None:
+            expert.append(("--expert-adapter", _open(directory, layout).path))
+            continue
+        check_adapter_name(name)
+        if name in seen:
+            raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
+        seen.add(name)
+        adapter = _open(directory, layout)
+        if adapter.expert_layers():
+            expert.append((name, adapter.path))
+        if adapter.nonexpert_keys():
+            nonexpert.append((name, adapter.path))
+        else:
+            whole.append(name)
     return expert, nonexpert, whole
 
 
@@ -194,3 +195,74 @@ def _check_adapters(
             "serve it with the base it was trained on, or look closer with `ktbridge validate`",
         )
     return tuple(problems)
+
+
+_CHUNK = 1 << 20
+_SMALL = 64 << 20
+
+
+def fingerprints(plan: ServePlan) -> dict[str, str]:
+    """Hex SHA-256 by served name, over the base and the halves of the adapter that take part.
+
+    Adapters are hashed byte by byte. A base may be hundreds of gigabytes: there every small file
+    (configurations, the tokenizer in any format) is hashed, and of each weight file its size, its
+    header and the first and last MiB of its data.
+    """
+    base = _digest(_base_parts(plan.model))
+    files: dict[Path, str] = {}
+
+    def adapter(directory: Path | None) -> str:
+        if directory is None:
+            return ""
+        if directory not in files:
+            files[directory] = _digest(
+                part
+                for path in sorted(directory.iterdir())
+                if path.suffix == ".safetensors" or path.name == "adapter_config.json"
+                for part in (path.name.encode(), *_chunks(path))
+            )
+        return files[directory]
+
+    nonexpert = dict(plan.nonexpert)
+
+    def one(arm: ServedArm) -> str:
+        parts = {
+            "base": base,
+            "expert": adapter(plan.expert) if arm.expert else "",
+            "nonexpert": adapter(nonexpert[arm.nonexpert]) if arm.nonexpert else "",
+        }
+        return _digest([json.dumps(parts, sort_keys=True).encode()])
+
+    return {arm.name: one(arm) for arm in plan.arms}
+
+
+def _base_parts(model: Path) -> Iterable[bytes]:
+    for path in sorted(model.iterdir()):
+        if path.name.startswith(".") or not path.is_file():
+            continue
+        if path.suffix != ".safetensors":
+            if path.stat().st_size <= _SMALL:
+                yield path.name.encode()
+                yield from _chunks(path)
+        else:
+            with open(path, "rb") as file:
+                header = int.from_bytes(file.read(8), "little")
+                size = path.stat().st_size
+                yield f"{path.name} {size}".encode()
+                yield file.read(header + _CHUNK)
+                file.seek(max(0, size - _CHUNK))
+                yield file.read(_CHUNK)
+
+
+def _chunks(path: Path) -> Iterable[bytes]:
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

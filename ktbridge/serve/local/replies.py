@@ -1,24 +1,32 @@
-"""Responses in OpenAI's formats, whole and in chunks."""
+"""From a job's events to a response in OpenAI's formats, whole or streamed; a client's end ends the job's."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from fastapi import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ktbridge.serve.local.detokenize import TextOffsets, Tokens
 from ktbridge.serve.local.sampling import Finish, TokenLogprob
+from ktbridge.serve.local.schema import ApiError
+from ktbridge.serve.local.worker import Job, Metrics, ServerStopping
+
+Json = dict[str, object]
 
 
-def token_text(tokens: Tokens, token: int) -> str:
-    """A token as text; half a character is written as OpenAI does, ``bytes:\\xe4``."""
-    raw = tokens.raw(token)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+class ClientGone(Exception):
+    """The client disconnected before its answer was ready."""
+
+
+def server_is_stopping() -> ApiError:
+    return ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
 
 
 @dataclass
@@ -30,67 +38,75 @@ class Choice:
     finish: Finish
 
 
-def usage(prompt_tokens: int, ends: Iterable[Finish]) -> dict[str, int]:
-    completion_tokens = sum(finish.completion_tokens for finish in ends)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+class Reply:
+    """Builds the documents of one answer: whole, or in chunks."""
 
+    id_prefix: str
+    whole_kind: str
+    chunk_kind: str
 
-class ChatReply:
-    """Builds the answer to one chat request: ``n`` choices."""
-
-    def __init__(self, model: str, tokens: Tokens, *, logprobs: bool, n: int = 1) -> None:
-        self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time())}
+    def __init__(self, model: str, tokens: Tokens) -> None:
+        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
         self._model = model
         self._tokens = tokens
+
+    def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> Json:
+        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        usage = _usage(prompt_tokens, [choice.finish for choice in choices])
+        return self._body(self.whole_kind, bodies) | {"usage": usage}
+
+    def usage_only(self, ends: Sequence[Finish], prompt_tokens: int) -> Json:
+        return self._body(self.chunk_kind, []) | {"usage": _usage(prompt_tokens, ends)}
+
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        raise NotImplementedError
+
+    def _body(self, kind: str, choices: list[Json]) -> Json:
+        head: Json = {"id": self._id, "created": self._created, "object": kind}
+        return head | {"model": self._model, "choices": choices}
+
+
+class ChatReply(Reply):
+    """The answer to one chat request: ``n`` choices."""
+
+    id_prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, tokens: Tokens, *, logprobs: bool, n: int = 1) -> None:
+        super().__init__(model, tokens)
         self._wants_logprobs = logprobs
         self._n = n
 
-    def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        bodies = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.entries),
-                "finish_reason": choice.finish.reason,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        ends = [choice.finish for choice in choices]
-        return self._body("chat.completion", bodies) | {"usage": usage(prompt_tokens, ends)}
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.entries),
+            "finish_reason": choice.finish.reason,
+        }
 
-    def opening(self) -> list[dict[str, Any]]:
-        """The chunks that come before any text."""
+    def opening(self) -> list[Json]:
         start = {"role": "assistant", "content": ""}
         return [self._chunk(index, start, (), None) for index in range(self._n)]
 
-    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> Json:
         return self._chunk(index, {"content": text}, entries, None)
 
-    def last(self, index: int, finish: Finish) -> dict[str, Any]:
+    def last(self, index: int, finish: Finish) -> Json:
         return self._chunk(index, {}, (), finish.reason)
-
-    def usage_only(self, ends: Sequence[Finish], prompt_tokens: int) -> dict[str, Any]:
-        return self._body("chat.completion.chunk", []) | {"usage": usage(prompt_tokens, ends)}
 
     def _chunk(
         self, index: int, delta: dict[str, str], entries: Sequence[TokenLogprob], reason: str | None
-    ) -> dict[str, Any]:
+    ) -> Json:
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(entries) if entries else None,
             "finish_reason": reason,
         }
-        return self._body("chat.completion.chunk", [choice])
+        return self._body(self.chunk_kind, [choice])
 
-    def _body(self, kind: str, choices: list[Any]) -> dict[str, Any]:
-        return self._head | {"object": kind, "model": self._model, "choices": choices}
-
-    def _logprobs(self, entries: Iterable[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
             return None
         content = [
@@ -100,12 +116,9 @@ class ChatReply:
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {
-            "token": token_text(self._tokens, token),
-            "logprob": logprob,
-            "bytes": list(self._tokens.raw(token)),
-        }
+    def _entry(self, token: int, logprob: float | None) -> Json:
+        text = token_text(self._tokens, token)
+        return {"token": text, "logprob": logprob, "bytes": list(self._tokens.raw(token))}
 
 
 @dataclass
@@ -116,48 +129,36 @@ class Echo:
     tokens: int = 0
 
 
-class CompletionReply:
-    """Builds the answer to one request of the older completions endpoint, one Echo per choice."""
+class CompletionReply(Reply):
+    """The answer to one request of the older completions endpoint, one Echo per choice."""
+
+    id_prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
         self, model: str, tokens: Tokens, echoes: Sequence[Echo], *, logprobs: bool, tops: bool
     ) -> None:
-        self._head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time())}
-        self._model = model
-        self._tokens = tokens
+        super().__init__(model, tokens)
         self._echoes = echoes
         self._wants_tops = tops
         self._tables = [LogprobTable(tokens, echo) for echo in echoes] if logprobs else None
 
-    def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        bodies = [
-            self._choice(
-                index, self._echoes[index].text + choice.text, choice.entries, choice.finish.reason
-            )
-            for index, choice in enumerate(choices)
-        ]
-        ends = [choice.finish for choice in choices]
-        return self._body(bodies) | {"usage": usage(prompt_tokens, ends)}
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        text = self._echoes[index].text + choice.text
+        return self._choice(index, text, choice.entries, choice.finish.reason)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Json]:
         echoes = enumerate(self._echoes)
         return [self.piece(index, echo.text, ()) for index, echo in echoes if echo.text]
 
-    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return self._body([self._choice(index, text, entries, None)])
+    def piece(self, index: int, text: str, entries: Sequence[TokenLogprob]) -> Json:
+        return self._body(self.chunk_kind, [self._choice(index, text, entries, None)])
 
-    def last(self, index: int, finish: Finish) -> dict[str, Any]:
-        return self._body([self._choice(index, "", (), finish.reason)])
-
-    def usage_only(self, ends: Sequence[Finish], prompt_tokens: int) -> dict[str, Any]:
-        return self._body([]) | {"usage": usage(prompt_tokens, ends)}
-
-    def _body(self, choices: list[Any]) -> dict[str, Any]:
-        return self._head | {"object": "text_completion", "model": self._model, "choices": choices}
+    def last(self, index: int, finish: Finish) -> Json:
+        return self._body(self.chunk_kind, [self._choice(index, "", (), finish.reason)])
 
     def _choice(
         self, index: int, text: str, entries: Sequence[TokenLogprob], reason: str | None
-    ) -> dict[str, Any]:
+    ) -> Json:
         table = None if self._tables is None else self._tables[index].add(entries)
         if table is not None and not self._wants_tops:
             table["top_logprobs"] = None
@@ -173,7 +174,7 @@ class LogprobTable:
         self._prompt_offsets = TextOffsets(tokens, special=True)
         self._offsets = TextOffsets(tokens, start=len(echo.text))
 
-    def add(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def add(self, entries: Sequence[TokenLogprob]) -> Json:
         """The columns of the next ``entries``."""
         offsets = []
         for entry in entries:
@@ -192,3 +193,127 @@ class LogprobTable:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+def token_text(tokens: Tokens, token: int) -> str:
+    """A token as text; half a character is written as OpenAI does, ``bytes:\\xe4``."""
+    raw = tokens.raw(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _usage(prompt: int, ends: Iterable[Finish]) -> dict[str, int]:
+    answer = sum(finish.completion_tokens for finish in ends)
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+# --- answering -------------------------------------------------------------------------------------
+
+
+async def collect(job: Job, choices: int, request: Request, metrics: Metrics) -> list[Choice]:
+    """All choices of a job."""
+
+    async def gather() -> list[Choice]:
+        texts: list[list[str]] = [[] for _ in range(choices)]
+        entries: list[list[TokenLogprob]] = [[] for _ in range(choices)]
+        ends: dict[int, Finish] = {}
+        async for index, event in job:
+            if isinstance(event, Finish):
+                ends[index] = event
+            else:
+                texts[index].append(event.text)
+                entries[index] += event.logprobs
+        return [Choice("".join(texts[i]), entries[i], ends[i]) for i in range(choices)]
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    outcome = "failed"
+    answer, gone = asyncio.ensure_future(gather()), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            outcome = "cancelled"
+            raise ClientGone
+        result = answer.result()
+        outcome = "finished"
+        return result
+    except ServerStopping:
+        raise server_is_stopping() from None
+    finally:
+        _ended(job, outcome, metrics)
+        answer.cancel()
+        gone.cancel()
+
+
+def stream(
+    job: Job,
+    reply: ChatReply | CompletionReply,
+    prompt_tokens: int,
+    include_usage: bool,
+    metrics: Metrics,
+) -> StreamingResponse:
+    """Server-sent events, one per Delta, closed by [DONE]. Events ready together are sent together."""
+
+    outcome = "cancelled"
+
+    async def events() -> AsyncIterator[bytes]:
+        nonlocal outcome
+        if ready := b"".join(map(_sse, reply.opening())):
+            yield ready
+        ready = b""
+        try:
+            ends = []
+            async for index, event in job:
+                if isinstance(event, Finish):
+                    ends.append(event)
+                    ready += _sse(reply.last(index, event))
+                else:
+                    ready += _sse(reply.piece(index, event.text, event.logprobs))
+                if job.events.empty():
+                    yield ready
+                    ready = b""
+            if include_usage:
+                ready += _sse(reply.usage_only(ends, prompt_tokens))
+            outcome = "finished"
+            yield ready + b"data: [DONE]\n\n"
+        except ServerStopping:
+            outcome = "failed"
+            yield ready + _sse(server_is_stopping().body)
+        except Exception:
+            outcome = "failed"
+            failed = ApiError(500, "the generation failed; see the server's log")
+            yield ready + _sse(failed.body)
+
+    return _Stream(events(), lambda: _ended(job, outcome, metrics))
+
+
+class _Stream(StreamingResponse):
+    """Always ends the job, even if the client disconnected before the first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
+def _ended(job: Job, outcome: str, metrics: Metrics) -> None:
+    job.cancel()
+    first = None if job.first_token is None else job.first_token - job.asked
+    whole = time.monotonic() - job.asked if outcome == "finished" else None
+    metrics.ended(job.model, outcome, first, whole)
+
+
+def _sse(body: Json) -> bytes:
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + text.encode() + b"\n\n"

@@ -1,10 +1,12 @@
-"""Request validation. Each field or value that this engine can't support is refused by name."""
+"""Requests and errors of the HTTP API. What this engine doesn't support is refused by name."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -12,14 +14,33 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.config import JsonDict, JsonValue
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 SEED_RANGE = 2**63
+# Keyword arguments of apply_chat_template that decide how the server renders and tokenises.
+RENDERING_ARGUMENTS = frozenset(
+    "conversation chat_template tokenize add_generation_prompt continue_final_message padding truncation "
+    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs tools documents "
+    "messages".split()
+)
+
+
+def _neutral(message: str) -> AfterValidator:
+    """Only 0, {} and [] pass: what clients send who mean nothing by it."""
+
+    def check(value: object) -> object:
+        if value:
+            raise ValueError(message)
+        return value
+
+    return AfterValidator(check)
+
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # Checks with our own messages must be added to the OpenAPI schema by hand.
-_STOP = {"type": "string", "minLength": 1}
+_STOP: JsonDict = {"type": "string", "minLength": 1}
 Stop = Annotated[
     str | list[str],
     WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
@@ -27,25 +48,47 @@ Stop = Annotated[
 # Inclusive at both ends; ``bounded`` makes whole numbers of them again.
 _SEED = {"type": "integer", "minimum": -SEED_RANGE, "maximum": SEED_RANGE - 1}
 Seed = Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE), WithJsonSchema(_SEED)]
-Neutral = Annotated[Finite, WithJsonSchema({"const": 0})]
-NoBias = Annotated[dict[str, Finite], WithJsonSchema({"type": "object", "maxProperties": 0})]
+NoPenalty = Annotated[
+    Finite,
+    _neutral("penalties are not supported by this engine; leave them at 0"),
+    WithJsonSchema({"const": 0}),
+]
+NoBias = Annotated[
+    dict[str, Finite],
+    _neutral("logit_bias is not supported by this engine"),
+    WithJsonSchema({"type": "object", "maxProperties": 0}),
+]
+NoTools = Annotated[
+    list[dict[str, object]],
+    _neutral("tools are not supported by this engine"),
+    Field(json_schema_extra={"maxItems": 0}),
+]
+TokenIds = list[Annotated[int, Field(ge=0)]]
+_IDS: JsonDict = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_SEVERAL: list[JsonDict] = [
+    {"type": "array", "items": each, "minItems": 1} for each in (_STOP, _IDS)
+]
+Prompts = Annotated[
+    str | TokenIds | list[str] | list[TokenIds], WithJsonSchema({"anyOf": [_STOP, _IDS, *_SEVERAL]})
+]
 
 
 # Fields that depend on another: field, its value then, and the condition.
-_BESIDE = (
+_BESIDE: tuple[tuple[str, JsonDict, str], ...] = (
     ("top_logprobs", {"type": "integer"}, "logprobs"),
     ("stream_options", {"type": "object"}, "stream"),
     ("max_tokens", {"const": 0}, "echo"),
 )
 
 
-def _complete(schema: dict[str, Any]) -> None:
+def _complete(schema: JsonDict) -> None:
     """Add to the OpenAPI schema what pydantic omits: nulls, and fields that need others."""
-    fields = schema.get("properties", {})
+    fields, required = schema.get("properties"), schema.get("required")
+    assert isinstance(fields, dict)
     for name, field in fields.items():
-        if name not in schema.get("required", ()):
+        if not isinstance(required, list) or name not in required:
             fields[name] = {"anyOf": [field, {"type": "null"}]}
-    rules = [
+    rules: list[JsonValue] = [
         {
             "if": {"properties": {name: given}, "required": [name]},
             "then": {"properties": {needed: {"const": True}}, "required": [needed]},
@@ -57,7 +100,28 @@ def _complete(schema: dict[str, Any]) -> None:
         schema["allOf"] = rules
 
 
-def _whole(value: Any) -> Any:
+def bounded(schema: JsonDict, most: int, several: int) -> JsonDict:
+    """A copy of a field's ``schema`` for OpenAPI whose integers are at most ``most``.
+
+    Lists of strings or of lists, which are several prompts, have at most ``several`` items.
+    """
+    made = dict(schema)
+    if made.get("type") == "integer":
+        made["maximum"] = most
+        if isinstance(least := made.get("minimum"), int | float):
+            made["minimum"] = int(least)  # FastAPI writes it as a float, which parsers round
+    if isinstance(branches := made.get("anyOf"), list):
+        made["anyOf"] = [
+            bounded(each, most, several) for each in branches if isinstance(each, dict)
+        ]
+    if isinstance(items := made.get("items"), dict):
+        if items.get("type") != "integer":
+            made["maxItems"] = several
+        made["items"] = bounded(items, most, several)
+    return made
+
+
+def _whole(value: object) -> object:
     """3.0 as 3: JSON doesn't distinguish them, and some clients write integers so."""
     if isinstance(value, list):
         return [_whole(each) for each in value]
@@ -71,7 +135,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
+    def _drop_nulls(cls, data: object) -> object:
         if isinstance(data, dict):
             return {key: _whole(value) for key, value in data.items() if value is not None}
         return data
@@ -119,8 +183,8 @@ class Request(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] = 1
-    frequency_penalty: Neutral = 0
-    presence_penalty: Neutral = 0
+    frequency_penalty: NoPenalty = 0
+    presence_penalty: NoPenalty = 0
     logit_bias: NoBias = Field(default_factory=dict)
     user: str | None = None
 
@@ -131,20 +195,6 @@ class Request(Strict):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @field_validator("frequency_penalty", "presence_penalty")
-    @classmethod
-    def _no_penalty(cls, value: float) -> float:
-        if value != 0:
-            raise ValueError("penalties are not supported by this engine; leave them at 0")
-        return value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _no_bias(cls, value: dict[str, float]) -> dict[str, float]:
-        if value:
-            raise ValueError("logit_bias is not supported by this engine")
-        return value
 
     @field_validator("stop")
     @classmethod
@@ -167,16 +217,9 @@ class ChatRequest(Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
     response_format: TextFormat | None = None
-    tools: list[dict[str, Any]] = Field(default_factory=list, json_schema_extra={"maxItems": 0})
-
-    @field_validator("tools")
-    @classmethod
-    def _no_tools(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if value:
-            raise ValueError("tools are not supported by this engine")
-        return value
+    tools: NoTools = Field(default_factory=list)
 
     @property
     def limit(self) -> int | None:
@@ -196,19 +239,11 @@ class ChatRequest(Request):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _template_variables_only(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _template_variables_only(cls, value: dict[str, object]) -> dict[str, object]:
         taken = sorted(RENDERING_ARGUMENTS & set(value))
         if taken:
             raise ValueError(f"{taken[0]!r} belongs to the server, not to the chat template")
         return value
-
-
-TokenIds = list[Annotated[int, Field(ge=0)]]
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_SEVERAL = [{"type": "array", "items": each, "minItems": 1} for each in (_STOP, _IDS)]
-Prompts = Annotated[
-    str | TokenIds | list[str] | list[TokenIds], WithJsonSchema({"anyOf": [_STOP, _IDS, *_SEVERAL]})
-]
 
 
 class CompletionRequest(Request):
@@ -222,9 +257,10 @@ class CompletionRequest(Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        given: Any = self.prompt
-        one = isinstance(given, str) or not given or isinstance(given[0], int)
-        return [given] if one else given
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        several = [each for each in self.prompt if not isinstance(each, int)]
+        return several or [[token for token in self.prompt if isinstance(token, int)]]
 
     @model_validator(mode="after")
     def _zero_needs_echo(self) -> CompletionRequest:
@@ -233,42 +269,78 @@ class CompletionRequest(Request):
         return self
 
 
-# Keyword arguments of apply_chat_template that decide how the server renders and tokenises.
-RENDERING_ARGUMENTS = frozenset(
-    {
-        "conversation",
-        "chat_template",
-        "tokenize",
-        "add_generation_prompt",
-        "continue_final_message",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "tools",
-        "documents",
-        "messages",
-    }
-)
+# --- errors in OpenAI's format: {"error": {"message", "type", "param", "code"}} ---------------------
+
+TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 
 
-def bounded(schema: dict[str, Any], most: int, several: int) -> dict[str, Any]:
-    """A copy of a field's ``schema`` for OpenAPI whose integers are at most ``most``.
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
-    Lists of strings or of lists, which are several prompts, have at most ``several`` items.
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``status`` is the HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        fallback = "invalid_request_error" if status < 500 else "server_error"
+        kind = TYPES.get(status, fallback)
+        detail = ErrorDetail(message=message, type=kind, param=param, code=code)
+        self.status, self.headers = status, dict(headers or {})
+        self.body: dict[str, object] = ErrorBody(error=detail).model_dump()
+
+
+class _Invalid(BaseModel):
+    """One of pydantic's errors."""
+
+    type: str
+    loc: tuple[str | int, ...]
+    msg: str
+    ctx: dict[str, object] = Field(default_factory=dict)
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The field in the client's terms: without FastAPI's "body" and pydantic's branches."""
+        parts = [str(part) for part in self.loc]
+        if parts[:1] == ["body"]:
+            parts = parts[1:]
+        return tuple(part for part in parts if part != "str" and "[" not in part)
+
+
+def from_validation(errors: Sequence[object]) -> ApiError:
+    """Convert pydantic's errors into one ApiError: the field of the first, the messages of all.
+
+    For a union, pydantic reports every alternative; those that matched less of the value than
+    another are left out.
     """
-    made = dict(schema)
-    if made.get("type") == "integer":
-        made["maximum"] = most
-        if "minimum" in made:  # FastAPI writes it as a float, which parsers round
-            made["minimum"] = int(made["minimum"])
-    if "anyOf" in made:
-        made["anyOf"] = [bounded(each, most, several) for each in made["anyOf"]]
-    if made.get("type") == "array":
-        if made["items"].get("type") != "integer":
-            made["maxItems"] = several
-        made["items"] = bounded(made["items"], most, several)
-    return made
+    found: dict[tuple[str, ...], list[str]] = {}
+    for error in map(_Invalid.model_validate, errors):
+        path, text = error.path, error.msg.removeprefix("Value error, ")
+        if error.type == "extra_forbidden":
+            text = "unknown field"
+        if error.type == "json_invalid":
+            path, text = (), f"the body is not JSON: {error.ctx.get('error', text)}"
+        found.setdefault(path, []).append(text)
+    reasons = []
+    for path, texts in found.items():
+        if not any(len(p) > len(path) > 0 and p[: len(path)] == path for p in found):
+            prefix = f"{'.'.join(path)}: " if path else ""
+            reasons.append((path, prefix + " or ".join(dict.fromkeys(texts))))
+    return ApiError(
+        400, "; ".join(text for _, text in reasons), param=".".join(reasons[0][0]) or None
+    )

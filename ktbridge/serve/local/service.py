@@ -1,26 +1,31 @@
-"""Between HTTP and the worker: a request's arm, prompts and limits, its place in the queue, its reply."""
+"""Between HTTP and the worker: a request's arm, its prompts as tokens, its place in the queue, its reply."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
+from transformers import PreTrainedTokenizerBase
 
-from ktbridge.serve.local.answers import collect, stopping, stream
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.engine import Engine
-from ktbridge.serve.local.errors import ApiError, model_not_found
-from ktbridge.serve.local.limits import Limits
-from ktbridge.serve.local.metrics import Metrics
-from ktbridge.serve.local.prompts import PromptBuilder
-from ktbridge.serve.local.replies import ChatReply, CompletionReply, Echo
+from ktbridge.serve.local.replies import (
+    ChatReply,
+    CompletionReply,
+    Echo,
+    collect,
+    server_is_stopping,
+    stream,
+)
 from ktbridge.serve.local.sampling import Sampling
-from ktbridge.serve.local.schema import ChatRequest, CompletionRequest
+from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest, Message
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.serve.request import Limits
 from ktbridge.served_names import ServedArm
 
 
@@ -42,20 +47,21 @@ class Service:
         self.most_choices = min(limits.choices, running)
         cells = engine.cells()
         self.context = min(engine.context_length, limits.context, cells)
-        self.metrics = Metrics()
-        batch = Batch(engine, running, cells, limits.chunk)
-        self.worker = Worker(batch, limits.waiting, self.metrics)
-        self._prompts = PromptBuilder(
-            engine.tokenizer, vocab_size=engine.vocab_size, context_length=self.context
-        )
+        self.worker = Worker(Batch(engine, running, cells, limits.chunk), limits.waiting)
+        self._prompts = PromptBuilder(engine.tokenizer, engine.vocab_size, self.context)
 
     def find_arm(self, name: str) -> ServedArm:
         """Raises ApiError 404 for a name that isn't served."""
         if name not in self.arms:
-            raise model_not_found(name, list(self.arms))
+            raise ApiError(
+                404,
+                f"there is no model {name!r} here; this server offers {', '.join(map(repr, self.arms))}",
+                param="model",
+                code="model_not_found",
+            )
         return self.arms[name]
 
-    def describe(self, arm: ServedArm) -> dict[str, Any]:
+    def describe(self, arm: ServedArm) -> dict[str, object]:
         """The arm as a model of OpenAI's list."""
         return {
             "id": arm.name,
@@ -108,10 +114,10 @@ class Service:
         prompts: Sequence[list[int]],
     ) -> Response:
         """``reply`` of a queued request, whole or as a stream."""
-        tokens = sum(map(len, prompts))
+        tokens, metrics = sum(map(len, prompts)), self.worker.metrics
         if body.stream:
-            return stream(job, reply, tokens, body.include_usage, self.metrics)
-        choices = await collect(job, len(prompts) * body.n, request, self.metrics)
+            return stream(job, reply, tokens, body.include_usage, metrics)
+        choices = await collect(job, len(prompts) * body.n, request, metrics)
         return JSONResponse(reply.whole(choices, tokens))
 
     def _echo(self, body: CompletionRequest, given: str | list[int], prompt: list[int]) -> Echo:
@@ -136,12 +142,12 @@ class Service:
         try:
             self.worker.submit([Ask(arm, prompt, how, job, n, i * n) for i, (prompt, how) in pairs])
         except QueueFull:
-            self.metrics.ended(arm.name, "rejected")
+            self.worker.metrics.ended(arm.name, "rejected")
             full = "too many requests are waiting; try again later"
-            raise ApiError(429, full, code="queue_full", retry_after=1) from None
+            raise ApiError(429, full, code="queue_full", headers={"Retry-After": "1"}) from None
         except ServerStopping:
-            self.metrics.ended(arm.name, "rejected")
-            raise stopping() from None
+            self.worker.metrics.ended(arm.name, "rejected")
+            raise server_is_stopping() from None
         return job
 
 
@@ -158,3 +164,78 @@ def _sampling(
         top_logprobs=tops,
         prompt_logprobs=scored,
     )
+
+
+class PromptBuilder:
+    """Renders and tokenises prompts, in any thread, and checks them against the context length.
+
+    It has its own tokenizer: encoding may change a tokenizer's settings temporarily, which must
+    not happen during the worker's decoding.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, context: int) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._lock = threading.Lock()
+        self._vocab_size = vocab_size
+        self._context = context
+
+    def chat(self, messages: Sequence[Message], variables: Mapping[str, object]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ApiError(
+                400,
+                "this model's tokenizer has no chat template; use /v1/completions",
+                code="no_chat_template",
+            )
+        with self._lock:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [message.as_template_input() for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **variables,  # type: ignore[arg-type]
+                )
+            except Exception as error:  # templates may raise any exception, jinja's included
+                raise ApiError(
+                    400, f"the chat template refuses these messages: {error}", param="messages"
+                ) from error
+            # The template wrote the special tokens itself.
+            return self._encode(str(text), add_special_tokens=False, param="messages")
+
+    def completion(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt given as text or as ids."""
+        if isinstance(prompt, str):
+            with self._lock:
+                return self._encode(prompt, add_special_tokens=True, param="prompt")
+        if any(token >= self._vocab_size for token in prompt):
+            raise ApiError(
+                400, f"token ids must be below {self._vocab_size}, the vocabulary", param="prompt"
+            )
+        return list(prompt)
+
+    def room(self, prompt: Sequence[int], limit: int | None, param: str) -> int:
+        """How many tokens may be generated: ``limit``, or what the context leaves."""
+        size, context = len(prompt), self._context
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens", param=param)
+        left = context - size
+        # A prompt that fills the context can still be scored, though not continued.
+        if left < 0 or (left == 0 and limit != 0):
+            text = f"the prompt has {size} tokens; this model's context is {context}, the answer included"
+            raise ApiError(400, text, param=param, code="context_length_exceeded")
+        if limit is None:
+            return left
+        if limit > left:
+            text = (
+                f"the prompt has {size} tokens and {limit} more were asked for; this model's context is "
+                f"{context}"
+            )
+            raise ApiError(400, text, param="max_tokens", code="context_length_exceeded")
+        return limit
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ApiError(400, "the text holds half of a surrogate pair", param=param) from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

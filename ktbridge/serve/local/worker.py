@@ -1,4 +1,4 @@
-"""The thread that computes, and the queue in front of it, so that the event loop stays free."""
+"""The thread that computes, the queue in front of it, and what is counted. The event loop stays free."""
 
 from __future__ import annotations
 
@@ -7,14 +7,64 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.metrics import Metrics
 from ktbridge.serve.local.sampling import Event, Finish
 
-log = logging.getLogger(__name__)
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
+
+class Metrics:
+    """Prometheus metrics of one server. Labels are its arms' names only, never what a client sent."""
+
+    def __init__(self) -> None:
+        own = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "ktbridge_requests", "Requests that ended, by how.", ("model", "outcome"), registry=own
+        )
+        self._prompt = Counter(
+            "ktbridge_prompt_tokens", "Tokens of prompts computed.", ("model",), registry=own
+        )
+        self._generated = Counter("ktbridge_generated_tokens", "Tokens chosen.", registry=own)
+        first = "From asking to the first event."
+        self._first = Histogram(
+            "ktbridge_first_token_seconds", first, buckets=SECONDS, registry=own
+        )
+        whole = "From asking to the end, of finished requests."
+        self._whole = Histogram("ktbridge_request_seconds", whole, buckets=SECONDS, registry=own)
+        waiting, running = "Prompts that wait for their turn.", "Answers computed together now."
+        self._waiting = Gauge("ktbridge_waiting_prompts", waiting, registry=own)
+        self._running = Gauge("ktbridge_running_answers", running, registry=own)
+
+    def watch(self, waiting: Callable[[], int], running: Callable[[], int]) -> None:
+        self._waiting.set_function(waiting)
+        self._running.set_function(running)
+
+    def prompted(self, model: str, tokens: int) -> None:
+        self._prompt.labels(model).inc(tokens)
+
+    def chosen(self, tokens: int) -> None:
+        self._generated.inc(tokens)
+
+    def ended(
+        self, model: str, outcome: str, first: float | None = None, whole: float | None = None
+    ) -> None:
+        """``outcome``: finished, cancelled, failed or rejected; the others are seconds, if known."""
+        self._requests.labels(model, outcome).inc()
+        if first is not None:
+            self._first.observe(first)
+        if whole is not None:
+            self._whole.observe(whole)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+log = logging.getLogger(__name__)
 
 JobEvent = tuple[int, Event] | BaseException | None  # an event of a choice, a failure, or the end
 
@@ -39,15 +89,13 @@ class Outbox:
     def send(self) -> None:
         """Hand on what was put; in the worker's thread, like ``put``."""
         events, self._events = self._events, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, JobEvent]]] = {}
-        for job, event in events:
-            by_loop.setdefault(job.loop, []).append((job, event))
-        for loop, its in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_receive, its)
-            except RuntimeError:  # the event loop has closed: the server is gone
-                for job, _ in its:
-                    job.cancel()
+        if not events:
+            return
+        try:
+            events[0][0].loop.call_soon_threadsafe(_receive, events)
+        except RuntimeError:  # the event loop has closed: the server is gone
+            for job, _ in events:
+                job.cancel()
 
 
 def _receive(events: Sequence[tuple[Job, JobEvent]]) -> None:
@@ -59,10 +107,7 @@ class Job:
     """One request: consume its events with ``async for``; ``cancel`` when the client is gone."""
 
     def __init__(self, model: str, choices: int, outbox: Outbox) -> None:
-        """``choices``: how many answers it has; the events end once each has finished.
-
-        ``outbox`` is the worker's.
-        """
+        """``choices``: how many answers it has; the events end once each has finished."""
         self.model = model
         self.asked = time.monotonic()
         self.first_token: float | None = None
@@ -75,10 +120,6 @@ class Job:
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
-
-    @property
-    def finished(self) -> bool:
-        return self._unfinished == 0
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -107,16 +148,16 @@ class Job:
 class Worker:
     """Admits waiting prompts, one chunk per step, and advances running answers, until closed."""
 
-    def __init__(self, batch: Batch, max_waiting: int = 64, metrics: Metrics | None = None) -> None:
+    def __init__(self, batch: Batch, max_waiting: int = 64) -> None:
         self._batch = batch
         self._max_waiting = max_waiting
         self._waiting: deque[Ask] = deque()
         self._changed = threading.Condition()
         self._draining = False
         self._closed = False
-        self._metrics = metrics or Metrics()
+        self.metrics = Metrics()
         self.outbox = Outbox()
-        self._metrics.watch(lambda: self.waiting, lambda: self.running)
+        self.metrics.watch(lambda: self.waiting, lambda: self.running)
         self._thread = threading.Thread(target=self._work, name="ktbridge-worker", daemon=True)
         self._thread.start()
 
@@ -158,10 +199,10 @@ class Worker:
     def _work(self) -> None:
         while self._wait_for_work():
             if (ask := self._next()) is not None:
-                self._metrics.prompted(ask.arm.name, len(ask.prompt))
+                self.metrics.prompted(ask.arm.name, len(ask.prompt))
                 self._batch.begin(ask)
             for advance in (self._batch.advance, self._batch.step):
-                self._metrics.chosen(advance())
+                self.metrics.chosen(advance())
                 self.outbox.send()
         self._batch.drop_all(ServerStopping())
         for ask in self._waiting:

@@ -3,24 +3,154 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ktbridge.errors import Problem
+from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.hosts import bind
 from ktbridge.machine import Described, Gpu, Machine, read_gpus, read_machine
-from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
+from ktbridge.model import (
+    Checkpoint,
+    ModelConfig,
+    open_checkpoint,
+    read_model_config,
+    resolve_model,
+)
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.serve.sglang.cache import KERNEL_CACHE, cache_root
-from ktbridge.serve.sglang.installed import Installed, read_installed
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Weights, stored_format, weigh
-from ktbridge.serve.sglang.sources import Source, read_sources
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import Source, cache_root, read_sources
 from ktbridge.units import size_text
 
 LOGGING = "SGLANG_LOGGING_CONFIG_PATH"
+
+ENGINE_CACHE = "SGLANG_KT_LORA_CACHE_DIR"
+KERNEL_CACHE = "TVM_FFI_CACHE_DIR"
+
+DISTRIBUTION, KERNEL, UPSTREAM = "sglang-kt", "kt-kernel", "sglang"
+PARSER_FILE = "sglang/srt/server_args.py"
+
+# Run by the engine's interpreter, in our working directory and environment: it sees what the engine
+# will see. Metadata only, so it takes milliseconds where importing the engine takes half a minute.
+_ASK = f"""
+import importlib.metadata as metadata, json
+found = {{}}
+for name in ({DISTRIBUTION!r}, {KERNEL!r}, {UPSTREAM!r}):
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+for name in ({DISTRIBUTION!r}, {UPSTREAM!r}):
+    if name in found:
+        found["parser"] = str(metadata.distribution(name).locate_file({PARSER_FILE!r}))
+        break
+print(json.dumps(found))
+"""
+
+_ARGUMENT = re.compile(r"add_argument\(\s*((?:(?:\"[^\"]*\"|'[^']*')\s*,\s*)+)")
+_FLAG = re.compile(r"[\"'](--[A-Za-z0-9][\w-]*)[\"']")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What is installed for ``python``. ``parser`` are the flags its argument parser knows.
+
+    Versions are None where a distribution is missing; ``upstream`` is SGLang without KTransformers,
+    which has none of the flags. ``parser`` is None where its text can't be found.
+    """
+
+    python: str
+    engine: str | None
+    kernel: str | None
+    upstream: str | None = None
+    parser: frozenset[str] | None = None
+
+
+def read_installed(python: str | None = None) -> Installed:
+    """Ask ``python`` (None: the interpreter that runs us) what is installed.
+
+    Raises KtbridgeError when there is no such interpreter or it doesn't run.
+    """
+    interpreter = python or sys.executable
+    step = "name the interpreter of the engine's environment with --engine-python"
+    try:
+        done = subprocess.run(
+            [interpreter, "-c", _ASK], capture_output=True, text=True, timeout=60, check=False
+        )
+        found = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise KtbridgeError(f"{interpreter} does not run: {error}", step) from error
+    if found is None:
+        last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise KtbridgeError(f"{interpreter} does not run: {last_line}", step)
+    return Installed(
+        python=interpreter,
+        engine=found.get(DISTRIBUTION),
+        kernel=found.get(KERNEL),
+        upstream=found.get(UPSTREAM),
+        parser=_read_parser(found.get("parser")),
+    )
+
+
+def parser_flags(text: str) -> frozenset[str]:
+    """Every ``--flag`` that the ``add_argument`` calls of a parser's source text define."""
+    return frozenset(
+        flag for names in _ARGUMENT.findall(text) for flag in _FLAG.findall(names + " ")
+    )
+
+
+def _read_parser(path: str | None) -> frozenset[str] | None:
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return parser_flags(text) or None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sizes from a checkpoint's headers: bytes of routed experts, bytes of everything else."""
+
+    experts: int
+    rest: int
+
+
+def weigh(checkpoint: Checkpoint) -> Weights:
+    """Sum up the headers. Routed experts are what lies below an ``experts`` module."""
+    experts = rest = 0
+    for name in checkpoint:
+        size = checkpoint.entry(name).nbytes
+        if ".experts." in name:
+            experts += size
+        else:
+            rest += size
+    return Weights(experts, rest)
+
+
+def stored_format(config: Mapping[str, object]) -> str | None:
+    """Storage format of the experts by config.json: bf16, fp8, rawint4, mxfp4; None if unclear."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        text = config.get("text_config")
+        quantization = text.get("quantization_config") if isinstance(text, dict) else None
+    if not isinstance(quantization, dict):
+        return "bf16"
+    method = str(quantization.get("quant_method", "")).lower()
+    if method == "fp8" and quantization.get("weight_block_size"):
+        return "fp8"
+    if method == "mxfp4":
+        return "mxfp4"
+    if method == "compressed-tensors" and quantization.get("format") == "pack-quantized":
+        return "rawint4"
+    return None
 
 
 @dataclass(frozen=True)
@@ -49,7 +179,14 @@ class Facts:
     described: Described = field(default_factory=Described)
 
 
-def gather(request: Request) -> Facts:
+def served_name(request: SglangRequest, facts: Facts) -> str:
+    """The served model name: the option, or the model directory's name."""
+    if request.served_name is not None:
+        return request.served_name
+    return facts.model_path.resolve().name
+
+
+def gather(request: SglangRequest) -> Facts:
     """Collect all facts. Raises KtbridgeError for a model or an interpreter that can't be read."""
     model_path = Path(resolve_model(request.model)).absolute()
     sources, problems = read_sources(request)
@@ -82,7 +219,7 @@ def gather(request: Request) -> Facts:
     )
 
 
-def _gpus(request: Request) -> tuple[Gpu, ...] | None:
+def _gpus(request: SglangRequest) -> tuple[Gpu, ...] | None:
     """This machine's, or those that were described; as many as are needed where no number is given."""
     described = request.described
     if described.gpus is None and described.gpu_memory is None:
@@ -123,17 +260,11 @@ def machine_text(facts: Facts) -> str:
 def check_port(host: str, port: int) -> tuple[int, str]:
     """The port (a free one for 0), and why it is unavailable ("" if it is available)."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError):
+        with bind(host, port) as listener:
+            return listener.getsockname()[1], ""
+    except socket.gaierror:
         return port, f"the host {host!r} has no address here"
-    with socket.socket(family, kind, proto) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return port, "is in use"
-            return port, f"can't be listened on: {error.strerror or error}"
-        return listener.getsockname()[1], ""
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return port, "is in use"
+        return port, f"can't be listened on: {error.strerror or error}"

@@ -33,7 +33,6 @@ OWNED = {
     "--dist-init-addr": "--dist-init-addr",
     "--nccl-init-addr": "--dist-init-addr",
 }
-_HOLE = "it opens a socket that unpickles what anybody sends (CVE-2026-3060)"
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,13 @@ class EngineFlag:
     @property
     def value(self) -> str:
         return self.values[0] if self.values else ""
+
+    @property
+    def number(self) -> float | None:
+        try:
+            return float(self.value)
+        except ValueError:
+            return None
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -84,93 +90,63 @@ class Setting:
     public: bool
 
 
-Verdict = Callable[[EngineFlag, Setting], "str | None"]
+Condition = Callable[[EngineFlag, Setting], bool]
+_CPU_EXPERTS = "expert LoRA is applied by the CPU experts only, so none may be on the GPU"
+_ONE_STAGE = "a merged adapter needs every non-expert layer on each rank: tensor parallel only"
+_HOLE = "it opens a socket that unpickles what anybody sends (CVE-2026-3060)"
 
 
-def _number(flag: EngineFlag) -> float | None:
-    try:
-        return float(flag.value)
-    except ValueError:
-        return None
+def _always(flag: EngineFlag, setting: Setting) -> bool:
+    return True
 
 
-def _cpu_experts_only(flag: EngineFlag, setting: Setting) -> str | None:
-    if setting.expert and _number(flag) != 0:
-        return "expert LoRA is applied by the CPU experts only, so none may be on the GPU"
-    return None
+def _on_gpu(flag: EngineFlag, setting: Setting) -> bool:
+    return setting.expert and flag.number != 0
 
 
-def _at_least_two(flag: EngineFlag, setting: Setting) -> str | None:
-    number = _number(flag)
-    if setting.expert and (number is None or number < 2):
-        return "with expert LoRA and fewer than 2, no request ever enters the batch"
-    return None
+def _staged(flag: EngineFlag, setting: Setting) -> bool:
+    return setting.merged and not setting.contract.base_requests and flag.number != 1
 
 
-def _ngram_only(flag: EngineFlag, setting: Setting) -> str | None:
-    return (
-        "LoRA goes with NGRAM speculation only" if setting.lora and flag.value != "NGRAM" else None
-    )
-
-
-def _one_stage(flag: EngineFlag, setting: Setting) -> str | None:
-    if setting.merged and not setting.contract.base_requests and _number(flag) != 1:
-        return "a merged adapter needs every non-expert layer on each rank: tensor parallel only"
-    return None
-
-
-def _triton(flag: EngineFlag, setting: Setting) -> str | None:
-    return (
-        "KT's LoRA was only seen right with triton"
-        if setting.lora and flag.value != "triton"
-        else None
-    )
-
-
-def _method(flag: EngineFlag, setting: Setting) -> str | None:
-    methods = setting.contract.methods
-    if setting.expert and flag.value.upper() not in methods:
-        return f"the methods that take an expert LoRA are {', '.join(methods)}"
-    return None
-
-
-def _verbose_enough(flag: EngineFlag, setting: Setting) -> str | None:
-    if setting.expert and flag.value.lower() not in ("info", "debug"):
-        return "the proof that the expert LoRA was loaded is logged at level info"
-    return None
-
-
-def _never_with_expert(why: str) -> Verdict:
-    return lambda flag, setting: why if setting.expert else None
-
-
-def _unless_zero(why: str) -> Verdict:
-    return lambda flag, setting: why if setting.expert and _number(flag) != 0 else None
-
-
-def _never(why: str) -> Verdict:
-    return lambda flag, setting: why
-
-
-GUARDED: dict[str, Verdict] = {
-    "--kt-num-gpu-experts": _cpu_experts_only,
-    "--kt-gpu-experts-ratio": _cpu_experts_only,
-    "--kt-gpu-prefill-token-threshold": _unless_zero("prefill on the GPU bypasses the expert LoRA"),
-    "--kt-enable-dynamic-expert-update": _never_with_expert("it moves experts to the GPU"),
-    "--kt-method": _method,
-    "--max-running-requests": _at_least_two,
-    "--speculative-algorithm": _ngram_only,
-    "--pipeline-parallel-size": _one_stage,
-    "--pp-size": _one_stage,
-    "--lora-backend": _triton,
-    "--log-level": _verbose_enough,
-    "--config": _never("flags in a file can't be checked against the contract"),
-    "--grpc-mode": _never("there would be no HTTP server to wait for"),
-    "--encoder-only": _never(_HOLE),
-    "--language-only": _never(_HOLE),
-    "--encoder-urls": _never(_HOLE),
-    "--enable-custom-logit-processor": lambda flag, setting: (
-        "it runs code that a request brings (CVE-2026-7304)" if setting.public else None
+# Flag -> when it contradicts the contract or what is served, and why.
+GUARDED: dict[str, tuple[Condition, str]] = {
+    "--kt-num-gpu-experts": (_on_gpu, _CPU_EXPERTS),
+    "--kt-gpu-experts-ratio": (_on_gpu, _CPU_EXPERTS),
+    "--kt-gpu-prefill-token-threshold": (_on_gpu, "prefill on the GPU bypasses the expert LoRA"),
+    "--kt-enable-dynamic-expert-update": (
+        lambda flag, setting: setting.expert,
+        "it moves experts to the GPU",
+    ),
+    "--kt-method": (
+        lambda flag, setting: setting.expert and flag.value.upper() not in setting.contract.methods,
+        "the methods that take an expert LoRA are {methods}",
+    ),
+    "--max-running-requests": (
+        lambda flag, setting: setting.expert and (flag.number is None or flag.number < 2),
+        "with expert LoRA and fewer than 2, no request ever enters the batch",
+    ),
+    "--speculative-algorithm": (
+        lambda flag, setting: setting.lora and flag.value != "NGRAM",
+        "LoRA goes with NGRAM speculation only",
+    ),
+    "--pipeline-parallel-size": (_staged, _ONE_STAGE),
+    "--pp-size": (_staged, _ONE_STAGE),
+    "--lora-backend": (
+        lambda flag, setting: setting.lora and flag.value != "triton",
+        "KT's LoRA was only seen right with triton",
+    ),
+    "--log-level": (
+        lambda flag, setting: setting.expert and flag.value.lower() not in ("info", "debug"),
+        "the proof that the expert LoRA was loaded is logged at level info",
+    ),
+    "--config": (_always, "flags in a file can't be checked against the contract"),
+    "--grpc-mode": (_always, "there would be no HTTP server to wait for"),
+    "--encoder-only": (_always, _HOLE),
+    "--language-only": (_always, _HOLE),
+    "--encoder-urls": (_always, _HOLE),
+    "--enable-custom-logit-processor": (
+        lambda flag, setting: setting.public,
+        "it runs code that a request brings (CVE-2026-7304)",
     ),
 }
 
@@ -190,8 +166,9 @@ def check_flags(
             found = "belongs to an option of ktbridge"
             yield problem("KTB953", flag.name, found, next_step=f"use {OWNED[flag.name]} before --")
         elif flag.name in GUARDED:
-            why = GUARDED[flag.name](flag, setting)
-            if why is not None:
+            wrong, why = GUARDED[flag.name]
+            if wrong(flag, setting):
+                why = why.format(methods=", ".join(setting.contract.methods))
                 yield problem("KTB953", str(flag), f"contradicts the contract: {why}")
         elif parser is not None and flag.name not in parser:
             near = difflib.get_close_matches(flag.name, parser, n=1)

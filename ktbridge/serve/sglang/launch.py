@@ -15,12 +15,11 @@ from ktbridge.adapter import validate_adapter
 from ktbridge.adapter.engines import ENGINE
 from ktbridge.errors import Problem, ProblemsError, has_errors
 from ktbridge.hosts import url_from_here
-from ktbridge.serve.sglang.cache import convert
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import convert
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.plan import Plan
-from ktbridge.serve.sglang.ready import Progress
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.supervise import GRACE_SECONDS, Engine
+from ktbridge.serve.sglang.supervise import GRACE_SECONDS, Engine, Progress
 
 # Problems that a conversion fixes: the layout isn't served as it is.
 _LAYOUT = "KTB901"
@@ -105,7 +104,7 @@ def default_log(port: int) -> Path:
 
 def serve(
     plan: Plan,
-    request: Request,
+    request: SglangRequest,
     *,
     log: Path,
     timeout: float,

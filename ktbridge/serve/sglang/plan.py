@@ -6,40 +6,51 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.hosts import is_loopback
-from ktbridge.serve.sglang.cache import ENGINE_CACHE, KERNEL_CACHE, Conversion, slot
-from ktbridge.serve.sglang.facts import Facts, machine_text
-from ktbridge.serve.sglang.flags import (
-    EngineFlag,
-    Setting,
-    check_flags,
-    parse_flags,
-    value_of,
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import (
+    Choice,
+    Conversion,
+    Source,
+    cached,
+    choose_layout,
+    granting,
 )
-from ktbridge.serve.sglang.layouts import Choice, choose_layout, granting
-from ktbridge.serve.sglang.more_arms import MoreArms, more_arms
+from ktbridge.serve.sglang.command import (
+    METHOD_OF,
+    Directories,
+    Launch,
+    MoreArms,
+    Threads,
+    more_arms,
+    our_flags,
+    plan_threads,
+    replicate,
+    router_argv,
+)
+from ktbridge.serve.sglang.facts import (
+    ENGINE_CACHE,
+    KERNEL_CACHE,
+    Facts,
+    machine_text,
+    served_name,
+)
+from ktbridge.serve.sglang.flags import EngineFlag, Setting, check_flags, parse_flags, value_of
 from ktbridge.serve.sglang.preflight import (
     OF_THE_MACHINE,
     allow,
     check_attention,
     preflight,
-    served_name,
     unknown_flags,
 )
-from ktbridge.serve.sglang.ready import Conditions
-from ktbridge.serve.sglang.replicas import Launch, replicate, router_argv
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import METHOD_OF, Threads, plan_threads
-from ktbridge.serve.sglang.sources import Source
+from ktbridge.serve.sglang.supervise import Conditions
 from ktbridge.served_names import ServedArm, adapter_name
 
-RUNNING_REQUESTS = 16
-Words = list[tuple[str, ...]]  # flags of the engine, each with its values
 # These read experts as kt-kernel's own converter writes them; the others read the checkpoint.
 _CONVERTED_WEIGHTS = ("AMXBF16", "AMXINT8", "AMXINT4")
 
@@ -104,7 +115,7 @@ class Plan:
     def _keyed(self, command: str) -> str:
         return command + ' --api-key "$KTBRIDGE_API_KEY"' if self.with_key else command
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {
             "engine": "sglang",
             "version": self.version,
@@ -125,8 +136,7 @@ class Plan:
         }
 
 
-@dataclass(frozen=True)
-class _Engine:
+class _Engine(NamedTuple):
     """What a plan is for. ``parser`` are its flags, None unless this very version is installed here."""
 
     version: str
@@ -136,8 +146,7 @@ class _Engine:
     parser: frozenset[str] | None
 
 
-def _engine(request: Request, facts: Facts) -> _Engine:
-    """Raises UsageError for an invalid engine version."""
+def _engine(request: SglangRequest, facts: Facts) -> _Engine:
     installed = facts.installed
     version = request.engine_version or installed.engine or CONTRACTS[-1].last
     contract, known = contract_for(f"{ENGINE}=={version}")
@@ -146,7 +155,7 @@ def _engine(request: Request, facts: Facts) -> _Engine:
     return _Engine(version, contract, known, python, installed.parser if here else None)
 
 
-def plan(request: Request, facts: Facts) -> Plan:
+def plan(request: SglangRequest, facts: Facts) -> Plan:
     """Decide a launch. Raises UsageError for an invalid engine version."""
     engine = _engine(request, facts)
     contract = engine.contract
@@ -156,18 +165,24 @@ def plan(request: Request, facts: Facts) -> Plan:
     method, unsuitable = _method(facts, contract, expert, value_of(flags, "--kt-method"))
     threads = plan_threads(facts.machine, method, facts.model, request.threads, request.replicas)
     served, conversions = _directories(choice, facts)
-    ours = [
-        *_model_args(request, facts, method),
-        *_kt_args(threads),
-        *_lora_args(choice, served),
-        *_server_args(request, facts, expert),
-    ]
-    argv = (engine.python, "-m", "sglang.launch_server", *_words(ours, flags))
+    ours = our_flags(request, facts, method, threads, served, expert)
+    given = {flag.name for flag in flags}
+    overridden = [name for name, *_ in ours if name in given]
+    words = [word for flag in ours if flag[0] not in given for word in flag]
+    words += [word for flag in flags for word in flag.words]
+    argv = (engine.python, "-m", "sglang.launch_server", *words)
+    setting = Setting(
+        contract=contract,
+        expert=expert,
+        lora=bool(choice.nonexpert),
+        merged=choice.layout == "merged",
+        public=not is_loopback(request.host),
+    )
     problems = [
         *facts.source_problems,
         *choice.problems,
         *malformed,
-        *check_flags(flags, _setting(request, choice, contract), engine.parser),
+        *check_flags(flags, setting, engine.parser),
         *unsuitable,
         *preflight(request, facts, choice, method, engine.version),
         *check_attention(flags, facts, engine.version),
@@ -185,7 +200,7 @@ def plan(request: Request, facts: Facts) -> Plan:
         launches=replicate(launch, request, facts, threads),
         router=router_argv(engine.python, request, facts),
         with_key=bool(request.api_key),
-        directories=tuple(served.values()),
+        directories=(*([served.expert] if served.expert else []), *served.named.values()),
         conversions=tuple(conversions),
         ready=Conditions(
             layers=facts.model.moe_layers if expert and request.node_rank == 0 else (),
@@ -195,54 +210,37 @@ def plan(request: Request, facts: Facts) -> Plan:
         models=models,
         reasons=(
             machine_text(facts),
-            f"{ENGINE} {engine.version}: contract {contract.name}"
-            + ("" if engine.known else " (this version was not looked at)"),
-            *choice.reasons,
-            threads.reason,
-            *_reasons(request, choice, conversions, _overridden(ours, flags)),
-            *_environment_reasons(request, launch, engine.version),
+            *_reasons(request, engine, choice, threads, conversions, overridden, launch),
         ),
         problems=allow(_of_this_machine(problems, request, facts, engine), request.allowed),
-        more_arms=more_arms(request, facts, choice, served_name(request, facts), models),
+        more_arms=more_arms(request, facts, choice, models),
     )
-
-
-def _setting(request: Request, choice: Choice, contract: Contract) -> Setting:
-    return Setting(
-        contract=contract,
-        expert=choice.expert is not None,
-        lora=bool(choice.nonexpert),
-        merged=choice.layout == "merged",
-        public=not is_loopback(request.host),
-    )
-
-
-def _overridden(ours: Words, flags: Sequence[EngineFlag]) -> list[str]:
-    """The flags of ours that the user gave as well."""
-    given = {flag.name for flag in flags}
-    return [name for name, *_ in ours if name in given]
-
-
-def _words(ours: Words, flags: Sequence[EngineFlag]) -> list[str]:
-    """Our flags, less those that the user gave as well, and then the user's."""
-    replaced = _overridden(ours, flags)
-    kept = [word for words in ours if words[0] not in replaced for word in words]
-    return kept + [word for flag in flags for word in flag.words]
 
 
 def _environment(choice: Choice, facts: Facts, version: str) -> dict[str, str]:
     """Variables to set on top of ours."""
     environment = {}
     if choice.layout == "merged":
-        environment[ENGINE_CACHE] = str(slot(facts.sources, facts.cache) / "engine")
+        environment[ENGINE_CACHE] = str(cached(facts.sources, facts.cache) / "engine")
     if KERNEL_CACHE not in facts.environment:
         environment[KERNEL_CACHE] = str(facts.cache / "kernels" / f"{ENGINE}-{version}")
     return environment
 
 
 def _reasons(
-    request: Request, choice: Choice, conversions: Sequence[Conversion], overridden: Sequence[str]
+    request: SglangRequest,
+    engine: _Engine,
+    choice: Choice,
+    threads: Threads,
+    conversions: Sequence[Conversion],
+    overridden: Sequence[str],
+    launch: Launch,
 ) -> Iterator[str]:
+    """Why the plan is what it is, apart from the machine."""
+    known = "" if engine.known else " (this version was not looked at)"
+    yield f"{ENGINE} {engine.version}: contract {engine.contract.name}{known}"
+    yield from choice.reasons
+    yield threads.reason
     if overridden:
         yield f"{', '.join(overridden)} as given after --"
     if choice.expert is not None:
@@ -252,20 +250,17 @@ def _reasons(
         yield f"{conversion.target} is made from {made} when ktbridge serves, unless it is there"
     if request.nodes > 1:
         yield f"node {request.node_rank} of {request.nodes}: the first one computes all experts"
-
-
-def _environment_reasons(request: Request, launch: Launch, version: str) -> Iterator[str]:
     if KERNEL_CACHE in launch.environment:
         yield (
-            f"{KERNEL_CACHE}: kernels that {ENGINE} {version} compiles get a directory of their own; in the"
-            " engine's default one an upgraded engine would find and use those of the version before"
+            f"{KERNEL_CACHE}: kernels that {ENGINE} {engine.version} compiles get a directory of their own;"
+            " in the engine's default one an upgraded engine would find and use those of the version before"
         )
     if request.api_key:
         yield "the API key goes to the engine in a private file that is removed once it is up"
 
 
 def _of_this_machine(
-    problems: list[Problem], request: Request, facts: Facts, engine: _Engine
+    problems: list[Problem], request: SglangRequest, facts: Facts, engine: _Engine
 ) -> list[Problem]:
     """A version that isn't installed here is for another machine: this one's problems are warnings then."""
     here = engine.version == facts.installed.engine
@@ -300,86 +295,25 @@ def _method(
     return method, []
 
 
-def _directories(choice: Choice, facts: Facts) -> tuple[dict[str, Path], list[Conversion]]:
-    """Where the engine finds each part ("expert", "merged", or an adapter's name), and what to make."""
+def _directories(choice: Choice, facts: Facts) -> tuple[Directories, list[Conversion]]:
+    """The directories as the engine will get them, and what must be made first."""
     conversions: list[Conversion] = []
 
     def ready(layout: str, *sources: Source) -> Path:
         if len(sources) == 1 and sources[0].layout == layout:
             return sources[0].path
-        target = slot(sources, facts.cache) / layout
+        target = cached(sources, facts.cache) / layout
         base = next((s.base_model for s in sources if s.base_model), None) or str(facts.model_path)
         conversions.append(Conversion(layout, tuple(s.path for s in sources), target, base))
         return target
 
-    served: dict[str, Path] = {}
     if choice.layout == "merged" and choice.expert is not None:
         pair = dict.fromkeys((choice.expert, *choice.nonexpert[:1]))
-        served[str(choice.nonexpert[0].name)] = ready("merged", *pair)
-        return served, conversions
-    if choice.expert is not None:
-        served["expert"] = ready("expert", choice.expert)
-    for source in choice.nonexpert:
-        # An adapter may be called "expert": keys of this mapping that are names have a colon before.
-        served[f":{source.name}"] = ready("nonexpert", source)
-    return served, conversions
-
-
-def _model_args(request: Request, facts: Facts, method: str) -> Words:
-    words: Words = [
-        ("--model-path", str(facts.model_path)),
-        ("--kt-weight-path", str(facts.model_path)),
-        ("--kt-method", method),
-    ]
-    return words + ([("--trust-remote-code",)] if request.trust_remote_code else [])
-
-
-def _kt_args(threads: Threads) -> Words:
-    words: Words = [
-        ("--kt-cpuinfer", str(threads.cpuinfer)),
-        ("--kt-threadpool-count", str(threads.pools)),
-    ]
-    if threads.nodes:
-        words.append(("--kt-numa-nodes", *map(str, threads.nodes)))
-    # Without this flag (or a ratio) KT wraps nothing: it only warns, and the expert LoRA never loads.
-    return [*words, ("--kt-num-gpu-experts", "0")]
-
-
-def _lora_args(choice: Choice, served: Mapping[str, Path]) -> Words:
-    words: Words = []
-    if choice.expert is not None and choice.layout != "merged":
-        words.append(("--kt-expert-lora-path", str(served["expert"])))
-    if choice.nonexpert:
-        names = [(key.removeprefix(":"), path) for key, path in served.items() if key != "expert"]
-        if choice.layout == "merged":
-            names = list(served.items())
-        words += [
-            ("--enable-lora",),
-            ("--lora-backend", "triton"),
-            ("--max-loras-per-batch", str(max(2, len(names) + 1))),
-            ("--lora-paths", *(f"{name}={path}" for name, path in names)),
-        ]
-    return words
-
-
-def _server_args(request: Request, facts: Facts, expert: bool) -> Words:
-    words: Words = [("--max-running-requests", str(RUNNING_REQUESTS))]
-    if expert:
-        words.append(("--disable-cuda-graph",))
-    if request.tp_size > 1:
-        words.append(("--tp-size", str(request.tp_size)))
-    if request.nodes > 1:
-        words += [
-            ("--nnodes", str(request.nodes)),
-            ("--node-rank", str(request.node_rank)),
-            ("--dist-init-addr", request.dist_init_addr or "HOST:PORT"),
-        ]
-    return [
-        *words,
-        ("--served-model-name", served_name(request, facts)),
-        ("--host", request.host),
-        ("--port", str(facts.port)),
-    ]
+        merged = {str(choice.nonexpert[0].name): ready("merged", *pair)}
+        return Directories(None, merged), conversions
+    expert = ready("expert", choice.expert) if choice.expert is not None else None
+    named = {str(source.name): ready("nonexpert", source) for source in choice.nonexpert}
+    return Directories(expert, named), conversions
 
 
 def _models(served: str, choice: Choice, contract: Contract) -> dict[str, str]:

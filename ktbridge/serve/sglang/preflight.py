@@ -16,11 +16,10 @@ from ktbridge.codes import problem
 from ktbridge.codes.serving import LAUNCH
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.hosts import is_loopback
-from ktbridge.serve.sglang.facts import LOGGING, Facts
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import Choice
+from ktbridge.serve.sglang.facts import LOGGING, Facts, served_name
 from ktbridge.serve.sglang.flags import EngineFlag, value_of
-from ktbridge.serve.sglang.layouts import Choice
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import memory_needed
 from ktbridge.served_names import BASE
 from ktbridge.units import size_text
 
@@ -28,6 +27,9 @@ _ROTATED_SINCE = version_order("0.7.0")
 _NOT_ROTATED = "qwen3_moe"
 _READS_THE_CACHE = ("fa3", "torch_native")
 _HOPPER = "9."
+# Bytes in RAM for each byte of bfloat16 experts; the native formats keep the checkpoint's bytes.
+_PACKED = {"AMXINT8": 0.53, "AMXINT4": 0.28}
+_PROCESSES = 6 * 2**30
 # Problems of this machine: they don't apply to a plan for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
 
@@ -36,7 +38,7 @@ CODES = frozenset(row.code for row in LAUNCH.codes)
 
 
 def preflight(
-    request: Request, facts: Facts, choice: Choice, method: str, version: str
+    request: SglangRequest, facts: Facts, choice: Choice, method: str, version: str
 ) -> Iterator[Problem]:
     """Every finding about names, network, machine, model and engine packages."""
     yield from _names(request, facts)
@@ -56,14 +58,7 @@ def preflight(
         yield problem("KTB965", LOGGING, f"is {facts.environment[LOGGING]}: {found}")
 
 
-def served_name(request: Request, facts: Facts) -> str:
-    """The served model name: the option, or the model directory's name."""
-    return (
-        request.served_name if request.served_name is not None else facts.model_path.resolve().name
-    )
-
-
-def _names(request: Request, facts: Facts) -> Iterator[Problem]:
+def _names(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
     served = served_name(request, facts)
     if ":" in served:
         found = "has a colon: what follows the first one in a request names the adapter"
@@ -85,7 +80,7 @@ def _names(request: Request, facts: Facts) -> Iterator[Problem]:
         yield problem("KTB963", name, "names two adapters")
 
 
-def _network(request: Request, facts: Facts, version: str) -> Iterator[Problem]:
+def _network(request: SglangRequest, facts: Facts, version: str) -> Iterator[Problem]:
     if facts.port_fault:
         step = "bind to 127.0.0.1 with --host" if "address" in facts.port_fault else None
         yield problem("KTB955", f"{request.host}:{request.port}", facts.port_fault, "", step)
@@ -137,7 +132,7 @@ def _release(version: str) -> object:
         return version
 
 
-def _topology(request: Request, facts: Facts) -> Iterator[Problem]:
+def _topology(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
     if request.nodes > 1 and request.dist_init_addr is None:
         found = f"is missing, with {request.nodes} nodes"
         step = "give the first node's address and a free port: --dist-init-addr HOST:PORT"
@@ -176,7 +171,9 @@ def _cpu(facts: Facts, choice: Choice, method: str) -> Iterator[Problem]:
 
 
 def _memory(facts: Facts, method: str) -> Iterator[Problem]:
-    needed = memory_needed(facts.weights, method, facts.stored)
+    # The experts on the CPU, and the engine's processes. A lower estimate.
+    factor = _PACKED.get(method, 1.0) if facts.stored == "bf16" else 1.0
+    needed = int(facts.weights.experts * factor) + _PROCESSES
     usable, free = facts.machine.usable_memory, facts.machine.memory_available
     found = f"routed experts take about {size_text(needed)} with {method}"
     if usable is not None and needed > usable:
@@ -187,7 +184,7 @@ def _memory(facts: Facts, method: str) -> Iterator[Problem]:
         yield problem("KTB956", "RAM", found, expected, step, severity="warning")
 
 
-def _gpu(request: Request, facts: Facts) -> Iterator[Problem]:
+def _gpu(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
     wanted = request.gpus_needed
     if facts.gpus is None:
         return

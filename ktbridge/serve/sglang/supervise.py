@@ -7,31 +7,112 @@ lists the non-expert adapters: the first alone is also true of a server that dro
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import OpenAIClient
-from ktbridge.serve.sglang.failure_diagnosis import diagnose
-from ktbridge.serve.sglang.logs import Pump, readable
-from ktbridge.serve.sglang.processes import (
+from ktbridge.serve.processes import (
     MARK,
     adopt_orphans,
     end_members,
     end_with_parent,
     members,
 )
-from ktbridge.serve.sglang.ready import Conditions, Progress, probe
+from ktbridge.serve.sglang.logs import Pump, diagnose, readable
 
 GRACE_SECONDS = 20.0
 # Log lines may still be in the pipe when the server already answers.
 _LATE_LINES = 3.0
 _TAIL = 12
+
+_LOADED = re.compile(rb"Loaded KT expert LoRA for layer (\d+)\b")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """``layers`` that must have logged their expert LoRA, ``adapters`` that /v1/models must list.
+
+    ``answers`` is false on the nodes after the first of several: those answer /health alone.
+    """
+
+    layers: tuple[int, ...]
+    adapters: tuple[str, ...]
+    answers: bool = True
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "health": True,
+            "expert_lora_layers": list(self.layers),
+            "models_listed": list(self.adapters),
+        }
+
+
+@dataclass
+class Progress:
+    """Startup progress, fed with the server's log, line by line, and with its answers."""
+
+    conditions: Conditions
+    loaded: set[int] = field(default_factory=set)
+    healthy: bool = False
+    listed: set[str] | None = None
+
+    def read(self, line: bytes) -> None:
+        """Parse one line of the engine's log."""
+        found = _LOADED.search(line)
+        if found:
+            self.loaded.add(int(found[1]))
+
+    def ask(self, client: OpenAIClient) -> None:
+        """Ask /health and then /v1/models; what doesn't answer leaves everything as it was."""
+        if not self.healthy:
+            self.healthy = client.is_healthy()
+        if self.healthy and self.conditions.answers and not self.ready:
+            with suppress(KtbridgeError):
+                self.listed = set(client.models())
+
+    @property
+    def missing_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in self.conditions.layers if layer not in self.loaded)
+
+    @property
+    def missing_adapters(self) -> tuple[str, ...]:
+        return tuple(name for name in self.conditions.adapters if name not in (self.listed or ()))
+
+    @property
+    def answering(self) -> bool:
+        """Whether the server answers, be it with what was asked for or without."""
+        return self.healthy and (not self.conditions.answers or self.listed is not None)
+
+    @property
+    def ready(self) -> bool:
+        return self.answering and not self.missing_layers and not self.missing_adapters
+
+    def missing(self) -> str:
+        """What is missing, as text."""
+        parts = []
+        if not self.healthy:
+            parts.append("/health does not answer")
+        elif not self.answering:
+            parts.append("/v1/models does not answer")
+        layers = self.missing_layers
+        if layers:
+            total = len(self.conditions.layers)
+            shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
+            parts.append(
+                f"{len(layers)} of {total} layers never logged their expert LoRA ({shown})"
+            )
+        if self.answering and self.missing_adapters:
+            parts.append(f"/v1/models does not list {', '.join(self.missing_adapters)}")
+        return "; ".join(parts)
 
 
 class EngineFailed(KtbridgeError):
@@ -86,7 +167,7 @@ class Engine:
             stderr=subprocess.STDOUT,
             env={**inherited, "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark},
             start_new_session=True,  # we forward the terminal's Ctrl-C
-            preexec_fn=end_with_parent,  # no thread runs yet
+            preexec_fn=partial(end_with_parent, os.getpid()),  # no thread runs yet
         )
         assert self._process.stdout is not None
         self._pump = Pump(self._process.stdout, log, self.progress.read, secret)  # type: ignore[arg-type]
@@ -109,7 +190,7 @@ class Engine:
         while True:
             if self._process.poll() is not None:
                 raise self._ended("before it was ready")
-            probe(self.progress, self._client)
+            self.progress.ask(self._client)
             on_progress(self.progress)
             if self.progress.ready:
                 return

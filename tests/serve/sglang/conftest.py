@@ -176,18 +176,9 @@ class Played:
         }
 
     def begin(self, *args: Any, env: dict[str, str]) -> subprocess.Popen[str]:
-        words = [
-            sys.executable,
-            "-m",
-            "ktbridge",
-            "serve",
-            "--engine",
-            "sglang",
-            "--allow",
-            "KTB958",
-        ]
+        words = "-m ktbridge serve --engine sglang --allow KTB958".split()
         process = subprocess.Popen(
-            [*words, *map(str, args)],
+            [sys.executable, *words, *map(str, args)],
             env=env,
             text=True,
             stdout=subprocess.PIPE,

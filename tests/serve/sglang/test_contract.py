@@ -11,19 +11,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from launchfacts import facts_for
 from realengine import wheel_path
 
 from ktbridge.adapter.engines import CONTRACTS, contract_for, version_order
-from ktbridge.machine import read_machine
-from ktbridge.serve.sglang.cache import ENGINE_CACHE
-from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import Source
+from ktbridge.serve.sglang.facts import ENGINE_CACHE, parser_flags
 from ktbridge.serve.sglang.flags import GUARDED, OWNED
-from ktbridge.serve.sglang.installed import Installed, parser_flags
 from ktbridge.serve.sglang.plan import plan
-from ktbridge.serve.sglang.ready import Conditions, Progress
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Weights
-from ktbridge.serve.sglang.sources import Source
+from ktbridge.serve.sglang.supervise import Conditions, Progress
 
 # The ends of every row, and what lies between them: versions that were published.
 VERSIONS = (
@@ -70,23 +67,17 @@ def wheel(request: pytest.FixtureRequest):
 
 def plans(version: str, model: Path):
     """A plan for every layout that the version accepts, with every flag that we ever write."""
-    from ktbridge.model import read_model_config
-
     contract, _ = contract_for(f"sglang-kt=={version}")
     for layout, given in LAYOUTS.items():
         if not getattr(contract, layout):
             continue
         sources = tuple(
             Source(name or None, Path("/a"), "merged" if layout == "merged" else layout,  # type: ignore[arg-type]
-                   (0, 1) if expert else (), nonexpert, None, None, name)
+                   (0, 1) if expert else (), nonexpert, None, name)
             for name, expert, nonexpert in given
         )  # fmt: skip
-        facts = Facts(
-            installed=Installed("python", version, version), machine=read_machine(), gpus=(),
-            model=read_model_config(model), model_path=model, weights=Weights(1, 1), stored="bf16",
-            sources=sources, source_problems=(), port=1, port_fault="", cache=Path("/c"), environment={},
-        )  # fmt: skip
-        request = Request(
+        facts = facts_for(model, version, sources=sources, gpus=())
+        request = SglangRequest(
             model="m", tp_size=4, nodes=2, dist_init_addr="h:1", trust_remote_code=True
         )
         yield layout, plan(request, facts)

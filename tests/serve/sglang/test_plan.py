@@ -12,36 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launchfacts import AMX, GIB, GPUS, facts_for
 
 from ktbridge.adapter.engines import CONTRACTS
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import ProblemsError
-from ktbridge.machine import Gpu, Machine, NumaNode
-from ktbridge.model import read_model_config
-from ktbridge.serve.sglang.cache import Conversion, convert, is_intact, slot
-from ktbridge.serve.sglang.facts import Facts
-from ktbridge.serve.sglang.failure_diagnosis import CAUSES, diagnose
-from ktbridge.serve.sglang.installed import Installed, parser_flags
-from ktbridge.serve.sglang.logs import readable
+from ktbridge.machine import Gpu, NumaNode
+from ktbridge.serve.request import SglangRequest
+from ktbridge.serve.sglang.adapters import Conversion, cached, convert, is_intact, read_sources
+from ktbridge.serve.sglang.command import plan_threads
+from ktbridge.serve.sglang.facts import Facts, Installed, Weights, parser_flags, stored_format
+from ktbridge.serve.sglang.logs import CAUSES, diagnose, readable
 from ktbridge.serve.sglang.plan import Plan, plan
-from ktbridge.serve.sglang.request import Request
-from ktbridge.serve.sglang.resources import Weights, plan_threads, stored_format
-from ktbridge.serve.sglang.sources import read_sources
-
-GIB = 2**30
-AMX = Machine(
-    cpu="A CPU",
-    isa=("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"),
-    physical_cores=64,
-    logical_cpus=128,
-    affinity=128,
-    cpu_quota=None,
-    memory=512 * GIB,
-    memory_available=500 * GIB,
-    memory_limit=None,
-    numa=(NumaNode(0, "0-31,64-95", 256 * GIB, 64), NumaNode(1, "32-63,96-127", 256 * GIB, 64)),
-)
-GPUS = tuple(Gpu(index, "A GPU", 80 * GIB, "9.0") for index in range(4))
 
 
 @pytest.fixture
@@ -49,22 +31,7 @@ def facts_of(model: Path) -> Any:
     """facts_of(**changes): a good machine and a model, nothing read but config.json."""
 
     def facts_of(**changes: Any) -> Facts:
-        facts = Facts(
-            installed=Installed("python", "0.7.2", "0.7.2"),
-            machine=AMX,
-            gpus=GPUS,
-            model=read_model_config(model),
-            model_path=Path("/models/tiny"),
-            weights=Weights(GIB, GIB),
-            stored="bf16",
-            sources=(),
-            source_problems=(),
-            port=8000,
-            port_fault="",
-            cache=Path("/cache"),
-            environment={},
-        )
-        return replace(facts, **changes)
+        return facts_for(model, **{"model_path": Path("/models/tiny")} | changes)
 
     return facts_of
 
@@ -82,7 +49,7 @@ def make(model: Path, adapters: dict[str, Path], facts_of: Any) -> Any:
         options["merged"] = {"merged_adapters": {"neko": str(adapters["merged"])}}
         for name in given.split():
             fields = {**options[name], **fields}
-        request = Request(model=str(model), **fields)
+        request = SglangRequest(model=str(model), **fields)
         sources, problems = read_sources(request)
         found = facts_of(
             installed=Installed("/opt/engine/bin/python", version, version),
@@ -228,10 +195,10 @@ def test_the_machine(facts_of) -> None:
     small = replace(AMX, isa=("avx2",), memory=8 * GIB, memory_available=GIB)
     bad = {"machine": small, "gpus": (), "weights": Weights(9 * GIB, GIB)}
 
-    def codes(request: Request, facts: Facts) -> dict[str, str]:
+    def codes(request: SglangRequest, facts: Facts) -> dict[str, str]:
         return {p.code: p.severity for p in plan(request, facts).problems}
 
-    request = Request(model="m")
+    request = SglangRequest(model="m")
     facts = facts_of(**bad)
     assert {"KTB956": "error", "KTB957": "error"}.items() <= codes(request, facts).items()
     ahead = codes(replace(request, engine_version="0.6.4"), facts)
@@ -242,7 +209,7 @@ def test_the_machine(facts_of) -> None:
 
 def test_code_keys_and_public_addresses(facts_of) -> None:
     brings = replace(facts_of().model, auto_map=True)
-    request = Request(model="m", host="0.0.0.0")
+    request = SglangRequest(model="m", host="0.0.0.0")
     found = plan(request, facts_of(model=brings)).problems
     assert {"KTB960", "KTB961"} <= {p.code for p in found if p.severity == "error"}
     fine = plan(
@@ -321,7 +288,7 @@ def test_replicas_and_their_router(make) -> None:
     assert router.endswith(f"--host 0.0.0.0 --port {port}")
     assert len(done.conversions) == 2
     assert len(done.commands()) == 1 + 3  # one command makes both directories
-    assert "KTB957" in " ".join(errors(make("0.6.4", replicas=3, tp_size=2)))
+    assert "KTB957" in " ".join(errors(make("0.6.4", replicas=5, tp_size=2)))
 
 
 @pytest.mark.parametrize(
@@ -358,9 +325,9 @@ def test_the_cache_is_keyed_by_content(adapters, tmp_path) -> None:
     """Rewritten in place with the same size and time, an adapter is another; a damaged copy is made anew."""
 
     raw = Path(shutil.copytree(adapters["raw"], tmp_path / "raw"))
-    request = Request(model="", adapters={"neko": str(raw)})
+    request = SglangRequest(model="", adapters={"neko": str(raw)})
     (source,), _ = read_sources(request)
-    before = slot((source,), tmp_path)
+    before = cached((source,), tmp_path)
     step = Conversion("merged", (raw,), before / "merged", "base")
     assert convert(step)
     assert not convert(step)
@@ -378,7 +345,7 @@ def test_the_cache_is_keyed_by_content(adapters, tmp_path) -> None:
     file.write_bytes(data)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     (rewritten,), _ = read_sources(request)
-    assert slot((rewritten,), tmp_path) != before
+    assert cached((rewritten,), tmp_path) != before
 
 
 def test_a_split_pair_is_joined_exactly(adapters, tmp_path) -> None:

@@ -32,9 +32,11 @@ class Process(NamedTuple):
     alive: bool
 
 
-def end_with_parent() -> None:
-    """Run in the child before exec: it gets SIGTERM if we die before it (PR_SET_PDEATHSIG)."""
+def end_with_parent(parent: int) -> None:
+    """Run in a child before exec: it gets SIGTERM when ``parent`` dies, for whatever reason."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died before prctl
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def adopt_orphans() -> None:

@@ -1,0 +1,183 @@
+"""Load a plan's engine: the experts onto our kernels, the non-expert LoRA by PEFT, linear layers packed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from ktbridge.adapter import Adapter, read_adapter
+from ktbridge.adapter.keys import Key, parse_key
+from ktbridge.codes import problem
+from ktbridge.errors import ProblemsError
+from ktbridge.experts.attach import inject_lora
+from ktbridge.experts.from_adapter import ACTING
+from ktbridge.experts.inject import load_expert_lora, wrap_experts
+from ktbridge.experts.loading import load_for_kernels, load_tokenizer
+from ktbridge.experts.targets import Adaptable, adaptable
+from ktbridge.experts.tensors import to_torch
+from ktbridge.machine import read_machine
+from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.plan import ServePlan
+
+log = logging.getLogger(__name__)
+
+SMALLEST = 1 << 16  # weights: below, converting the input costs what the product saves
+LARGEST = 65504.0  # of float16
+MOST_LOST = 2.0**-12  # of a matrix's norm; bfloat16's own rounding is 2**-9 of each weight
+SHARE = 4  # packed copies take at most this fraction of free memory
+
+
+def load_engine(plan: ServePlan) -> Engine:
+    """Load what ``plan`` names. Raises KtbridgeError when an adapter does not fit the model."""
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    model, tokenizer = load_for_kernels(plan.model, torch.bfloat16), load_tokenizer(plan.model)
+    expert = read_adapter(plan.expert) if plan.expert is not None else None
+    wrap_experts(
+        model,
+        lora_rank=expert.rank if expert is not None else 0,
+        lora_alpha=expert.alpha if expert is not None else 0,
+        threads=plan.threads,
+    )
+    if expert is not None:
+        load_expert_lora(model, expert)
+    # PEFT keeps adapters in module dictionaries, whose keys cannot be every adapter name.
+    slots = {name: f"adapter{i}" for i, (name, _) in enumerate(plan.nonexpert)}
+    adapters = {slots[name]: read_adapter(path) for name, path in plan.nonexpert}
+    tuned = _load_nonexpert(model, adapters) if adapters else []
+    model.eval().requires_grad_(False)
+    pack_linears(model)
+    engine = Engine(model, tokenizer, slots, tuned)
+    engine.warm_up(plan.arms)
+    return engine
+
+
+def _load_nonexpert(model: PreTrainedModel, adapters: Mapping[str, Adapter]) -> list[LoraLayer]:
+    """Put the non-expert LoRA of each adapter on ``model``, in place, for inference.
+
+    ``adapters``: PEFT's name for it -> adapter. Returns the layers that now have LoRA, each with a
+    switch of its own. Raises ProblemsError.
+    """
+    places = adaptable(model)
+    for slot, adapter in adapters.items():
+        keys = {key: parse_key(key) for key in adapter.nonexpert_keys()}
+        _refuse(adapter, _misfits(keys, places))
+        settings = {field: adapter.config[field] for field in ACTING if field in adapter.config}
+        # The modules come from the tensors' keys, not from target_modules, so that a pattern
+        # cannot reach more or fewer modules than were trained.
+        config = LoraConfig(inference_mode=True, **settings)
+        inject_lora(model, sorted({key.module for key in keys.values()}), places, config, slot)
+        _refuse(adapter, _copy(model, adapter, keys, slot))
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _misfits(keys: Mapping[str, Key], places: Adaptable) -> Iterator[tuple[str, str]]:
+    """Keys that have no linear module or router to go to, or whose other half is missing, and why."""
+    halves = {(key.module, key.half) for key in keys.values()}
+    for name, key in keys.items():
+        other = "B" if key.half == "A" else "A"
+        if key.kind != "lora":
+            yield name, "not a LoRA tensor that PEFT can serve"
+        elif key.module not in places.modules:
+            yield name, "the base model has no linear layer or router there"
+        elif (key.module, other) not in halves:
+            yield name, f"its lora_{other} is missing"
+
+
+def _copy(
+    model: PreTrainedModel, adapter: Adapter, keys: Mapping[str, Key], slot: str
+) -> Iterator[tuple[str, str]]:
+    """Copy the tensors to where PEFT has made room; keys that don't fit there, and why."""
+    for name, key in keys.items():
+        linear = getattr(model.get_submodule(key.module), f"lora_{key.half}")[slot]
+        value = to_torch(adapter.nonexpert_tensor(name))
+        if value.shape != linear.weight.shape:
+            needed = list(linear.weight.shape)
+            yield name, f"shape {list(value.shape)}, the base model needs {needed}"
+            continue
+        with torch.no_grad():
+            linear.weight.copy_(value)
+        # As engines on GPUs do: the LoRA computes in the base's own dtype.
+        linear.to(model.dtype)
+
+
+def _refuse(adapter: Adapter, found: Iterable[tuple[str, str]]) -> None:
+    if problems := [problem("KTS001", f"{adapter.path}: {key}", why) for key, why in found]:
+        raise ProblemsError(
+            f"the non-expert LoRA in {adapter.path} does not match the base model.", problems
+        )
+
+
+# --- packed linear layers ---------------------------------------------------------------------------
+#
+# For CPUs on which torch has no fast bfloat16 GEMM. Without AVX-512 torch multiplies bfloat16 row by row, so
+# that eight rows take as long as eight calls (seven times one, measured), and a batch gains nothing outside
+# the experts. FBGEMM's product of float32 rows with float16 weights reads each weight once for up to six
+# rows. Float16 has three more bits of mantissa than bfloat16, so a weight from 2**-14 up to 65504 is the same
+# number in both; smaller ones are off by 2**-25 at most. Sums are float32 in either, and the output is
+# rounded to bfloat16 once.
+
+
+def worth_packing() -> bool:
+    """Whether this torch has no bfloat16 product of its own for this CPU, but has FBGEMM's."""
+    if torch.backends.quantized.engine not in ("x86", "fbgemm"):
+        return False
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Give the bfloat16 linear layers of ``model`` a packed copy to compute with, in place; its bytes.
+
+    For inference only. A layer keeps its weight, which a tied embedding may share. Nothing is packed
+    where it doesn't fit into a quarter of the memory that is free.
+    """
+    if not worth_packing():
+        return 0
+    # A subclass, or a layer that was given its own forward, computes something else.
+    found = [m for m in model.modules() if type(m) is nn.Linear]
+    layers = [m for m in found if "forward" not in vars(m) and m.weight.dtype == torch.bfloat16]
+    layers = [m for m in layers if m.weight.numel() >= SMALLEST and m.weight.device.type == "cpu"]
+    size = sum(layer.weight.nbytes for layer in layers)
+    free = read_machine().memory_available
+    if free is not None and size > free // SHARE:
+        log.warning(
+            "linear layers are not packed for batches: %.1f GB more would not leave enough memory",
+            size / 1e9,
+        )
+        return 0
+    done = 0
+    for layer in layers:
+        if _exact_enough(layer.weight):
+            layer.forward = _packed_forward(layer)  # type: ignore[method-assign]
+            done += layer.weight.nbytes
+    return done
+
+
+def _exact_enough(weight: torch.Tensor) -> bool:
+    """Whether float16 holds ``weight`` [out, in]; rows at a time, so that copies stay small."""
+    lost = whole = 0.0
+    for rows in weight.detach().split(max(1, SMALLEST * 64 // weight.shape[1])):
+        exact = rows.float()
+        if not bool(exact.abs().max() <= LARGEST):  # NaN is none either
+            return False
+        lost += float((exact.half().float() - exact).square().sum())
+        whole += float(exact.square().sum())
+    return lost <= MOST_LOST**2 * whole
+
+
+def _packed_forward(layer: nn.Linear) -> Callable[..., torch.Tensor]:
+    bias = None if layer.bias is None else layer.bias.detach().float()
+    weights = torch.ops.quantized.linear_prepack_fp16(layer.weight.detach().float(), bias)
+    multiply = torch.ops.quantized.linear_dynamic_fp16
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], both bfloat16."""
+        return multiply(hidden.float(), weights).to(hidden.dtype)
+
+    return forward

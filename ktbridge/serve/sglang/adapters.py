@@ -1,0 +1,285 @@
+"""The adapters of a launch: the halves that each has, their layout, and a cache of conversions.
+
+A directory of the cache is named by a hash over the content of its sources, so an adapter that was
+rewritten in place, with the same size and time, is another directory. The engine keeps a split copy of a
+merged adapter by path, time and size; it is pointed to a directory of ours for the same reason (and
+because its own lies in /tmp under a predictable name).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ktbridge.adapter import convert_adapter, read_adapter, write_raw_adapter
+from ktbridge.adapter.adapter import Layout
+from ktbridge.adapter.checks.hashes import require_hashes
+from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
+from ktbridge.adapter.keys import FUSED_NAMES, fused_key
+from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object, trained_on
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.serve.request import OPTION_OF_LAYOUT, RequestedLayout, ServeRequest
+
+# Part of every key: bump it when the conversion's output changes, to invalidate old results.
+_RECIPE = "1"
+ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One adapter directory. ``name`` is what requests select it by; None for a bare expert one.
+
+    ``layers`` are those with expert LoRA. ``nonexpert``: whether it has any other LoRA.
+    ``digest`` is a SHA-256 over names and contents of its files.
+    """
+
+    name: str | None
+    path: Path
+    layout: Layout
+    layers: tuple[int, ...]
+    nonexpert: bool
+    base_model: str | None
+    digest: str
+
+    @property
+    def expert(self) -> bool:
+        return bool(self.layers)
+
+
+def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Problem]]:
+    """Open every adapter of the request; also the problems of those that can't be opened or don't fit
+    their option.
+
+    Reads each file once, for its hash.
+    """
+    sources: list[Source] = []
+    problems: list[Problem] = []
+    # Whole adapters first: their order is part of the command line and of the cache's keys.
+    for name, directory, layout in sorted(request.directories(), key=lambda given: bool(given[2])):
+        try:
+            adapter = read_adapter(directory)
+        except ProblemsError as error:
+            problems += error.problems
+            continue
+        except KtbridgeError as error:
+            step = error.next_step or None
+            problems.append(problem("KTB951", directory, error.sentence, next_step=step))
+            continue
+        if layout is not None and adapter.layout != layout:
+            step = f"pass it as {OPTION_OF_LAYOUT[adapter.layout]}"
+            found = f"has the {adapter.layout} layout"
+            problems.append(problem("KTB951", directory, found, f"the {layout} layout", step))
+            continue
+        source = Source(
+            name=name,
+            path=adapter.path.resolve(),
+            layout=adapter.layout,
+            layers=adapter.expert_layers(),
+            nonexpert=bool(adapter.nonexpert),
+            base_model=adapter.base_model,
+            digest=_content_digest(adapter.path),
+        )
+        sources.append(source)
+    return tuple(sources), problems
+
+
+def _content_digest(directory: Path) -> str:
+    """SHA-256 over the names and contents of the files that make an adapter what it is."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".safetensors" or path.name in ("adapter_config.json", MANIFEST_FILE):
+            digest.update(f"{path.name}\0{hash_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+# --- the layout they are served in -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is served: the source of the expert LoRA, those of the non-expert LoRA, the layout."""
+
+    layout: ServedLayout
+    expert: Source | None
+    nonexpert: tuple[Source, ...]
+    reasons: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def granting(grants: Callable[[Contract], bool]) -> str:
+    """The versions for which ``grants`` is true, as text."""
+    names = [contract.name for contract in CONTRACTS if grants(contract)]
+    return f"{ENGINE} {', '.join(names)}" if names else f"no version of {ENGINE}"
+
+
+def choose_layout(
+    sources: Sequence[Source], requested: RequestedLayout, contract: Contract
+) -> Choice:
+    """Decide the layout; an unsupported one is a problem that names the versions supporting it."""
+    experts = [source for source in sources if source.expert]
+    nonexpert = tuple(source for source in sources if source.nonexpert)
+    expert = experts[0] if experts else None
+    problems: list[Problem] = []
+    if len(experts) > 1:
+        paths = " and ".join(str(source.path) for source in experts)
+        found = f"{paths} both bring an expert LoRA; one server holds one"
+        step = "serve the second from a second server"
+        problems.append(problem("KTB952", "adapters", found, "one", step))
+    layout: ServedLayout
+    missing = ""
+    if expert is None:
+        layout = "nonexpert" if nonexpert else "base"
+        reasons = ["there is no expert LoRA" if nonexpert else "there is no adapter"]
+        missing = "an expert and a non-expert LoRA"
+    elif not contract.expert:
+        layout, expert, nonexpert, reasons = "base", None, (), []
+        grants = granting(lambda row: row.expert)
+        problems.append(_refusal(contract, "does not know --kt-expert-lora-path", grants))
+    elif not nonexpert:
+        layout = "expert"
+        reasons = ["there is no non-expert LoRA: the expert directory is served alone"]
+        missing = "a non-expert LoRA too"
+    else:
+        layout, reasons, refusals = _layout_of_both(len(nonexpert) > 1, requested, contract)
+        problems += refusals
+    if missing and requested != "auto":
+        found = f"--layout {requested} needs {missing}"
+        problems.append(_refusal(contract, found, "both", "leave --layout out"))
+    return Choice(layout, expert, nonexpert, tuple(reasons), tuple(problems))
+
+
+def _layout_of_both(
+    several: bool, requested: RequestedLayout, contract: Contract
+) -> tuple[ServedLayout, list[str], list[Problem]]:
+    """The layout of an expert LoRA beside one or ``several`` non-expert ones, reasons, problems."""
+    where = f"{ENGINE} {contract.name}"
+    splitting = granting(lambda row: row.split)
+    if requested == "split" or (requested == "auto" and (contract.split or several)):
+        if contract.split:
+            reason = f"{where} takes the expert and the non-expert LoRA side by side"
+            return "split", [reason], []
+        found = "refuses --kt-expert-lora-path together with --lora-paths"
+        if several and requested == "auto":
+            found += ", and several non-expert adapters need both"
+        step = None if several else "use --layout merged"
+        return "split", [], [_refusal(contract, found, splitting, step)]
+    if several:
+        found, expected = "one merged adapter is all a server takes", " with --layout split"
+        return "merged", [], [_refusal(contract, found, splitting + expected, "give one adapter")]
+    if not contract.merged:
+        grants = granting(lambda row: row.merged)
+        return "merged", [], [_refusal(contract, "does not take a merged adapter", grants)]
+    if not contract.split:
+        return "merged", [f"{where} takes both halves as one merged directory only"], []
+    return "merged", [], []
+
+
+def _refusal(contract: Contract, found: str, expected: str, step: str | None = None) -> Problem:
+    return problem("KTB952", f"{ENGINE} {contract.name}", found, expected, step)
+
+
+# --- the cache of conversions ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """``target``, in ``layout``, is made from one source, or from an expert and a non-expert one."""
+
+    layout: str
+    sources: tuple[Path, ...]
+    target: Path
+    base_model: str
+
+    def as_dict(self) -> dict[str, object]:
+        sources = [str(path) for path in self.sources]
+        return {"layout": self.layout, "sources": sources, "target": str(self.target)}
+
+
+def cache_root() -> Path:
+    """$XDG_CACHE_HOME/ktbridge/serving, or below ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "ktbridge" / "serving"
+
+
+def cached(sources: Sequence[Source], root: Path) -> Path:
+    """The directory below ``root`` for what is made from ``sources``."""
+    digest = hashlib.sha256(_RECIPE.encode())
+    for source in sources:
+        digest.update(f"\0{source.layout}\0{source.digest}".encode())
+    return root / digest.hexdigest()[:24]
+
+
+def convert(conversion: Conversion) -> bool:
+    """Make ``conversion.target`` unless it exists and is complete. Returns whether it was made.
+
+    Raises ProblemsError when the sources can't be converted, KtbridgeError when writing fails; the
+    target is complete or unchanged.
+    """
+    if is_intact(conversion.target, conversion.layout):
+        return False
+    conversion.target.parent.mkdir(parents=True, exist_ok=True)
+    source = conversion.sources[0]
+    joined: Path | None = None
+    try:
+        if len(conversion.sources) == 2:
+            joined = conversion.target.parent / f".joined-{os.getpid()}"
+            _join(*conversion.sources, joined, conversion.base_model)
+            source = joined
+        convert_adapter(
+            source,
+            **{f"{conversion.layout}_output_dir": conversion.target},  # type: ignore[arg-type]
+            base_model=conversion.base_model,
+            overwrite=True,
+        )
+    finally:
+        if joined is not None:
+            shutil.rmtree(joined, ignore_errors=True)
+    return True
+
+
+def is_intact(directory: Path, layout: str) -> bool:
+    """Whether a converted directory matches its manifest, by size and hash."""
+    with suppress(KtbridgeError, OSError):
+        manifest = read_json_object(directory / MANIFEST_FILE)
+        artifacts = manifest.get("artifacts")
+        if manifest.get("layout") != layout or not isinstance(artifacts, dict) or not artifacts:
+            return False
+        return all(
+            isinstance(record, dict)
+            and (directory / name).stat().st_size == record.get("size")
+            and hash_file(directory / name) == record.get("sha256")
+            for name, record in artifacts.items()
+        )
+    return False
+
+
+def _join(expert: Path, nonexpert: Path, target: Path, base_model: str) -> None:
+    """Join both halves of a split pair into one raw adapter, from which everything is converted."""
+    experts, rest = read_adapter(expert), read_adapter(nonexpert)
+    for half in (experts, rest):  # the joined adapter gets its own hashes
+        require_hashes(half.path)
+    fused = {
+        fused_key(layer, name): experts.expert_tensor(layer, name)
+        for layer in experts.expert_layers()
+        for name in FUSED_NAMES
+    }
+    stored = (experts.manifest or {}).get("expert_weight_format")
+    write_raw_adapter(
+        target,
+        expert=fused,
+        nonexpert={key: rest.nonexpert_tensor(key) for key in rest.nonexpert_keys()},
+        config=rest.config,
+        base_model=base_model,
+        rank=experts.rank,
+        alpha=experts.alpha,
+        expert_weight_format=stored if isinstance(stored, str) else "bf16",
+        fingerprint=trained_on(experts.manifest) or False,
+        overwrite=True,
+    )
