@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing, crossing, queued
+from ktbridge.experts import checkpointing, compat, crossing, queued
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
@@ -126,7 +126,7 @@ class ExpertFunction(torch.autograd.Function):
             *(tensor.data_ptr() for tensor in (hidden, d_out, d_hidden, d_weights)),
             call.addresses(targets),
         )
-        last = not graph_is_kept()
+        last = not compat.graph_is_kept()
         if isinstance(call.saved, _kernels.Job):
             stream = torch.cuda.current_stream(ctx.device)
             alive = call, hidden, d_out, d_hidden, d_weights, lora, targets
@@ -206,8 +206,8 @@ def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
 
     ``reduced``: in a process group of several, a reducer may be waiting for it, which is a hook unseen.
     """
-    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    hooks = compat.has_gradient_hooks(parameter)
     if hooks or not parameter.is_leaf or not parameter.is_contiguous():
         return False
     if reduced and distributed and torch.distributed.get_world_size() > 1:
@@ -220,9 +220,3 @@ def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
         and grad.is_contiguous()
         and not grad.requires_grad
     )
-
-
-def graph_is_kept() -> bool:
-    """Whether the backward that is running was asked to retain_graph; True where torch can't report it."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return ask is None or bool(ask())

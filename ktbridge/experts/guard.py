@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -17,9 +16,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.backends import ExpertsLayer
+from ktbridge.experts import compat
 from ktbridge.experts.expert_call import LORA_NAMES
 from ktbridge.experts.peft_layer import MERGE_STEP, first_tuner
+from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.experts.wrapped_layers import layers_of
 
 ORDERS = "docs/library.md lists the orders of calls that work."
 
@@ -38,11 +39,6 @@ def watch(base: Any) -> None:
         "ignore", "You are trying to modify a model with PEFT for a second time", UserWarning
     )
     _belong(base)
-
-
-def layers_of(module: nn.Module) -> list[ExpertsLayer]:
-    """The wrapped layers within a module, in its order."""
-    return [each for each in module.modules() if isinstance(each, ExpertsLayer)]
 
 
 def has_peft(module: nn.Module) -> bool:
@@ -135,7 +131,7 @@ def _before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
 register_optimizer_step_pre_hook(_before_step)
 
 
-# --- freezing, counting ----------------------------------------------------------------------------------
+# --- freezing ----------------------------------------------------------------------------------
 
 
 def freeze_expert_lora(model: nn.Module, frozen: bool = True) -> None:
@@ -162,9 +158,7 @@ def _save_pretrained(
     base: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any
 ) -> None:
     """In the place of transformers': the model's weights lack the experts', so its expert LoRA is saved."""
-    if getattr(
-        base, "_hf_peft_config_loaded", False
-    ):  # model.add_adapter: the adapter alone is saved
+    if compat.is_adapted_by_transformers(base):  # the adapter alone is saved
         type(base).save_pretrained(base, save_directory, is_main_process, *args, **options)
     elif has_peft(base):
         raise KtbridgeError(
@@ -173,9 +167,6 @@ def _save_pretrained(
             "Call save_pretrained of the PeftModel, or ktbridge.sft.save_raw_adapter(peft_model, directory).",
         )
     elif is_main_process:
-        # Imported here: it needs what wraps experts, which needs this module.
-        from ktbridge.experts.raw_adapter import save_beside
-
         save_beside(base, save_directory)
         warnings.warn(
             f"{save_directory} has the expert LoRA alone, as a raw adapter, and is no model that "
@@ -188,12 +179,3 @@ def _refuse_unload(merge: bool = True, **_: Any) -> None:
     what = "merge_and_unload can't merge" if merge else "unload would leave"
     step = "`with model.disable_adapter():` runs the base model; or load it again."
     raise KtbridgeError(f"PEFT's {what} the expert LoRA.", MERGE_STEP if merge else step)
-
-
-def trained_elsewhere(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are trained and belong to no half of a raw adapter."""
-    experts = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
-    for name, parameter in model.named_parameters():
-        lora = ".lora_A." in name or ".lora_B." in name
-        if parameter.requires_grad and id(parameter) not in experts and not lora:
-            yield name, parameter

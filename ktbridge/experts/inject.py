@@ -20,12 +20,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.experts import compat
 from ktbridge.experts.backends import ExpertsLayer
 from ktbridge.experts.expert_call import LORA_NAMES
 from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import (
-    LAYER,
     experts_modules,
     given_experts,
     odd_traits,
@@ -34,6 +34,7 @@ from ktbridge.experts.modules import (
 )
 from ktbridge.experts.tensors import to_torch
 from ktbridge.experts.weights import PROJECTIONS
+from ktbridge.experts.wrapped_layers import expert_layers
 
 IMPLEMENTATION = "ktbridge"
 
@@ -130,16 +131,6 @@ def _wrappable(base: Any) -> list[tuple[str, Any]]:
             "Call wrap_experts once, on a model as it was loaded.",
         )
     return found
-
-
-def expert_layers(model: nn.Module) -> dict[int, ExpertsLayer]:
-    """The wrapped layers of a model by decoder layer index, in rising order."""
-    layers = {}
-    for name, module in model.named_modules():
-        match = LAYER.search(name)
-        if isinstance(module, ExpertsLayer) and match:
-            layers[int(match.group(1))] = module
-    return dict(sorted(layers.items()))
 
 
 def set_expert_lora(model: nn.Module, enabled: bool) -> None:
@@ -254,9 +245,7 @@ def _unserved(name: str, module: Any) -> Iterator[Problem]:
     activation = type(getattr(module, "act_fn", None)).__name__
     if "silu" not in activation.lower():
         yield problem("KTL003", where, f"activation {activation}", "SiLU")
-    if type(module)._apply_gate.__name__ != "_default_apply_gate" or getattr(
-        module, "has_post_expert_norm", False
-    ):
+    if compat.has_own_gate(module) or getattr(module, "has_post_expert_norm", False):
         yield problem("KTL003", where, "a gating or norm of its own", "silu(gate) * up")
     if given_experts(module) is not None:
         return

@@ -17,11 +17,10 @@ import torch
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing
+from ktbridge.experts import MAX_EXPERT_RANK, checkpointing
 from ktbridge.experts.backends import ExpertsLayer, check_inputs
 from ktbridge.experts.expert_call import ExpertCall, ExpertFunction, kernels_of
 from ktbridge.experts.gpu.gpu_call import GpuCall, GpuFunction, OnGpu
-from ktbridge.experts.rank import MAX_EXPERT_RANK
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}

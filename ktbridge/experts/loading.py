@@ -1,13 +1,18 @@
-"""A checkpoint into transformers, whole or not at all; its experts mapped where the kernels can read them."""
+"""A checkpoint into transformers, whole or not at all; its experts mapped where the kernels can read them.
+
+A ``Place`` maps a module to its device; the routed experts stay on the CPU in any case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import dispatch_model, init_empty_weights
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -16,12 +21,25 @@ from transformers import (
     AutoTokenizer,
     FineGrainedFP8Config,
 )
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts import compat
 from ktbridge.experts.mapped import CantMap, MappedExperts, experts_left_out
 from ktbridge.experts.modules import LAYER, experts_modules, give_experts, keep_on_cpu
-from ktbridge.experts.placement import Place, device_map, on_cpu, placed
+from ktbridge.model.jsonfile import read_json_file
+
+Place = Callable[[str], torch.device]
+"""The device of a module, by its name in the transformers model."""
+
+CPU = torch.device("cpu")
+
+
+def on_cpu(name: str) -> torch.device:
+    """The place of everything where there is no GPU to use."""
+    return CPU
 
 
 def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> Any:
@@ -105,9 +123,8 @@ def model_class(config: Any) -> tuple[type[Any], Any]:
     checkpoint, else the multimodal model around it.
     """
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
-            found: Any = auto._model_mapping[type(config)]
-            cls = found[0] if isinstance(found, tuple | list) else found
+        cls = compat.class_chosen_by(auto, config)
+        if cls is not None:
             text = config.sub_configs.get("text_config")
             own = text is not None and cls.config_class == text
             return cls, config.get_text_config() if own else config
@@ -165,3 +182,62 @@ def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
             f"the {what} in {path} cannot be loaded: {first}",
             "check that it holds config.json, safetensors weights and a tokenizer",
         ) from error
+
+
+def device_map(cls: type[Any], config: Any, place: Place) -> dict[str, torch.device]:
+    """``from_pretrained``'s device_map for a model of ``cls``; {} where all is on the CPU."""
+    with init_empty_weights():
+        model = cls(config)
+    found = _places(model, place)
+    devices = set(found.values())
+    if len(devices) == 1:
+        return {} if devices == {CPU} else {"": devices.pop()}
+    return found
+
+
+def placed(model: Any, place: Place) -> Any:
+    """``model``, which is on the CPU, with each module where ``place`` wants it."""
+    found = _places(model, place)
+    devices = set(found.values())
+    return dispatch_model(model, found) if len(devices) > 1 else model.to(devices.pop())
+
+
+def _places(model: Any, place: Place) -> dict[str, torch.device]:
+    """The device of each part that is placed whole, by its name."""
+    found = {name.rstrip("."): place(name) for name in _units(model)}
+    if model.config.get_text_config().tie_word_embeddings:  # one tensor, so one place
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        names = [name for name in found if model.get_submodule(name) in ends]
+        found |= dict.fromkeys(names, found[names[-1]])
+    return found
+
+
+def _units(model: Any) -> list[str]:
+    """Names of the parts that are placed whole: "….layers.N." and whatever else has tensors of its own."""
+    units = []
+    for name, module in model.named_modules():
+        layer = LAYER.search(f"{name}.")
+        if layer:
+            if layer.end() == len(name) + 1:
+                units.append(f"{name}.")
+        elif any(True for _ in chain(module.parameters(False), module.buffers(False))):
+            units.append(name)
+    return units
+
+
+def skeleton(base: Path) -> Any:
+    """The language model in ``base`` as its class makes it, all tensors on the "meta" device.
+
+    Raises KtbridgeError for a model that the installed transformers doesn't know.
+    """
+    model_type = read_json_file(base / "config.json").get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise KtbridgeError(
+            f"{base} is a model of type {model_type!r}, which transformers {transformers_version} doesn't "
+            "know.",
+            "Install a transformers version that has it, or use a model of a family it has.",
+        )
+    with readable_load_errors(base):
+        cls, own = model_class(AutoConfig.from_pretrained(base))
+        with torch.device("meta"):
+            return cls(own)

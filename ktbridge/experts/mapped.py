@@ -141,8 +141,8 @@ def experts_left_out(cls: type[Any]) -> Iterator[type[Any]]:
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
         for _, module in experts_modules(self):
-            for name in list(module._parameters):
-                del module._parameters[name]
+            for name, _ in list(module.named_parameters(recurse=False)):
+                delattr(module, name)
                 setattr(module, name, torch.empty(0, dtype=torch.bfloat16, device="cpu"))
 
     yield type(cls.__name__, (cls,), {"__init__": build, "__module__": cls.__module__})

@@ -50,8 +50,9 @@ def take_experts(module: Any, weights: Triple) -> None:
 
     From then on nothing that moves, converts, copies or saves the model does so to them.
     """
-    for name in ("gate_up_proj", "down_proj"):
-        module._parameters.pop(name, None)
+    loaded = dict(module.named_parameters(recurse=False))
+    for name in loaded.keys() & {"gate_up_proj", "down_proj"}:
+        delattr(module, name)
     give_experts(module, weights)
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from ktbridge.experts import compat
 
 Stream = Any
 """A torch.cuda.Stream."""
@@ -43,8 +43,6 @@ _queued: defaultdict[Stream, deque[_Queued]] = defaultdict(deque)
 """What each stream was given and hasn't been looked at since; a stream runs its jobs in order."""
 _lock = threading.Lock()  # autograd has a thread for each GPU
 _seconds = 0.0
-_awaited: dict[Stream, int] = {}
-"""The backward pass, by autograd's number of it, that waits for a stream before it returns."""
 
 
 @functools.cache
@@ -84,17 +82,7 @@ def finish(stream: Stream) -> None:
 
 def finish_after_backward(stream: Stream) -> None:
     """``finish``, once, before the backward pass that is running returns to its caller."""
-    # By its number, since one that raised half-way never comes to its callbacks.
-    number = torch._C._current_graph_task_id()
-    if _awaited.get(stream) == number:
-        return
-
-    def ended() -> None:
-        _awaited.pop(stream, None)
-        finish(stream)
-
-    torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
-    _awaited[stream] = number
+    compat.after_backward(stream, lambda: finish(stream))
 
 
 def seconds() -> float:

@@ -5,7 +5,7 @@ import torch
 from tinymoe import tiny_model
 
 from ktbridge.experts import checkpointing
-from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import wrap_experts
 
 IDS = torch.arange(60).reshape(3, 20) % 64

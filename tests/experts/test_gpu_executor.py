@@ -24,7 +24,7 @@ from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing
 from ktbridge.experts.gpu import executor
 from ktbridge.experts.gpu.copying import InPlace
-from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import wrap_experts
 
 TOLERANCE = 0.008  # as the CPU kernels'

@@ -16,7 +16,7 @@ from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
 from ktbridge.experts.gpu.ring import Ring
 from ktbridge.experts.gpu.routing import PAD, route
-from ktbridge.experts.gpu.unpack import _view, fill, unpack
+from ktbridge.experts.gpu.unpack import dequantise, unpack
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 HIDDEN, INNER = 40, 24
@@ -122,13 +122,10 @@ def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
         needed = sum(tensor.numel() * tensor.element_size() for tensor in group.kept)
         assert needed <= covered <= needed + 64 * len(group.kept)
         for kind, stack in tensors.items():
-            runs = [run for run in group.runs if run.kind == kind]
-            places = [run.first + n for run in runs for n in range(run.count)]
-            assert sorted(places) == list(range(len(group.experts)))
-            for run in runs:
-                for n, found in enumerate(_view(raw, run, stack[0])):
-                    expected = stack[group.experts[run.first + n]]
-                    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+            for expert, place in zip(group.experts, group.places[kind], strict=True):
+                assert place % stack[expert].element_size() == 0
+                expected = stack[expert].flatten().view(torch.uint8)
+                assert torch.equal(raw[place : place + len(expected)], expected)
         into = Bordered(
             torch.full((len(group.experts), 2 * INNER + 16, HIDDEN + 16), 7.0).bfloat16(),
             torch.full((len(group.experts), HIDDEN + 8, INNER + 8), 7.0).bfloat16(),
@@ -151,22 +148,21 @@ def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
             assert (border == 7).all()
 
 
-def test_fused_tensors_cross_in_two_spans_and_are_read_in_three_runs():
+def test_fused_tensors_cross_in_two_spans():
     gate_up = torch.randn(6, 2 * INNER, HIDDEN).bfloat16()
     down = torch.randn(6, HIDDEN, INNER).bfloat16()
     views = [gate_up[:, :INNER], gate_up[:, INNER:], down]
     (group,) = layer_groups([ExpertWeights.bf16(view) for view in views], 1 << 20)
     assert len(group.spans) == 2
-    assert [(run.first, run.count) for run in group.runs] == [(0, 6)] * 3
 
 
 def test_every_e4m3_value_is_read_as_the_kernels_read_it():
-    bits = torch.arange(256).to(torch.uint8).view(1, 16, 16)
-    weights = ExpertWeights.fp8(bits, torch.ones(1, 1, 1))
-    out = torch.empty(1, 16, 16, dtype=torch.bfloat16)
-    fill(weights, bits, torch.ones(1, 1, 1), out)
+    bits = torch.arange(256).to(torch.uint8).view(16, 16)
+    weights = ExpertWeights.fp8([bits], [torch.ones(1, 1)])
+    out = torch.empty(16, 16, dtype=torch.bfloat16)
+    dequantise(weights, bits, torch.ones(1, 1), out)
     expected = bits.view(torch.float8_e4m3fn).float()
-    expected[0, 7, 15], expected[0, 15, 15] = 480, -480  # where e4m3 has its NaN
+    expected[7, 15], expected[15, 15] = 480, -480  # where e4m3 has its NaN
     assert torch.equal(out.float(), expected)
 
 
@@ -186,7 +182,7 @@ class Link(InPlace):
 def numbered(count):
     """Groups of one span, whose bytes say which they are."""
     tensors = [torch.full((16,), number, dtype=torch.uint8) for number in range(count)]
-    return [Group((0,), (Span(t.data_ptr(), 0, 16),), (), 16, (t,)) for t in tensors]
+    return [Group((0,), (Span(t.data_ptr(), 0, 16),), {}, 16, (t,)) for t in tensors]
 
 
 def visit(ring, index, forward, turns):

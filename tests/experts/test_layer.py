@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts.rank import MAX_EXPERT_RANK
+from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.experts.weights import PROJECTIONS
 from ktbridge.sft import MoELoRAExperts
 

@@ -4,7 +4,7 @@ import torch
 from tinymoe import tiny_config
 from transformers import Qwen3MoeForCausalLM
 
-from ktbridge.experts.placement import CPU, device_map, on_cpu
+from ktbridge.experts.loading import CPU, device_map, on_cpu
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

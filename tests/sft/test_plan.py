@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts import master_linear
+from ktbridge.experts import nonexpert_lora
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
@@ -123,7 +123,7 @@ def test_autograd_keeps_what_the_formula_says(
     family, plain, lora, converted, tmp_path, monkeypatch
 ):
     if converted:  # as on a GPU: the masters, not the hidden states
-        monkeypatch.setattr(master_linear, "_DEVICES", ("cpu",))
+        monkeypatch.setattr(nonexpert_lora, "_DEVICES", ("cpu",))
     torch.manual_seed(0)
     made = {"vocab_size": 64, "intermediate_size": 512, "moe_intermediate_size": 64}
     model = AutoModelForCausalLM.from_config(

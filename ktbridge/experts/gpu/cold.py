@@ -9,8 +9,7 @@ host memory by the GPU's cores: a copy would wait behind all the weights that ar
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,44 +17,12 @@ import torch
 from ktbridge import _kernels
 from ktbridge.experts import crossing, queued
 from ktbridge.experts.expert_call import addresses, counted, kernels_of
-from ktbridge.experts.gpu import elementwise
-from ktbridge.experts.gpu.lora import Lora
+from ktbridge.experts.gpu.layer_math import Lora
+from ktbridge.experts.gpu.streams import Aside, Coming
 from ktbridge.experts.modules import Triple
 
-Saved = Any
+Saved = _kernels.Saved | _kernels.Job | None
 """What a forward left for its backward; None for no rows."""
-
-
-class Aside:
-    """A CUDA stream for cold experts, with the host memory that it will still read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._held: deque[tuple[Any, Any]] = deque()
-
-    def fetch(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Coming:
-        """Pinned ``tensors`` on the device, when this stream has come so far."""
-        there = [elementwise.from_host(tensor, device) for tensor in tensors]
-        event = self.stream.record_event()
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
-        self._held.append((event, tensors))
-        return Coming(there, event)
-
-
-class Coming:
-    """Tensors that another stream is making."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], event: Any) -> None:
-        self._tensors, self._event = tuple(tensors), event
-
-    def get(self) -> tuple[torch.Tensor, ...]:
-        """They, for the current stream."""
-        if self._event is not None:
-            self._event.wait()
-            for tensor in self._tensors:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return self._tensors
 
 
 class ColdExperts:
@@ -145,10 +112,11 @@ class ColdExperts:
                 *(tensor.data_ptr() for tensor in (*hosts[:2], d_hidden, hosts[2])),
                 addresses(tuple(own), there) if wanted else addresses((), ()),
             )
-            if self._stream is None:
+            if isinstance(saved, _kernels.Saved):
                 with counted():
                     self._kernels.backward(saved, *arguments)
             else:
+                assert self._stream is not None  # of which the forward was a job
                 start = self._kernels.queue_backward
                 alive = self, hosts, d_hidden
                 queued.queue(self._stream, start, (saved, last, *arguments), alive)
@@ -167,7 +135,7 @@ class ColdExperts:
         return addresses(tuple(own), hosts), rank, scale if own else 0.0
 
     @contextlib.contextmanager
-    def _beside(self, *used: torch.Tensor) -> Any:
+    def _beside(self, *used: torch.Tensor) -> Iterator[None]:
         """Work in the own stream, once what the current one was asked for so far is there."""
         if self._stream is None:
             yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,18 +18,14 @@ import torch
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu import elementwise, layer_math
-from ktbridge.experts.gpu.between import Between
-from ktbridge.experts.gpu.cold import Aside, ColdExperts
+from ktbridge.experts.gpu import layer_math, operations
+from ktbridge.experts.gpu.cold import ColdExperts
 from ktbridge.experts.gpu.cold import Saved as SavedCold
-from ktbridge.experts.gpu.layer_math import Bordered, Borders, make_borders
-from ktbridge.experts.gpu.layers import Layer, lay_out
-from ktbridge.experts.gpu.layout import ALIGNED, Group
-from ktbridge.experts.gpu.lora import Lora
-from ktbridge.experts.gpu.outputs import Kept
+from ktbridge.experts.gpu.layer_math import Bordered, Borders, Lora, make_borders
+from ktbridge.experts.gpu.layout import ALIGNED, Group, Layer, lay_out
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
-from ktbridge.experts.gpu.share import borders
+from ktbridge.experts.gpu.streams import Aside, Between, Outputs
 from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.modules import Triple
 
@@ -85,15 +80,10 @@ class GpuExperts:
         """
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
-        self._streams: tuple[Any, Any] | None = None
-        cuda = self.device.type == "cuda"
-        self._aside = Aside(self.device) if cuda else None
-        if cuda and outputs_on_host:
-            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        self._kept: dict[int, weakref.ref[Kept]] = {}
-        """The last output that each layer has kept."""
+        self.outputs = Outputs(self.device, outputs_on_host)
+        self._aside = Aside(self.device) if self.device.type == "cuda" else None
         self._lock = threading.RLock()
-        self._ended: Any = None
+        self._ended: torch.cuda.Event | None = None
         """The event of the last call's end."""
         self._slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
         self._cold_threads = cold_threads
@@ -161,19 +151,6 @@ class GpuExperts:
             self._work = None  # its memory first
             self._work = self._bordered(largest)
 
-    def keep(self, index: int, out: torch.Tensor) -> Kept:
-        """A layer's output, for its second forward."""
-        kept = Kept(out, self._streams)
-        self._kept[index] = weakref.ref(kept)
-        return kept
-
-    def fetch_before(self, index: int) -> None:
-        """Begin to bring back the output of the layer before ``index``, whose second forward comes next."""
-        before = [other for other in self._kept if other < index]
-        kept = self._kept[max(before)]() if before else None
-        if kept is not None:
-            kept.fetch()
-
     def drop(self) -> None:
         """Give the device's memory back; nothing is computed here any more."""
         self._layers.clear()
@@ -181,23 +158,7 @@ class GpuExperts:
         self._work = None
 
     def _bordered(self, experts: int) -> Bordered:
-        """Matrices for so many experts, with their borders 0."""
-        more, less = borders(self.rank)
-        hidden, inner = self._hidden, self._inner
-        made = Bordered(
-            torch.empty(
-                experts, 2 * inner + more, hidden + more, dtype=torch.bfloat16, device=self.device
-            ),
-            torch.empty(
-                experts, hidden + less, inner + less, dtype=torch.bfloat16, device=self.device
-            ),
-            hidden,
-            inner,
-            self.rank,
-            0.0,
-        )
-        made.clear()
-        return made
+        return Bordered.empty(experts, self._hidden, self._inner, self.rank, self.device)
 
     @_alone
     def _settle(self, layer: Layer) -> None:
@@ -209,8 +170,7 @@ class GpuExperts:
             if self.device.type == "cuda":
                 before = torch.cuda.current_stream(self.device).record_event()
             ready = self._copier.start(group, raw, before)
-            if ready is not None:
-                ready.wait()
+            ready.wait()
             matrices = self._bordered(len(group.experts))
             unpack(group, raw, layer.weights, matrices)
             if self.device.type == "cuda":
@@ -283,13 +243,13 @@ class GpuExperts:
             weights = torch.where(routing.rows < edge, weights, 1.0)  # theirs are weighted
         given = self._borders(layer, lora)
         for number in range(len(layer.groups)):
-            rows, where = self._rows(layer, number, routing)
+            rows, where = routing.of_experts(*layer.starts[number : number + 2])
             w = self._matrices(layer, number, given, lora.scale, True, turns)
             if where.stop > where.start:
                 out[where] = layer_math.forward(w, hidden, rows)
         if layer.cold is not None:
             (out[edge:],) = coming.get()
-        return elementwise.combine(out, routing.rows, weights), saved
+        return operations.combine(out, routing.rows, weights), saved
 
     @_alone
     def backward(
@@ -320,7 +280,7 @@ class GpuExperts:
         parts: list[dict[str, torch.Tensor]] = []  # of the groups, the last first
         given = self._borders(layer, lora)
         for number in reversed(range(len(layer.groups))):
-            rows, where = self._rows(layer, number, routing)
+            rows, where = routing.of_experts(*layer.starts[number : number + 2])
             w = self._matrices(layer, number, given, lora.scale, False, True)
             if where.stop == where.start:
                 count = len(layer.groups[number].experts)
@@ -341,7 +301,7 @@ class GpuExperts:
             whole = torch.cat([part.pop(name) for part in parts]).float()
             gradients[name] = whole if layer.order is None else whole[layer.place]
         return (
-            elementwise.combine(d_x, routing.rows, None),
+            operations.combine(d_x, routing.rows, None),
             d_weights[routing.rows],
             gradients,
         )
@@ -356,12 +316,3 @@ class GpuExperts:
             for expert, count in zip(layer.experts, routing.counts, strict=True):
                 self.counts[index][expert] += count
         return routing
-
-    def _rows(self, layer: Layer, number: int, routing: Routing) -> tuple[layer_math.Rows, slice]:
-        """A group's rows, and where they are among all."""
-        before, behind = layer.starts[number : number + 2]
-        start = routing.bounds[before]
-        bounds = tuple(bound - start for bound in routing.bounds[before : behind + 1])
-        ends = routing.ends[before:behind] - start
-        where = slice(start, routing.bounds[behind])
-        return layer_math.Rows(routing.tokens[where], ends, bounds), where

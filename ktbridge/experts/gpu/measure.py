@@ -18,8 +18,8 @@ from ktbridge.experts.gpu.copying import copier_for
 from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
+from ktbridge.experts.gpu.layer_math import Lora
 from ktbridge.experts.gpu.layout import layer_groups
-from ktbridge.experts.gpu.lora import Lora
 from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.experts.layer import MoELoRAExperts
 

@@ -13,8 +13,8 @@ from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
 from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.gpu.share import Share, Sizes
-from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.wrapped_layers import expert_layers
 
 
 @dataclass(frozen=True)

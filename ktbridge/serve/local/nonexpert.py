@@ -13,9 +13,8 @@ from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
-from ktbridge.experts.attach import inject_lora
-from ktbridge.experts.from_adapter import ACTING
-from ktbridge.experts.targets import Adaptable, adaptable
+from ktbridge.experts.load_adapter import ACTING
+from ktbridge.experts.nonexpert_lora import Adaptable, adaptable, inject_lora
 from ktbridge.experts.tensors import to_torch
 
 
