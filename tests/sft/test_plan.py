@@ -106,7 +106,7 @@ def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
     assert saved_bytes(size, activation == "retain", *counted) == layer.saved_bytes
     # What the plan knows before any token is routed.
     assert blocks(size, 16) == pytest.approx(counted[0], rel=0.1)
-    assert saved_bytes(size, activation == "retain") == pytest.approx(layer.saved_bytes, rel=0.1)
+    assert saved_bytes(size, activation == "retain") == pytest.approx(layer.saved_bytes, rel=0.15)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
