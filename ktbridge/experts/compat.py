@@ -7,19 +7,20 @@ tests/experts/test_compat.py fails where a version of a library does without one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-_waiting: dict[Hashable, int] = {}
+_waiting: dict[object, int] = {}
 """The backward pass, by autograd's number of it, that each key's callback waits for."""
 
 
-def after_backward(key: Hashable, callback: Callable[[], None]) -> bool:
+def after_backward(key: object, callback: Callable[[], None]) -> bool:
     """Have ``callback`` called before the running backward pass returns; once a pass for each ``key``.
 
     Returns whether it was the first call of the pass. Autograd's queue of callbacks, with which DDP waits for
@@ -59,16 +60,17 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(hooks)
 
 
-def class_chosen_by(auto: Any, config: Any) -> type[Any] | None:
+def class_chosen_by(auto: type, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class of model that an Auto class of transformers makes for ``config``; None if it has none.
 
     The Auto classes themselves only make models, and the class is wanted before there is one: to leave the
     experts out, or to make it without memory.
     """
-    if type(config) not in auto._model_mapping:
+    known: Mapping[type, Any] = auto._model_mapping  # type: ignore[attr-defined]
+    if type(config) not in known:
         return None
-    found = auto._model_mapping[type(config)]
-    chosen: type[Any] = found[0] if isinstance(found, tuple | list) else found
+    found = known[type(config)]
+    chosen: type[PreTrainedModel] = found[0] if isinstance(found, tuple | list) else found
     return chosen
 
 

@@ -5,7 +5,7 @@ A ``Place`` maps a module to its device; the routed experts stay on the CPU in a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from accelerate import dispatch_model, init_empty_weights
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     FineGrainedFP8Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -42,7 +46,7 @@ def on_cpu(name: str) -> torch.device:
     return CPU
 
 
-def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> Any:
+def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
     """The language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
 
     Raises KtbridgeError when it does not load, or when weights are missing that transformers would
@@ -59,7 +63,7 @@ def load_for_kernels(
     place: Place = on_cpu,
     experts: Path | None = None,
     attention: str | None = None,
-) -> Any:
+) -> PreTrainedModel:
     """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
 
     Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``place`` on which device
@@ -75,7 +79,8 @@ def load_for_kernels(
         model = load_model(path, dtype, attention)
     for _, module in experts_modules(model):
         keep_on_cpu(module)
-    return placed(model, place)
+    _move(model, place)
+    return model
 
 
 def load_mapped(
@@ -84,7 +89,7 @@ def load_mapped(
     place: Place = on_cpu,
     experts: Path | None = None,
     attention: str | None = None,
-) -> Any:
+) -> PreTrainedModel:
     """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
 
     ``dtype`` is that of everything else; the experts keep the checkpoint's storage. Until it is wrapped
@@ -110,13 +115,13 @@ def load_mapped(
     return model
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in ``path``. Raises KtbridgeError when it does not load."""
     with readable_load_errors(path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path)
 
 
-def model_class(config: Any) -> tuple[type[Any], Any]:
+def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class of a configuration's language model, and the part of the configuration it takes.
 
     As transformers' own Auto classes choose: the text model alone where it can be had from a multimodal
@@ -131,7 +136,7 @@ def model_class(config: Any) -> tuple[type[Any], Any]:
     raise ValueError(f"transformers has no language model for {config.model_type}")
 
 
-def _unquantised(config: Any, mapped: MappedExperts) -> dict[str, Any]:
+def _unquantised(config: PreTrainedConfig, mapped: MappedExperts) -> dict[str, object]:
     """Options to load what isn't an expert in plain floats, from a quantised checkpoint."""
     quantised = getattr(config, "quantization_config", None)
     if not quantised:
@@ -149,26 +154,34 @@ def _unquantised(config: Any, mapped: MappedExperts) -> dict[str, Any]:
     return {}
 
 
-def _attending(attention: str | None) -> dict[str, Any]:
+def _attending(attention: str | None) -> dict[str, object]:
     return {"attn_implementation": attention} if attention else {}
 
 
-def _loaded(cls: Any, path: Path, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def _loaded(
+    cls: type[PreTrainedModel],
+    path: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+) -> PreTrainedModel:
     logging.disable_progress_bar()  # callers show progress themselves
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # the experts that are left out are no surprise
     try:
-        model, info = cls.from_pretrained(
+        loaded: Any = cls.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True, **options
         )
     finally:
         logging.set_verbosity(before)
-    if missing := sorted(info["missing_keys"]):
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
         raise KtbridgeError(
             f"the model in {path} lacks {missing[0]} ({len(missing)} weights in all).",
             "download or save the model again",
         )
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 @contextmanager
@@ -184,7 +197,9 @@ def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
         ) from error
 
 
-def device_map(cls: type[Any], config: Any, place: Place) -> dict[str, torch.device]:
+def device_map(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, place: Place
+) -> dict[str, torch.device]:
     """``from_pretrained``'s device_map for a model of ``cls``; {} where all is on the CPU."""
     with init_empty_weights():
         model = cls(config)
@@ -195,14 +210,17 @@ def device_map(cls: type[Any], config: Any, place: Place) -> dict[str, torch.dev
     return found
 
 
-def placed(model: Any, place: Place) -> Any:
-    """``model``, which is on the CPU, with each module where ``place`` wants it."""
+def _move(model: PreTrainedModel, place: Place) -> None:
+    """Put each module of ``model``, which is on the CPU, where ``place`` wants it."""
     found = _places(model, place)
     devices = set(found.values())
-    return dispatch_model(model, found) if len(devices) > 1 else model.to(devices.pop())
+    if len(devices) > 1:
+        dispatch_model(model, found)
+    else:
+        nn.Module.to(model, devices.pop())
 
 
-def _places(model: Any, place: Place) -> dict[str, torch.device]:
+def _places(model: PreTrainedModel, place: Place) -> dict[str, torch.device]:
     """The device of each part that is placed whole, by its name."""
     found = {name.rstrip("."): place(name) for name in _units(model)}
     if model.config.get_text_config().tie_word_embeddings:  # one tensor, so one place
@@ -212,7 +230,7 @@ def _places(model: Any, place: Place) -> dict[str, torch.device]:
     return found
 
 
-def _units(model: Any) -> list[str]:
+def _units(model: nn.Module) -> list[str]:
     """Names of the parts that are placed whole: "….layers.N." and whatever else has tensors of its own."""
     units = []
     for name, module in model.named_modules():
@@ -225,7 +243,7 @@ def _units(model: Any) -> list[str]:
     return units
 
 
-def skeleton(base: Path) -> Any:
+def skeleton(base: Path) -> PreTrainedModel:
     """The language model in ``base`` as its class makes it, all tensors on the "meta" device.
 
     Raises KtbridgeError for a model that the installed transformers doesn't know.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.modules import Triple, experts_modules
@@ -131,15 +132,15 @@ class MappedExperts:
 
 
 @contextmanager
-def experts_left_out(cls: type[Any]) -> Iterator[type[Any]]:
+def experts_left_out(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
     """A subclass of a transformers model whose experts modules have nothing to load.
 
     Empty tensors stand where their parameters would be, so ``from_pretrained`` finds the checkpoint's
     experts unexpected and doesn't read them.
     """
 
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        cls.__init__(self, config, *args, **kwargs)
+    def build(self: PreTrainedModel, *args: Any, **options: Any) -> None:
+        cls.__init__(self, *args, **options)
         for _, module in experts_modules(self):
             for name, _ in list(module.named_parameters(recurse=False)):
                 delattr(module, name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import compat
 from ktbridge.experts.modules import LAYER, experts_modules
-from ktbridge.model import family_of
+from ktbridge.model import Family, family_of
 
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
 
@@ -77,7 +77,7 @@ def adaptable(model: nn.Module) -> Adaptable:
     return Adaptable(decoder, tuple(linears), tuple(routers))
 
 
-def _is_router(name: str, module: nn.Module, experts: dict[str, Any]) -> bool:
+def _is_router(name: str, module: nn.Module, experts: Mapping[str, nn.Module]) -> bool:
     """Whether a module beside experts has one row of weights for each of them."""
     block = name.rpartition(".")[0]
     beside = [module for path, module in experts.items() if path.rpartition(".")[0] == block]
@@ -89,9 +89,9 @@ def _is_router(name: str, module: nn.Module, experts: dict[str, Any]) -> bool:
     )
 
 
-def chosen_modules(model: Any, found: Adaptable, targets: Collection[str]) -> tuple[str, ...]:
+def chosen_modules(model: nn.Module, found: Adaptable, targets: Collection[str]) -> tuple[str, ...]:
     """Full names of what ``lora_target`` means in a model. Raises UsageError for what it doesn't have."""
-    family = family_of(model.config.model_type)
+    family = _family(model)
     unserved = {*left_out_of_all(model, found)}
     taken: set[str] = set()
     missing = []
@@ -112,16 +112,21 @@ def chosen_modules(model: Any, found: Adaptable, targets: Collection[str]) -> tu
     return tuple(name for name in found.modules if name in taken)
 
 
-def left_out_of_all(model: Any, found: Adaptable) -> list[str]:
+def _family(model: nn.Module) -> Family | None:
+    assert isinstance(model, PreTrainedModel)
+    return family_of(model.config.model_type)
+
+
+def left_out_of_all(model: nn.Module, found: Adaptable) -> list[str]:
     """Linear modules ("mlp.gate_proj") that "all" doesn't mean: SGLang-KT applies no LoRA there."""
-    family = family_of(model.config.model_type)
+    family = _family(model)
     served = family.nonexpert_targets if family else ()
     return sorted({in_layer(name) for name in found.linears} - {*served}) if served else []
 
 
 def as_peft_finds_them(
-    model: Any, names: Collection[str], found: Adaptable, lora: LoraConfig
-) -> dict[str, Any]:
+    model: nn.Module, names: Collection[str], found: Adaptable, lora: LoraConfig
+) -> dict[str, set[str] | list[str] | str | None]:
     """target_modules and target_parameters with which PEFT finds ``names``, given the whole model.
 
     Names that it would take for the routed experts' are listed as parameters, which it uses unchanged:
@@ -145,7 +150,7 @@ def as_peft_finds_them(
     }
 
 
-def _taken_for_experts(model: Any, name: str, lora: LoraConfig) -> bool:
+def _taken_for_experts(model: nn.Module, name: str, lora: LoraConfig) -> bool:
     """Whether PEFT turns a target module of this name into LoRA on the fused experts, or refuses it."""
     asked = copy.deepcopy(lora)
     asked.target_modules = [name]

@@ -86,7 +86,7 @@ class PeftLayer(BaseTunerLayer):
         if self.peft_adapter in names:
             self.requires_grad_(requires_grad)
 
-    def merge(self, safe_merge: bool = False, adapter_names: Any = None) -> None:
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Refused: the experts' weights belong to the checkpoint and aren't written to."""
         raise KtbridgeError(
             "PEFT can't merge the expert LoRA: the experts' weights are the checkpoint's, and read only.",

@@ -19,19 +19,25 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from ktbridge import _kernels
 from ktbridge.experts import compat
 
-Stream = Any
-"""A torch.cuda.Stream."""
+
+class Stream(Protocol):
+    """What is needed of a torch.cuda.Stream."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+    def synchronize(self) -> None: ...
 
 
 @dataclass(eq=False)
 class _Queued:
-    alive: Any
+    alive: object
     """What must live until the job has run: the kernels know it by address."""
-    job: Any = None
+    job: _kernels.Job | None = None
     ended: bool = False
 
     @property
@@ -54,7 +60,9 @@ def launcher() -> int:
     return address
 
 
-def queue(stream: Stream, start: Callable[..., Any], arguments: tuple[Any, ...], alive: Any) -> Any:
+def queue(
+    stream: Stream, start: Callable[..., _kernels.Job], arguments: tuple[Any, ...], alive: object
+) -> _kernels.Job:
     """The job of ``start(cuLaunchHostFunc, stream, *arguments)``; ``alive`` is kept until it has run.
 
     Raises what ``start`` raises, and what an earlier job of the stream raised and nobody has seen yet.

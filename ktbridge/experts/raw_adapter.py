@@ -144,7 +144,7 @@ def _write(
     )
 
 
-def base_name(model: Any) -> str:
+def base_name(model: nn.Module) -> str:
     """The name or path that a model, or the one inside of a PeftModel, was loaded from; "" if it has none."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         if config.base_model_name_or_path:
@@ -185,7 +185,7 @@ def _warn(model: nn.Module) -> None:
         )
 
 
-def _peft_config(model: Any, adapter_name: str) -> dict[str, Any]:
+def _peft_config(model: nn.Module, adapter_name: str) -> dict[str, Any]:
     """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list.
 
     It is in PEFT's own terms, and PEFT finds by it what was trained: modules whose names it takes for

@@ -58,7 +58,7 @@ class ExpertWeights:
         object.__setattr__(self, "weight", _kept(self.weight))
         object.__setattr__(self, "scale", _kept(self.scale))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertWeights:
+    def __deepcopy__(self, memo: object) -> ExpertWeights:
         return self  # frozen, and shared by the copies of a layer
 
     @classmethod

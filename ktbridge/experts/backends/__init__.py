@@ -154,7 +154,7 @@ class ExpertsLayer(nn.Module, PeftLayer):
         full = state_dict | {f"{prefix}{name}": value for name, value in given.items()}
         super()._load_from_state_dict(full, prefix, *args, **options)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> ExpertsLayer:
+    def _apply(self, fn: object, recurse: bool = True) -> ExpertsLayer:
         """What ``Module.to``, ``cuda``, ``half`` and the like do to a module: here, nothing."""
         return self
 
@@ -201,7 +201,7 @@ def check_inputs(
         )
 
 
-def describe(tensor: Any) -> str:
+def describe(tensor: object) -> str:
     """A tensor's shape, dtype and device, or what else it is."""
     if not isinstance(tensor, torch.Tensor):
         return type(tensor).__name__

@@ -62,6 +62,7 @@ class ColdExperts:
             x = hidden[tokens]
             if not len(x):
                 return self._back(x), None
+            saved: Saved
             own = self._own(lora)
             hosts = crossing.to_host(x, ids, weights, *own.values(), wait=False)
             out = crossing.host_empty(x, self._stream is not None)

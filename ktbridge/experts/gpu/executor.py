@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +51,15 @@ def _alone(method: _Method) -> _Method:
             return method(self, *args)
 
     return call  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer is given: ``hidden`` [T, H] bfloat16, ``weights`` [T, K] float32, and the rows' order."""
+
+    hidden: torch.Tensor
+    weights: torch.Tensor
+    routing: Routing
 
 
 class GpuExperts:
@@ -173,10 +182,8 @@ class GpuExperts:
             ready.wait()
             matrices = self._bordered(len(group.experts))
             unpack(group, raw, layer.weights, matrices)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(
-                    self.device
-                ).synchronize()  # raw goes back to the allocator
+            if self.device.type == "cuda":  # raw goes back to the allocator
+                torch.cuda.current_stream(self.device).synchronize()
             made.append(matrices)
         layer.resident = tuple(made)
 
@@ -216,23 +223,18 @@ class GpuExperts:
         like = self._work or layer.resident[0]
         return make_borders(lora.tensors, lora.scale, layer.order, layer.hot, like)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GpuExperts:
+    def __deepcopy__(self, memo: object) -> GpuExperts:
         return self  # as the frozen weights, it is shared by the copies of a layer
 
     @_alone
     def forward(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        routing: Routing,
-        lora: Lora,
-        keep: _kernels.Keep,
+        self, index: int, inputs: Inputs, lora: Lora, keep: _kernels.Keep
     ) -> tuple[torch.Tensor, SavedCold]:
-        """[T, H] of ``hidden`` [T, H] bfloat16 for layer ``index``, and what the CPU keeps for backward.
+        """The output [T, H] bfloat16 of layer ``index``, and what the CPU keeps for backward.
 
         ``keep``: nothing where no backward follows.
         """
+        hidden, weights, routing = inputs.hidden, inputs.weights, inputs.routing
         layer, turns = self._layers[index], keep != _kernels.Keep.nothing
         out = hidden.new_empty(routing.bounds[-1], self._hidden)
         edge, saved = routing.bounds[layer.hot], None
@@ -255,10 +257,8 @@ class GpuExperts:
     def backward(
         self,
         index: int,
-        hidden: torch.Tensor,
+        inputs: Inputs,
         d_out: torch.Tensor,
-        weights: torch.Tensor,
-        routing: Routing,
         lora: Lora,
         wanted: bool,
         saved: SavedCold,
@@ -268,12 +268,13 @@ class GpuExperts:
 
         ``saved`` is what the forward's CPU has kept; ``last``: no other backward follows.
         """
+        hidden, routing = inputs.hidden, inputs.routing
         layer = self._layers[index]
         edge = routing.bounds[layer.hot]
         if layer.cold is not None:
             tokens = routing.tokens[edge:]
             coming = layer.cold.backward(saved, hidden, d_out, tokens, lora, wanted, last)
-        by_row = routing.row_weights(weights)
+        by_row = routing.row_weights(inputs.weights)
         d_x = hidden.new_empty(routing.bounds[-1], self._hidden)
         d_weights = torch.empty_like(by_row)
         names = tuple(lora.tensors) if wanted else ()
@@ -300,11 +301,8 @@ class GpuExperts:
         for name in names:
             whole = torch.cat([part.pop(name) for part in parts]).float()
             gradients[name] = whole if layer.order is None else whole[layer.place]
-        return (
-            operations.combine(d_x, routing.rows, None),
-            d_weights[routing.rows],
-            gradients,
-        )
+        d_hidden = operations.combine(d_x, routing.rows, None)
+        return d_hidden, d_weights[routing.rows], gradients
 
     @_alone
     def route(self, index: int, ids: torch.Tensor, counted: bool) -> Routing:

@@ -13,7 +13,7 @@ from ktbridge import _kernels
 from ktbridge.experts import checkpointing, compat
 from ktbridge.experts.expert_call import accumulates
 from ktbridge.experts.gpu.cold import Saved
-from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.gpu.executor import GpuExperts, Inputs
 from ktbridge.experts.gpu.layer_math import Lora
 from ktbridge.experts.gpu.routing import Routing
 from ktbridge.experts.gpu.streams import Kept
@@ -70,9 +70,8 @@ class GpuFunction(torch.autograd.Function):
             out = kept.get()
         else:
             routing = call.experts.route(call.index, ids, call.needed)
-            used = _on_device(call, lora)
             out, call.saved = call.experts.forward(
-                call.index, hidden, weights, routing, used, call.keep
+                call.index, Inputs(hidden, weights, routing), _on_device(call, lora), call.keep
             )
             if checkpointing.recording():
                 checkpointing.record((call.experts.outputs.keep(call.index, out), routing))
@@ -95,10 +94,8 @@ class GpuFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         d_hidden, d_weights, gradients = call.experts.backward(
             call.index,
-            hidden,
+            Inputs(hidden, weights, routing),
             d_out.to(torch.bfloat16).contiguous(),
-            weights,
-            routing,
             _on_device(call, lora),
             any(needed),
             saved,

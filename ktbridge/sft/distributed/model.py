@@ -48,7 +48,7 @@ def _give_to_main(model: nn.Module) -> None:
         layer._parameters.clear()
         layer._weights = ()  # type: ignore[assignment]  # from now on its kernels must not run
     for _, module in experts_modules(model):
-        module.mapped_experts = ()
+        module.mapped_experts = ()  # type: ignore[assignment]
         for name in list(module._parameters):
             del module._parameters[name]
 
