@@ -1,11 +1,11 @@
 """The routed experts at run time: what training and serving both stand on.
 
-- ``weights``: experts as a checkpoint stores them. ``layer``: one layer with its LoRA; ``expert_call``: one
-  call of it; ``crossing`` to the host and back; ``queued`` in a GPU stream's own time; ``checkpointing`` is
-  gradient checkpointing. ``backends``: who else may compute a layer; ``gpu``: the GPU does.
+- ``weights``: experts as a checkpoint stores them. ``experts_layer``: what all know of a layer; ``layer``:
+  one that our kernels compute, or the GPU (``gpu``); ``backends``: who else may. ``expert_call``: one call of
+  the kernels; ``crossing`` to the host and back; ``queued`` in a GPU stream's own time; ``checkpointing`` is
+  gradient checkpointing.
 - ``modules``: a transformers model's experts modules. ``inject`` puts them onto the kernels,
-  ``wrapped_layers`` finds them there; ``peft_layer`` makes their LoRA one of PEFT's, ``guard`` sees that it
-  is trained and saved.
+  ``wrapped_layers`` finds them there; ``guard`` sees that their LoRA is trained and saved.
 - ``loading`` and ``mapped``: a model whose experts stay in the checkpoint's files, the rest of it on the
   devices it is wanted on; or one without weights.
 - ``nonexpert_lora``: which other modules have LoRA, and PEFT's on just those. ``load_adapter``: a raw adapter

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts import compat
-from ktbridge.experts.backends import ExpertsLayer
 from ktbridge.experts.expert_call import LORA_NAMES
-from ktbridge.experts.peft_layer import MERGE_STEP, first_tuner
+from ktbridge.experts.experts_layer import MERGE_STEP, ExpertsLayer, first_tuner
 from ktbridge.experts.raw_adapter import save_beside
 from ktbridge.experts.wrapped_layers import layers_of
 

@@ -21,8 +21,8 @@ from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts import compat
-from ktbridge.experts.backends import ExpertsLayer
 from ktbridge.experts.expert_call import LORA_NAMES
+from ktbridge.experts.experts_layer import ExpertsLayer
 from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import (

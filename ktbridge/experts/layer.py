@@ -18,8 +18,8 @@ import torch
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import MAX_EXPERT_RANK, checkpointing
-from ktbridge.experts.backends import ExpertsLayer, check_inputs
 from ktbridge.experts.expert_call import ExpertCall, ExpertFunction, kernels_of
+from ktbridge.experts.experts_layer import ExpertsLayer, check_inputs
 from ktbridge.experts.gpu.gpu_call import GpuCall, GpuFunction, OnGpu
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 

@@ -12,7 +12,7 @@ from torch import nn
 from ktbridge.experts.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from ktbridge.experts.backends import ExpertsLayer
+    from ktbridge.experts.experts_layer import ExpertsLayer
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]

@@ -22,7 +22,7 @@ from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.adapter.keys import fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.backends import ExpertsLayer, lora_shapes
+from ktbridge.experts.experts_layer import ExpertsLayer, lora_shapes
 from ktbridge.experts.nonexpert_lora import is_named
 from ktbridge.experts.tensors import from_torch
 from ktbridge.experts.wrapped_layers import expert_layers, trained_elsewhere

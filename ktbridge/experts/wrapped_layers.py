@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ktbridge.experts.backends import ExpertsLayer
+from ktbridge.experts.experts_layer import ExpertsLayer
 from ktbridge.experts.modules import LAYER
 
 

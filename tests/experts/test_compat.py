@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 from transformers.integrations import moe
 
 from ktbridge.experts import compat
-from ktbridge.experts.backends import ExpertsLayer
+from ktbridge.experts.experts_layer import ExpertsLayer
 from ktbridge.experts.modules import experts_modules
 
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from expertmoe import pack_int4
+from gpuexperts import Breaking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,19 +167,6 @@ def test_every_e4m3_value_is_read_as_the_kernels_read_it():
     assert torch.equal(out.float(), expected)
 
 
-class Link(InPlace):
-    """Copies, or fails when it is told to."""
-
-    def __init__(self):
-        self.broken = False
-
-    def start(self, group, slot, after):
-        if self.broken:
-            slot[:] = 0xEE
-            raise OSError("no link")
-        super().start(group, slot, after)
-
-
 def numbered(count):
     """Groups of one span, whose bytes say which they are."""
     tensors = [torch.full((16,), number, dtype=torch.uint8) for number in range(count)]
@@ -204,7 +192,7 @@ def whole_pass(ring, backward):
 @given(data=st.data())
 def test_a_slot_holds_what_was_asked_for_in_every_order(data):
     count, slots = data.draw(st.integers(1, 12), "N"), data.draw(st.integers(1, 14), "S")
-    link = Link()
+    link = Breaking()
     ring = Ring(numbered(count), 16, slots, torch.device("cpu"), link)
     for _ in range(data.draw(st.integers(0, 5), "passes before")):
         kind = data.draw(st.sampled_from(["train", "forward", "aborted", "any order", "no link"]))

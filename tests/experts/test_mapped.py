@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from expertmoe import quantise
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_config, tiny_model
@@ -51,22 +52,13 @@ def requantised(path: Path, method: str) -> dict[str, torch.Tensor]:
     means = {}
     for name in [name for name in tensors if ".experts." in name]:
         weight = tensors.pop(name).float()
+        (stored, scale), plain = quantise("fp8" if method == "fp8" else "int4-32", weight[None])
+        means[name], stem = plain[0], name.removesuffix(".weight")
         if method == "fp8":
-            scale = weight.abs().max().reshape(1, 1) / 448
-            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = scale
-            means[name] = tensors[name].float() * scale
+            tensors |= {name: stored[0], f"{name}_scale_inv": scale[0]}
         else:
-            groups = weight.reshape(weight.shape[0], -1, 32)
-            scale = (groups.abs().amax(-1) / 7).bfloat16()
-            values = (groups / scale.float()[..., None]).round().clamp(-8, 7)
-            nibbles = (values.reshape(weight.shape[0], -1, 8) + 8).to(torch.int64)
-            packed = (nibbles << (4 * torch.arange(8))).sum(-1)
-            stem = name.removesuffix(".weight")
-            tensors[f"{stem}.weight_packed"] = packed.to(torch.uint32).view(torch.int32)
-            tensors[f"{stem}.weight_scale"] = scale
+            tensors |= {f"{stem}.weight_packed": stored[0], f"{stem}.weight_scale": scale[0]}
             tensors[f"{stem}.weight_shape"] = torch.tensor(weight.shape)
-            means[name] = (values * scale.float()[..., None]).reshape(weight.shape)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {

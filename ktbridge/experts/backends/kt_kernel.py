@@ -25,8 +25,8 @@ import torch
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing
-from ktbridge.experts.backends import ExpertsLayer, check_inputs, lora_shapes
 from ktbridge.experts.backends.kt_call import KtCall, KtFunction, KtLayer
+from ktbridge.experts.experts_layer import ExpertsLayer, check_inputs, lora_shapes
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 VERSION = "0.7.2"

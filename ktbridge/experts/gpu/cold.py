@@ -137,7 +137,7 @@ class ColdExperts:
 
     @contextlib.contextmanager
     def _beside(self, *used: torch.Tensor) -> Iterator[None]:
-        """Work in the own stream, once what the current one was asked for so far is there."""
+        """Work in the own stream, after what the current stream was given so far."""
         if self._stream is None:
             yield
             return

@@ -21,7 +21,7 @@ class Coming:
         self._tensors, self._ready = tuple(tensors), ready
 
     def get(self) -> tuple[torch.Tensor, ...]:
-        """They, for the current stream."""
+        """The tensors, which the current stream may use from here on."""
         if self._ready is not None:
             stream = torch.cuda.current_stream(self._tensors[0].device)
             stream.wait_event(self._ready)
@@ -38,7 +38,7 @@ class Aside:
         self._held: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = deque()
 
     def fetch(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Coming:
-        """Pinned ``tensors`` on the device, when this stream has come so far."""
+        """Pinned ``tensors`` on the device, copied when this stream comes to it."""
         there = [operations.from_host(tensor, device) for tensor in tensors]
         event = self.stream.record_event()
         while self._held and self._held[0][0].query():
