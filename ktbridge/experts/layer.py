@@ -183,7 +183,6 @@ class MoELoRAExperts(ExpertsLayer):
             self._layer,
             self._weights,
             names,
-            self.lora_rank if names else 0,
             scale,
             keep,
             self.accumulate_grad,

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
 from ktbridge import _kernels
 from ktbridge.experts import crossing, queued
-from ktbridge.experts.expert_call import addresses, counted, kernels_of
-from ktbridge.experts.gpu.layer_math import Lora
+from ktbridge.experts.expert_call import Lora, Saved, kernels_of, run_backward, run_forward
 from ktbridge.experts.gpu.streams import Aside, Coming
 from ktbridge.experts.modules import Triple
-
-Saved = _kernels.Saved | _kernels.Job | None
-"""What a forward left for its backward; None for no rows."""
 
 
 class ColdExperts:
@@ -62,25 +57,14 @@ class ColdExperts:
             x = hidden[tokens]
             if not len(x):
                 return self._back(x), None
-            saved: Saved
             own = self._own(lora)
             hosts = crossing.to_host(x, ids, weights, *own.values(), wait=False)
             out = crossing.host_empty(x, self._stream is not None)
-            arguments: tuple[Any, ...] = (
-                *self._lora(own, hosts[3:], lora.scale),
-                len(x),
-                1,
-                *(tensor.data_ptr() for tensor in (*hosts[:3], out)),
-                keep,
-            )
-            if self._stream is None:
-                with counted():
-                    saved = self._kernels.forward(*arguments)
-            else:
-                start = self._kernels.queue_forward
-                saved = queued.queue(self._stream, start, arguments, (self, hosts, out))
-                if keep == _kernels.Keep.nothing:
-                    queued.finish(self._stream)  # nothing else would report a failure
+            inputs = hosts[0], hosts[1][:, None], hosts[2]
+            there = Lora(dict(zip(own, hosts[3:], strict=True)), lora.scale)
+            saved = run_forward(self._kernels, self._stream, inputs, out, there, keep, self)
+            if self._stream is not None and keep == _kernels.Keep.nothing:
+                queued.finish(self._stream)  # nothing else would report a failure
             return self._back(out), saved
 
     def backward(
@@ -106,34 +90,19 @@ class ColdExperts:
             if saved is None:
                 return self._back(torch.zeros_like(x), d_weights, *gradients)
             hosts = crossing.to_host(x, d, d_weights, *own.values(), *gradients, wait=False)
-            there = hosts[3 + len(own) :]  # zeros, which the kernels add to
             d_hidden = crossing.host_empty(x, self._stream is not None)
-            arguments: tuple[Any, ...] = (
-                *self._lora(own, hosts[3 : 3 + len(own)], lora.scale),
-                *(tensor.data_ptr() for tensor in (*hosts[:2], d_hidden, hosts[2])),
-                addresses(tuple(own), there) if wanted else addresses((), ()),
-            )
-            if isinstance(saved, _kernels.Saved):
-                with counted():
-                    self._kernels.backward(saved, *arguments)
-            else:
-                assert self._stream is not None  # of which the forward was a job
-                start = self._kernels.queue_backward
-                alive = self, hosts, d_hidden
-                queued.queue(self._stream, start, (saved, last, *arguments), alive)
+            count = 3 + len(own)
+            there = hosts[count:]  # zeros, which the kernels add to
+            tensors = hosts[0], hosts[1], d_hidden, hosts[2]
+            used = Lora(dict(zip(own, hosts[3:count], strict=True)), lora.scale)
+            targets = dict(zip(own, there, strict=True)) if wanted else {}
+            run_backward(self._kernels, self._stream, saved, tensors, used, targets, last, self)
+            if self._stream is not None:
                 queued.finish_after_backward(self._stream)
             return self._back(d_hidden, hosts[2], *there)
 
     def _own(self, lora: Lora) -> dict[str, torch.Tensor]:
         return {name: tensor[self.order] for name, tensor in lora.tensors.items()}
-
-    @staticmethod
-    def _lora(
-        own: dict[str, torch.Tensor], hosts: Sequence[torch.Tensor], scale: float
-    ) -> tuple[list[int], int, float]:
-        """Addresses, rank and α / r as the kernels take them."""
-        rank = next((t.shape[1] for name, t in own.items() if name.endswith("_a")), 0)
-        return addresses(tuple(own), hosts), rank, scale if own else 0.0
 
     @contextlib.contextmanager
     def _beside(self, *used: torch.Tensor) -> Iterator[None]:

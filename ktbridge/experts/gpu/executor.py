@@ -18,10 +18,11 @@ import torch
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
+from ktbridge.experts.expert_call import Lora
+from ktbridge.experts.expert_call import Saved as SavedCold
 from ktbridge.experts.gpu import layer_math, operations
 from ktbridge.experts.gpu.cold import ColdExperts
-from ktbridge.experts.gpu.cold import Saved as SavedCold
-from ktbridge.experts.gpu.layer_math import Bordered, Borders, Lora, make_borders
+from ktbridge.experts.gpu.layer_math import Bordered, Borders, make_borders
 from ktbridge.experts.gpu.layout import ALIGNED, Group, Layer, lay_out
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route

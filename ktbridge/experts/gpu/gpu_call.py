@@ -11,10 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
 from ktbridge.experts import checkpointing, compat
-from ktbridge.experts.expert_call import accumulates
-from ktbridge.experts.gpu.cold import Saved
+from ktbridge.experts.expert_call import Lora, Saved, accumulates
 from ktbridge.experts.gpu.executor import GpuExperts, Inputs
-from ktbridge.experts.gpu.layer_math import Lora
 from ktbridge.experts.gpu.routing import Routing
 from ktbridge.experts.gpu.streams import Kept
 

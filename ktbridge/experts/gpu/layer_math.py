@@ -26,14 +26,6 @@ from ktbridge.experts.gpu.share import borders, padded
 
 
 @dataclass(frozen=True)
-class Lora:
-    """A layer's LoRA as a call uses it: tensors [E, ...] on the device by name, and α / r."""
-
-    tensors: dict[str, torch.Tensor]
-    scale: float
-
-
-@dataclass(frozen=True)
 class Bordered:
     """A group's matrices with their borders, bfloat16."""
 
