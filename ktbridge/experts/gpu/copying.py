@@ -78,7 +78,8 @@ class Staged:
         self._stream = torch.cuda.Stream(device)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "ktbridge-copy")
-        self._stage = ThreadPoolExecutor(1, "ktbridge-stage")
+        here = (self._stream.device,)
+        self._stage = ThreadPoolExecutor(1, "ktbridge-stage", torch.cuda.set_device, here)
         self._pinned = [
             torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)
         ]
