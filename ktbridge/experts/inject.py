@@ -21,6 +21,7 @@ from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts import compat
+from ktbridge.experts.backends.kt_kernel import KtKernelExperts
 from ktbridge.experts.expert_call import LORA_NAMES
 from ktbridge.experts.experts_layer import ExpertsLayer
 from ktbridge.experts.guard import has_peft, watch
@@ -77,9 +78,6 @@ def wrap_experts(
     found = _wrappable(base)
     kind: Callable[..., ExpertsLayer]
     if backend == "kt-kernel":
-        # Imported here: kt-kernel is looked for only where it is asked for.
-        from ktbridge.experts.backends.kt_kernel import KtKernelExperts
-
         kind = partial(
             KtKernelExperts,
             top_k=_top_k(base),
