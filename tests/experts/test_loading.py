@@ -15,7 +15,14 @@ from tinymoe import tiny_config, tiny_model
 from transformers import Qwen3MoeForCausalLM
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import CPU, device_map, load_for_kernels, load_mapped, load_model, on_cpu
+from ktbridge.experts.loading import (
+    CPU,
+    device_map,
+    load_for_kernels,
+    load_mapped,
+    load_model,
+    on_cpu,
+)
 from ktbridge.experts.mapped import CantMap
 from ktbridge.model.tensorfile import build_header
 from ktbridge.sft import wrap_experts
