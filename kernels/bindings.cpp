@@ -1,6 +1,6 @@
 // The pybind11 module ktbridge._kernels. Tensors come as addresses: the module must not link torch (one
-// build serves every torch), and bfloat16 has no buffer protocol. ktbridge/sft calls this: weights.py and
-// expert_call.py check dtypes, shapes and contiguity, and keep the tensors alive.
+// build serves every torch), and bfloat16 has no buffer protocol. ktbridge/experts calls this: weights.py
+// and expert_call.py check dtypes, shapes and contiguity, and keep the tensors alive.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -221,6 +221,15 @@ PYBIND11_MODULE(_kernels, m) {
       .value("nothing", Keep::nothing)
       .value("recompute", Keep::recompute)
       .value("retain", Keep::retain);
+  m.attr("STRIP") = kStrip;
+  m.attr("DOUBLE") = kSteps;
+  py::class_<Load>(m, "Load", "What a pass has to do (kernels/moe/layer.h).")
+      .def(py::init<std::int64_t, std::int64_t, std::int64_t>(), py::arg("slots"), py::arg("strips"),
+           py::arg("doubles"));
+  m.def("saved_memory", &saved_memory, py::arg("hidden"), py::arg("intermediate"), py::arg("rank"),
+        py::arg("load"), py::arg("keep"), "Bytes that a layer's forward keeps.");
+  m.def("backward_memory", &backward_memory, py::arg("hidden"), py::arg("intermediate"), py::arg("rank"),
+        py::arg("load"), py::arg("keep"), "Bytes that a layer's backward takes beside what forward kept.");
   py::class_<Saved>(m, "Saved", "What forward kept for backward.")
       .def_property_readonly("bytes", &Saved::bytes);
   py::class_<Job, std::shared_ptr<Job>>(m, "Job", "A pass that a CUDA stream runs.")

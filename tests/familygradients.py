@@ -17,7 +17,7 @@ from ktbridge.experts.gpu.place import Placed, give_to_gpu
 from ktbridge.experts.gpu.share import Share
 from ktbridge.experts.loading import load_mapped
 from ktbridge.experts.modules import LAYER, experts_modules
-from ktbridge.experts.targets import adaptable
+from ktbridge.experts.nonexpert_lora import adaptable
 from ktbridge.sft import expert_layers
 from ktbridge.sft.attach import attach_lora
 

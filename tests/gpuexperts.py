@@ -10,6 +10,18 @@ from ktbridge.experts.gpu.layout import layer_groups
 CPU = torch.device("cpu")
 
 
+class Breaking(InPlace):
+    """Copies, or fails where it is told to and leaves garbage."""
+
+    broken = False
+
+    def start(self, group, slot, after):
+        if self.broken:
+            slot[:] = 0xEE
+            raise OSError("no link")
+        return super().start(group, slot, after)
+
+
 def allow_on_cpu(put=setattr, free=60_000_000):
     """Let runs have their experts computed by the GPU's executor on the CPU, in groups of a few experts.
 

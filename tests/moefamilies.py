@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.targets import adaptable, own_names
+from ktbridge.experts.nonexpert_lora import adaptable, own_names
 from ktbridge.sft.config import TrainConfig, parse_config
 
 SIZES = {

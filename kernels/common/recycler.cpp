@@ -42,7 +42,7 @@ class Recycler {
       kept_.erase(found);
       kept_bytes_ -= bytes;
     } else {
-      bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+      bytes = memory_taken(bytes);
       // What doesn't fit is dropped before the peak grows.
       while (!kept_.empty() && used_ + kept_bytes_ + bytes > std::max(most_, used_ + bytes)) drop();
       pointer = map(bytes);
@@ -94,6 +94,11 @@ Recycler& recycler() {
 }
 
 }  // namespace
+
+std::size_t memory_taken(std::size_t bytes) {
+  const std::size_t unit = bytes < kSmallest ? 64 : kHugePage;
+  return (bytes + unit - 1) / unit * unit;
+}
 
 void* take_memory(std::size_t& bytes) {
   // Rounded first: what was taken here must be told apart by its size when it is given back.

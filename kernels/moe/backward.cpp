@@ -33,13 +33,12 @@ class Backward {
         hidden_(hidden),
         d_out_(d_out),
         d_lora_(d_lora),
-        d_stride_(tile_elements(2 * sizes_.inner_tiles + 2 * sizes_.rank_tiles)),
+        d_stride_(gradient_stride(sizes_)),
         dx_stride_(slot_stride(sizes_)),
         d_(routing_.first_strip.back() * d_stride_),
         dx_(routing_.slots() * dx_stride_),
-        d_weight_(static_cast<std::ptrdiff_t>(sizes_.inner_tiles) * routing_.slots()),
-        thin_(tile_elements(kProjections * static_cast<std::ptrdiff_t>(routing_.first_double.back()) *
-                            sizes_.rank_strips)) {}
+        d_weight_(weight_gradients(sizes_, routing_.slots())),
+        thin_(thin_elements(sizes_, routing_.first_double.back())) {}
 
   // One expert's panels of I: dh~, from it dg, du, partial d w, and the LoRA gradients of these columns.
   void inner(Unit unit) {
@@ -306,6 +305,16 @@ std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts
 }
 
 }  // namespace
+
+std::size_t backward_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
+  const Sizes sizes(hidden, intermediate, rank);
+  std::size_t taken = memory_taken(load.strips * gradient_stride(sizes) * sizeof(bf16)) +
+                      memory_taken(load.slots * slot_stride(sizes) * sizeof(bf16)) +
+                      memory_taken(weight_gradients(sizes, load.slots) * sizeof(float)) +
+                      memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
+  if (keep == Keep::recompute) taken += 2 * memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
+  return taken;
+}
 
 void backward(const Machine& machine, const Experts& experts, const LoraWeights& lora, const Saved& saved,
               const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights,

@@ -74,14 +74,20 @@ void GateUp::thin(Projection projection, Unit unit, TokenBlock block, Strips x, 
 }
 
 void reserve_inner(Saved& saved, const Routing& routing, const Sizes& sizes) {
-  const std::ptrdiff_t tiles = static_cast<std::ptrdiff_t>(routing.first_strip.back()) * sizes.inner_tiles;
-  saved.gate.reset(tile_elements(tiles));
-  saved.up.reset(tile_elements(tiles));
+  saved.gate.reset(inner_elements(sizes, routing.first_strip.back()));
+  saved.up.reset(inner_elements(sizes, routing.first_strip.back()));
 }
 
 void reserve_thin(Saved& saved, const Routing& routing, const Sizes& sizes) {
-  const std::ptrdiff_t doubles = routing.first_double.back();
-  saved.thin.reset(tile_elements(kProjections * doubles * sizes.rank_strips));
+  saved.thin.reset(thin_elements(sizes, routing.first_double.back()));
+}
+
+std::size_t saved_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
+  const Sizes sizes(hidden, intermediate, rank);
+  if (keep == Keep::nothing) return 0;
+  const std::size_t thin = memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
+  const std::size_t inner = memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
+  return keep == Keep::retain ? thin + 2 * inner : thin;
 }
 
 }  // namespace ktbridge

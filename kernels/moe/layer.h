@@ -62,6 +62,16 @@ struct Saved {
   std::size_t bytes() const { return gate.bytes() + up.bytes() + thin.bytes(); }
 };
 
+// Slots of tokens in a pass, and the strips of 16 and doubles of 32 that they fill over all experts.
+struct Load {
+  std::int64_t slots = 0, strips = 0, doubles = 0;
+};
+
+// Bytes that a layer's `forward` keeps, and that `backward` takes beside them, workspaces of threads left
+// out.
+std::size_t saved_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep);
+std::size_t backward_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep);
+
 // hidden [tokens, H] bf16, ids and weights [tokens, top_k], out [tokens, H] bf16. Returns what `backward`
 // needs; null for Keep::nothing. Throws std::out_of_range for an id that is no expert's.
 std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora,

@@ -17,9 +17,10 @@ struct Sizes {
   int hidden, inner, rank;
   int hidden_tiles, inner_tiles;
   int rank_tiles, rank_strips;  // LoRA's r as a reduction, and as rows
-  Sizes(const Experts& experts, int lora_rank)
-      : hidden(experts.hidden),
-        inner(experts.intermediate),
+  Sizes(const Experts& experts, int lora_rank) : Sizes(experts.hidden, experts.intermediate, lora_rank) {}
+  Sizes(int hidden_size, int inner_size, int lora_rank)
+      : hidden(hidden_size),
+        inner(inner_size),
         rank(lora_rank),
         hidden_tiles(tiles_of(hidden)),
         inner_tiles(tiles_of(inner)),
@@ -43,6 +44,22 @@ inline float* result_blocks(ResultPurpose purpose, std::ptrdiff_t blocks) {
 // Row stride of results by slot. The extra tile keeps rows of a power of two apart from sharing the same
 // few sets of the caches.
 inline std::ptrdiff_t slot_stride(const Sizes& sizes) { return (sizes.hidden_tiles + 1) * kSteps; }
+
+// Elements of a pass's buffers, for all strips, doubles or slots of its tokens. Training's plan asks, too.
+inline std::ptrdiff_t inner_elements(const Sizes& sizes, std::ptrdiff_t strips) {  // g, or u
+  return tile_elements(strips * sizes.inner_tiles);
+}
+inline std::ptrdiff_t thin_elements(const Sizes& sizes, std::ptrdiff_t doubles) {
+  return tile_elements(kProjections * doubles * sizes.rank_strips);
+}
+// dg and du with their thin products: left strips.
+inline std::ptrdiff_t gradient_stride(const Sizes& sizes) {
+  return tile_elements(2 * sizes.inner_tiles + 2 * sizes.rank_tiles);
+}
+// Partial gradients of the routing weights: [tiles of I, slots] float32.
+inline std::ptrdiff_t weight_gradients(const Sizes& sizes, std::ptrdiff_t slots) {
+  return sizes.inner_tiles * slots;
+}
 
 inline void multiply(const Kernels& kernels, std::initializer_list<Product> products, float* result) {
   kernels.gemm(products.begin(), static_cast<int>(products.size()), result);

@@ -1,20 +1,41 @@
 """The routed experts at run time: what training and serving both stand on.
 
-- ``weights``: experts as a checkpoint stores them. ``layer``: one layer with its LoRA; ``expert_call``: one
-  call of it; ``crossing`` to the host and back; ``queued`` in a GPU stream's own time; ``checkpointing`` is
-  gradient checkpointing. ``rank``: how high a LoRA's may be. ``backends``: who else may compute a layer.
-- ``modules``: a transformers model's experts modules. ``inject`` puts them onto the kernels; ``peft_layer``
-  makes their LoRA one of PEFT's, ``guard`` sees to it that it is trained and saved, ``trainable`` counts.
-- ``loading``, ``mapped`` and ``placement``: a model whose experts stay in the checkpoint's files, the rest of
-  it on the devices it is wanted on; ``skeleton``: one without weights.
-- ``targets``: which other modules have LoRA; ``attach`` puts PEFT's on just those. ``from_adapter`` and
-  ``load_adapter``: a raw adapter onto a model; ``raw_adapter``: out of one. ``tensors``: a file's to torch's.
+- ``weights``: experts as a checkpoint stores them. ``experts_layer``: what all know of a layer; ``layer``:
+  one that our kernels compute, or the GPU (``gpu``); ``backends``: who else may. ``expert_call``: one call of
+  the kernels; ``crossing`` to the host and back; ``queued`` in a GPU stream's own time; ``checkpointing`` is
+  gradient checkpointing.
+- ``modules``: a transformers model's experts modules. ``inject`` puts them onto the kernels,
+  ``wrapped_layers`` finds them there; ``guard`` sees that their LoRA is trained and saved.
+- ``loading`` and ``mapped``: a model whose experts stay in the checkpoint's files, the rest of it on the
+  devices it is wanted on; or one without weights.
+- ``nonexpert_lora``: which other modules have LoRA, and PEFT's on just those. ``load_adapter``: a raw adapter
+  onto a model; ``raw_adapter``: out of one. ``tensors``: a file's to torch's.
+- ``compat``: all private API of torch, transformers and PEFT.
 
-Import this before torch: it lets OpenMP's idle threads sleep (``ktbridge.experts.openmp``), which otherwise
-compete with the kernels for their CPUs. It imports nothing else. The names for users' own scripts are in
-``ktbridge.sft``.
+Import this before torch: it lets OpenMP's idle threads sleep, which otherwise compete with the kernels for
+their CPUs. It imports nothing else. The names for users' own scripts are in ``ktbridge.sft``.
 """
 
-from ktbridge.experts.openmp import let_idle_threads_sleep
+import os
+import sys
 
-let_idle_threads_sleep()
+MAX_EXPERT_RANK = 128
+"""The highest rank of an expert LoRA. Here, because configurations are read without torch."""
+
+# Rounds of polling, some 0.2 ms on current Xeons: torch's operations in a row still find their threads awake.
+_SPINS = "4000"
+_CHOICES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+def _let_idle_threads_sleep() -> None:
+    """Set GOMP_SPINCOUNT for this process and its children, unless torch is loaded or the user chose.
+
+    After each of torch's parallel operations, libgomp's threads poll for the next one: 300,000 rounds where
+    nothing is set, some 15 ms on current Xeons, in which a layer of experts starts and ends on half a CPU.
+    libgomp reads its environment when it is loaded; another OpenMP library than GNU's ignores it.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in _CHOICES):
+        os.environ["GOMP_SPINCOUNT"] = _SPINS
+
+
+_let_idle_threads_sleep()

@@ -9,58 +9,44 @@ handed out again. Same results, a forward of the experts saved.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 _here = threading.local()
 
 
-class _Outputs:
-    """The experts' outputs of one checkpointed region, in the order of its calls."""
+class _Mode(AbstractContextManager[None]):
+    """Within it, calls of the experts are recorded in ``outputs``, or find those again in their order.
 
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
+    Entered once for the forward of a checkpointed region, and once for each backward through it.
+    """
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        with _mode("record", self.kept.append):
-            yield
-
-
-class _Replay(AbstractContextManager[None]):
-    """Hands a region's outputs out again; entered once for each backward through it."""
-
-    def __init__(self, outputs: _Outputs) -> None:
-        self._outputs = outputs
+    def __init__(self, name: Literal["record", "replay", "aside"], outputs: list[object]) -> None:
+        self.name, self.outputs = name, outputs
 
     def __enter__(self) -> None:
-        self._before = getattr(_here, "mode", None)
-        _here.mode = ("replay", iter(self._outputs.kept))
+        self._before = _mode()
+        self.coming = iter(self.outputs)
+        _here.mode = self
 
     def __exit__(self, *_: object) -> None:
         _here.mode = self._before
 
 
-@contextmanager
-def _mode(name: str, with_what: Any) -> Iterator[None]:
-    before = getattr(_here, "mode", None)
-    _here.mode = (name, with_what)
-    try:
-        yield
-    finally:
-        _here.mode = before
+def _mode() -> _Mode | None:
+    found: _Mode | None = getattr(_here, "mode", None)
+    return found
 
 
 def aside() -> AbstractContextManager[None]:
     """A block whose experts have nothing to do with the region around it: not recorded, not replayed."""
-    return _mode("aside", None)
+    return _Mode("aside", [])
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For ``torch.utils.checkpoint``'s ``context_fn``: around the first forward, around the second."""
-    outputs = _Outputs()
-    return outputs.recorded(), _Replay(outputs)
+    outputs: list[object] = []
+    return _Mode("record", outputs), _Mode("replay", outputs)
 
 
 def enable(model: Any) -> None:
@@ -80,22 +66,21 @@ def enable(model: Any) -> None:
 
 def recording() -> bool:
     """Whether a region's first forward is under way."""
-    mode = getattr(_here, "mode", None)
-    return mode is not None and mode[0] == "record"
+    mode = _mode()
+    return mode is not None and mode.name == "record"
 
 
-def record(out: Any) -> None:
+def record(out: object) -> None:
     """Keep what a call of the experts shall find the second time, if a region is being recorded.
 
     That is its output [T, H], which nobody else may change, and what else its backward takes.
     """
-    if recording():
-        _here.mode[1](out)
+    mode = _mode()
+    if mode is not None and mode.name == "record":
+        mode.outputs.append(out)
 
 
 def replayed() -> Any:
     """What the same call recorded in the first forward; None outside a second one."""
-    mode = getattr(_here, "mode", None)
-    if mode is None or mode[0] != "replay":
-        return None
-    return next(mode[1])
+    mode = _mode()
+    return next(mode.coming) if mode is not None and mode.name == "replay" else None

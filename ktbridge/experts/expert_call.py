@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,85 @@ from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing, crossing, queued
+from ktbridge.experts import checkpointing, compat, crossing, queued
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
+
+
+Saved = _kernels.Saved | _kernels.Job | None
+"""What a forward left for its backward: with a job, once the stream has come to it."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A layer's LoRA as one call uses it: tensors [E, ...] by name, and α / r."""
+
+    tensors: dict[str, torch.Tensor]
+    scale: float
+
+    def arguments(self) -> tuple[list[int], int, float]:
+        """Addresses, rank and scale as the kernels take them."""
+        rank = next((t.shape[1] for name, t in self.tensors.items() if name.endswith("_a")), 0)
+        return _addresses(self.tensors), rank, self.scale if self.tensors else 0.0
+
+
+def run_forward(
+    kernels: _kernels.Layer,
+    stream: torch.cuda.Stream | None,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lora: Lora,
+    keep: _kernels.Keep,
+    owner: object,
+) -> Saved:
+    """Fill ``out`` [T, H] from hidden [T, H], ids [T, K] and weights [T, K]; all are on the host.
+
+    At once, or when ``stream`` comes to it: until then ``owner``, who has the experts' weights, is kept.
+    """
+    arguments = (
+        *lora.arguments(),
+        *inputs[1].shape,
+        *(tensor.data_ptr() for tensor in (*inputs, out)),
+        keep,
+    )
+    if stream is not None:
+        return queued.queue(stream, kernels.queue_forward, arguments, (owner, inputs, out, lora))
+    with counted():
+        return kernels.forward(*arguments)
+
+
+def run_backward(
+    kernels: _kernels.Layer,
+    stream: torch.cuda.Stream | None,
+    saved: Saved,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    lora: Lora,
+    targets: Mapping[str, torch.Tensor | None],
+    last: bool,
+    owner: object,
+) -> None:
+    """The backward of ``run_forward``, in the same stream; ``last``: no other follows.
+
+    ``tensors`` are hidden and d_out, and what is filled, d_hidden [T, H] and d_weights [T, K]. The LoRA's
+    gradients are added to ``targets``, float32 by name.
+    """
+    addresses = (tensor.data_ptr() for tensor in tensors)
+    arguments: tuple[Any, ...] = (*lora.arguments(), *addresses, _addresses(targets))
+    if isinstance(saved, _kernels.Job):
+        assert stream is not None
+        alive = owner, tensors, lora, targets
+        queued.queue(stream, kernels.queue_backward, (saved, last, *arguments), alive)
+        return
+    assert saved is not None
+    with counted():
+        kernels.backward(saved, *arguments)
+
+
+def _addresses(tensors: Mapping[str, torch.Tensor | None]) -> list[int]:
+    """By ``LORA_NAMES``; 0 where there is no tensor."""
+    found = (tensors.get(name) for name in LORA_NAMES)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
 
 @dataclass
@@ -29,7 +104,6 @@ class ExpertCall:
     layer: _kernels.Layer
     weights: tuple[ExpertWeights, ...]
     names: tuple[str, ...]
-    rank: int
     scale: float
     keep: _kernels.Keep
     accumulate: bool
@@ -37,13 +111,13 @@ class ExpertCall:
     """Whether passes with inputs on a GPU are queued in its stream instead of waited for."""
     replayed: torch.Tensor | None = None
     """The output [T, H] of this call, on the host, where a checkpointed layer runs a second time."""
-    saved: _kernels.Saved | _kernels.Job | None = None
+    saved: Saved = None
     host: tuple[torch.Tensor, ...] = ()
     """Host copies of hidden [T, H] and topk_weights [T, K] that came from a GPU."""
 
-    def addresses(self, tensors: Iterable[torch.Tensor | None]) -> list[int]:
-        """As ``addresses`` of this call's parameters."""
-        return addresses(self.names, tensors)
+    def lora(self, tensors: Iterable[torch.Tensor]) -> Lora:
+        """This call's LoRA of ``tensors``, which are in the order of ``names``."""
+        return Lora(dict(zip(self.names, tensors, strict=True)), self.scale)
 
 
 class ExpertFunction(torch.autograd.Function):
@@ -58,41 +132,28 @@ class ExpertFunction(torch.autograd.Function):
         topk_weights: torch.Tensor,
         *lora: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.parameters = lora
-        lora = tuple(parameter.contiguous() for parameter in lora)
-        ctx.device = hidden.device
+        ctx.parameters, ctx.device = lora, hidden.device
+        used = call.lora(parameter.contiguous() for parameter in lora)
         crosses = hidden.device.type != "cpu"
         if call.replayed is not None:
             out = call.replayed if crosses else call.replayed.clone()
         else:
             ahead = call.ahead and crosses and call.keep != _kernels.Keep.nothing
-            hosts = crossing.to_host(hidden, topk_ids, topk_weights, wait=not ahead)
+            host, ids, weights = crossing.to_host(hidden, topk_ids, topk_weights, wait=not ahead)
             out = crossing.host_empty(hidden, crosses)
-            arguments: tuple[Any, ...] = (
-                call.addresses(lora),
-                call.rank,
-                call.scale,
-                hidden.shape[0],
-                topk_ids.shape[1],
-                *(tensor.data_ptr() for tensor in (*hosts, out)),
-                call.keep,
+            stream = torch.cuda.current_stream(hidden.device) if ahead else None
+            call.saved = run_forward(
+                call.layer, stream, (host, ids, weights), out, used, call.keep, call
             )
-            if ahead:
-                stream = torch.cuda.current_stream(hidden.device)
-                alive = call, hosts, out, lora
-                call.saved = queued.queue(stream, call.layer.queue_forward, arguments, alive)
-            else:
-                with counted():
-                    call.saved = call.layer.forward(*arguments)
             # What stays on the CPU is the caller's, who may change it in place.
             checkpointing.record(out if crosses else out.clone())
             if call.saved is not None and crosses:
-                call.host = (hosts[0], hosts[2])
+                call.host = host, weights
         if call.keep != _kernels.Keep.nothing:
             ctx.call = call
             # A second forward saves what the first one did: checkpointing pairs them.
             own = () if crosses else (hidden, topk_weights)
-            ctx.save_for_backward(*own, *lora)
+            ctx.save_for_backward(*own, *used.tensors.values())
         return crossing.to_device(out, hidden.device)
 
     @staticmethod
@@ -110,35 +171,27 @@ class ExpertFunction(torch.autograd.Function):
         d_hidden = crossing.host_empty(hidden, crosses)
         d_weights = crossing.host_empty(topk_weights, crosses)
         # Where each gradient is accumulated, and what is returned to autograd.
-        targets: list[torch.Tensor | None] = []
+        targets: dict[str, torch.Tensor | None] = {}
         returned: list[torch.Tensor | None] = []
-        for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[4:], strict=True):
+        needs = ctx.needs_input_grad[4:]
+        for name, parameter, needed in zip(call.names, ctx.parameters, needs, strict=True):
             straight = call.accumulate and needed and accumulates(parameter)
             if straight and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             fresh = needed and not straight
             returned.append(float_zeros(parameter.shape) if fresh else None)
-            targets.append(parameter.grad if straight else returned[-1])
-        arguments: tuple[Any, ...] = (
-            call.addresses(lora),
-            call.rank,
-            call.scale,
-            *(tensor.data_ptr() for tensor in (hidden, d_out, d_hidden, d_weights)),
-            call.addresses(targets),
-        )
-        last = not graph_is_kept()
+            targets[name] = parameter.grad if straight else returned[-1]
+        last = not compat.graph_is_kept()
+        stream = torch.cuda.current_stream(ctx.device) if crosses else None
+        tensors = hidden, d_out, d_hidden, d_weights
+        used = call.lora(lora)
+        run_backward(call.layer, stream, call.saved, tensors, used, targets, last, call)
         if isinstance(call.saved, _kernels.Job):
-            stream = torch.cuda.current_stream(ctx.device)
-            alive = call, hidden, d_out, d_hidden, d_weights, lora, targets
-            start = call.layer.queue_backward
-            queued.queue(stream, start, (call.saved, last, *arguments), alive)
+            assert stream is not None
             if any(gradient is not None for gradient in returned):
                 queued.finish(stream)  # autograd adds these up at once
             else:
                 queued.finish_after_backward(stream)
-        else:
-            with counted():
-                call.layer.backward(call.saved, *arguments)
         if last:
             # Like saved tensors: a loss that lives on doesn't hold the activations.
             call.saved, call.host = None, ()
@@ -166,16 +219,6 @@ def kernels_of(weights: Sequence[ExpertWeights], isa: str, threads: int | None) 
         )
     except ValueError as error:
         raise UsageError(f"the expert kernels can't start: {error}.") from error
-
-
-def addresses(names: Sequence[str], tensors: Iterable[torch.Tensor | None]) -> list[int]:
-    """Addresses of the tensors of ``names``, by ``LORA_NAMES``; 0 where there is no name or no tensor."""
-    at = {
-        name: tensor.data_ptr()
-        for name, tensor in zip(names, tensors, strict=True)
-        if tensor is not None
-    }
-    return [at.get(name, 0) for name in LORA_NAMES]
 
 
 _seconds = 0.0
@@ -206,8 +249,8 @@ def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
 
     ``reduced``: in a process group of several, a reducer may be waiting for it, which is a hook unseen.
     """
-    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    hooks = compat.has_gradient_hooks(parameter)
     if hooks or not parameter.is_leaf or not parameter.is_contiguous():
         return False
     if reduced and distributed and torch.distributed.get_world_size() > 1:
@@ -220,9 +263,3 @@ def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
         and grad.is_contiguous()
         and not grad.requires_grad
     )
-
-
-def graph_is_kept() -> bool:
-    """Whether the backward that is running was asked to retain_graph; True where torch can't report it."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return ask is None or bool(ask())

@@ -8,30 +8,35 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.backends import ExpertsLayer
+from ktbridge.experts import compat
 from ktbridge.experts.expert_call import LORA_NAMES
-from ktbridge.experts.peft_layer import MERGE_STEP, first_tuner
+from ktbridge.experts.experts_layer import MERGE_STEP, ExpertsLayer, first_tuner
+from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.experts.wrapped_layers import layers_of
 
 ORDERS = "docs/library.md lists the orders of calls that work."
 
 
-def watch(base: Any) -> None:
+def watch(base: PreTrainedModel) -> None:
     """Watch a transformers model whose experts have just been wrapped."""
     base.register_forward_pre_hook(_before_forward)
-    base.save_pretrained = MethodType(_save_pretrained, base)
-    # PEFT asks each module for a way of its own to be unloaded, the model itself first of all, before it has
-    # merged or taken away anything.
-    base.unload_and_optionally_merge_module = _refuse_unload
-    base.ktbridge_layers = tuple(layers_of(base))  # to be found without a walk in every forward
+    vars(base).update(
+        save_pretrained=MethodType(_save_pretrained, base),
+        # PEFT asks each module for a way of its own to be unloaded, the model itself first of all, before it
+        # has merged or taken away anything.
+        unload_and_optionally_merge_module=_refuse_unload,
+        ktbridge_layers=tuple(layers_of(base)),  # to be found without a walk in every forward
+    )
     # PEFT warns for any model that has a tuner layer. A model it was really applied to before is
     # recognised by its configuration as well, which gives a second warning.
     warnings.filterwarnings(
@@ -40,34 +45,34 @@ def watch(base: Any) -> None:
     _belong(base)
 
 
-def layers_of(module: nn.Module) -> list[ExpertsLayer]:
-    """The wrapped layers within a module, in its order."""
-    return [each for each in module.modules() if isinstance(each, ExpertsLayer)]
-
-
 def has_peft(module: nn.Module) -> bool:
     """Whether PEFT has put adapters into a module."""
     return first_tuner(module) is not None or bool(getattr(module, "peft_config", None))
 
 
-def _before_forward(base: Any, _: Any) -> None:
-    if not base.ktbridge_layers[0].belongs_to(base):  # it is a copy, or PEFT has come since
+def _before_forward(base: PreTrainedModel, _: object) -> None:
+    if not _layers(base)[0].belongs_to(base):  # it is a copy, or PEFT has come since
         _belong(base)
     if base.training and torch.is_grad_enabled():
         _refuse_untrained(base)
 
 
-def _belong(base: Any) -> None:
+def _layers(base: PreTrainedModel) -> tuple[ExpertsLayer, ...]:
+    found: tuple[ExpertsLayer, ...] = vars(base)["ktbridge_layers"]
+    return found
+
+
+def _belong(base: PreTrainedModel) -> None:
     _watched.add(base)
-    for layer in base.ktbridge_layers:
+    for layer in _layers(base):
         layer.belong_to(base)
 
 
-def _refuse_untrained(base: Any) -> None:
+def _refuse_untrained(base: PreTrainedModel) -> None:
     """Raise ``KtbridgeError`` where other parameters train and an expert LoRA that nobody froze doesn't."""
     asked = [
         layer
-        for layer in base.ktbridge_layers
+        for layer in _layers(base)
         if any(True for _ in layer.parameters())
         and layer.lora_enabled
         and not layer.lora_frozen
@@ -97,13 +102,13 @@ def _refuse_untrained(base: Any) -> None:
 
 STEPS_UNCHANGED = 8
 """So many steps of an optimizer, and an expert LoRA with gradients that nothing changes, are a mistake."""
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 _seen: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, list[float]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+def _before_step(optimizer: Optimizer, _: object, __: object) -> None:
     """Raise ``KtbridgeError`` where an optimizer trains a wrapped model and nothing trains its expert LoRA.
 
     The LoRA may be another optimizer's, so it is looked at for some steps whether anything changes it.
@@ -113,7 +118,7 @@ def _before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
     for base in watched:
         waiting = [
             parameter
-            for layer in base.ktbridge_layers
+            for layer in _layers(base)
             for parameter in layer.parameters()
             if parameter.requires_grad and parameter.grad is not None and id(parameter) not in mine
         ]
@@ -135,7 +140,7 @@ def _before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
 register_optimizer_step_pre_hook(_before_step)
 
 
-# --- freezing, counting ----------------------------------------------------------------------------------
+# --- freezing ----------------------------------------------------------------------------------
 
 
 def freeze_expert_lora(model: nn.Module, frozen: bool = True) -> None:
@@ -159,12 +164,14 @@ def freeze_expert_lora(model: nn.Module, frozen: bool = True) -> None:
 
 
 def _save_pretrained(
-    base: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any
+    base: PreTrainedModel,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    *args: Any,
+    **options: Any,
 ) -> None:
     """In the place of transformers': the model's weights lack the experts', so its expert LoRA is saved."""
-    if getattr(
-        base, "_hf_peft_config_loaded", False
-    ):  # model.add_adapter: the adapter alone is saved
+    if compat.is_adapted_by_transformers(base):  # the adapter alone is saved
         type(base).save_pretrained(base, save_directory, is_main_process, *args, **options)
     elif has_peft(base):
         raise KtbridgeError(
@@ -173,9 +180,6 @@ def _save_pretrained(
             "Call save_pretrained of the PeftModel, or ktbridge.sft.save_raw_adapter(peft_model, directory).",
         )
     elif is_main_process:
-        # Imported here: it needs what wraps experts, which needs this module.
-        from ktbridge.experts.raw_adapter import save_beside
-
         save_beside(base, save_directory)
         warnings.warn(
             f"{save_directory} has the expert LoRA alone, as a raw adapter, and is no model that "
@@ -184,16 +188,7 @@ def _save_pretrained(
         )
 
 
-def _refuse_unload(merge: bool = True, **_: Any) -> None:
+def _refuse_unload(merge: bool = True, **_: object) -> None:
     what = "merge_and_unload can't merge" if merge else "unload would leave"
     step = "`with model.disable_adapter():` runs the base model; or load it again."
     raise KtbridgeError(f"PEFT's {what} the expert LoRA.", MERGE_STEP if merge else step)
-
-
-def trained_elsewhere(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are trained and belong to no half of a raw adapter."""
-    experts = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
-    for name, parameter in model.named_parameters():
-        lora = ".lora_A." in name or ".lora_B." in name
-        if parameter.requires_grad and id(parameter) not in experts and not lora:
-            yield name, parameter

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
+from peft import PeftMixedModel, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -20,12 +20,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.experts.backends import ExpertsLayer
+from ktbridge.experts import compat
+from ktbridge.experts.backends.kt_kernel import KtKernelExperts
 from ktbridge.experts.expert_call import LORA_NAMES
+from ktbridge.experts.experts_layer import ExpertsLayer
 from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import (
-    LAYER,
+    ExpertsModule,
     experts_modules,
     given_experts,
     odd_traits,
@@ -34,6 +36,7 @@ from ktbridge.experts.modules import (
 )
 from ktbridge.experts.tensors import to_torch
 from ktbridge.experts.weights import PROJECTIONS
+from ktbridge.experts.wrapped_layers import expert_layers
 
 IMPLEMENTATION = "ktbridge"
 
@@ -73,24 +76,18 @@ def wrap_experts(
     """
     base = _base(model)
     found = _wrappable(base)
-    common: dict[str, Any] = {
-        "lora_rank": lora_rank,
-        "lora_alpha": lora_alpha,
-        "lora_targets": lora_targets,
-        "threads": threads,
-        "activation": activation,
-    }
-    make: Callable[..., ExpertsLayer]
+    kind: Callable[..., ExpertsLayer]
     if backend == "kt-kernel":
-        # Imported here: kt-kernel is looked for only where it is asked for.
-        from ktbridge.experts.backends.kt_kernel import KtKernelExperts
-
-        more: dict[str, Any] = {"max_tokens": max_tokens, "threadpool_count": threadpool_count}
-        make = partial(KtKernelExperts, top_k=_top_k(base), **common, **more)
-    else:
-        make = partial(
-            MoELoRAExperts.from_tensors, isa=isa, accumulate_grad=accumulate_grad, **common
+        kind = partial(
+            KtKernelExperts,
+            top_k=_top_k(base),
+            max_tokens=max_tokens,
+            threadpool_count=threadpool_count,
         )
+    else:
+        kind = partial(MoELoRAExperts.from_tensors, isa=isa, accumulate_grad=accumulate_grad)
+    lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_targets": lora_targets}
+    make = partial(kind, **lora, threads=threads, activation=activation)
     layers = [make(*(given_experts(module) or own_experts(module))) for _, module in found]
     # Nothing has been changed so far, and nothing fails from here on.
     if freeze_rest and not has_peft(base):
@@ -103,14 +100,8 @@ def wrap_experts(
     return model
 
 
-def _wrappable(base: Any) -> list[tuple[str, Any]]:
+def _wrappable(base: PreTrainedModel) -> list[tuple[str, ExpertsModule]]:
     """Name and module of each experts module. Raises as ``wrap_experts`` for any that can't be wrapped."""
-    if not isinstance(base, PreTrainedModel):
-        raise UsageError(
-            f"{type(base).__name__} is no transformers model.",
-            "Wrap the experts before torch.compile, DDP or FSDP wrap the model, or unwrap it: "
-            "accelerator.unwrap_model(model).",
-        )
     found = list(experts_modules(base))
     if not found:
         raise KtbridgeError(
@@ -130,16 +121,6 @@ def _wrappable(base: Any) -> list[tuple[str, Any]]:
             "Call wrap_experts once, on a model as it was loaded.",
         )
     return found
-
-
-def expert_layers(model: nn.Module) -> dict[int, ExpertsLayer]:
-    """The wrapped layers of a model by decoder layer index, in rising order."""
-    layers = {}
-    for name, module in model.named_modules():
-        match = LAYER.search(name)
-        if isinstance(module, ExpertsLayer) and match:
-            layers[int(match.group(1))] = module
-    return dict(sorted(layers.items()))
 
 
 def set_expert_lora(model: nn.Module, enabled: bool) -> None:
@@ -204,7 +185,7 @@ def _untargeted(layer: ExpertsLayer, adapter: Adapter, index: int) -> Iterator[P
 
 
 def _experts_forward(
-    module: Any,
+    module: nn.Module,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -225,21 +206,28 @@ def _experts_forward(
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
 
 
-def _top_k(model: nn.Module) -> int:
+def _top_k(base: PreTrainedModel) -> int:
     """How many experts each token goes to."""
-    config = _base(model).config.get_text_config()
+    config = base.config.get_text_config()
     for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k"):
         if isinstance(value := getattr(config, name, None), int):
             return value
     raise KtbridgeError(f"{type(config).__name__} has no number of experts per token.")
 
 
-def _base(model: Any) -> Any:
-    """The transformers model inside a PeftModel, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def _base(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PeftModel, or the model itself. Raises ``UsageError`` for any other."""
+    base = model.get_base_model() if isinstance(model, PeftModel | PeftMixedModel) else model
+    if isinstance(base, PreTrainedModel):
+        return base
+    raise UsageError(
+        f"{type(base).__name__} is no transformers model.",
+        "Wrap the experts before torch.compile, DDP or FSDP wrap the model, or unwrap it: "
+        "accelerator.unwrap_model(model).",
+    )
 
 
-def _unserved(name: str, module: Any) -> Iterator[Problem]:
+def _unserved(name: str, module: ExpertsModule) -> Iterator[Problem]:
     """Why the kernels can't compute this experts module, if they can't."""
     where = f"{name} ({type(module).__name__})"
     if ".base_layer" in name:
@@ -254,9 +242,7 @@ def _unserved(name: str, module: Any) -> Iterator[Problem]:
     activation = type(getattr(module, "act_fn", None)).__name__
     if "silu" not in activation.lower():
         yield problem("KTL003", where, f"activation {activation}", "SiLU")
-    if type(module)._apply_gate.__name__ != "_default_apply_gate" or getattr(
-        module, "has_post_expert_norm", False
-    ):
+    if compat.has_own_gate(module) or getattr(module, "has_post_expert_norm", False):
         yield problem("KTL003", where, "a gating or norm of its own", "silu(gate) * up")
     if given_experts(module) is not None:
         return

@@ -11,17 +11,16 @@ import copy
 import sys
 from collections.abc import Collection, Sequence
 from numbers import Integral
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, TypeGuard
 
 import torch
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing
-from ktbridge.experts.backends import ExpertsLayer, check_inputs
+from ktbridge.experts import MAX_EXPERT_RANK, checkpointing
 from ktbridge.experts.expert_call import ExpertCall, ExpertFunction, kernels_of
+from ktbridge.experts.experts_layer import ExpertsLayer, check_inputs
 from ktbridge.experts.gpu.gpu_call import GpuCall, GpuFunction, OnGpu
-from ktbridge.experts.rank import MAX_EXPERT_RANK
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}
@@ -184,7 +183,6 @@ class MoELoRAExperts(ExpertsLayer):
             self._layer,
             self._weights,
             names,
-            self.lora_rank if names else 0,
             scale,
             keep,
             self.accumulate_grad,
@@ -229,13 +227,15 @@ class MoELoRAExperts(ExpertsLayer):
         )
 
 
-def _check_options(rank: Any, alpha: Any, isa: Any, threads: Any, activation: Any) -> None:
+def _check_options(
+    rank: object, alpha: object, isa: object, threads: object, activation: object
+) -> None:
     if not _is_whole(rank) or not 0 <= rank <= MAX_EXPERT_RANK:
         raise UsageError(
             f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, a whole number, not {rank!r}."
         )
     plain = _is_whole(alpha) or isinstance(alpha, float)  # numpy's float64 is one
-    if not plain or not 0 <= alpha <= sys.float_info.max:
+    if not plain or not 0 <= alpha <= sys.float_info.max:  # type: ignore[operator]
         raise UsageError(f"lora_alpha must be a number that is not negative, not {alpha!r}.")
     if not isinstance(isa, str):
         raise UsageError(f"isa must be a name such as 'auto', not {isa!r}.")
@@ -245,14 +245,18 @@ def _check_options(rank: Any, alpha: Any, isa: Any, threads: Any, activation: An
         raise UsageError(f"activation must be {' or '.join(_KEEP)}, not {activation!r}.")
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _targets(wanted: Any, rank: int) -> tuple[str, ...]:
+def _targets(wanted: object, rank: int) -> tuple[str, ...]:
     """``wanted`` in the order of ``PROJECTIONS``; nothing when there is no LoRA."""
-    listed = isinstance(wanted, Collection) and not isinstance(wanted, str)
-    if not listed or any(name not in PROJECTIONS for name in wanted) or (rank > 0 and not wanted):
+    if (
+        isinstance(wanted, str)
+        or not isinstance(wanted, Collection)
+        or any(name not in PROJECTIONS for name in wanted)
+        or (rank > 0 and not wanted)
+    ):
         raise UsageError(
             f"lora_targets must be some of {', '.join(PROJECTIONS)}, not {wanted!r}.",
             "Give a list of names, or lora_rank=0 for no LoRA on the experts.",

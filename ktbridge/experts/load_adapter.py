@@ -1,20 +1,174 @@
-"""A raw adapter onto a transformers model, both halves: to train on, or to run."""
+"""A raw adapter onto a transformers model, both halves, to train on or to run; and why it may not fit."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 
-from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.experts.attach import TunedModel
-from ktbridge.experts.from_adapter import ACTING, copy_nonexpert, fit, read_raw
-from ktbridge.experts.guard import has_peft, layers_of
+from ktbridge.adapter import Adapter, read_adapter, validate_adapter
+from ktbridge.adapter.adapter import last_part
+from ktbridge.adapter.keys import parse_key
+from ktbridge.adapter.manifest import trained_on
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.experts.guard import has_peft
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
-from ktbridge.experts.targets import adaptable
+from ktbridge.experts.nonexpert_lora import Adaptable, TunedModel, adaptable
+from ktbridge.experts.tensors import to_torch
+from ktbridge.experts.wrapped_layers import layers_of
 from ktbridge.model import resolve_model
+from ktbridge.model.identity import config_differences
+from ktbridge.model.jsonfile import read_json_file
+
+# Of adapter_config.json, what decides how tensors act; the rest is about training.
+ACTING = (
+    "lora_alpha",
+    "r",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A raw adapter that fits: ``keys`` are its non-expert tensors by full module name and half."""
+
+    adapter: Adapter
+    keys: dict[str, dict[str, str]]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(self.keys)
+
+    @property
+    def rslora(self) -> bool:
+        return bool(self.adapter.config.get("use_rslora"))
+
+
+def read_raw(path: str | Path) -> Adapter:
+    """The raw adapter in a directory; it may have no expert LoRA, and then looks like any adapter of PEFT's.
+
+    Raises UsageError for another layout, and as ``read_adapter``.
+    """
+    adapter = read_adapter(path)
+    half = adapter.layout == "nonexpert" and not (adapter.manifest or {}).get("layout")
+    if adapter.layout != "raw" and not half:
+        raise UsageError(
+            f"{adapter.path} is a serving directory ({adapter.layout}), not what training left.",
+            "Give the output_dir of a training run, or convert it: ktbridge convert DIR --to raw.",
+        )
+    return adapter
+
+
+def fit(
+    adapter: Adapter, base: Path | None, model: nn.Module, found: Adaptable
+) -> tuple[Start, list[Problem]]:
+    """Where the non-expert LoRA goes in a model, and what keeps the adapter from being put on it.
+
+    ``base`` is the model's directory, where it is known. Raises KtbridgeError for another base model.
+    """
+    if base is not None:
+        _check_base(adapter, base)
+    # The keys of PEFT's half decide where it goes, whatever its configuration lists.
+    problems = [
+        problem
+        for problem in validate_adapter([adapter.path], base_model=base).problems
+        if problem.severity == "error"
+    ]
+    start = Start(adapter, _by_module(adapter, found))
+    return start, problems or list(_misplaced(start, model, found))
+
+
+def copy_nonexpert(model: nn.Module, start: Start) -> None:
+    """Copy the adapter's non-expert LoRA to where ``inject_lora`` has made place for it."""
+    for name, halves in start.keys.items():
+        layer: Any = model.get_submodule(name)
+        for half, key in halves.items():
+            value = to_torch(start.adapter.nonexpert_tensor(key))
+            with torch.no_grad():
+                getattr(layer, f"lora_{half}")["default"].weight.copy_(value)
+
+
+def _check_base(adapter: Adapter, base: Path) -> None:
+    """Compare the base model that the adapter names with the one it is to be trained on.
+
+    The configurations; ``validate_adapter`` compares the weights where the manifest has their hashes.
+    """
+    named, recorded = adapter.base_model, trained_on(adapter.manifest)
+    if recorded is not None:
+        theirs = recorded.config
+    elif named is None:
+        return
+    else:
+        try:
+            theirs = read_json_file(resolve_model(named) / "config.json")
+        except KtbridgeError:  # it was trained elsewhere: the names, and then the shapes, are left
+            if last_part(named) not in (last_part(str(base)), last_part(str(base.resolve()))):
+                warnings.warn(
+                    f"{adapter.path} was trained on {named}, which isn't here: that {base} is the same "
+                    "model was seen from its shapes only.",
+                    stacklevel=2,
+                )
+            return
+    different = sorted(config_differences(theirs, read_json_file(base / "config.json")))
+    if different:
+        raise KtbridgeError(
+            f"{adapter.path} was trained on {named}, whose config.json differs from that of {base} "
+            f"in {', '.join(different[:6])}.",
+            "Use the base model that the adapter was trained on.",
+        )
+
+
+def _by_module(adapter: Adapter, found: Adaptable) -> dict[str, dict[str, str]]:
+    """The adapter's keys by the model's module and by half, in the model's order.
+
+    A text model alone and the same in a multimodal model differ in what precedes ``layers.N``.
+    """
+    keys: dict[str, dict[str, str]] = {}
+    for key in adapter.nonexpert_keys():
+        parsed = parse_key(key)
+        name = f"{found.decoder}.{parsed.layer}.{parsed.suffix}"
+        if parsed.layer < 0 or parsed.is_vision or parsed.is_draft:
+            name = parsed.module
+        keys.setdefault(name, {})[parsed.half] = key
+    order = {name: place for place, name in enumerate(found.modules)}
+    return dict(sorted(keys.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _misplaced(start: Start, model: nn.Module, found: Adaptable) -> Iterator[Problem]:
+    """Modules that the model doesn't have, or has in another shape."""
+    adapter, known = start.adapter, {*found.modules}
+    for name, halves in start.keys.items():
+        where = next(iter(halves.values()))
+        if name not in known:
+            lacking = "a module of the decoder layers"
+            yield misfit("KTL007", adapter, where, "no such module", lacking)
+            continue
+        weight: Any = model.get_submodule(name).weight
+        for half, axis in (("A", 1), ("B", 0)):
+            shape = adapter.nonexpert_tensor(halves[half]).shape
+            if shape[axis] != weight.shape[axis]:
+                expected = f"{'in' if axis else 'out'} = {weight.shape[axis]}"
+                found_shape = f"shape {list(shape)}"
+                yield misfit("KTL002", adapter, halves[half], found_shape, expected)
+
+
+def misfit(
+    code: str, adapter: Adapter, where: str, found: str, expected: str, step: str | None = None
+) -> Problem:
+    """A place in an adapter at which it doesn't go with a model or a configuration."""
+    return problem(code, f"{adapter.path}: {where}", found, expected, step)
 
 
 def load_raw_adapter(
@@ -61,7 +215,7 @@ def load_raw_adapter(
 
 def _directory(model: PreTrainedModel) -> Path | None:
     """Where the model was loaded from, if it is still there."""
-    name = str(model.config._name_or_path or "")
+    name = str(model.config.name_or_path or "")
     try:
         return resolve_model(name) if name else None
     except KtbridgeError:

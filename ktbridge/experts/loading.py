@@ -1,30 +1,52 @@
-"""A checkpoint into transformers, whole or not at all; its experts mapped where the kernels can read them."""
+"""A checkpoint into transformers, whole or not at all; its experts mapped where the kernels can read them.
+
+A ``Place`` maps a module to its device; the routed experts stay on the CPU in any case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import dispatch_model, init_empty_weights
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     FineGrainedFP8Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts import compat
 from ktbridge.experts.mapped import CantMap, MappedExperts, experts_left_out
 from ktbridge.experts.modules import LAYER, experts_modules, give_experts, keep_on_cpu
-from ktbridge.experts.placement import Place, device_map, on_cpu, placed
+from ktbridge.model.jsonfile import read_json_file
+
+Place = Callable[[str], torch.device]
+"""The device of a module, by its name in the transformers model."""
+
+CPU = torch.device("cpu")
 
 
-def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> Any:
+def on_cpu(name: str) -> torch.device:
+    """The place of everything where there is no GPU to use."""
+    return CPU
+
+
+def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
     """The language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
 
     Raises KtbridgeError when it does not load, or when weights are missing that transformers would
@@ -41,7 +63,7 @@ def load_for_kernels(
     place: Place = on_cpu,
     experts: Path | None = None,
     attention: str | None = None,
-) -> Any:
+) -> PreTrainedModel:
     """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
 
     Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``place`` on which device
@@ -57,7 +79,8 @@ def load_for_kernels(
         model = load_model(path, dtype, attention)
     for _, module in experts_modules(model):
         keep_on_cpu(module)
-    return placed(model, place)
+    _move(model, place)
+    return model
 
 
 def load_mapped(
@@ -66,7 +89,7 @@ def load_mapped(
     place: Place = on_cpu,
     experts: Path | None = None,
     attention: str | None = None,
-) -> Any:
+) -> PreTrainedModel:
     """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
 
     ``dtype`` is that of everything else; the experts keep the checkpoint's storage. Until it is wrapped
@@ -89,7 +112,7 @@ def load_mapped(
                 f"{name} of {path} is not in a decoder layer", "load it with transformers"
             )
         give_experts(module, mapped.layer(int(match.group(1))))
-    model.expert_files = mapped
+    object.__setattr__(model, "expert_files", mapped)  # not a tensor, whatever its type
     return model
 
 
@@ -103,29 +126,28 @@ def release_layers(model: torch.nn.Module, layers: Iterable[int]) -> None:
             return
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in ``path``. Raises KtbridgeError when it does not load."""
     with readable_load_errors(path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path)
 
 
-def model_class(config: Any) -> tuple[type[Any], Any]:
+def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class of a configuration's language model, and the part of the configuration it takes.
 
     As transformers' own Auto classes choose: the text model alone where it can be had from a multimodal
     checkpoint, else the multimodal model around it.
     """
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
-            found: Any = auto._model_mapping[type(config)]
-            cls = found[0] if isinstance(found, tuple | list) else found
+        cls = compat.class_chosen_by(auto, config)
+        if cls is not None:
             text = config.sub_configs.get("text_config")
             own = text is not None and cls.config_class == text
             return cls, config.get_text_config() if own else config
     raise ValueError(f"transformers has no language model for {config.model_type}")
 
 
-def _unquantised(config: Any, mapped: MappedExperts) -> dict[str, Any]:
+def _unquantised(config: PreTrainedConfig, mapped: MappedExperts) -> dict[str, object]:
     """Options to load what isn't an expert in plain floats, from a quantised checkpoint."""
     quantised = getattr(config, "quantization_config", None)
     if not quantised:
@@ -143,26 +165,34 @@ def _unquantised(config: Any, mapped: MappedExperts) -> dict[str, Any]:
     return {}
 
 
-def _attending(attention: str | None) -> dict[str, Any]:
+def _attending(attention: str | None) -> dict[str, object]:
     return {"attn_implementation": attention} if attention else {}
 
 
-def _loaded(cls: Any, path: Path, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def _loaded(
+    cls: type[PreTrainedModel],
+    path: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+) -> PreTrainedModel:
     logging.disable_progress_bar()  # callers show progress themselves
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # the experts that are left out are no surprise
     try:
-        model, info = cls.from_pretrained(
+        loaded: Any = cls.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True, **options
         )
     finally:
         logging.set_verbosity(before)
-    if missing := sorted(info["missing_keys"]):
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
         raise KtbridgeError(
             f"the model in {path} lacks {missing[0]} ({len(missing)} weights in all).",
             "download or save the model again",
         )
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 @contextmanager
@@ -176,3 +206,67 @@ def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
             f"the {what} in {path} cannot be loaded: {first}",
             "check that it holds config.json, safetensors weights and a tokenizer",
         ) from error
+
+
+def device_map(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, place: Place
+) -> dict[str, torch.device]:
+    """``from_pretrained``'s device_map for a model of ``cls``; {} where all is on the CPU."""
+    with init_empty_weights():
+        model = cls(config)
+    found = _places(model, place)
+    devices = set(found.values())
+    if len(devices) == 1:
+        return {} if devices == {CPU} else {"": devices.pop()}
+    return found
+
+
+def _move(model: PreTrainedModel, place: Place) -> None:
+    """Put each module of ``model``, which is on the CPU, where ``place`` wants it."""
+    found = _places(model, place)
+    devices = set(found.values())
+    if len(devices) > 1:
+        dispatch_model(model, found)
+    else:
+        nn.Module.to(model, devices.pop())
+
+
+def _places(model: PreTrainedModel, place: Place) -> dict[str, torch.device]:
+    """The device of each part that is placed whole, by its name."""
+    found = {name.rstrip("."): place(name) for name in _units(model)}
+    if model.config.get_text_config().tie_word_embeddings:  # one tensor, so one place
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        names = [name for name in found if model.get_submodule(name) in ends]
+        found |= dict.fromkeys(names, found[names[-1]])
+    return found
+
+
+def _units(model: nn.Module) -> list[str]:
+    """Names of the parts that are placed whole: "….layers.N." and whatever else has tensors of its own."""
+    units = []
+    for name, module in model.named_modules():
+        layer = LAYER.search(f"{name}.")
+        if layer:
+            if layer.end() == len(name) + 1:
+                units.append(f"{name}.")
+        elif any(True for _ in chain(module.parameters(False), module.buffers(False))):
+            units.append(name)
+    return units
+
+
+def skeleton(base: Path) -> PreTrainedModel:
+    """The language model in ``base`` as its class makes it, all tensors on the "meta" device.
+
+    Raises KtbridgeError for a model that the installed transformers doesn't know.
+    """
+    model_type = read_json_file(base / "config.json").get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise KtbridgeError(
+            f"{base} is a model of type {model_type!r}, which transformers {transformers_version} doesn't "
+            "know.",
+            "Install a transformers version that has it, or use a model of a family it has.",
+        )
+    with readable_load_errors(base):
+        cls, own = model_class(AutoConfig.from_pretrained(base))
+        with torch.device("meta"):
+            return cls(own)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.modules import Triple, experts_modules
@@ -139,18 +140,18 @@ class MappedExperts:
 
 
 @contextmanager
-def experts_left_out(cls: type[Any]) -> Iterator[type[Any]]:
+def experts_left_out(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
     """A subclass of a transformers model whose experts modules have nothing to load.
 
     Empty tensors stand where their parameters would be, so ``from_pretrained`` finds the checkpoint's
     experts unexpected and doesn't read them.
     """
 
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        cls.__init__(self, config, *args, **kwargs)
+    def build(self: PreTrainedModel, *args: Any, **options: Any) -> None:
+        cls.__init__(self, *args, **options)
         for _, module in experts_modules(self):
-            for name in list(module._parameters):
-                del module._parameters[name]
+            for name, _ in list(module.named_parameters(recurse=False)):
+                delattr(module, name)
                 setattr(module, name, torch.empty(0, dtype=torch.bfloat16, device="cpu"))
 
     yield type(cls.__name__, (cls,), {"__init__": build, "__module__": cls.__module__})

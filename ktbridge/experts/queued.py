@@ -19,19 +19,25 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
+from ktbridge import _kernels
+from ktbridge.experts import compat
 
-Stream = Any
-"""A torch.cuda.Stream."""
+
+class Stream(Protocol):
+    """What is needed of a torch.cuda.Stream."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+    def synchronize(self) -> None: ...
 
 
 @dataclass(eq=False)
 class _Queued:
-    alive: Any
+    alive: object
     """What must live until the job has run: the kernels know it by address."""
-    job: Any = None
+    job: _kernels.Job | None = None
     ended: bool = False
 
     @property
@@ -43,8 +49,6 @@ _queued: defaultdict[Stream, deque[_Queued]] = defaultdict(deque)
 """What each stream was given and hasn't been looked at since; a stream runs its jobs in order."""
 _lock = threading.Lock()  # autograd has a thread for each GPU
 _seconds = 0.0
-_awaited: dict[Stream, int] = {}
-"""The backward pass, by autograd's number of it, that waits for a stream before it returns."""
 
 
 @functools.cache
@@ -56,7 +60,9 @@ def launcher() -> int:
     return address
 
 
-def queue(stream: Stream, start: Callable[..., Any], arguments: tuple[Any, ...], alive: Any) -> Any:
+def queue(
+    stream: Stream, start: Callable[..., _kernels.Job], arguments: tuple[Any, ...], alive: object
+) -> _kernels.Job:
     """The job of ``start(cuLaunchHostFunc, stream, *arguments)``; ``alive`` is kept until it has run.
 
     Raises what ``start`` raises, and what an earlier job of the stream raised and nobody has seen yet.
@@ -84,17 +90,7 @@ def finish(stream: Stream) -> None:
 
 def finish_after_backward(stream: Stream) -> None:
     """``finish``, once, before the backward pass that is running returns to its caller."""
-    # By its number, since one that raised half-way never comes to its callbacks.
-    number = torch._C._current_graph_task_id()
-    if _awaited.get(stream) == number:
-        return
-
-    def ended() -> None:
-        _awaited.pop(stream, None)
-        finish(stream)
-
-    torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
-    _awaited[stream] = number
+    compat.after_backward(stream, lambda: finish(stream))
 
 
 def seconds() -> float:

@@ -22,11 +22,10 @@ from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.adapter.keys import fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.backends import ExpertsLayer, lora_shapes
-from ktbridge.experts.guard import trained_elsewhere
-from ktbridge.experts.inject import expert_layers
-from ktbridge.experts.targets import is_named
+from ktbridge.experts.experts_layer import ExpertsLayer, lora_shapes
+from ktbridge.experts.nonexpert_lora import is_named
 from ktbridge.experts.tensors import from_torch
+from ktbridge.experts.wrapped_layers import expert_layers, trained_elsewhere
 from ktbridge.publish import fsync_directory
 
 _PEFT = "base_model.model."
@@ -145,12 +144,12 @@ def _write(
     )
 
 
-def base_name(model: Any) -> str:
+def base_name(model: nn.Module) -> str:
     """The name or path that a model, or the one inside of a PeftModel, was loaded from; "" if it has none."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         if config.base_model_name_or_path:
             return str(config.base_model_name_or_path)
-    return str(getattr(model.config, "_name_or_path", "") or "")
+    return str(getattr(model.config, "name_or_path", "") or "")
 
 
 def _first_layer(model: nn.Module) -> ExpertsLayer:
@@ -186,11 +185,11 @@ def _warn(model: nn.Module) -> None:
         )
 
 
-def _peft_config(model: Any, adapter_name: str) -> dict[str, Any]:
+def _peft_config(model: nn.Module, adapter_name: str) -> dict[str, Any]:
     """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list.
 
     It is in PEFT's own terms, and PEFT finds by it what was trained: modules whose names it takes for
-    routed experts' are in target_parameters (see ``ktbridge.experts.targets``). Conversion lists all names.
+    routed experts' are in target_parameters (see ``nonexpert_lora``). Conversion lists all names.
     What PEFT looked for and didn't find is left out: for "all-linear" or gate_proj it names the experts'
     parameters, with a rank of their own, and finds none where they were wrapped before.
     """

@@ -58,7 +58,7 @@ class ExpertWeights:
         object.__setattr__(self, "weight", _kept(self.weight))
         object.__setattr__(self, "scale", _kept(self.scale))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertWeights:
+    def __deepcopy__(self, memo: object) -> ExpertWeights:
         return self  # frozen, and shared by the copies of a layer
 
     @classmethod
@@ -187,23 +187,25 @@ class ExpertWeights:
         return [(rows, count) for count in sorted(counts, reverse=True)]
 
 
-def expert_weights(name: str, given: ExpertWeights | Stack) -> tuple[ExpertWeights, list[str]]:
-    """``given`` as ``ExpertWeights``, plain tensors being bfloat16, and its problems by name."""
-    weights = given if isinstance(given, ExpertWeights) else ExpertWeights("bf16", given)
-    return weights, [f"{name}: {problem}" for problem in weights.problems()]
-
-
 def checked_layer(
     gate: ExpertWeights | Stack, up: ExpertWeights | Stack, down: ExpertWeights | Stack
 ) -> tuple[tuple[ExpertWeights, ExpertWeights, ExpertWeights], int, int]:
-    """A layer's three projections, I and H. Raises ``UsageError`` naming everything that doesn't fit."""
-    made = [expert_weights(*item) for item in zip(PROJECTIONS, (gate, up, down), strict=True)]
-    found = [problem for _, problems in made for problem in problems]
-    weights = (made[0][0], made[1][0], made[2][0])
-    if not found:
-        found = list(_layer_problems(*weights))
-    _refuse(found)
-    return weights, weights[0].rows, weights[2].rows
+    """A layer's three projections (plain tensors are bfloat16), I and H.
+
+    Raises ``UsageError`` naming everything that doesn't fit.
+    """
+    weights = tuple(
+        each if isinstance(each, ExpertWeights) else ExpertWeights("bf16", each)
+        for each in (gate, up, down)
+    )
+    found = [
+        f"{name}: {problem}"
+        for name, each in zip(PROJECTIONS, weights, strict=True)
+        for problem in each.problems()
+    ]
+    own = weights[0], weights[1], weights[2]
+    _refuse(found or list(_layer_problems(*own)))
+    return own, own[0].rows, own[2].rows
 
 
 def _layer_problems(gate: ExpertWeights, up: ExpertWeights, down: ExpertWeights) -> Iterator[str]:

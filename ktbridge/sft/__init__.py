@@ -27,7 +27,6 @@ import ktbridge.experts  # noqa: F401  before torch, whichever name is used firs
 if TYPE_CHECKING:
     from ktbridge.experts.guard import freeze_expert_lora
     from ktbridge.experts.inject import (
-        expert_layers,
         load_expert_lora,
         set_expert_lora,
         wrap_experts,
@@ -36,23 +35,23 @@ if TYPE_CHECKING:
     from ktbridge.experts.load_adapter import load_raw_adapter
     from ktbridge.experts.loading import load_for_kernels
     from ktbridge.experts.raw_adapter import save_raw_adapter
-    from ktbridge.experts.trainable import Trainable, trainable_parameters
     from ktbridge.experts.weights import ExpertWeights
+    from ktbridge.experts.wrapped_layers import Trainable, expert_layers, trainable_parameters
     from ktbridge.sft.callback import RawAdapterCallback
 
 _HOMES = {
     "ExpertWeights": "experts.weights",
     "MoELoRAExperts": "experts.layer",
     "RawAdapterCallback": "sft.callback",
-    "Trainable": "experts.trainable",
-    "expert_layers": "experts.inject",
+    "Trainable": "experts.wrapped_layers",
+    "expert_layers": "experts.wrapped_layers",
     "freeze_expert_lora": "experts.guard",
     "load_expert_lora": "experts.inject",
     "load_for_kernels": "experts.loading",
     "load_raw_adapter": "experts.load_adapter",
     "save_raw_adapter": "experts.raw_adapter",
     "set_expert_lora": "experts.inject",
-    "trainable_parameters": "experts.trainable",
+    "trainable_parameters": "experts.wrapped_layers",
     "wrap_experts": "experts.inject",
 }
 __all__ = [

@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 
 from ktbridge import _kernels
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.attach import TunedModel
-from ktbridge.experts.from_adapter import copy_nonexpert
-from ktbridge.experts.inject import expert_layers, load_expert_lora, wrap_experts
+from ktbridge.experts.inject import load_expert_lora, wrap_experts
 from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.experts.master_linear import convert_masters
+from ktbridge.experts.load_adapter import copy_nonexpert
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.targets import adaptable, chosen_modules
+from ktbridge.experts.nonexpert_lora import TunedModel, adaptable, chosen_modules, convert_masters
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.start import Start, read_start
 

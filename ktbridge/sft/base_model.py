@@ -15,9 +15,9 @@ from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.experts.loading import skeleton
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.skeleton import skeleton
-from ktbridge.experts.targets import (
+from ktbridge.experts.nonexpert_lora import (
     Adaptable,
     adaptable,
     chosen_modules,

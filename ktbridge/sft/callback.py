@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from ktbridge.adapter.publish import why_not_writable
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.guard import layers_of, trained_elsewhere
 from ktbridge.experts.raw_adapter import base_name, save_raw_adapter
+from ktbridge.experts.wrapped_layers import layers_of, trained_elsewhere
 
 IN_CHECKPOINT = Path("ktbridge", "raw_adapter")
 """Where in checkpoint-N. Not directly in it: Trainer would take the directory for one of PEFT's adapters."""

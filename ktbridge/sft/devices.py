@@ -12,7 +12,7 @@ import torch
 
 from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError
-from ktbridge.experts.placement import CPU, Place, on_cpu
+from ktbridge.experts.loading import CPU, Place, on_cpu
 from ktbridge.sft.config import TrainConfig
 
 

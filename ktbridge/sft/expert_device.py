@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.choose import Room
-from ktbridge.experts.gpu.grouped import has_cores
 from ktbridge.experts.gpu.hybrid import Hybrid
 from ktbridge.experts.gpu.measure import time_layer
+from ktbridge.experts.gpu.operations import has_cores
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
 from ktbridge.experts.gpu.share import (
     LayerTimes,
@@ -29,8 +29,8 @@ from ktbridge.experts.gpu.share import (
     hybrid_seconds,
     paces,
 )
-from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
 from ktbridge.sft.config import TrainConfig

@@ -8,8 +8,8 @@ from torch import nn
 
 from ktbridge.adapter import Adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.experts.from_adapter import Start, fit, misfit, read_raw
-from ktbridge.experts.targets import Adaptable, chosen_modules, in_layer, own_names
+from ktbridge.experts.load_adapter import Start, fit, misfit, read_raw
+from ktbridge.experts.nonexpert_lora import Adaptable, chosen_modules, in_layer, own_names
 from ktbridge.model import resolve_model
 from ktbridge.sft.config import TrainConfig
 

@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from ktbridge.errors import Problem
 from ktbridge.experts import checkpointing
-from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.loading import load_for_kernels
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora

@@ -20,9 +20,8 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import readable_load_errors
+from ktbridge.experts.loading import readable_load_errors, skeleton
 from ktbridge.experts.modules import LAYER, experts_modules, odd_traits
-from ktbridge.experts.skeleton import skeleton
 from ktbridge.model import read_model_config
 from ktbridge.verify.weight_reader import ExpertReader, WeightReader
 

@@ -41,10 +41,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.experts import checkpointing
 from ktbridge.experts.expert_call import kernel_seconds
-from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.loading import load_mapped
-from ktbridge.experts.master_linear import convert_masters
 from ktbridge.experts.modules import experts_modules
+from ktbridge.experts.nonexpert_lora import convert_masters
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import distributed
 from ktbridge.sft.attach import threads_beside_python
 from ktbridge.sft.config import KtConfig, TrainConfig

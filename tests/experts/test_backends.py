@@ -24,8 +24,8 @@ from ktbridge.experts import checkpointing
 from ktbridge.experts.backends.kt_kernel import (
     VERSION,
     KtKernelExperts,
+    KtRequest,
     _without_chatter,
-    layer_arguments,
     load_kt_kernel,
 )
 from ktbridge.experts.modules import experts_modules
@@ -78,7 +78,7 @@ needs_kt_kernel = pytest.mark.skipif(not METHOD, reason=WHY_NOT)
 
 
 def test_a_layer_is_asked_for_in_the_words_of_its_contract():
-    assert layer_arguments(**FITS) == {
+    assert KtRequest(**FITS).arguments() == {
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "hidden_size": 64,
@@ -94,12 +94,13 @@ def test_a_layer_is_asked_for_in_the_words_of_its_contract():
         "lora_alpha": 8.0,
         "max_cache_depth": 1,
     }
-    assert layer_arguments(**{**FITS, "threadpool_count": 2}, numa_nodes=2)["threadpool_count"] == 2
+    two = KtRequest(**{**FITS, "threadpool_count": 2}, numa_nodes=2)
+    assert two.arguments()["threadpool_count"] == 2
 
 
 def test_all_that_it_can_not_do_is_said_at_once():
     with pytest.raises(UsageError) as caught:
-        layer_arguments(
+        KtRequest(
             **{
                 **FITS,
                 "hidden": 48,
@@ -111,7 +112,7 @@ def test_all_that_it_can_not_do_is_said_at_once():
             storage="fp8",
             targets=("gate", "down"),
             numa_nodes=2,
-        )
+        ).arguments()
     for words in (
         "experts are fp8",
         "not on all of gate, up and down",
@@ -124,9 +125,9 @@ def test_all_that_it_can_not_do_is_said_at_once():
     ):
         assert words in str(caught.value)
     with pytest.raises(UsageError, match="not on all of"):
-        layer_arguments(**{**FITS, "rank": 0})
+        KtRequest(**{**FITS, "rank": 0}).arguments()
     with pytest.raises(UsageError, match="64 is not a multiple of 32 on each of 4 NUMA nodes"):
-        layer_arguments(**{**FITS, "threads": 8, "threadpool_count": 4}, numa_nodes=4)
+        KtRequest(**{**FITS, "threads": 8, "threadpool_count": 4}, numa_nodes=4).arguments()
 
 
 @contextlib.contextmanager

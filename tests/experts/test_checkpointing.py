@@ -1,69 +1,75 @@
-"""Gradient checkpointing: the same bits, with the experts' forward run once."""
+"""Gradient checkpointing: the same bits, with the experts' forward run once, whoever computes them."""
 
 import pytest
 import torch
+from expertmoe import Shape, make_inputs, make_layer, same_bits, some_d_out
+from gpuexperts import give
+from moefamilies import randomise
 from tinymoe import tiny_model
+from torch.utils.checkpoint import checkpoint
 
 from ktbridge.experts import checkpointing
-from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import wrap_experts
 
 IDS = torch.arange(60).reshape(3, 20) % 64
+SHAPE = Shape(8, 2, 64, 32, 70)
 
 
-def trained(activation: str, checkpointed: bool, passes: int = 1):
-    """Loss, gradients by name, and how often each layer's kernels ran forward."""
+def trained(checkpointed, passes=1, on_gpu=False, activation="retain"):
+    """Gradients by name and the loss; how often the kernels ran forward, or groups crossed to the GPU."""
     model = wrap_experts(tiny_model(seed=3), lora_rank=4, activation=activation).train()
     model.requires_grad_(True)
-    torch.manual_seed(7)
-    for layer in expert_layers(model).values():
-        for name in layer.lora_names:
-            torch.nn.init.normal_(getattr(layer, name), std=0.05)
+    layers = list(expert_layers(model).values())
+    randomise(torch.nn.ModuleList(layers), torch.Generator().manual_seed(7))
     if checkpointed:
         checkpointing.enable(model)
-    runs = [0]
-    for layer in expert_layers(model).values():
-        count(layer, runs)
+    executor = give(layers, groups=2, slots=1) if on_gpu else None
+    counting = [count(layer) for layer in layers]
     loss = model(IDS, labels=IDS).loss
     for turn in range(passes):
         loss.backward(retain_graph=turn + 1 < passes)
-    gradients = {
-        name: value.grad for name, value in model.named_parameters() if value.grad is not None
-    }
-    return loss.detach(), gradients, runs[0]
+    named = model.named_parameters()
+    found = {name: value.grad for name, value in named if value.grad is not None}
+    runs = executor.ring.crossings if executor else sum(each.runs for each in counting)
+    return {"loss": loss.detach(), **found}, runs
 
 
-def count(layer, runs):
-    """Count the forwards that reach the kernels."""
+def count(layer):
+    """Count the forwards that reach a layer's kernels."""
     kernels = layer._layer
 
     class Counting:
+        runs = 0
+
         def __getattr__(self, name):
             return getattr(kernels, name)
 
         def forward(self, *arguments):
-            runs[0] += 1
+            self.runs += 1
             return kernels.forward(*arguments)
 
     layer._layer = Counting()
+    return layer._layer
 
 
-@pytest.mark.parametrize("activation", ["retain", "recompute"])
-def test_the_same_bits_and_each_expert_forward_once(activation):
-    loss, expected, runs = trained(activation, checkpointed=False)
-    again, found, runs_again = trained(activation, checkpointed=True)
-    assert torch.equal(loss, again)
-    assert runs == runs_again == 2  # one a layer
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
-    assert sum("lora" in name and bool(gradient.any()) for name, gradient in found.items()) == 12
+@pytest.mark.parametrize(
+    "options", [{}, {"activation": "recompute"}, {"on_gpu": True}], ids=lambda each: str(each)
+)
+def test_the_same_bits_and_nothing_done_twice(options):
+    expected, runs = trained(False, **options)
+    found, again = trained(True, **options)
+    assert runs == again
+    assert options.get("on_gpu") or runs == 2  # one a layer
+    assert same_bits([expected, found])
+    assert sum("lora" in name and bool(each.any()) for name, each in found.items()) == 12
 
 
 def test_a_second_backward_through_a_kept_graph_replays_again():
-    _, once, _ = trained("retain", checkpointed=True)
-    _, twice, runs = trained("retain", checkpointed=True, passes=2)
+    once, _ = trained(True)
+    twice, runs = trained(True, passes=2)
     assert runs == 2
+    assert torch.equal(once.pop("loss"), twice.pop("loss"))
     for name, gradient in once.items():
         torch.testing.assert_close(twice[name], 2 * gradient, rtol=2e-2, atol=1e-5)
 
@@ -75,3 +81,26 @@ def test_without_gradients_nothing_is_recorded():
         model(IDS)
     assert checkpointing.replayed() is None
     assert not model.config.use_cache
+
+
+def test_an_output_changed_in_place_is_replayed_as_it_was():
+    layer, _ = make_layer(SHAPE)
+    give([layer])
+    (hidden, ids, routing), d_out = make_inputs(SHAPE), some_d_out(SHAPE)
+
+    def region(x):
+        return layer(x, ids, routing).mul_(2).sin()
+
+    found = []
+    for checkpointed in (False, True):
+        layer.zero_grad()
+        x = hidden.clone().requires_grad_()
+        if checkpointed:
+            out = checkpoint(region, x, use_reentrant=False, context_fn=checkpointing.contexts)
+        else:
+            out = region(x)
+        for turn in range(2):  # replayed twice
+            out.backward(d_out, retain_graph=turn == 0)
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        found.append({"out": out.detach(), "hidden": x.grad, **grads})
+    assert same_bits(found)

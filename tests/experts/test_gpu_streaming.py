@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from expertmoe import pack_int4
+from gpuexperts import Breaking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
 from ktbridge.experts.gpu.ring import Ring
 from ktbridge.experts.gpu.routing import PAD, route
-from ktbridge.experts.gpu.unpack import _view, fill, unpack
+from ktbridge.experts.gpu.unpack import dequantise, unpack
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 HIDDEN, INNER = 40, 24
@@ -122,13 +123,10 @@ def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
         needed = sum(tensor.numel() * tensor.element_size() for tensor in group.kept)
         assert needed <= covered <= needed + 64 * len(group.kept)
         for kind, stack in tensors.items():
-            runs = [run for run in group.runs if run.kind == kind]
-            places = [run.first + n for run in runs for n in range(run.count)]
-            assert sorted(places) == list(range(len(group.experts)))
-            for run in runs:
-                for n, found in enumerate(_view(raw, run, stack[0])):
-                    expected = stack[group.experts[run.first + n]]
-                    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+            for expert, place in zip(group.experts, group.places[kind], strict=True):
+                assert place % stack[expert].element_size() == 0
+                expected = stack[expert].flatten().view(torch.uint8)
+                assert torch.equal(raw[place : place + len(expected)], expected)
         into = Bordered(
             torch.full((len(group.experts), 2 * INNER + 16, HIDDEN + 16), 7.0).bfloat16(),
             torch.full((len(group.experts), HIDDEN + 8, INNER + 8), 7.0).bfloat16(),
@@ -151,42 +149,28 @@ def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
             assert (border == 7).all()
 
 
-def test_fused_tensors_cross_in_two_spans_and_are_read_in_three_runs():
+def test_fused_tensors_cross_in_two_spans():
     gate_up = torch.randn(6, 2 * INNER, HIDDEN).bfloat16()
     down = torch.randn(6, HIDDEN, INNER).bfloat16()
     views = [gate_up[:, :INNER], gate_up[:, INNER:], down]
     (group,) = layer_groups([ExpertWeights.bf16(view) for view in views], 1 << 20)
     assert len(group.spans) == 2
-    assert [(run.first, run.count) for run in group.runs] == [(0, 6)] * 3
 
 
 def test_every_e4m3_value_is_read_as_the_kernels_read_it():
-    bits = torch.arange(256).to(torch.uint8).view(1, 16, 16)
-    weights = ExpertWeights.fp8(bits, torch.ones(1, 1, 1))
-    out = torch.empty(1, 16, 16, dtype=torch.bfloat16)
-    fill(weights, bits, torch.ones(1, 1, 1), out)
+    bits = torch.arange(256).to(torch.uint8).view(16, 16)
+    weights = ExpertWeights.fp8([bits], [torch.ones(1, 1)])
+    out = torch.empty(16, 16, dtype=torch.bfloat16)
+    dequantise(weights, bits, torch.ones(1, 1), out)
     expected = bits.view(torch.float8_e4m3fn).float()
-    expected[0, 7, 15], expected[0, 15, 15] = 480, -480  # where e4m3 has its NaN
+    expected[7, 15], expected[15, 15] = 480, -480  # where e4m3 has its NaN
     assert torch.equal(out.float(), expected)
-
-
-class Link(InPlace):
-    """Copies, or fails when it is told to."""
-
-    def __init__(self):
-        self.broken = False
-
-    def start(self, group, slot, after):
-        if self.broken:
-            slot[:] = 0xEE
-            raise OSError("no link")
-        super().start(group, slot, after)
 
 
 def numbered(count):
     """Groups of one span, whose bytes say which they are."""
     tensors = [torch.full((16,), number, dtype=torch.uint8) for number in range(count)]
-    return [Group((0,), (Span(t.data_ptr(), 0, 16),), (), 16, (t,)) for t in tensors]
+    return [Group((0,), (Span(t.data_ptr(), 0, 16),), {}, 16, (t,)) for t in tensors]
 
 
 def visit(ring, index, forward, turns):
@@ -208,7 +192,7 @@ def whole_pass(ring, backward):
 @given(data=st.data())
 def test_a_slot_holds_what_was_asked_for_in_every_order(data):
     count, slots = data.draw(st.integers(1, 12), "N"), data.draw(st.integers(1, 14), "S")
-    link = Link()
+    link = Breaking()
     ring = Ring(numbered(count), 16, slots, torch.device("cpu"), link)
     for _ in range(data.draw(st.integers(0, 5), "passes before")):
         kind = data.draw(st.sampled_from(["train", "forward", "aborted", "any order", "no link"]))

@@ -1,5 +1,6 @@
 """The expert layer against float32 autograd, on every ISA this CPU has and in every mode."""
 
+import contextlib
 import copy
 import io
 import itertools
@@ -28,7 +29,7 @@ from hypothesis import strategies as st
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts.rank import MAX_EXPERT_RANK
+from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.experts.weights import PROJECTIONS
 from ktbridge.sft import MoELoRAExperts
 
@@ -42,15 +43,24 @@ SHAPES = [
     Shape(6, 2, 96, 64, 130),
     Shape(3, 3, 64, 96, 5),
 ]
+# Whole groups of scales; none whole; a short last group, block and int4 word in each direction.
+QUANTISED = [
+    Shape(8, 2, 256, 128, 40),
+    Shape(4, 2, 200, 72, 37),
+    Shape(4, 1, 33, 31, 1),
+    Shape(3, 2, 257, 140, 50),
+]
 SMALL = SHAPES[0]
 SUBSETS = [subset for size in (1, 2, 3) for subset in itertools.combinations(PROJECTIONS, size)]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("rank", [0, 1, 8, 40, 128])
-def test_outputs_and_gradients_equal_float32_autograd(rank, isa):
-    for shape in SHAPES:
-        layer, plain = make_layer(shape, rank=rank, isa=isa)
+@pytest.mark.parametrize(
+    ("storage", "rank"), [*(("bf16", rank) for rank in (0, 1, 40, 128)), *((f, 8) for f in FORMATS)]
+)
+def test_outputs_and_gradients_equal_float32_autograd(storage, rank, isa):
+    for shape in SHAPES if storage == "bf16" else QUANTISED:
+        layer, plain = make_layer(shape, storage, rank, isa=isa)
         assert len(list(layer.parameters())) == (6 if rank else 0)
         found = errors(layer, plain, make_inputs(shape))
         assert max(found.values()) <= TOLERANCE, (str(shape), found)
@@ -244,12 +254,8 @@ def test_fresh_disabled_and_rank_zero_layers_are_the_base_exactly():
 
 
 def test_no_tokens_is_not_an_error():
-    layer, _ = make_layer(SMALL)
-    hidden = torch.empty(0, 64, dtype=torch.bfloat16, requires_grad=True)
-    out = layer(hidden, torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
-    out.sum().backward()
-    assert out.shape == (0, 64)
-    assert hidden.grad.shape == (0, 64)
+    found = outcome(make_layer(SMALL)[0], make_inputs(Shape(8, 2, 64, 32, 0)), torch.empty(0, 64))
+    assert found["out"].shape == found["hidden"].shape == (0, 64)
 
 
 def test_wrong_inputs_are_refused_in_a_sentence():
@@ -274,18 +280,13 @@ def test_wrong_inputs_are_refused_in_a_sentence():
     ("options", "words"),
     [
         ({"rank": 8.0}, "lora_rank must be from 0 to 128, a whole number, not 8.0"),
-        ({"rank": True}, "a whole number, not True"),
-        ({"rank": None}, "a whole number, not None"),
         ({"alpha": math.nan}, "lora_alpha must be a number that is not negative, not nan"),
         ({"alpha": math.inf}, "not inf"),
-        ({"alpha": -1}, "not -1"),
         ({"alpha": 10**400}, "not 1000"),
         ({"alpha": "x"}, "not 'x'"),
         ({"alpha": True}, "not True"),
-        ({"alpha": None}, "not None"),
         ({"threads": 2.5}, "threads must be a whole number or None, not 2.5"),
         ({"threads": True}, "not True"),
-        ({"threads": "2"}, "not '2'"),
         ({"isa": None}, "isa must be a name such as 'auto', not None"),
         ({"lora_targets": None}, "lora_targets must be some of gate, up, down, not None"),
         ({"activation": []}, r"activation must be retain or recompute, not \[\]"),
@@ -324,39 +325,34 @@ def test_the_kernels_are_never_given_addresses_of_another_device():
     assert layer(*make_inputs(SMALL)).isfinite().all()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_torchs_default_dtype_changes_nothing(when, dtype):
-    inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
-    weights = [tensors[0] for tensors in make_weights(SMALL)[0]]
-    layers = [make_layer(SMALL)[0], make_layer(SMALL, accumulate_grad=True)[0]]
-    expected = outcome(layers[0], inputs, d_out)
-    old = torch.get_default_dtype()
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        for index, accumulate in enumerate((False, True)):
-            layer = layers[index]
-            if when == "before":
-                layer = MoELoRAExperts(*weights, threads=2, accumulate_grad=accumulate)
-                layer.load_state_dict(layers[index].state_dict())
-            layer.zero_grad()
-            found = outcome(layer, inputs, d_out)
-            for parameter in layer.parameters():
-                assert parameter.dtype == parameter.grad.dtype == torch.float32
-            assert same_bits([expected, found])
+        yield
     finally:
-        torch.set_default_dtype(old)
+        torch.set_default_dtype(before)
 
 
-def test_torchs_default_device_changes_nothing():
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("default", "value"),
+    [(default_dtype, torch.bfloat16), (default_dtype, torch.float64), (torch.device, "meta")],
+)
+def test_torchs_defaults_change_nothing(default, value, accumulate):
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
     weights = [tensors[0] for tensors in make_weights(SMALL)[0]]
-    trained, _ = make_layer(SMALL)
-    with torch.device("meta"):
-        layer = MoELoRAExperts(*weights, threads=2)
-        layer.load_state_dict(trained.state_dict())
-        found = outcome(layer, inputs, d_out)
-    assert same_bits([outcome(trained, inputs, d_out), found])
+    trained, _ = make_layer(SMALL, accumulate_grad=accumulate)
+    expected = outcome(trained, inputs, d_out)
+    trained.zero_grad()
+    with default(value):
+        fresh = MoELoRAExperts(*weights, threads=2, accumulate_grad=accumulate)
+        fresh.load_state_dict(trained.state_dict())
+        for layer in (trained, fresh):
+            assert same_bits([expected, outcome(layer, inputs, d_out)])
+            for parameter in layer.parameters():
+                assert parameter.dtype == parameter.grad.dtype == torch.float32
 
 
 def test_a_deep_copy_shares_the_weights_and_has_its_own_lora():

@@ -1,7 +1,5 @@
 """torch's idle OpenMP threads go to sleep soon, so that the kernels have the CPUs to themselves."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -26,38 +24,30 @@ print(used)
 """
 
 
-def idle_seconds(imports: str, **environment: str) -> float:
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(imports=imports)],
-        capture_output=True,
-        text=True,
-        env={**kept, "OMP_NUM_THREADS": "2", **environment},
-    )
+    environment = kept | environment
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def idle_seconds(imports: str) -> float:
+    done = run(SCRIPT.format(imports=imports), OMP_NUM_THREADS="2")
     if done.returncode == 77:
         pytest.skip("torch's threads are not GNU OpenMP's, or there is one only")
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
 
-def test_idle_threads_sleep_when_ktbridge_is_imported_before_torch():
+def test_idle_threads_sleep_when_ktbridge_is_imported_before_torch() -> None:
     spinning = idle_seconds("import torch, ktbridge.sft")
     assert idle_seconds("import ktbridge.sft, torch") < spinning / 2
     assert idle_seconds("import ktbridge.experts, torch") < spinning / 2
 
 
-def test_the_users_choice_stays():
-    code = "import ktbridge.experts, os; print(os.environ.get('GOMP_SPINCOUNT'))"
-    for chosen, expected in (
-        ({"OMP_WAIT_POLICY": "active"}, "None"),
-        ({"GOMP_SPINCOUNT": "7"}, "7"),
-    ):
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            env={**kept, **chosen},
-            check=True,
-        )
-        assert done.stdout.strip() == expected
+@pytest.mark.parametrize(
+    ("chosen", "kept"), [({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")]
+)
+def test_the_users_choice_stays(chosen: dict[str, str], kept: str) -> None:
+    done = run("import ktbridge.experts, os; print(os.environ.get('GOMP_SPINCOUNT'))", **chosen)
+    assert done.stdout.strip() == kept, done.stderr

@@ -22,10 +22,10 @@ from expertmoe import (
 )
 from gpuexperts import chain, give, least_slot
 
-from ktbridge.experts.gpu import elementwise
+from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.copying import Registered, Registration, Staged, register
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
-from ktbridge.experts.gpu.unpack import fill
+from ktbridge.experts.gpu.unpack import dequantise
 from ktbridge.sft import MoELoRAExperts
 
 TOLERANCE = 0.008  # as the CPU kernels'
@@ -180,7 +180,7 @@ def test_another_stream_and_memory_that_was_just_freed(copier, tmp_path):
 
 
 def test_pages_that_cant_be_registered_spoil_nothing():
-    nowhere = Group((0,), (Span(1 << 46, 0, 8192),), (), 8192, ())
+    nowhere = Group((0,), (Span(1 << 46, 0, 8192),), {}, 8192, ())
     reason = register([nowhere])
     assert isinstance(reason, str)
     assert reason
@@ -223,7 +223,7 @@ def test_the_lora_may_stay_on_the_host_and_gradients_add_up_there():
 
 @pytest.fixture
 def triton():
-    found = elementwise.kernels(torch.empty(0, device=CUDA))
+    found = operations.kernels(torch.empty(0, device=CUDA))
     if found is None:
         pytest.skip("Triton doesn't work here")
     return found
@@ -248,11 +248,11 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
     assert torch.equal(found[:, :width].cpu(), source[which])
     gate_up, d_h = torch.randn(rows, 2 * width).bfloat16(), torch.randn(rows, width).bfloat16()
     found = triton.activation(gate_up.to(CUDA), width, wide)
-    h = elementwise.activation(gate_up, width, wide)
+    h = operations.activation(gate_up, width, wide)
     close(found[:, :width], h[:, :width])
     weights = torch.rand(rows)
     arguments = gate_up, d_h, h, weights
-    d, d_weights = elementwise.activation_backward(*arguments, width, 2 * wide)
+    d, d_weights = operations.activation_backward(*arguments, width, 2 * wide)
     found, found_weights = triton.activation_backward(
         *(tensor.to(CUDA) for tensor in arguments), width, 2 * wide
     )
@@ -260,7 +260,7 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
     torch.testing.assert_close(found_weights.cpu(), d_weights, rtol=1e-4, atol=1e-4)
     at, counts = torch.randint(rows, (tokens, slots)), torch.rand(tokens, slots)
     for each in (None, counts):
-        expected = elementwise.combine(d_h, at, each)
+        expected = operations.combine(d_h, at, each)
         given = None if each is None else each.to(CUDA)
         close(triton.combine(d_h.to(CUDA), at.to(CUDA), given), expected)
     assert triton.gather(source.to(CUDA), which[:0].to(CUDA), wide).shape == (0, width + wide)
@@ -272,15 +272,27 @@ def test_the_kernel_that_unpacks_gives_torchs_bits(triton, storage):
     for rows, columns in ((45, 70), (130, 300), (1, 33), (128, 128), (7, 1025), (1408, 2048)):
         stored, _ = quantise(storage, torch.randn(3, rows, columns))
         weights = describe(storage, stored)
-        values, scales = weights.weight, weights.scale
+        values = weights.weight
+        scales = values if weights.scale is None else weights.scale
         if storage == "fp8":
             values = torch.randint(256, values.shape).to(torch.uint8).view(values.dtype)
-        if scales is not None and scales.dim() == 2:
+        if scales.dim() == 2:
             scales = scales[:, :, None]
         found = torch.full((3, rows + 9, columns + 24), 7.0, dtype=torch.bfloat16)
         expected = found.clone()
-        fill(weights, values, scales, expected[:, 3 : rows + 3, 5 : columns + 5])
+        for expert in range(3):
+            scale = None if weights.scale is None else scales[expert]
+            out = expected[expert, 3 : rows + 3, 5 : columns + 5]
+            dequantise(weights, values[expert], scale, out)
         found = found.to(CUDA)
-        there_too = None if scales is None else scales.to(CUDA)
-        fill(weights, values.to(CUDA), there_too, found[:, 3 : rows + 3, 5 : columns + 5])
+        each = torch.arange(3, device=CUDA)
+        triton.fill_at(
+            weights,
+            values.to(CUDA),
+            scales.to(CUDA),
+            each * values.stride(0),
+            each * scales.stride(0),
+            (values.stride(1), scales.stride(1)),
+            found[:, 3 : rows + 3, 5 : columns + 5],
+        )
         assert torch.equal(found.cpu(), expected), (rows, columns)

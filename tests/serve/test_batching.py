@@ -12,9 +12,9 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
-from ktbridge.experts.attach import inject_lora
-from ktbridge.experts.inject import expert_layers, wrap_experts
-from ktbridge.experts.targets import adaptable
+from ktbridge.experts.inject import wrap_experts
+from ktbridge.experts.nonexpert_lora import adaptable, inject_lora
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.loading import pack_linears, worth_packing

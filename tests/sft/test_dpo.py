@@ -8,7 +8,8 @@ import torch
 import yaml
 from torch.nn.functional import logsigmoid
 
-from ktbridge.experts.inject import expert_layers, set_expert_lora
+from ktbridge.experts.inject import set_expert_lora
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.config import load_config
 
 # trl's and transformers' advice, which `ktbridge train` silences too

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts import master_linear
+from ktbridge.experts import nonexpert_lora
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
@@ -106,7 +106,7 @@ def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
     assert saved_bytes(size, activation == "retain", *counted) == layer.saved_bytes
     # What the plan knows before any token is routed.
     assert blocks(size, 16) == pytest.approx(counted[0], rel=0.1)
-    assert saved_bytes(size, activation == "retain") == pytest.approx(layer.saved_bytes, rel=0.1)
+    assert saved_bytes(size, activation == "retain") == pytest.approx(layer.saved_bytes, rel=0.15)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
@@ -123,7 +123,7 @@ def test_autograd_keeps_what_the_formula_says(
     family, plain, lora, converted, tmp_path, monkeypatch
 ):
     if converted:  # as on a GPU: the masters, not the hidden states
-        monkeypatch.setattr(master_linear, "_DEVICES", ("cpu",))
+        monkeypatch.setattr(nonexpert_lora, "_DEVICES", ("cpu",))
     torch.manual_seed(0)
     made = {"vocab_size": 64, "intermediate_size": 512, "moe_intermediate_size": 64}
     model = AutoModelForCausalLM.from_config(

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import UsageError
-from ktbridge.experts.inject import expert_layers, wrap_experts
+from ktbridge.experts.inject import wrap_experts
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.config import load_config
 
 # trl's and transformers' advice, which `ktbridge train` silences too

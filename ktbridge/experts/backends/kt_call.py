@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ktbridge.experts import checkpointing, crossing
-from ktbridge.experts.expert_call import LORA_NAMES, counted, graph_is_kept
+from ktbridge.experts import checkpointing, compat, crossing
+from ktbridge.experts.expert_call import LORA_NAMES, counted
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """hidden [T, H] bfloat16, topk_ids [T, K] int64, topk_weights [T, K] float32, contiguous, on the CPU."""
@@ -187,7 +187,7 @@ class KtFunction(torch.autograd.Function):
             (d_out,) = crossing.to_host(d_out.to(torch.bfloat16))
             with counted():
                 d_hidden, d_weights, gradients = call.layer.backward(inputs, lora, call, d_out)
-        if not graph_is_kept():
+        if not compat.graph_is_kept():
             call.host = ()
         returned = [
             gradients.get(name, torch.zeros_like(parameter)) if needed else None

@@ -14,8 +14,9 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -24,8 +25,8 @@ import torch
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing
-from ktbridge.experts.backends import ExpertsLayer, check_inputs, lora_shapes
 from ktbridge.experts.backends.kt_call import KtCall, KtFunction, KtLayer
+from ktbridge.experts.experts_layer import ExpertsLayer, check_inputs, lora_shapes
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
 VERSION = "0.7.2"
@@ -72,66 +73,70 @@ def load_kt_kernel(moe_class: str = "AMXBF16_SFT_MOE") -> Any:
     return module
 
 
-def layer_arguments(
-    *,
-    experts: int,
-    top_k: int,
-    hidden: int,
-    inner: int,
-    rank: int,
-    alpha: float,
-    threads: int,
-    threadpool_count: int,
-    max_tokens: int,
-    storage: str = "bf16",
-    targets: Collection[str] = PROJECTIONS,
-    numa_nodes: int = 1,
-) -> dict[str, Any]:
-    """The keyword arguments of ``KTMoEWrapper`` for a layer, but for its number and method.
+@dataclass(frozen=True, kw_only=True)
+class KtRequest:
+    """What a layer asks of kt-kernel: sizes, LoRA, and how it is to run."""
 
-    Raises ``UsageError`` naming everything that kt-kernel can't do.
-    """
-    found = []
-    if storage != "bf16":
-        found.append(f"the experts are {storage} (it takes bf16 tensors)")
-    if set(targets) != set(PROJECTIONS) or rank < 1:
-        found.append("the expert LoRA is not on all of gate, up and down (it knows no other)")
-    if not alpha > 0:
-        found.append(f"lora_alpha is {alpha:g} (expected above 0)")
-    if hidden % _STEP or inner % (_STEP * max(threadpool_count, 1)):
-        parts = f" on each of {threadpool_count} NUMA nodes" if threadpool_count > 1 else ""
-        found.append(
-            f"hidden size {hidden} or intermediate size {inner} is not a multiple of {_STEP}{parts}"
-        )
-    if not 1 <= top_k <= experts:
-        found.append(f"top_k is {top_k} of {experts} experts")
-    if max_tokens < 1:
-        found.append(f"max_tokens is {max_tokens} (expected at least 1)")
-    if not 1 <= threadpool_count <= numa_nodes:
-        found.append(f"threadpool_count is {threadpool_count} on {numa_nodes} NUMA node(s)")
-    if threads < threadpool_count:
-        found.append(f"there are {threads} threads for {threadpool_count} pools")
-    if found:
-        raise UsageError(
-            f"kt-kernel can't run these experts: {'; '.join(found)}.",
-            "Change that, or leave kt_backend out of the configuration.",
-        )
-    return {
-        "num_experts": experts,
-        "num_experts_per_tok": top_k,
-        "hidden_size": hidden,
-        "moe_intermediate_size": inner,
-        "gpu_experts_mask": None,
-        "num_gpu_experts": 0,
-        "cpuinfer_threads": threads,
-        "threadpool_count": threadpool_count,
-        "weight_path": "",
-        "chunked_prefill_size": max_tokens,
-        "mode": "sft",
-        "lora_rank": rank,
-        "lora_alpha": float(alpha),
-        "max_cache_depth": 1,
-    }
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    rank: int
+    alpha: float
+    threads: int
+    threadpool_count: int
+    max_tokens: int
+    storage: str = "bf16"
+    targets: Collection[str] = PROJECTIONS
+    numa_nodes: int = 1
+
+    def arguments(self) -> dict[str, object]:
+        """The keyword arguments of ``KTMoEWrapper`` for the layer, but for its number and method.
+
+        Raises ``UsageError`` naming everything that kt-kernel can't do.
+        """
+        if found := list(self._problems()):
+            raise UsageError(
+                f"kt-kernel can't run these experts: {'; '.join(found)}.",
+                "Change that, or leave kt_backend out of the configuration.",
+            )
+        return {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "hidden_size": self.hidden,
+            "moe_intermediate_size": self.inner,
+            "gpu_experts_mask": None,
+            "num_gpu_experts": 0,
+            "cpuinfer_threads": self.threads,
+            "threadpool_count": self.threadpool_count,
+            "weight_path": "",
+            "chunked_prefill_size": self.max_tokens,
+            "mode": "sft",
+            "lora_rank": self.rank,
+            "lora_alpha": float(self.alpha),
+            "max_cache_depth": 1,
+        }
+
+    def _problems(self) -> Iterator[str]:
+        pools = self.threadpool_count
+        if self.storage != "bf16":
+            yield f"the experts are {self.storage} (it takes bf16 tensors)"
+        if set(self.targets) != set(PROJECTIONS) or self.rank < 1:
+            yield "the expert LoRA is not on all of gate, up and down (it knows no other)"
+        if not self.alpha > 0:
+            yield f"lora_alpha is {self.alpha:g} (expected above 0)"
+        if self.hidden % _STEP or self.inner % (_STEP * max(pools, 1)):
+            parts = f" on each of {pools} NUMA nodes" if pools > 1 else ""
+            sizes = f"hidden size {self.hidden} or intermediate size {self.inner}"
+            yield f"{sizes} is not a multiple of {_STEP}{parts}"
+        if not 1 <= self.top_k <= self.experts:
+            yield f"top_k is {self.top_k} of {self.experts} experts"
+        if self.max_tokens < 1:
+            yield f"max_tokens is {self.max_tokens} (expected at least 1)"
+        if not 1 <= pools <= self.numa_nodes:
+            yield f"threadpool_count is {pools} on {self.numa_nodes} NUMA node(s)"
+        if self.threads < pools:
+            yield f"there are {self.threads} threads for {pools} pools"
 
 
 class KtKernelExperts(ExpertsLayer):
@@ -144,7 +149,7 @@ class KtKernelExperts(ExpertsLayer):
     left in them, by kt-kernel's layout. A layer can be neither copied nor pickled.
     """
 
-    METHOD: ClassVar[dict[str, Any]] = {"method": "AMXBF16_SFT"}
+    METHOD: ClassVar[Mapping[str, object]] = {"method": "AMXBF16_SFT"}
 
     def __init__(
         self,
@@ -175,7 +180,7 @@ class KtKernelExperts(ExpertsLayer):
         weights, inner, hidden = checked_layer(gate, up, down)
         if activation not in _ACTIVATIONS:
             raise UsageError(f"activation must be {' or '.join(_ACTIVATIONS)}, not {activation!r}.")
-        arguments = layer_arguments(
+        request = KtRequest(
             experts=weights[0].count,
             top_k=top_k,
             hidden=hidden,
@@ -189,8 +194,9 @@ class KtKernelExperts(ExpertsLayer):
             targets=lora_targets,
             numa_nodes=_numa_nodes(),
         )
+        arguments = request.arguments()
         kt_kernel = load_kt_kernel(f"{self.METHOD['method']}_MOE")
-        _one_pool(arguments["cpuinfer_threads"], threadpool_count)
+        _one_pool(request.threads, threadpool_count)
         super().__init__(
             weights,
             lora_rank=lora_rank,
@@ -199,12 +205,14 @@ class KtKernelExperts(ExpertsLayer):
             activation=activation,
         )
         self.top_k, self.max_tokens = top_k, max_tokens
-        self._isa, self._threads = kt_kernel.__cpu_variant__, arguments["cpuinfer_threads"]
+        self._isa, self._threads = str(kt_kernel.__cpu_variant__), request.threads
         shapes = lora_shapes(self.num_experts, hidden, inner, self.lora_rank)
         with _without_chatter():
             wrapper = kt_kernel.KTMoEWrapper(layer_idx=next(_indices), **arguments, **self.METHOD)
             wrapper.share_cache_pool = activation == "recompute"
-            wrapper.share_backward_bb = share_backward_bb
+            wrapper.share_backward_bb = (
+                False  # weights for backward are kept, not packed again each time
+            )
             self._load(wrapper)
             self._layer = KtLayer(wrapper, shapes)
 
@@ -216,11 +224,11 @@ class KtKernelExperts(ExpertsLayer):
     @property
     def isa(self) -> str:
         """kt-kernel's name for the variant in use, such as "amx"; KT_KERNEL_CPU_VARIANT chooses."""
-        return str(self._isa)
+        return self._isa
 
     @property
     def threads(self) -> int:
-        return int(self._threads)
+        return self._threads
 
     def forward(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -263,7 +271,7 @@ class KtKernelExperts(ExpertsLayer):
         slot = 3 * self.intermediate_size + self.hidden_size + self.lora_rank
         return 2 * tokens * (self.hidden_size + top_k * slot)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -9,53 +9,15 @@ host memory by the GPU's cores: a copy would wait behind all the weights that ar
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ktbridge import _kernels
 from ktbridge.experts import crossing, queued
-from ktbridge.experts.expert_call import addresses, counted, kernels_of
-from ktbridge.experts.gpu import elementwise
-from ktbridge.experts.gpu.lora import Lora
+from ktbridge.experts.expert_call import Lora, Saved, kernels_of, run_backward, run_forward
+from ktbridge.experts.gpu.streams import Aside, Coming
 from ktbridge.experts.modules import Triple
-
-Saved = Any
-"""What a forward left for its backward; None for no rows."""
-
-
-class Aside:
-    """A CUDA stream for cold experts, with the host memory that it will still read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._held: deque[tuple[Any, Any]] = deque()
-
-    def fetch(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Coming:
-        """Pinned ``tensors`` on the device, when this stream has come so far."""
-        there = [elementwise.from_host(tensor, device) for tensor in tensors]
-        event = self.stream.record_event()
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
-        self._held.append((event, tensors))
-        return Coming(there, event)
-
-
-class Coming:
-    """Tensors that another stream is making."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], event: Any) -> None:
-        self._tensors, self._event = tuple(tensors), event
-
-    def get(self) -> tuple[torch.Tensor, ...]:
-        """They, for the current stream."""
-        if self._event is not None:
-            self._event.wait()
-            for tensor in self._tensors:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return self._tensors
 
 
 class ColdExperts:
@@ -98,21 +60,11 @@ class ColdExperts:
             own = self._own(lora)
             hosts = crossing.to_host(x, ids, weights, *own.values(), wait=False)
             out = crossing.host_empty(x, self._stream is not None)
-            arguments: tuple[Any, ...] = (
-                *self._lora(own, hosts[3:], lora.scale),
-                len(x),
-                1,
-                *(tensor.data_ptr() for tensor in (*hosts[:3], out)),
-                keep,
-            )
-            if self._stream is None:
-                with counted():
-                    saved = self._kernels.forward(*arguments)
-            else:
-                start = self._kernels.queue_forward
-                saved = queued.queue(self._stream, start, arguments, (self, hosts, out))
-                if keep == _kernels.Keep.nothing:
-                    queued.finish(self._stream)  # nothing else would report a failure
+            inputs = hosts[0], hosts[1][:, None], hosts[2]
+            there = Lora(dict(zip(own, hosts[3:], strict=True)), lora.scale)
+            saved = run_forward(self._kernels, self._stream, inputs, out, there, keep, self)
+            if self._stream is not None and keep == _kernels.Keep.nothing:
+                queued.finish(self._stream)  # nothing else would report a failure
             return self._back(out), saved
 
     def backward(
@@ -138,37 +90,23 @@ class ColdExperts:
             if saved is None:
                 return self._back(torch.zeros_like(x), d_weights, *gradients)
             hosts = crossing.to_host(x, d, d_weights, *own.values(), *gradients, wait=False)
-            there = hosts[3 + len(own) :]  # zeros, which the kernels add to
             d_hidden = crossing.host_empty(x, self._stream is not None)
-            arguments: tuple[Any, ...] = (
-                *self._lora(own, hosts[3 : 3 + len(own)], lora.scale),
-                *(tensor.data_ptr() for tensor in (*hosts[:2], d_hidden, hosts[2])),
-                addresses(tuple(own), there) if wanted else addresses((), ()),
-            )
-            if self._stream is None:
-                with counted():
-                    self._kernels.backward(saved, *arguments)
-            else:
-                start = self._kernels.queue_backward
-                alive = self, hosts, d_hidden
-                queued.queue(self._stream, start, (saved, last, *arguments), alive)
+            count = 3 + len(own)
+            there = hosts[count:]  # zeros, which the kernels add to
+            tensors = hosts[0], hosts[1], d_hidden, hosts[2]
+            used = Lora(dict(zip(own, hosts[3:count], strict=True)), lora.scale)
+            targets = dict(zip(own, there, strict=True)) if wanted else {}
+            run_backward(self._kernels, self._stream, saved, tensors, used, targets, last, self)
+            if self._stream is not None:
                 queued.finish_after_backward(self._stream)
             return self._back(d_hidden, hosts[2], *there)
 
     def _own(self, lora: Lora) -> dict[str, torch.Tensor]:
         return {name: tensor[self.order] for name, tensor in lora.tensors.items()}
 
-    @staticmethod
-    def _lora(
-        own: dict[str, torch.Tensor], hosts: Sequence[torch.Tensor], scale: float
-    ) -> tuple[list[int], int, float]:
-        """Addresses, rank and α / r as the kernels take them."""
-        rank = next((t.shape[1] for name, t in own.items() if name.endswith("_a")), 0)
-        return addresses(tuple(own), hosts), rank, scale if own else 0.0
-
     @contextlib.contextmanager
-    def _beside(self, *used: torch.Tensor) -> Any:
-        """Work in the own stream, once what the current one was asked for so far is there."""
+    def _beside(self, *used: torch.Tensor) -> Iterator[None]:
+        """Work in the own stream, after what the current stream was given so far."""
         if self._stream is None:
             yield
             return

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import queue
-import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,12 +30,18 @@ def host_bytes(address: int, size: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
 
 
+class _Done:
+    def wait(self) -> None:
+        """It has been copied already."""
+
+
 class InPlace:
     """Copies at once, for a device that is the CPU."""
 
-    def start(self, group: Group, slot: torch.Tensor, after: Any) -> None:
+    def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Done:
         for span in group.spans:
             slot[span.offset : span.offset + span.bytes] = host_bytes(span.address, span.bytes)
+        return _Done()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -51,12 +54,14 @@ class Registered:
         self._stream = torch.cuda.Stream(device)
         self._registration = registration
 
-    def start(self, group: Group, slot: torch.Tensor, after: Any) -> Any:
+    def start(
+        self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None
+    ) -> torch.cuda.Event:
         slot.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            for source, offset in _sources(group):
+            for source, offset in _sources(group.spans):
                 slot[offset : offset + len(source)].copy_(source, non_blocking=True)
             return self._stream.record_event()
 
@@ -73,54 +78,40 @@ class Staged:
         self._stream = torch.cuda.Stream(device)
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, "ktbridge-copy")
+        here = (self._stream.device,)
+        self._stage = ThreadPoolExecutor(1, "ktbridge-stage", torch.cuda.set_device, here)
         self._pinned = [
             torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)
         ]
-        self._sent: list[Any] = [None] * buffers
+        self._sent: list[torch.cuda.Event | None] = [None] * buffers
         self._next = 0
-        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="ktbridge-stage")
-        self._thread.start()
 
-    def start(self, group: Group, slot: torch.Tensor, after: Any) -> _Promise:
-        promise = _Promise()
-        self._work.put((group, slot, after, promise))
-        return promise
+    def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Staging:
+        return _Staging(self._stage.submit(self._copy, group, slot, after))
 
     def close(self) -> None:
         """End the threads, once what was started has been copied. Nothing may be started after it."""
-        if not self._thread.is_alive():
-            return
-        self._work.put(None)
-        self._thread.join()
+        self._stage.shutdown()
         self._pool.shutdown()
         self._stream.synchronize()
 
-    def _run(self) -> None:
-        torch.cuda.set_device(self._stream.device)
-        while (work := self._work.get()) is not None:
-            group, slot, after, promise = work
-            try:
-                promise.keep(self._copy(group, slot, after))
-            except BaseException as error:  # raised where the copy is waited for
-                promise.fail(error)
-            del work, group, slot, after, promise  # not held while there is nothing to do
-
-    def _copy(self, group: Group, slot: torch.Tensor, after: Any) -> Any:
+    def _copy(
+        self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None
+    ) -> torch.cuda.Event:
         slot.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            for source, offset in _sources(group):
+            for source, offset in _sources(group.spans):
                 which = self._next = (self._next + 1) % len(self._pinned)
-                if self._sent[which] is not None:
-                    self._sent[which].synchronize()
+                if (before := self._sent[which]) is not None:
+                    before.synchronize()
                 pinned = self._pinned[which][: len(source)]
                 self._fill(pinned, source)
                 slot[offset : offset + len(source)].copy_(pinned, non_blocking=True)
                 # Waited for asleep: the threads that copy want the core.
-                self._sent[which] = torch.cuda.Event(blocking=True)
-                self._sent[which].record(self._stream)
+                self._sent[which] = sent = torch.cuda.Event(blocking=True)
+                sent.record(self._stream)
             return self._stream.record_event()
 
     def _fill(self, pinned: torch.Tensor, source: torch.Tensor) -> None:
@@ -134,42 +125,25 @@ class Staged:
         list(self._pool.map(copy, range(0, size, share)))
 
 
-class _Promise:
+class _Staging:
     """An event that another thread will record."""
 
-    def __init__(self) -> None:
-        self._there = threading.Event()
-        self._event: Any = None
-        self._error: BaseException | None = None
-
-    def keep(self, event: Any) -> None:
-        self._event = event
-        self._there.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._there.set()
+    def __init__(self, recorded: Future[torch.cuda.Event]) -> None:
+        self._recorded = recorded
 
     def wait(self) -> None:
-        """Have the current stream wait for the event."""
-        self._there.wait()
-        if self._error is not None:
-            raise self._error
-        self._event.wait()
+        """Have the current stream wait for the event. Raises what kept the thread from recording it."""
+        self._recorded.result().wait()
 
 
 @functools.lru_cache(maxsize=4096)
-def _sources_of(spans: tuple[Span, ...]) -> tuple[tuple[torch.Tensor, int], ...]:
+def _sources(spans: tuple[Span, ...]) -> tuple[tuple[torch.Tensor, int], ...]:
+    """Host bytes and their place in the slot, in pieces."""
     return tuple(
         (host_bytes(span.address + at, min(_PIECE, span.bytes - at)), span.offset + at)
         for span in spans
         for at in range(0, span.bytes, _PIECE)
     )
-
-
-def _sources(group: Group) -> tuple[tuple[torch.Tensor, int], ...]:
-    """Host bytes and their place in the slot, in pieces."""
-    return _sources_of(group.spans)
 
 
 class Registration:

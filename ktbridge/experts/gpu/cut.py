@@ -37,7 +37,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Paces:
-    """What a cut is made by."""
+    """The measured times that a cut is computed from."""
 
     forward: Phase
     backward: Phase
@@ -47,12 +47,12 @@ class Paces:
     """Experts of a layer, on average, that are in the ring when a pass comes back to them."""
 
     def state(self) -> dict[str, Any]:
-        """For JSON."""
+        """As a JSON document, for ``of``."""
         return asdict(self)
 
     @staticmethod
     def of(state: dict[str, Any]) -> Paces:
-        """What ``state`` was made of."""
+        """The paces that made ``state``."""
         forward, backward = (Phase(**state[name]) for name in ("forward", "backward"))
         return Paces(forward, backward, state["crossing"], state["kept"])
 

@@ -10,27 +10,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu import elementwise, layer_math
-from ktbridge.experts.gpu.between import Between
-from ktbridge.experts.gpu.cold import Aside, ColdExperts
-from ktbridge.experts.gpu.cold import Saved as SavedCold
+from ktbridge.experts.expert_call import Lora
+from ktbridge.experts.expert_call import Saved as SavedCold
+from ktbridge.experts.gpu import layer_math, operations
+from ktbridge.experts.gpu.cold import ColdExperts
 from ktbridge.experts.gpu.layer_math import Bordered, Borders, make_borders
-from ktbridge.experts.gpu.layers import Layer, lay_out
-from ktbridge.experts.gpu.layout import ALIGNED, Group
-from ktbridge.experts.gpu.lora import Lora
-from ktbridge.experts.gpu.outputs import Kept
+from ktbridge.experts.gpu.layout import ALIGNED, Group, Layer, lay_out
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
-from ktbridge.experts.gpu.share import borders
+from ktbridge.experts.gpu.streams import Aside, Between, Outputs
 from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.modules import Triple
 
@@ -56,6 +52,15 @@ def _alone(method: _Method) -> _Method:
             return method(self, *args)
 
     return call  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer is given: ``hidden`` [T, H] bfloat16, ``weights`` [T, K] float32, and the rows' order."""
+
+    hidden: torch.Tensor
+    weights: torch.Tensor
+    routing: Routing
 
 
 class GpuExperts:
@@ -89,15 +94,10 @@ class GpuExperts:
         """
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
-        self._streams: tuple[Any, Any] | None = None
-        cuda = self.device.type == "cuda"
-        self._aside = Aside(self.device) if cuda else None
-        if cuda and outputs_on_host:
-            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        self._kept: dict[int, weakref.ref[Kept]] = {}
-        """The last output that each layer has kept."""
+        self.outputs = Outputs(self.device, outputs_on_host)
+        self._aside = Aside(self.device) if self.device.type == "cuda" else None
         self._lock = threading.RLock()
-        self._ended: Any = None
+        self._ended: torch.cuda.Event | None = None
         """The event of the last call's end."""
         self._slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
         self._cold_threads = cold_threads
@@ -167,19 +167,6 @@ class GpuExperts:
             self._work = None  # its memory first
             self._work = self._bordered(largest)
 
-    def keep(self, index: int, out: torch.Tensor) -> Kept:
-        """A layer's output, for its second forward."""
-        kept = Kept(out, self._streams)
-        self._kept[index] = weakref.ref(kept)
-        return kept
-
-    def fetch_before(self, index: int) -> None:
-        """Begin to bring back the output of the layer before ``index``, whose second forward comes next."""
-        before = [other for other in self._kept if other < index]
-        kept = self._kept[max(before)]() if before else None
-        if kept is not None:
-            kept.fetch()
-
     def drop(self) -> None:
         """Give the device's memory back; nothing is computed here any more."""
         self._layers.clear()
@@ -187,23 +174,7 @@ class GpuExperts:
         self._work = None
 
     def _bordered(self, experts: int) -> Bordered:
-        """Matrices for so many experts, with their borders 0."""
-        more, less = borders(self.rank)
-        hidden, inner = self._hidden, self._inner
-        made = Bordered(
-            torch.empty(
-                experts, 2 * inner + more, hidden + more, dtype=torch.bfloat16, device=self.device
-            ),
-            torch.empty(
-                experts, hidden + less, inner + less, dtype=torch.bfloat16, device=self.device
-            ),
-            hidden,
-            inner,
-            self.rank,
-            0.0,
-        )
-        made.clear()
-        return made
+        return Bordered.empty(experts, self._hidden, self._inner, self.rank, self.device)
 
     @_alone
     def _load(self, layer: Layer, copier: Copier) -> None:
@@ -215,14 +186,11 @@ class GpuExperts:
             if self.device.type == "cuda":
                 before = torch.cuda.current_stream(self.device).record_event()
             ready = copier.start(group, raw, before)
-            if ready is not None:
-                ready.wait()
+            ready.wait()
             matrices = self._bordered(len(group.experts))
             unpack(group, raw, layer.weights, matrices)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(
-                    self.device
-                ).synchronize()  # raw goes back to the allocator
+            if self.device.type == "cuda":  # raw goes back to the allocator
+                torch.cuda.current_stream(self.device).synchronize()
             made.append(matrices)
         layer.resident = tuple(made)
 
@@ -262,23 +230,18 @@ class GpuExperts:
         like = self._work or layer.resident[0]
         return make_borders(lora.tensors, lora.scale, layer.order, layer.hot, like)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GpuExperts:
+    def __deepcopy__(self, memo: object) -> GpuExperts:
         return self  # as the frozen weights, it is shared by the copies of a layer
 
     @_alone
     def forward(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        routing: Routing,
-        lora: Lora,
-        keep: _kernels.Keep,
+        self, index: int, inputs: Inputs, lora: Lora, keep: _kernels.Keep
     ) -> tuple[torch.Tensor, SavedCold]:
-        """[T, H] of ``hidden`` [T, H] bfloat16 for layer ``index``, and what the CPU keeps for backward.
+        """The output [T, H] bfloat16 of layer ``index``, and what the CPU keeps for backward.
 
         ``keep``: nothing where no backward follows.
         """
+        hidden, weights, routing = inputs.hidden, inputs.weights, inputs.routing
         layer, turns = self._layers[index], keep != _kernels.Keep.nothing
         out = hidden.new_empty(routing.bounds[-1], self._hidden)
         edge, saved = routing.bounds[layer.hot], None
@@ -289,22 +252,20 @@ class GpuExperts:
             weights = torch.where(routing.rows < edge, weights, 1.0)  # theirs are weighted
         given = self._borders(layer, lora)
         for number in range(len(layer.groups)):
-            rows, where = self._rows(layer, number, routing)
+            rows, where = routing.of_experts(*layer.starts[number : number + 2])
             w = self._matrices(layer, number, given, lora.scale, True, turns)
             if where.stop > where.start:
                 out[where] = layer_math.forward(w, hidden, rows)
         if layer.cold is not None:
             (out[edge:],) = coming.get()
-        return elementwise.combine(out, routing.rows, weights), saved
+        return operations.combine(out, routing.rows, weights), saved
 
     @_alone
     def backward(
         self,
         index: int,
-        hidden: torch.Tensor,
+        inputs: Inputs,
         d_out: torch.Tensor,
-        weights: torch.Tensor,
-        routing: Routing,
         lora: Lora,
         wanted: bool,
         saved: SavedCold,
@@ -314,19 +275,20 @@ class GpuExperts:
 
         ``saved`` is what the forward's CPU has kept; ``last``: no other backward follows.
         """
+        hidden, routing = inputs.hidden, inputs.routing
         layer = self._layers[index]
         edge = routing.bounds[layer.hot]
         if layer.cold is not None:
             tokens = routing.tokens[edge:]
             coming = layer.cold.backward(saved, hidden, d_out, tokens, lora, wanted, last)
-        by_row = routing.row_weights(weights)
+        by_row = routing.row_weights(inputs.weights)
         d_x = hidden.new_empty(routing.bounds[-1], self._hidden)
         d_weights = torch.empty_like(by_row)
         names = tuple(lora.tensors) if wanted else ()
         parts: list[dict[str, torch.Tensor]] = []  # of the groups, the last first
         given = self._borders(layer, lora)
         for number in reversed(range(len(layer.groups))):
-            rows, where = self._rows(layer, number, routing)
+            rows, where = routing.of_experts(*layer.starts[number : number + 2])
             w = self._matrices(layer, number, given, lora.scale, False, True)
             if where.stop == where.start:
                 count = len(layer.groups[number].experts)
@@ -346,11 +308,8 @@ class GpuExperts:
         for name in names:
             whole = torch.cat([part.pop(name) for part in parts]).float()
             gradients[name] = whole if layer.order is None else whole[layer.place]
-        return (
-            elementwise.combine(d_x, routing.rows, None),
-            d_weights[routing.rows],
-            gradients,
-        )
+        d_hidden = operations.combine(d_x, routing.rows, None)
+        return d_hidden, d_weights[routing.rows], gradients
 
     @_alone
     def route(self, index: int, ids: torch.Tensor, counted: bool) -> Routing:
@@ -362,12 +321,3 @@ class GpuExperts:
             for expert, count in zip(layer.experts, routing.counts, strict=True):
                 self.counts[index][expert] += count
         return routing
-
-    def _rows(self, layer: Layer, number: int, routing: Routing) -> tuple[layer_math.Rows, slice]:
-        """A group's rows, and where they are among all."""
-        before, behind = layer.starts[number : number + 2]
-        start = routing.bounds[before]
-        bounds = tuple(bound - start for bound in routing.bounds[before : behind + 1])
-        ends = routing.ends[before:behind] - start
-        where = slice(start, routing.bounds[behind])
-        return layer_math.Rows(routing.tokens[where], ends, bounds), where

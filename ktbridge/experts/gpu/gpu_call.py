@@ -1,4 +1,4 @@
-"""One call of a layer whose experts a ``GpuExperts`` computes, bound to autograd."""
+"""One call of a layer whose experts a ``GpuExperts`` computes, bound to autograd; where its gradients go."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
-from ktbridge.experts import checkpointing
-from ktbridge.experts.expert_call import accumulates, graph_is_kept
-from ktbridge.experts.gpu.cold import Saved
-from ktbridge.experts.gpu.executor import GpuExperts
-from ktbridge.experts.gpu.gradients import add_gradients
-from ktbridge.experts.gpu.lora import Lora
-from ktbridge.experts.gpu.outputs import Kept
+from ktbridge.experts import checkpointing, compat
+from ktbridge.experts.expert_call import Lora, Saved, accumulates
+from ktbridge.experts.gpu.executor import GpuExperts, Inputs
 from ktbridge.experts.gpu.routing import Routing
+from ktbridge.experts.gpu.streams import Kept
 
 
 @dataclass(frozen=True)
@@ -71,12 +68,11 @@ class GpuFunction(torch.autograd.Function):
             out = kept.get()
         else:
             routing = call.experts.route(call.index, ids, call.needed)
-            used = _on_device(call, lora)
             out, call.saved = call.experts.forward(
-                call.index, hidden, weights, routing, used, call.keep
+                call.index, Inputs(hidden, weights, routing), _on_device(call, lora), call.keep
             )
             if checkpointing.recording():
-                checkpointing.record((call.experts.keep(call.index, out), routing))
+                checkpointing.record((call.experts.outputs.keep(call.index, out), routing))
         if call.needed:
             ctx.call, ctx.routing, ctx.parameters = call, routing, lora
             ctx.save_for_backward(hidden, weights, *lora)
@@ -89,17 +85,15 @@ class GpuFunction(torch.autograd.Function):
         # The LoRA is saved so that autograd refuses one that was changed since.
         hidden, weights, *lora = ctx.saved_tensors
         routing = ctx.routing
-        call.experts.fetch_before(call.index)
-        saved, last = call.saved, not graph_is_kept()
+        call.experts.outputs.fetch_before(call.index)
+        saved, last = call.saved, not compat.graph_is_kept()
         if last:
             ctx.routing = call.saved = None  # a loss that lives on doesn't hold them
         needed = ctx.needs_input_grad[4:]
         d_hidden, d_weights, gradients = call.experts.backward(
             call.index,
-            hidden,
+            Inputs(hidden, weights, routing),
             d_out.to(torch.bfloat16).contiguous(),
-            weights,
-            routing,
             _on_device(call, lora),
             any(needed),
             saved,
@@ -115,7 +109,7 @@ class GpuFunction(torch.autograd.Function):
             else:
                 returned.append(None)
                 later.append((parameter, gradients[name]))
-        add_gradients(later)
+        _add_gradients(later)
         return None, d_hidden, None, d_weights, *returned
 
 
@@ -125,3 +119,39 @@ def _on_device(call: GpuCall, parameters: Sequence[torch.Tensor]) -> Lora:
         for name, parameter in zip(call.names, parameters, strict=True)
     }
     return Lora(tensors, call.scale)
+
+
+_coming: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
+"""Masters on the host, their gradients of the running backward pass, the event of arrival."""
+
+
+def _add_gradients(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add float32 gradients to the ``.grad`` of their parameters, called within a backward pass.
+
+    The first takes the place of a gradient that isn't there yet. Where a parameter is on the host and its
+    gradient is not, it crosses through pinned memory and is added before that backward pass returns.
+    """
+    for parameter, gradient in found:
+        if parameter.device == gradient.device:
+            _add(parameter, gradient)
+            continue
+        pinned = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu", pin_memory=True)
+        pinned.copy_(gradient, non_blocking=True)
+        arrived = torch.cuda.current_stream(gradient.device).record_event()
+        if compat.after_backward("LoRA gradients", _add_coming):
+            _coming.clear()  # of a pass that raised half-way
+        _coming.append((parameter, pinned, arrived))
+
+
+def _add_coming() -> None:
+    for parameter, gradient, arrived in _coming:
+        arrived.synchronize()
+        _add(parameter, gradient)
+    _coming.clear()
+
+
+def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient

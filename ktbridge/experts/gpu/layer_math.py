@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ktbridge.experts.gpu import elementwise
-from ktbridge.experts.gpu.grouped import by_row, over_rows
+from ktbridge.experts.gpu import operations
+from ktbridge.experts.gpu.operations import by_row, over_rows
+from ktbridge.experts.gpu.routing import Rows
 from ktbridge.experts.gpu.share import borders, padded
 
 
@@ -39,13 +40,17 @@ class Bordered:
     scale: float
     """α / r."""
 
-    def clear(self) -> None:
-        """Zero the borders."""
-        twice = 2 * self.inner
-        self.gate_up[:, twice:].zero_()
-        self.gate_up[:, :, self.hidden :].zero_()
-        self.down[:, self.hidden :].zero_()
-        self.down[:, :, self.inner :].zero_()
+    @staticmethod
+    def empty(experts: int, hidden: int, inner: int, rank: int, device: torch.device) -> Bordered:
+        """Room for the matrices of so many experts, with their borders 0."""
+        more, less = borders(rank)
+        shapes = (experts, 2 * inner + more, hidden + more), (experts, hidden + less, inner + less)
+        gate_up, down = (torch.empty(each, dtype=torch.bfloat16, device=device) for each in shapes)
+        gate_up[:, 2 * inner :].zero_()
+        gate_up[:, :, hidden:].zero_()
+        down[:, hidden:].zero_()
+        down[:, :, inner:].zero_()
+        return Bordered(gate_up, down, hidden, inner, rank, 0.0)
 
     def set_borders(self, given: Borders, first: int) -> None:
         """Fill the borders with those of ``given`` from the expert at place ``first`` on."""
@@ -107,18 +112,6 @@ def make_borders(
     return made
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A group's share of the sorted rows."""
-
-    tokens: torch.Tensor
-    """[R] int64: the token of each row."""
-    ends: torch.Tensor
-    """[E] int32 on the device: where each expert's rows end, counted from the group's first."""
-    bounds: tuple[int, ...]
-    """The same on the host, after a 0."""
-
-
 def forward(w: Bordered, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Outputs of the group's experts, [R, H] by row, of ``hidden`` [T, H]."""
     gate_up = _gate_up(w, hidden, rows)[1]
@@ -144,7 +137,7 @@ def backward(
     x, gate_up = _gate_up(w, hidden, rows)
     h = _activated(w, gate_up, rows)
     wide = borders(rank)[1]
-    d = elementwise.gather(d_out, rows.tokens, wide)
+    d = operations.gather(d_out, rows.tokens, wide)
     if wide:
         d[:, hidden_size:] = by_row(
             d[:, :hidden_size], w.down[:, :hidden_size, inner:].transpose(1, 2), ends, bounds
@@ -158,7 +151,7 @@ def backward(
         found["down_lora_b"] = over_rows(d[:, :hidden_size], z, ends, bounds)[:, :, :rank]
         thin = (d[:, hidden_size:] * column).bfloat16()
         found["down_lora_a"] = over_rows(thin, h[:, :inner], ends, bounds)[:, :rank]
-    d_gate_up, d_weights = elementwise.activation_backward(
+    d_gate_up, d_weights = operations.activation_backward(
         gate_up, d_h, h, weights, inner, borders(rank)[0]
     )
     twice = 2 * inner
@@ -186,7 +179,7 @@ def _gate_up(w: Bordered, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tenso
     """x with z behind it [R, H + R'], and gate and up of it [R, 2I]."""
     twice, size = 2 * w.inner, w.hidden
     wide = borders(w.rank)[0]
-    x = elementwise.gather(hidden, rows.tokens, wide)
+    x = operations.gather(hidden, rows.tokens, wide)
     if wide:
         x[:, size:] = by_row(x[:, :size], w.gate_up[:, twice:, :size], rows.ends, rows.bounds)
     return x, by_row(x, w.gate_up[:, :twice], rows.ends, rows.bounds)
@@ -195,7 +188,7 @@ def _gate_up(w: Bordered, hidden: torch.Tensor, rows: Rows) -> tuple[torch.Tenso
 def _activated(w: Bordered, gate_up: torch.Tensor, rows: Rows) -> torch.Tensor:
     """silu(gate) * up, and its z behind it: [R, I + Q]."""
     wide = borders(w.rank)[1]
-    h = elementwise.activation(gate_up, w.inner, wide)
+    h = operations.activation(gate_up, w.inner, wide)
     if wide:
         h[:, w.inner :] = by_row(
             h[:, : w.inner], w.down[:, w.hidden :, : w.inner], rows.ends, rows.bounds

@@ -1,20 +1,23 @@
-"""Where a layer's stored experts lie in host memory, and how they travel: in groups, spans and runs.
+"""Where a layer's stored experts lie in host memory, and how they travel: in groups of spans.
 
 Pure arithmetic over addresses. A *group* is as many experts of one layer as fit a slot; its experts follow
 each other in host memory as far as the checkpoint allows. A *span* is one copy: a range of host memory and
-its place in the slot. A *run* is what is found of one kind in the slot with constant steps, so that one
-strided view has it: all gate matrices of eight neighbouring experts, for instance.
+its place in the slot. A ``Layer`` is what the executor knows of one: which experts cross in which group, and
+which the CPU computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
 from ktbridge.errors import UsageError
+from ktbridge.experts.gpu.cold import ColdExperts
+from ktbridge.experts.gpu.layer_math import Bordered
+from ktbridge.experts.modules import Triple
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 ALIGNED = 256  # where spans begin in a slot: what CUDA's own allocations are aligned to
@@ -46,20 +49,6 @@ class Span:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Run:
-    """``count`` tensors of one kind in a slot, ``step`` bytes apart from ``offset``.
-
-    They belong to the experts at places ``first`` to ``first + count`` of the group's order.
-    """
-
-    kind: str
-    first: int
-    count: int
-    offset: int
-    step: int
-
-
 @dataclass(frozen=True, eq=False)
 class Group:
     """Experts of a layer that cross together."""
@@ -67,7 +56,8 @@ class Group:
     experts: tuple[int, ...]
     """Their numbers in the layer, in the order in which they are computed."""
     spans: tuple[Span, ...]
-    runs: tuple[Run, ...]
+    places: Mapping[str, tuple[int, ...]]
+    """Where in a slot each expert's tensor of a kind ("gate", "gate.scale" and so on) begins, in bytes."""
     bytes: int
     """What the group takes in a slot."""
     kept: tuple[torch.Tensor, ...]
@@ -127,21 +117,14 @@ def _group(experts: Sequence[int], by_expert: dict[int, list[Piece]]) -> Group:
         (piece for expert in experts for piece in by_expert[expert]),
         key=lambda piece: piece.address,
     )
-    spans, size, offsets = _placed_all(pieces)
-    place = {expert: index for index, expert in enumerate(experts)}
-    at: dict[str, dict[int, int]] = {}
-    for piece, offset in zip(pieces, offsets, strict=True):
-        at.setdefault(piece.kind, {})[place[piece.expert]] = offset
-    runs = tuple(run for kind, found in at.items() for run in _runs(kind, found))
-    return Group(tuple(experts), spans, runs, size, tuple(piece.tensor for piece in pieces))
+    spans, size, offsets = _placed(pieces)
+    at = {(piece.kind, piece.expert): offset for piece, offset in zip(pieces, offsets, strict=True)}
+    kinds = dict.fromkeys(piece.kind for piece in pieces)
+    places = {kind: tuple(at[kind, expert] for expert in experts) for kind in kinds}
+    return Group(tuple(experts), spans, places, size, tuple(piece.tensor for piece in pieces))
 
 
-def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int]:
-    spans, size, _ = _placed_all(pieces)
-    return spans, size
-
-
-def _placed_all(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[int]]:
+def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[int]]:
     """Spans, the bytes that they take, and where each of the pieces, sorted by address, begins."""
     spans: list[Span] = []
     offsets = []
@@ -162,17 +145,52 @@ def _placed_all(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[in
     return tuple(spans), -(-end // ALIGNED) * ALIGNED, offsets
 
 
-def _runs(kind: str, at: dict[int, int]) -> Iterator[Run]:
-    """The places of one kind as progressions, as long as they go."""
-    places = sorted(at)
-    first = 0
-    while first < len(places):
-        last, step = first + 1, 0
-        if last < len(places):
-            step = at[places[last]] - at[places[first]]
-            while last < len(places) and at[places[last]] - at[places[last - 1]] == step > 0:
-                last += 1
-        if last == first + 1:
-            step = 0
-        yield Run(kind, places[first], last - first, at[places[first]], step)
-        first = last
+@dataclass(eq=False)
+class Layer:
+    """The order of computing is that of the groups, then the cold experts."""
+
+    weights: Triple
+    groups: tuple[Group, ...]
+    cold: ColdExperts | None
+    """The experts that the CPU computes."""
+    experts: tuple[int, ...]
+    """All experts in the order of computing."""
+    starts: tuple[int, ...]
+    """The place in that order of each group's first expert, and behind the last group's."""
+    place: torch.Tensor
+    """[E] int64 on the device: each expert's place in that order."""
+    order: torch.Tensor | None
+    """The experts that the GPU computes, int64 on the device; None: all, in their own order."""
+    first: int = -1
+    """Number of its first group in the ring; -1 where it is resident."""
+    resident: tuple[Bordered, ...] = ()
+
+    @property
+    def hot(self) -> int:
+        """How many experts the GPU computes."""
+        return self.starts[-1]
+
+
+def lay_out(
+    weights: Triple, slot_bytes: int, device: torch.device, cold: ColdExperts | None, where: str
+) -> Layer:
+    """The layer of ``weights`` in groups of at most ``slot_bytes``, but for ``cold``; ``where`` names it.
+
+    Raises ``UsageError`` as ``layer_groups``.
+    """
+    aside = cold.experts if cold else ()
+    hot = [expert for expert in range(weights[0].count) if expert not in set(aside)]
+    groups = layer_groups(weights, slot_bytes, where, hot) if hot else ()
+    experts = (*(expert for group in groups for expert in group.experts), *aside)
+    place = torch.empty(len(experts), dtype=torch.int64)
+    place[torch.tensor(experts)] = torch.arange(len(experts))
+    in_order = not cold and list(experts) == sorted(experts)
+    return Layer(
+        weights,
+        groups,
+        cold,
+        experts,
+        tuple(accumulate((len(group.experts) for group in groups), initial=0)),
+        place.to(device),
+        None if in_order else torch.tensor(experts[: len(hot)], dtype=torch.int64, device=device),
+    )

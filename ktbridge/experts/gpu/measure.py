@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from ktbridge import _kernels
-from ktbridge.experts.expert_call import kernel_seconds
+from ktbridge.experts.expert_call import Lora, kernel_seconds
 from ktbridge.experts.gpu.cold import ColdExperts
 from ktbridge.experts.gpu.copying import copier_for
 from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
-from ktbridge.experts.gpu.lora import Lora
 from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.experts.layer import MoELoRAExperts
 

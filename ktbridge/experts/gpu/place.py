@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 
 from ktbridge.experts.gpu.copying import copied_once, copier_for
 from ktbridge.experts.gpu.executor import GpuExperts
@@ -13,9 +13,9 @@ from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
 from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.gpu.share import Share, Sizes
-from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.loading import release_layers
+from ktbridge.experts.wrapped_layers import expert_layers
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Placed:
     """To be closed before the checkpoint's maps go."""
 
 
-def sizes_of(model: Any, top_k: int) -> Sizes:
+def sizes_of(model: nn.Module, top_k: int) -> Sizes:
     """The sizes of a wrapped model's routed experts."""
     layers = expert_layers(model)
     first = next(iter(layers.values()))
@@ -45,7 +45,9 @@ def sizes_of(model: Any, top_k: int) -> Sizes:
     )
 
 
-def give_to_gpu(model: Any, device: torch.device, share: Share, cold_threads: int = 1) -> Placed:
+def give_to_gpu(
+    model: nn.Module, device: torch.device, share: Share, cold_threads: int = 1
+) -> Placed:
     """Have the experts of a wrapped model computed on ``device``, following ``share``.
 
     ``GpuExperts.set_cold`` selects those that the CPU computes, on ``cold_threads`` threads.

@@ -58,19 +58,19 @@ def facts_of(index: int) -> GpuFacts:
     """The facts of one GPU. Raises what CUDA does (out of memory), and OSError without room in /tmp."""
     import torch
 
-    from ktbridge.experts.gpu import elementwise, grouped
+    from ktbridge.experts.gpu import operations
 
     device = torch.device("cuda", index)
     found = torch.cuda.get_device_properties(device)
-    cores = grouped.has_cores(device)
+    cores = operations.has_cores(device)
     with torch.cuda.device(device):
-        kernels = elementwise.tried(device)
+        kernels = operations.tried(device)
         return GpuFacts(
             index=index,
             name=found.name,
             capability=f"{found.major}.{found.minor}",
             tensor_cores=cores,
-            grouped_gemm=cores and grouped.IN_TORCH,
+            grouped_gemm=cores and operations.IN_TORCH,
             link=_link(device),
             not_in_place=not_in_place(),
             no_triton=kernels if isinstance(kernels, str) else "",
@@ -100,7 +100,7 @@ def not_in_place() -> str:
         file.flush()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
             address = np.frombuffer(pages, np.uint8).ctypes.data
-            done = register([Group((0,), (Span(address, 0, _FILE),), (), _FILE, ())])
+            done = register([Group((0,), (Span(address, 0, _FILE),), {}, _FILE, ())])
             if isinstance(done, Registration):
                 done.close()  # before the map goes
                 return ""

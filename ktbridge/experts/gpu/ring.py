@@ -9,7 +9,7 @@ at a turn is used again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,11 +18,18 @@ from ktbridge.experts.gpu.layout import Group
 _NOW, _NEVER = -1, 1 << 60  # steps
 
 
+class Arrival(Protocol):
+    """What can be waited for: an event, or one that is still to be recorded."""
+
+    def wait(self) -> None:
+        """Have the current stream wait for it."""
+
+
 class Copier(Protocol):
     """Moves a group's bytes to the device."""
 
-    def start(self, group: Group, slot: torch.Tensor, after: Any) -> Any:
-        """Begin to copy into ``slot``, once the event ``after`` (or None) has come; the event of its end.
+    def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
+        """Begin to copy into ``slot``, once the event ``after`` (or None) has come; returns its end.
 
         Copies are made in the order of the calls. An error may be raised here or by the event's ``wait``.
         """
@@ -35,9 +42,9 @@ class Copier(Protocol):
 class _Slot:
     buffer: torch.Tensor
     holds: int | None = None
-    ready: Any = None
+    ready: Arrival | None = None
     """The event after which its bytes are there."""
-    free: Any = None
+    free: torch.cuda.Event | None = None
     """The event after which they have been used."""
     busy: bool = False
     """Whether it is between ``take`` and ``give_back``."""
@@ -120,7 +127,7 @@ class Ring:
         slot.free = self._event()
         self._ahead(index, forward, turns)
 
-    def _event(self) -> Any:
+    def _event(self) -> torch.cuda.Event | None:
         """The event that the current stream has come so far; None on the CPU."""
         if self.device.type != "cuda":
             return None

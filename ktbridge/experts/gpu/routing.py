@@ -16,6 +16,18 @@ PAD = 16
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A group's share of the sorted rows."""
+
+    tokens: torch.Tensor
+    """[R] int64: the token of each row."""
+    ends: torch.Tensor
+    """[E] int32 on the device: where each expert's rows end, counted from the group's first."""
+    bounds: tuple[int, ...]
+    """The same on the host, after a 0."""
+
+
+@dataclass(frozen=True)
 class Routing:
     """R rows, sorted by expert and padded, of T tokens with K experts each."""
 
@@ -36,6 +48,13 @@ class Routing:
         """[R - first] int64: the experts of the rows from ``first`` on, as places in that order."""
         rows = torch.arange(first, self.bounds[-1], dtype=torch.int32, device=self.ends.device)
         return torch.searchsorted(self.ends, rows, right=True)
+
+    def of_experts(self, first: int, end: int) -> tuple[Rows, slice]:
+        """The rows of the experts at places ``first`` to ``end``, and where they are among all."""
+        start = self.bounds[first]
+        where = slice(start, self.bounds[end])
+        bounds = tuple(bound - start for bound in self.bounds[first : end + 1])
+        return Rows(self.tokens[where], self.ends[first:end] - start, bounds), where
 
     def row_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights`` [T, K] float32 by row: [R], 0 for padding."""

@@ -15,11 +15,10 @@ from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.adapter.keys import Key, parse_key
 from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError
-from ktbridge.experts.attach import inject_lora
-from ktbridge.experts.from_adapter import ACTING
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
+from ktbridge.experts.load_adapter import ACTING
 from ktbridge.experts.loading import load_for_kernels, load_tokenizer
-from ktbridge.experts.targets import Adaptable, adaptable
+from ktbridge.experts.nonexpert_lora import Adaptable, adaptable, inject_lora
 from ktbridge.experts.tensors import to_torch
 from ktbridge.machine import read_machine
 from ktbridge.serve.local.engine import Engine

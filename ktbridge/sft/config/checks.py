@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ktbridge.experts.rank import MAX_EXPERT_RANK
+from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, Findings, shown
 from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
 

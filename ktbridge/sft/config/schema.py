@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from ktbridge.errors import Problem
-from ktbridge.experts.rank import MAX_EXPERT_RANK
+from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.sft.config.values import (
     Parser,
     flag,

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts import checkpointing, crossing
-from ktbridge.experts.expert_call import graph_is_kept
+from ktbridge.experts.compat import graph_is_kept
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.sft.distributed.group import collect, distribute, exchange
 from ktbridge.sft.distributed.world import is_main, world

@@ -7,9 +7,9 @@ from types import MethodType
 import torch
 from torch import distributed, nn
 
-from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import experts_modules
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.compat import leave_out_of_ddp
 from ktbridge.sft.distributed.dispatch import run_experts
 from ktbridge.sft.distributed.group import explain_lost_rank, group
@@ -48,7 +48,7 @@ def _give_to_main(model: nn.Module) -> None:
         layer._parameters.clear()
         layer._weights = ()  # type: ignore[assignment]  # from now on its kernels must not run
     for _, module in experts_modules(model):
-        module.mapped_experts = ()
+        module.mapped_experts = ()  # type: ignore[assignment]
         for name in list(module._parameters):
             del module._parameters[name]
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.inject import expert_layers
+from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.distributed.average import average_gradients
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
 from ktbridge.sft.distributed.model import expert_names, full, replicated_lora

@@ -20,7 +20,7 @@ class Batch:
     """One micro-batch: ``rows`` sequences of ``length`` tokens; ``masked``: some of them padded.
 
     ``width`` is 2 for bfloat16 and 4 for float32 activations, ``lora_width`` the same for LoRA's weights;
-    ``cuda`` decides which attention runs, and in which dtype LoRA does (``master_linear``).
+    ``cuda`` decides which attention runs, and in which dtype LoRA does (``MasterLinear``).
     """
 
     rows: int

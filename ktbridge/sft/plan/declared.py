@@ -203,8 +203,7 @@ def _shapes(path: Path) -> dict[str, Shape]:
         import torch
         import transformers
 
-        from ktbridge.experts.loading import readable_load_errors
-        from ktbridge.experts.skeleton import skeleton
+        from ktbridge.experts.loading import readable_load_errors, skeleton
     except ModuleNotFoundError as error:
         raise KtbridgeError(
             f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",

@@ -1,7 +1,7 @@
 """Host memory of the expert kernels: what a forward keeps, and what a pass needs besides.
 
-The formulas are those of kernels/moe/{pass.h,gate_up.cpp,forward.cpp,backward.cpp}: memory is counted in
-tiles of 16 x 32 bfloat16 (1 KB), an expert's tokens in strips of 16 and doubles of 32.
+The kernels themselves say how much that is for a number of strips of tokens; here those are estimated before
+any token is routed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_TILE = 1024
-_LARGE, _HUGE_PAGE = 1 << 20, 2 << 20
+from ktbridge import _kernels
+
 _WORKSPACE = 4 << 20  # panels, factors and results of one thread: about three times L2
 
 
@@ -30,36 +30,26 @@ class Pass:
         return self.tokens * self.top_k
 
 
-def saved_bytes(size: Pass, retain: bool, strips: float = 0, doubles: float = 0) -> float:
+def saved_bytes(
+    size: Pass, retain: bool, strips: float | None = None, doubles: float | None = None
+) -> int:
     """What ``MoELoRAExperts.saved_bytes`` will be, for ``strips`` and ``doubles`` of tokens.
 
     Where they aren't given, those of a router that spreads tokens at random. "retain" keeps g and u,
     both activations keep the three thin products.
     """
-    strips = strips or blocks(size, 16)
-    doubles = doubles or blocks(size, 32)
-    inner = _buffer(strips * _tiles(size.inner) * _TILE)
-    thin = _buffer(3 * doubles * _strips(size.rank) * _TILE)
-    return thin + (2 * inner if retain else 0)
+    load = _load(size, strips, doubles)
+    return _kernels.saved_memory(size.hidden, size.inner, size.rank, load, _keep(retain))
 
 
-def host_bytes(size: Pass, retain: bool, threads: int) -> float:
+def host_bytes(size: Pass, retain: bool, threads: int) -> int:
     """What the kernels take during a layer's backward, beyond all that forwards saved.
 
-    [dg du] with their thin products, dX by slot, the gradient of the routing weights, and g and u
-    again under "recompute". A forward needs less: h and y.
+    A forward needs less: h and y.
     """
-    strips, doubles = blocks(size, 16), blocks(size, 32)
-    inner, rank = _tiles(size.inner), _tiles(size.rank)
-    row = (_tiles(size.hidden) + 1) * 64
-    taken = (
-        strips * (2 * inner + 2 * rank) * _TILE,
-        size.slots * row,
-        size.slots * inner * 4,
-        3 * doubles * _strips(size.rank) * _TILE,
-    )
-    again = 0.0 if retain else 2 * _buffer(strips * inner * _TILE)
-    return sum(map(_buffer, taken)) + again + threads * _WORKSPACE
+    load = _load(size)
+    taken = _kernels.backward_memory(size.hidden, size.inner, size.rank, load, _keep(retain))
+    return taken + threads * _WORKSPACE
 
 
 def blocks(size: Pass, width: int) -> float:
@@ -78,14 +68,11 @@ def blocks(size: Pass, width: int) -> float:
     return size.experts * expected
 
 
-def _buffer(amount: float) -> float:
-    """Large blocks are whole huge pages (kernels/common/recycler.cpp)."""
-    return amount if amount < _LARGE else -(-amount // _HUGE_PAGE) * _HUGE_PAGE
+def _load(size: Pass, strips: float | None = None, doubles: float | None = None) -> _kernels.Load:
+    strips = blocks(size, _kernels.STRIP) if strips is None else strips
+    doubles = blocks(size, _kernels.DOUBLE) if doubles is None else doubles
+    return _kernels.Load(size.slots, round(strips), round(doubles))
 
 
-def _tiles(reduction: int) -> int:
-    return -(-reduction // 32)
-
-
-def _strips(count: int) -> int:
-    return -(-count // 16)
+def _keep(retain: bool) -> _kernels.Keep:
+    return _kernels.Keep.retain if retain else _kernels.Keep.recompute

@@ -117,7 +117,7 @@ def _first_layers(setting: Setting, layers: int, device: Any) -> Any:
         block, _, last = name.rpartition(".")
         setattr(model.get_submodule(block), last, NoExperts(module.num_experts))
     dtype = torch.bfloat16 if setting.batch.width == 2 else torch.float32
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
+    nn.Module.to(model, dtype).to_empty(device=device).requires_grad_(False)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.normal_(0, 0.02)

@@ -1,6 +1,8 @@
-"""The operations between the products: gathering rows, the activation, summing a token's slots.
+"""What a layer of experts is computed with on sorted rows: grouped products, and the operations between them.
 
-On a CUDA device with Triton each is one kernel (``triton_ops``); these are the same in torch, in float32 with
+Products are torch's grouped GEMM where the device has it (sm80 and later, bfloat16, widths that are multiples
+of 8), else one product per expert. Gathering rows, the activation and summing a token's slots are one kernel
+each on a CUDA device with Triton (``triton_kernels``); here they are the same in torch, in float32 with
 results rounded once, and what the kernels are held against. Sums are over a token's slots in their order,
 never by atomic adds: the same bits each time.
 """
@@ -9,18 +11,82 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch.nn import functional
 
+_BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
+_WIDTH = _BYTES // 2  # in elements
+IN_TORCH = hasattr(functional, "grouped_mm")
+"""Whether this torch has grouped GEMM."""
 
-def kernels(tensor: torch.Tensor) -> Any:
+
+def by_row(
+    rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, bounds: Sequence[int]
+) -> torch.Tensor:
+    """[R, in] rows and [E, out, in] matrices -> [R, out]: row r times its expert's matrix, transposed.
+
+    ``ends`` [E] int32 on the device and ``bounds`` (E + 1 numbers from 0) delimit each expert's rows.
+    """
+    if _grouped(rows, matrices):
+        return functional.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+    out = rows.new_empty(len(rows), matrices.shape[1])
+    for matrix, (start, end) in zip(matrices, pairwise(bounds), strict=True):
+        if end > start:
+            torch.mm(rows[start:end], matrix.T, out=out[start:end])
+    return out
+
+
+def over_rows(
+    left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, bounds: Sequence[int]
+) -> torch.Tensor:
+    """[R, m] and [R, n] -> [E, m, n]: the sum over each expert's rows of left ⊗ right; 0 for no rows.
+
+    The number of rows of each expert is a multiple of 16.
+    """
+    if _grouped(left, right):
+        sums = functional.grouped_mm(left.T, right, offs=ends)
+        if any(start == end for start, end in pairwise(bounds)):
+            # Not every device's kernels write 0 there (pytorch issue 172439).
+            without = ends.diff(prepend=ends.new_zeros(1)) == 0
+            sums.masked_fill_(without[:, None, None], 0)
+        return sums
+    out = left.new_zeros(len(bounds) - 1, left.shape[1], right.shape[1])
+    for sums, (start, end) in zip(out, pairwise(bounds), strict=True):
+        if end > start:
+            torch.mm(left[start:end].T, right[start:end], out=sums)
+    return out
+
+
+def has_cores(device: torch.device) -> bool:
+    """Whether a CUDA ``device`` multiplies bfloat16 in tensor cores: sm80 and later do."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether grouped GEMM takes these operands."""
+    if left.dtype != torch.bfloat16 or not IN_TORCH or not len(left):
+        return False
+    if left.device.type == "cuda" and not has_cores(left.device):
+        return False
+    if any(tensor.data_ptr() % _BYTES for tensor in (left, right)):
+        return False
+    return all(
+        step % _WIDTH == 0
+        for tensor in (left, right)
+        for step in (*tensor.shape[1:], *(s for s in tensor.stride() if s != 1))
+    )
+
+
+def kernels(tensor: torch.Tensor) -> ModuleType | None:
     """The Triton kernels for tensors that are where ``tensor`` is, or None."""
     return kernels_on(tensor.device)
 
 
-def kernels_on(device: torch.device) -> Any:
+def kernels_on(device: torch.device) -> ModuleType | None:
     """The Triton kernels for tensors on ``device``, or None."""
     if device.type != "cuda":
         return None
@@ -29,25 +95,25 @@ def kernels_on(device: torch.device) -> Any:
 
 
 @functools.cache
-def tried(device: torch.device) -> Any:
+def tried(device: torch.device) -> ModuleType | str:
     """The Triton kernels, or why there are none on a CUDA ``device``: Triton wants a C compiler.
 
     Warns where it is there and doesn't work.
     """
     try:
-        from ktbridge.experts.gpu import triton_ops
+        from ktbridge.experts.gpu import triton_kernels
     except ImportError as error:
         return str(error)
     try:
         source = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
-        triton_ops.gather(source, torch.zeros(1, dtype=torch.int64, device=device), 0)
+        triton_kernels.gather(source, torch.zeros(1, dtype=torch.int64, device=device), 0)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # whatever its compilers raise
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(f"Triton doesn't work here, so experts are slower: {reason}", stacklevel=2)
         return reason
-    return triton_ops
+    return triton_kernels
 
 
 def from_host(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -9,15 +9,15 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from ktbridge.experts import master_linear
-from ktbridge.experts.master_linear import MasterLinear, convert_masters
+from ktbridge.experts import nonexpert_lora
+from ktbridge.experts.nonexpert_lora import MasterLinear, convert_masters
 
 OPTIONS = {"r": 8, "lora_alpha": 24, "target_modules": ["proj"], "init_lora_weights": False}
 
 
 @pytest.fixture(autouse=True)
 def _also_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_linear, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(nonexpert_lora, "_DEVICES", ("cpu", "cuda"))
 
 
 def adapted(**options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Experts that stay in the checkpoint: every storage, bounded memory, and what can't be mapped."""
+"""A checkpoint into transformers: every storage of its experts, bounded memory, and each part's device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from expertmoe import quantise
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_config, tiny_model
+from transformers import Qwen3MoeForCausalLM
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import load_for_kernels, load_mapped, load_model, release_layers
+from ktbridge.experts.loading import (
+    CPU,
+    device_map,
+    load_for_kernels,
+    load_mapped,
+    load_model,
+    on_cpu,
+    release_layers,
+)
 from ktbridge.experts.mapped import CantMap
 from ktbridge.model.tensorfile import build_header
 from ktbridge.sft import wrap_experts
@@ -73,22 +83,13 @@ def requantised(path: Path, method: str) -> dict[str, torch.Tensor]:
     means = {}
     for name in [name for name in tensors if ".experts." in name]:
         weight = tensors.pop(name).float()
+        (stored, scale), plain = quantise("fp8" if method == "fp8" else "int4-32", weight[None])
+        means[name], stem = plain[0], name.removesuffix(".weight")
         if method == "fp8":
-            scale = weight.abs().max().reshape(1, 1) / 448
-            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = scale
-            means[name] = tensors[name].float() * scale
+            tensors |= {name: stored[0], f"{name}_scale_inv": scale[0]}
         else:
-            groups = weight.reshape(weight.shape[0], -1, 32)
-            scale = (groups.abs().amax(-1) / 7).bfloat16()
-            values = (groups / scale.float()[..., None]).round().clamp(-8, 7)
-            nibbles = (values.reshape(weight.shape[0], -1, 8) + 8).to(torch.int64)
-            packed = (nibbles << (4 * torch.arange(8))).sum(-1)
-            stem = name.removesuffix(".weight")
-            tensors[f"{stem}.weight_packed"] = packed.to(torch.uint32).view(torch.int32)
-            tensors[f"{stem}.weight_scale"] = scale
+            tensors |= {f"{stem}.weight_packed": stored[0], f"{stem}.weight_scale": scale[0]}
             tensors[f"{stem}.weight_shape"] = torch.tensor(weight.shape)
-            means[name] = (values * scale.float()[..., None]).reshape(weight.shape)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {
@@ -132,8 +133,6 @@ def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path: Path, warm
     config = tiny_config(hidden_size=1024, moe_intermediate_size=4096, num_experts=128)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
-        from transformers import Qwen3MoeForCausalLM
-
         rest = {
             name: tuple(value.shape)
             for name, value in Qwen3MoeForCausalLM(config).state_dict().items()
@@ -184,3 +183,34 @@ def test_a_checkpoint_without_a_layers_experts_is_refused(tmp_path: Path) -> Non
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(KtbridgeError, match="no routed experts for layer 1"):
         load_mapped(tmp_path, torch.bfloat16)
+
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+def split(name: str) -> torch.device:
+    if "embed_tokens" in name:
+        return CPU
+    return FIRST if name.startswith("model.layers.0.") else SECOND
+
+
+def test_each_decoder_layer_is_one_part() -> None:
+    config = tiny_config(tie_word_embeddings=False)
+    assert device_map(Qwen3MoeForCausalLM, config, split) == {
+        "model.embed_tokens": CPU,
+        "model.layers.0": FIRST,
+        "model.layers.1": SECOND,
+        "model.norm": SECOND,
+        "model.rotary_emb": SECOND,
+        "lm_head": SECOND,
+    }
+
+
+def test_tied_embeddings_share_a_place() -> None:
+    found = device_map(Qwen3MoeForCausalLM, tiny_config(), split)
+    assert found["model.embed_tokens"] == found["lm_head"] == SECOND
+
+
+def test_one_place_needs_no_map_of_parts() -> None:
+    assert device_map(Qwen3MoeForCausalLM, tiny_config(), lambda name: FIRST) == {"": FIRST}
+    assert device_map(Qwen3MoeForCausalLM, tiny_config(), on_cpu) == {}

@@ -1,12 +1,38 @@
-"""How many parameters of a model are trained, and of which kind."""
+"""The wrapped layers of a model, and what of it is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
-from ktbridge.experts.guard import layers_of, trained_elsewhere
+from ktbridge.experts.experts_layer import ExpertsLayer
+from ktbridge.experts.modules import LAYER
+
+
+def layers_of(module: nn.Module) -> list[ExpertsLayer]:
+    """The wrapped layers within a module, in its order."""
+    return [each for each in module.modules() if isinstance(each, ExpertsLayer)]
+
+
+def expert_layers(model: nn.Module) -> dict[int, ExpertsLayer]:
+    """The wrapped layers of a model by decoder layer index, in rising order."""
+    layers = {}
+    for name, module in model.named_modules():
+        match = LAYER.search(name)
+        if isinstance(module, ExpertsLayer) and match:
+            layers[int(match.group(1))] = module
+    return dict(sorted(layers.items()))
+
+
+def trained_elsewhere(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that are trained and belong to no half of a raw adapter."""
+    experts = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
+    for name, parameter in model.named_parameters():
+        lora = ".lora_A." in name or ".lora_B." in name
+        if parameter.requires_grad and id(parameter) not in experts and not lora:
+            yield name, parameter
 
 
 @dataclass(frozen=True)

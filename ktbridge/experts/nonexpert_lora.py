@@ -1,0 +1,309 @@
+"""LoRA on modules beside the routed experts: which they are, how PEFT puts it there, how a GPU computes it.
+
+PEFT translates names for families whose experts were single modules before transformers 5: a target called
+gate_proj, up_proj or down_proj becomes LoRA on the fused experts, whose LoRA is ours, though shared
+experts and dense MLPs have the same names. So modules are chosen by path here, and PEFT is given the
+decoder's layers, for which it doesn't translate. Routers are parameters in transformers 5, no linear
+modules; PEFT adapts those by ``target_parameters``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModelForCausalLM, inject_adapter_in_model
+from peft.tuners.lora import Linear, LoraLayer
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts import compat
+from ktbridge.experts.modules import LAYER, experts_modules
+from ktbridge.model import Family, family_of
+
+_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """What non-expert LoRA can attach to: full module names in the order of the model.
+
+    ``decoder`` is the list of layers that the routed experts are in ("model.layers"). ``linears`` are
+    the linear modules in it outside the routed experts, ``routers`` what chooses among those by a
+    [E, H] parameter called weight.
+    """
+
+    decoder: str
+    linears: tuple[str, ...]
+    routers: tuple[str, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.linears + self.routers
+
+
+def adaptable(model: nn.Module) -> Adaptable:
+    """What non-expert LoRA can attach to in a model that isn't wrapped yet."""
+    experts = dict(experts_modules(model))
+    decoders = {name[: match.start(1) - 1] for name in experts if (match := LAYER.search(name))}
+    if not decoders:
+        raise KtbridgeError(
+            f"{type(model).__name__} has no decoder layer with fused experts that transformers "
+            "dispatches.",
+            "Check that the model is a mixture-of-experts model and that transformers is 5.x.",
+        )
+    if len(decoders) > 1:
+        raise KtbridgeError(
+            f"{type(model).__name__} has routed experts in {' and in '.join(sorted(decoders))}.",
+            "Train a model with one decoder.",
+        )
+    (decoder,) = decoders
+    inside = tuple(f"{name}." for name in experts)
+    linears, routers = [], []
+    for name, module in model.named_modules():
+        if not name.startswith(f"{decoder}.") or name in experts or name.startswith(inside):
+            continue
+        if isinstance(module, nn.Linear):
+            linears.append(name)
+        elif _is_router(name, module, experts):
+            routers.append(name)
+    return Adaptable(decoder, tuple(linears), tuple(routers))
+
+
+def _is_router(name: str, module: nn.Module, experts: Mapping[str, nn.Module]) -> bool:
+    """Whether a module beside experts has one row of weights for each of them."""
+    block = name.rpartition(".")[0]
+    beside = [module for path, module in experts.items() if path.rpartition(".")[0] == block]
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return (
+        bool(beside)
+        and weight is not None
+        and weight.shape[:-1] == (getattr(beside[0], "num_experts", None),)
+    )
+
+
+def chosen_modules(model: nn.Module, found: Adaptable, targets: Collection[str]) -> tuple[str, ...]:
+    """Full names of what ``lora_target`` means in a model. Raises UsageError for what it doesn't have."""
+    family = _family(model)
+    unserved = {*left_out_of_all(model, found)}
+    taken: set[str] = set()
+    missing = []
+    for target in targets:
+        hits = {name for name in found.modules if is_named(target, name)}
+        if target == "all":
+            hits = {name for name in found.linears if in_layer(name) not in unserved}
+        elif not hits and target not in (*_EXPERT_NAMES, *(family.names if family else ())):
+            missing.append(target)
+        taken |= hits
+    if missing:
+        routers = f"; the router is {', '.join(own_names(found.routers))}" if found.routers else ""
+        raise UsageError(
+            f"lora_target names no linear module of this model: {', '.join(missing)}.",
+            f'Use "all", or some of {", ".join(own_names(found.linears))}{routers}. '
+            "Routed experts have LoRA whatever is named.",
+        )
+    return tuple(name for name in found.modules if name in taken)
+
+
+def _family(model: nn.Module) -> Family | None:
+    assert isinstance(model, PreTrainedModel)
+    return family_of(model.config.model_type)
+
+
+def left_out_of_all(model: nn.Module, found: Adaptable) -> list[str]:
+    """Linear modules ("mlp.gate_proj") that "all" doesn't mean: SGLang-KT applies no LoRA there."""
+    family = _family(model)
+    served = family.nonexpert_targets if family else ()
+    return sorted({in_layer(name) for name in found.linears} - {*served}) if served else []
+
+
+def as_peft_finds_them(
+    model: nn.Module, names: Collection[str], found: Adaptable, lora: LoraConfig
+) -> dict[str, set[str] | list[str] | str | None]:
+    """target_modules and target_parameters with which PEFT finds ``names``, given the whole model.
+
+    Names that it would take for the routed experts' are listed as parameters, which it uses unchanged:
+    the tensors are the same.
+    """
+    every = [name for name, _ in model.named_modules()]
+    by_own_name = defaultdict(list)
+    for name in names:
+        by_own_name[name.rpartition(".")[2]].append(name)
+    modules: set[str] = set()
+    parameters: set[str] = set()
+    for own, paths in by_own_name.items():
+        if _taken_for_experts(model, own, lora) or not {*paths}.isdisjoint(found.routers):
+            parameters |= {f"{end}.weight" for end in _shortest(paths, every, with_own=False)}
+        else:
+            modules |= _shortest(paths, every, with_own=True)
+    nothing = not modules and not parameters
+    return {
+        "target_modules": DUMMY_TARGET_MODULES if nothing else modules,
+        "target_parameters": sorted(parameters) or None,
+    }
+
+
+def _taken_for_experts(model: nn.Module, name: str, lora: LoraConfig) -> bool:
+    """Whether PEFT turns a target module of this name into LoRA on the fused experts, or refuses it."""
+    asked = copy.deepcopy(lora)
+    asked.target_modules = [name]
+    try:
+        compat.translate_for_fused_experts(asked, model)
+    except ValueError:  # up_proj alone: it wants both halves of gate_up_proj
+        return True
+    return name not in (asked.target_modules or ())
+
+
+def _shortest(paths: Iterable[str], every: Collection[str], with_own: bool) -> set[str]:
+    """The shortest ends of ``paths`` that name them and nothing else in the model.
+
+    Modules' own names ("q_proj"; only if ``with_own``), their paths within their layers, or all of the paths.
+    """
+    whole = {*paths}
+    own = [{*own_names(whole)}] if with_own else []
+    for ends in (*own, {in_layer(path) for path in whole}):
+        if {name for name in every if any(is_named(end, name) for end in ends)} <= whole:
+            return ends
+    return whole
+
+
+def is_named(target: str, module: str) -> bool:
+    """Whether ``target`` is a module's full name or the end of it, at a dot."""
+    return module == target or module.endswith(f".{target}")
+
+
+def in_layer(name: str) -> str:
+    """A module's path within its layer ("self_attn.q_proj")."""
+    match = LAYER.search(name)
+    return name[match.end() :] if match else name
+
+
+def own_names(paths: Iterable[str]) -> list[str]:
+    return sorted({path.rpartition(".")[2] for path in paths})
+
+
+class TunedModel(PeftModelForCausalLM):
+    """PEFT's model with LoRA on modules that were chosen by path; further adapters go to the same ones.
+
+    ``peft_config`` is what finds the modules by PEFT alone.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, lora: LoraConfig, names: Collection[str], found: Adaptable
+    ) -> None:
+        targets = as_peft_finds_them(model, names, found, lora)
+        super().__init__(model, _without_targets(lora))
+        self._chosen = (tuple(names), found, targets)
+        self._inject("default", lora)
+
+    def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **options: Any) -> None:
+        """As PEFT's, but for where it goes. The adapter that is active stays so, and is what is trained."""
+        active = self.active_adapters
+        super().add_adapter(adapter_name, _without_targets(peft_config), *args, **options)
+        self._inject(adapter_name, peft_config)
+        base: Any = self.base_model
+        base.set_adapter(active)
+
+    def _inject(self, adapter_name: str, lora: LoraConfig) -> None:
+        names, found, targets = self._chosen
+        inject_lora(self.get_base_model(), names, found, lora, adapter_name)
+        for field, value in targets.items():
+            setattr(self.peft_config[adapter_name], field, value)
+
+
+def _without_targets(lora: LoraConfig) -> LoraConfig:
+    plain = copy.deepcopy(lora)
+    plain.target_modules, plain.target_parameters = DUMMY_TARGET_MODULES, None
+    return plain
+
+
+def inject_lora(
+    model: nn.Module,
+    names: Collection[str],
+    found: Adaptable,
+    lora: LoraConfig,
+    adapter_name: str = "default",
+) -> None:
+    """Put PEFT's LoRA on exactly the modules ``names``, in place, with the numbers of ``lora``.
+
+    Raises KtbridgeError where PEFT adapts others.
+    """
+    layers = model.get_submodule(found.decoder)
+    start = len(found.decoder) + 1
+    inner = {name: name[start:] for name in names}
+    linears = [inner[name] for name in found.linears if name in inner]
+    routers = [f"{inner[name]}.weight" for name in found.routers if name in inner]
+    for modules, parameters in ((linears, []), ([], routers)):
+        if modules or parameters:
+            part = copy.deepcopy(lora)
+            part.target_modules, part.target_parameters = modules, parameters
+            if parameters:
+                part.lora_dropout = 0.0  # PEFT has none where it adapts parameters
+            inject_adapter_in_model(part, layers, adapter_name)
+            del layers.peft_config  # the model's is the one that counts
+    adapted = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and adapter_name in module.lora_A
+    }
+    if adapted != {*names}:
+        wrong = sorted(adapted ^ {*names})
+        raise KtbridgeError(
+            f"PEFT put LoRA on other modules than it was asked to: {', '.join(wrong[:6])}.",
+            "Install the version of peft that ktbridge asks for.",
+        )
+
+
+_DEVICES = ("cuda",)  # many CPUs multiply bfloat16 more slowly than float32
+
+
+class MasterLinear(Linear):
+    """``peft.tuners.lora.Linear`` on a GPU, computed in the model's dtype from float32 masters.
+
+    PEFT converts the module's input to the masters' dtype, and output and gradients back: with a bfloat16
+    model that is several passes over float32 copies of all hidden states, kept for backward, and products
+    without tensor cores. Here A and B are converted, which are thin, and the output is added up in the
+    product. So they are rounded to bfloat16 before use, as the expert LoRA's are and as they are saved.
+    """
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As PEFT's, but for rounding; PEFT's own for whatever isn't plain LoRA."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if args or kwargs or not self._converts(x, names):
+            return super().forward(x, *args, **kwargs)
+        result: torch.Tensor = self.base_layer(x)
+        for name in names:
+            a, b = (
+                each[name].get_parameter("weight").to(x.dtype)
+                for each in (self.lora_A, self.lora_B)
+            )
+            thin = functional.linear(self.lora_dropout[name](x), a)
+            whole = torch.addmm(
+                result.flatten(0, -2), thin.flatten(0, -2), b.T, alpha=self.scaling[name]
+            )
+            result = whole.view(result.shape)
+        return result
+
+    def _converts(self, x: torch.Tensor, names: list[str]) -> bool:
+        if self.disable_adapters or self.merged or x.device.type not in _DEVICES:
+            return False
+        return all(
+            name not in self.lora_variant
+            and self.lora_A[name].weight.dtype != x.dtype
+            and self.lora_B[name].bias is None
+            for name in names
+        )
+
+
+def convert_masters(model: nn.Module) -> None:
+    """Make each plain LoRA linear in ``model`` a ``MasterLinear``, in place; parameters and names stay."""
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__class__ = MasterLinear

@@ -1,0 +1,124 @@
+"""What the experts take of other libraries that they don't promise: it is still there, and does the same."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tinymoe import tiny_config, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeForCausalLM
+from transformers.integrations import moe
+
+from ktbridge.experts import compat
+from ktbridge.experts.experts_layer import ExpertsLayer
+from ktbridge.experts.modules import experts_modules
+
+
+class Asking(torch.autograd.Function):
+    """The identity, whose backward calls ``ask``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ask: Any) -> torch.Tensor:
+        ctx.ask = ask
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.ask()
+        return d, None
+
+
+def test_a_callback_comes_once_before_backward_returns_and_again_in_the_next() -> None:
+    x, called, first = torch.ones(1, requires_grad=True), [], []
+
+    def ask() -> None:
+        for key in ("one", "other"):
+            first.append(compat.after_backward(key, lambda key=key: called.append(key)))
+        assert not called
+
+    for _ in range(2):
+        called.clear()
+        first.clear()
+        Asking.apply(Asking.apply(x, ask), ask).backward()
+        assert called == ["one", "other"]
+        assert first == [True, True, False, False]
+
+
+def test_a_pass_that_raised_half_way_does_not_take_the_next_ones_callback() -> None:
+    x, called = torch.ones(1, requires_grad=True), []
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    def ask() -> None:
+        compat.after_backward("key", lambda: called.append(1))
+
+    with pytest.raises(ArithmeticError):
+        Asking.apply(Asking.apply(x, fail), ask).backward()
+    Asking.apply(x, ask).backward()
+    assert called == [1]
+
+
+def test_backward_tells_whether_its_graph_is_kept() -> None:
+    found: list[bool] = []
+    y = Asking.apply(
+        torch.ones(1, requires_grad=True), lambda: found.append(compat.graph_is_kept())
+    )
+    y.backward(retain_graph=True)
+    y.backward()
+    assert found == [True, False]
+
+
+def test_hooks_on_a_parameter_are_seen() -> None:
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        parameter = nn.Parameter(torch.zeros(1))
+        assert not compat.has_gradient_hooks(parameter)
+        getattr(parameter, name)(lambda _: None)
+        assert compat.has_gradient_hooks(parameter)
+
+
+def test_the_class_is_the_one_that_the_auto_class_makes() -> None:
+    config = tiny_config()
+    assert compat.class_chosen_by(AutoModelForCausalLM, config) is Qwen3MoeForCausalLM
+    assert compat.class_chosen_by(AutoModelForImageTextToText, config) is None
+
+
+def test_experts_with_a_gate_of_their_own_are_told_from_others() -> None:
+    (_, experts), *_ = experts_modules(tiny_model())
+    assert not compat.has_own_gate(experts)
+
+    class Own(type(experts)):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            return gate_up
+
+    experts.__class__ = Own
+    assert compat.has_own_gate(experts)
+    assert "_apply_gate(" in inspect.getsource(moe)
+
+
+def test_transformers_own_adapter_is_seen() -> None:
+    model = tiny_model()
+    assert not compat.is_adapted_by_transformers(model)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    assert compat.is_adapted_by_transformers(model)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def test_peft_takes_the_names_of_single_experts_for_fused_ones() -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    compat.translate_for_fused_experts(lora, tiny_model())
+    assert set(lora.target_modules) == {"q_proj"}
+    assert lora.target_parameters
+    with pytest.raises(ValueError, match="up_proj"):
+        compat.translate_for_fused_experts(LoraConfig(target_modules=["up_proj"]), tiny_model())
+
+
+def test_a_module_is_moved_and_loaded_by_the_methods_that_layers_override() -> None:
+    assert "self._apply(" in inspect.getsource(nn.Module.to)
+    assert "module._load_from_state_dict(" in inspect.getsource(nn.Module.load_state_dict)
+    for name in ("_apply", "_load_from_state_dict"):
+        assert name in vars(ExpertsLayer)
