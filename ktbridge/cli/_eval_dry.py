@@ -34,7 +34,7 @@ def _plan(
     judge_pairs: bool,
 ) -> dict[str, Any]:
     from ktbridge.eval.compat import is_compat
-    from ktbridge.eval.dryrun import plan_run
+    from ktbridge.eval.plan import plan_run
 
     bench = inputs.benches[index]
     planned = plan_run(

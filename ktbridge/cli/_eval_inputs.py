@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ktbridge.eval.arms import Arm
     from ktbridge.eval.bench import Bench
+    from ktbridge.eval.gates import Gate
     from ktbridge.eval.judging import Judge
 
 ARMS_KEY, JUDGE_KEY = "KTBRIDGE_API_KEY", "KTBRIDGE_JUDGE_API_KEY"
@@ -27,7 +28,7 @@ class Inputs:
     partner: Arm | None
     judge: Judge | None
     judge_may_be_remote: bool
-    gates: tuple[Any, ...]
+    gates: tuple[Gate, ...]
 
     @property
     def several(self) -> bool:
@@ -57,9 +58,8 @@ def read_inputs(
     The only request is for the list of models, with --server.
     """
     from ktbridge.errors import UsageError
-    from ktbridge.eval.arms import discover_arms, parse_arms
+    from ktbridge.eval.arms import discover_arms, parse_arms, parse_model
     from ktbridge.eval.bench import parse_extra_body, with_max_tokens, with_sampling
-    from ktbridge.eval.dialogue import parse_partner
     from ktbridge.eval.gates import parse_gate, refuse_unknown
     from ktbridge.eval.judging.read import JUDGE
     from ktbridge.eval.rundir import run_directories
@@ -92,7 +92,7 @@ def read_inputs(
         judged = parse_judge(judge, extra)
         for one in loaded:
             check_judge(one, judged, judge_may_be_remote)
-    other = parse_partner(partner) if partner else None
+    other = parse_model("partner", partner) if partner else None
     if other and not any(one.partner for one in loaded):
         raise UsageError("--partner: no bench here has dialogues.", "leave --partner out")
     if server:

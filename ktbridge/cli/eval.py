@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -213,15 +212,13 @@ def _check_judge(inputs: Inputs, timeout: float) -> None:
 
 def _compare_training(bench: Bench, train_data: Path, folder: Path) -> None:
     from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.contamination import find_contamination
-    from ktbridge.eval.disk import make_directory, write_text
-    from ktbridge.eval.results.build import CONTAMINATION
+    from ktbridge.eval.contamination import CONTAMINATION, find_contamination, overlap_problems
+    from ktbridge.eval.store import make_directory, write_json
 
     found = find_contamination(bench, train_data)
-    print_problems(found.problems())
+    print_problems(overlap_problems(found))
     make_directory(folder)
-    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
-    write_text(folder / CONTAMINATION, text + "\n")
+    write_json(folder / CONTAMINATION, found, indent=1)
 
 
 def _collect(

@@ -68,6 +68,12 @@ class Item:
     max_tokens: int
     judge: tuple[str, ...] = ()
 
+    @property
+    def references(self) -> list[str]:
+        """The texts that an answer is compared with by the scorer "references"; else []."""
+        compared = any(check["scorer"] == "references" for check in self.checks)
+        return list(self.gold) if compared and isinstance(self.gold, list) else []
+
 
 @dataclass(frozen=True)
 class Partner:

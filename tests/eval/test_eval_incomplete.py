@@ -18,9 +18,9 @@ from ktbridge.cli.report import command as report_command
 from ktbridge.errors import ProblemsError
 from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
 from ktbridge.eval.bench import with_max_tokens
-from ktbridge.eval.failures import FEWER_TOKENS, describe_reply, remedy
-from ktbridge.eval.run import read_run
-from ktbridge.eval.store import read_answers
+from ktbridge.eval.client import FEWER_TOKENS, describe_reply, remedy
+from ktbridge.eval.rundir import read_run
+from ktbridge.eval.store import ANSWERS, read_ledger
 
 from .test_eval_cli import command as words_of
 from .test_eval_cli import environment
@@ -315,7 +315,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(server, tmp_path):
     assert "run the same command again" in done.stderr
     stored = path.read_bytes()
     assert stored.endswith(b"\n"), "no half of a line is left"
-    kept = len(read_answers(path.parent))
+    kept = len(read_ledger(path.parent, ANSWERS))
     assert kept == stored.count(b"\n") > 100
     again = subprocess.run(
         words_of(*words), env=environment(), capture_output=True, text=True, check=False

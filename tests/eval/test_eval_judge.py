@@ -41,7 +41,7 @@ from ktbridge.eval.judging import (
 )
 from ktbridge.eval.judging.plan import compared_arms, make_plan
 from ktbridge.eval.judging.prompts import VERSION
-from ktbridge.eval.store import Journal
+from ktbridge.eval.store import JUDGEMENTS, Ledger
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +381,7 @@ def test_every_ok_repeat_is_judged_and_the_mean_told(world, run, rows):
     plan = make_plan(bench, [repeated], judge, pairs=False)
     mine = [ask for ask in plan.scores if ask.of == arm]
     assert [good in ask.messages[1]["content"] for ask in mine] == [True, False]
-    with Journal(run) as journal:
+    with Ledger(run, JUDGEMENTS) as journal:
         for ask in plan.mixed():
             said = fair({"messages": ask.messages})
             counts = dict.fromkeys(("attempts", "prompt_tokens", "completion_tokens"), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import statistics
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,7 +13,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key
@@ -22,10 +23,10 @@ from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
 from ktbridge.eval.html import diff_words
 from ktbridge.eval.judging import Judgements, JudgeScore
 from ktbridge.eval.persona import NO_PERSONA
-from ktbridge.eval.power import power, smallest_seen
-from ktbridge.eval.results.build import assemble, bench_card, mark_judged
-from ktbridge.eval.rundir import make_plan, read_run, write_benches, write_run
-from ktbridge.eval.stats import unseen_share
+from ktbridge.eval.plan import make_plan
+from ktbridge.eval.results.build import Gathered, assemble, bench_card, mark_judged
+from ktbridge.eval.rundir import read_run, write_benches, write_run
+from ktbridge.eval.stats import power, smallest_seen, unseen_share
 from ktbridge.eval.verdict import finding, judge_contrast, signed
 
 SMALL = Path(__file__).with_name("small")
@@ -74,7 +75,12 @@ def stored(out, answers, bench=BENCH, repeat=1, items=None):
     out.mkdir(parents=True, exist_ok=True)
     slices = [one.name for one in bench.slices]
     plan = make_plan({}, bench, list(answers), slices, items or bench.items, repeat)
-    write_run(out, read_run(out), bench, cards, {}, repeat, plan)
+    before = read_run(out)
+    write_run(
+        out,
+        {**before, "arms": {**before["arms"], **cards}, "repeat": repeat, "plan": plan},
+        bench,
+    )
     lines = []
     for item in bench.items if items is None else items:
         for name, answer in answers.items():
@@ -106,6 +112,11 @@ def knows(item, nth=0):
 
 def validate(document):
     jsonschema.Draft202012Validator(SCHEMA).validate(document)
+
+
+def test_the_published_schema_is_that_of_the_types():
+    published = runpy.run_path(str(Path(__file__).parents[2] / "scripts/make_schema.py"))
+    assert published["PATH"].read_text("utf-8") == published["render"](), "scripts/make_schema.py"
 
 
 def test_the_page_needs_no_network(server, tmp_path):
@@ -286,11 +297,11 @@ def test_a_headline_within_the_noise_is_warned_about(tmp_path):
         one["verdict"], one["mean"] = "improved", 0.09
     for arm in ("base", "full"):
         results["repeat"]["noise"][arm]["task"]["floor"] = 0.14  # of two means of two: 0.14/sqrt(2)
-    told = [one for one in warnings_of(results) if one["code"] == "KTB826"]
-    assert [one["where"] for one in told] == ["task: full − base"]
-    assert "(0.10)" in told[0]["found"]
+    told = [one for one in warnings_of(results) if one.code == "KTB826"]
+    assert [one.where for one in told] == ["task: full − base"]
+    assert "(0.10)" in told[0].found
     results["repeat"]["n"] = 4
-    assert not [one for one in warnings_of(results) if one["code"] == "KTB826"]
+    assert not [one for one in warnings_of(results) if one.code == "KTB826"]
 
 
 def test_texts_parse_rates_and_what_would_have_been_seen(tmp_path):
@@ -321,7 +332,7 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
         if judged:
             mark_judged(rows, judged)
         cards = {one["name"]: one for one in read_run(tmp_path)["arms"].values()}
-        results = assemble(bench_card(bench), cards, rows, references={}, judged=judged)
+        results = assemble(Gathered(bench_card(bench), cards, rows, judged=judged))
         validate(results)
         return results
 
@@ -336,9 +347,28 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
         {"item": one, "of": "full", "minus": "base", "result": "win", "flipped": False}
         for one in ids[:10]
     ] + [{"item": ids[10], "of": "full", "minus": "base", "result": "tie", "flipped": True}]
-    found = {"code": "KTB899", "severity": "warning", "where": "judge", "found": "says yes"}
-    card = {"model": "j", "prompt_tokens": 70, "completion_tokens": 30, "calls": 10}
-    judged = Judgements(scores, pairs, card, [found | {"expected": "", "next_step": ""}])
+    none = {"asked": 0, "right": 0}
+    card = {
+        "model": "j",
+        "url": "http://127.0.0.1:1/v1",
+        "extra_body": {},
+        "version": "1",
+        "prompt_tokens": 70,
+        "completion_tokens": 30,
+        "calls": 10,
+        "outcomes": {"ok": 10},
+        **dict.fromkeys(
+            ("parse_fail_rate", "yes_rate", "flip_rate", "position_bias", "length_bias")
+        ),
+        "verdicts": 0,
+        "anchors": {**none, "good": none, "bad": none, "slices": {}},
+        "anchor_pairs": none,
+        "pairs_unread": 0,
+        "same_family": False,
+        "refused": False,
+        "pairs_refused": False,
+    }
+    judged = Judgements(scores, pairs, card, [Problem("KTB899", "warning", "judge", "says yes")])
     results = bench_of(judged)
     assert results["tables"]["judge"]["overall"]["full"] == {
         **results["tables"]["judge"]["overall"]["full"],
@@ -384,9 +414,9 @@ def test_what_the_training_data_holds_stands_in_the_report(tmp_path):
     train.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     found = find_contamination(BENCH, train)
     out = stored(tmp_path / "run", {"base": knows, "full": knows}, items=BENCH.items[:2])
-    (out / "contamination.json").write_text(json.dumps(found.as_dict()), "utf-8")
+    (out / "contamination.json").write_text(json.dumps(found), "utf-8")
     results = write_report(out)
-    assert results["contamination"] == found.as_dict()
+    assert results["contamination"] == found
     told = results["warnings"][-1]
     assert (told["code"], told["where"]) == ("KTB825", "slice KRI-R")
     assert (
@@ -511,8 +541,8 @@ def test_gates_that_no_result_can_answer(tmp_path, text):
     ],
 )
 def test_words_for_a_contrast(axis, low, high, p, clusters, word):
-    contrast = {"axis": axis, "low": low, "high": high, "p_holm": p, "clusters": clusters}
-    assert judge_contrast(contrast, 0.1) == word
+    contrast = {"low": low, "high": high, "clusters": clusters}
+    assert judge_contrast(axis, contrast, p, 0.1) == word
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from findings import codes, placed
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
 from ktbridge.eval.bench import FILES, parse_bench
-from ktbridge.eval.store import Store, read_answers
+from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
 
 SMALL = Path(__file__).with_name("small")
 BENCH = load_bench(SMALL)
@@ -170,7 +170,7 @@ def test_a_hang_is_timed_out_and_named(server, tmp_path):
     done = run(server, tmp_path, arms=server.arms[:1], slices=("PES",), limit=4, timeout=0.4)
     assert done.outcomes == {"ok": 3, "http-error": 1}
     assert sum(prompt_of(request) == sick and is_item(request) for request in server.requests) == 2
-    (record,) = [one for one in read_answers(tmp_path).values() if one["outcome"] != "ok"]
+    (record,) = [one for one in read_ledger(tmp_path, ANSWERS).values() if one["outcome"] != "ok"]
     assert record["detail"] == "timed out"
 
 
@@ -183,7 +183,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_goes_on(server, tmp_pa
     server.behave = behave
     with pytest.raises(KtbridgeError, match="stopped answering"):
         run(server, tmp_path, concurrency=2)
-    stored = sum(one["outcome"] == "ok" for one in read_answers(tmp_path).values())
+    stored = sum(one["outcome"] == "ok" for one in read_ledger(tmp_path, ANSWERS).values())
     assert 18 <= stored <= 20
     server.behave = lambda request, nth: None
     assert run(server, tmp_path).stored == stored
@@ -366,7 +366,7 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(server, tmp_path
     path = tmp_path / "answers.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    assert len(read_answers(tmp_path)) == 47
+    assert len(read_ledger(tmp_path, ANSWERS)) == 47
     assert run(server, tmp_path).asked == 1
 
     def told(data):
@@ -381,7 +381,7 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(server, tmp_path
 
 
 def test_one_writer_at_a_time(server, tmp_path):
-    with Store(tmp_path), pytest.raises(KtbridgeError, match="another `ktbridge eval`"):
+    with Ledger(tmp_path, ANSWERS), pytest.raises(KtbridgeError, match="another `ktbridge eval`"):
         run(server, tmp_path)
     assert run(server, tmp_path).asked == 48
 
