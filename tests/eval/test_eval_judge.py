@@ -323,9 +323,8 @@ def test_a_judge_that_is_gone_stops_the_run(world, run):
     with pytest.raises(KtbridgeError, match="stopped answering"):
         judge_it(world, run, timeout=0.05)
     assert len((run / "judgements.jsonl").read_text().splitlines()) < 30
-    time.sleep(
-        0.7
-    )  # the server, which the next test uses too, still reads requests that were given up
+    # The server, which the next test uses too, still reads requests that were given up.
+    time.sleep(0.7)
 
 
 def test_a_server_without_response_format_is_asked_in_plain_words(world, run):

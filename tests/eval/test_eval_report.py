@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from evalruns import BENCH
 
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
@@ -29,8 +30,6 @@ from ktbridge.eval.rundir import read_run, write_benches, write_run
 from ktbridge.eval.stats import power, smallest_seen, unseen_share
 from ktbridge.eval.verdict import finding, judge_contrast, signed
 
-SMALL = Path(__file__).with_name("small")
-BENCH = load_bench(SMALL)
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/results.schema.json").read_text("utf-8"))
 EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)> "\' onload="x {{ 7*7 }} <!--'
 ARMS = ("base", "expert", "full")

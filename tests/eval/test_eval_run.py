@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
-from findings import codes, placed
+from evalruns import BENCH, is_item, prompt_of, run
+from findings import codes
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval import failures, score_run, write_report
 from ktbridge.eval.bench import FILES, parse_bench
 from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
-
-SMALL = Path(__file__).with_name("small")
-BENCH = load_bench(SMALL)
-
-
-def run(server, out, **options):
-    """One invocation against ``server``; quick retries."""
-    arms = parse_arms(options.pop("arms", server.arms))
-    bench = options.pop("bench", BENCH)
-    return collect(bench, arms, out, backoff=0.001, **{"concurrency": 8, "limit": 16, **options})
-
-
-def prompt_of(request):
-    return request["messages"][-1]["content"]
-
-
-def is_item(request):
-    """Whether this asks an item, not a probe (short) or the invented adapter (shorter)."""
-    return request["max_tokens"] > 32
-
 
 # --- what is sent and what is reused
 
@@ -229,41 +209,58 @@ def test_empty_truncated_and_thinking_answers_are_named(server, tmp_path):
 # --- preflight fails closed
 
 
-def test_a_server_that_takes_any_name_is_refused(server, tmp_path):
+def takes_any_name(server, request):
+    return server.completion(server.plain("tiny", prompt_of(request)))
+
+
+def does_not_apply_an_adapter(server, request):
+    if "no-such" in request["model"]:
+        return None
+    model = "tiny" if request["model"] == "tiny:neko" else request["model"]
+    return server.completion(server.plain(model, prompt_of(request)))
+
+
+def has_another_template_for_an_arm(server, request):
+    if request["model"] != "tiny":
+        return None
+    body = server.completion(server.plain("tiny", prompt_of(request)))
+    body["usage"]["prompt_tokens"] += 4
+    return body
+
+
+@pytest.mark.parametrize(
+    ("fault", "errors", "asked"),
+    [
+        (takes_any_name, [("KTB803", "arm base"), ("KTB803", "arm full")], 2),
+        (does_not_apply_an_adapter, [("KTB806", "arms expert and full")], 2 + 8 * 3),
+        (
+            has_another_template_for_an_arm,
+            [("KTB807", "arms base and expert"), ("KTB807", "arms expert and full")],
+            2 + 8 * 3,
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_trusted_is_asked_no_item(server, tmp_path, fault, errors, asked):
     def behave(request, nth):
-        return 200, {}, server.completion(server.plain("tiny", prompt_of(request)))
+        body = fault(server, request)
+        return body and (200, {}, body)
 
     server.behave = behave
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path)
-    assert placed(caught) == [("KTB803", "arm base"), ("KTB803", "arm full")]
-    assert len(server.requests) == 2, "nothing is asked after that"
+    found = [one for one in caught.value.problems if one.severity == "error"]
+    assert [(one.code, one.where) for one in found] == errors
+    assert len(server.requests) == asked
     assert not (tmp_path / "run.json").exists()
 
 
 def test_a_server_that_fails_on_an_invented_name_proves_nothing(server, tmp_path):
-    def behave(request, nth):
-        return (401, {}, {"error": "key"}) if "no-such" in request["model"] else None
-
-    server.behave = behave
+    server.behave = lambda request, nth: (
+        (401, {}, {"error": "key"}) if "no-such" in request["model"] else None
+    )
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path)
     assert codes(caught) == {"KTB804"}
-
-
-def test_identical_arms_stop_the_run(server, tmp_path):
-    def behave(request, nth):
-        if "no-such" in request["model"]:
-            return None
-        model = "tiny" if request["model"] == "tiny:neko" else request["model"]
-        return 200, {}, server.completion(server.plain(model, prompt_of(request)))
-
-    server.behave = behave
-    with pytest.raises(ProblemsError) as caught:
-        run(server, tmp_path)
-    (problem,) = [one for one in caught.value.problems if one.severity == "error"]
-    assert (problem.code, problem.where) == ("KTB806", "arms expert and full")
-    assert not any(is_item(request) for request in server.requests)
 
 
 def test_the_share_of_identical_probes_is_told(server, tmp_path):
@@ -299,8 +296,9 @@ def test_no_server(server, tmp_path):
     server.close()
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path)
-    assert codes(caught) == {"KTB801"}
-    assert "does not answer" in caught.value.problems[0].found
+    (problem,) = caught.value.problems
+    assert (problem.code, "does not answer" in problem.found) == ("KTB801", True)
+    assert str(problem).count(server.url) == 1
 
 
 def test_an_arm_that_says_nothing_is_left_out_and_the_others_are_asked(server, tmp_path):
@@ -328,20 +326,6 @@ def test_an_arm_that_says_nothing_is_left_out_and_the_others_are_asked(server, t
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path / "all")
     assert codes(caught) == {"KTB805"}
-
-
-def test_template_drift_is_refused(server, tmp_path):
-    def behave(request, nth):
-        if request["model"] != "tiny":
-            return None
-        body = server.completion(server.plain("tiny", prompt_of(request)))
-        body["usage"]["prompt_tokens"] += 4
-        return 200, {}, body
-
-    server.behave = behave
-    with pytest.raises(ProblemsError) as caught:
-        run(server, tmp_path)
-    assert codes(caught) == {"KTB807"}
 
 
 def test_another_model_behind_the_same_name_is_noticed(server, tmp_path):

@@ -6,37 +6,30 @@ import dataclasses
 import itertools
 import json
 import re
-from pathlib import Path
 
+import evalruns
 import pytest
-from click.testing import CliRunner
+from evalruns import BENCH, SMALL, arm_words, is_item
 
 from ktbridge.cli.eval import command
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.eval import collect, load_bench, parse_arms, score_run
+from ktbridge.eval import load_bench, parse_arms, score_run
 from ktbridge.eval.arms import discover_arms, parse_model
 from ktbridge.eval.bench import parse_bench, parse_extra_body, with_sampling
 from ktbridge.eval.rundir import read_benches, read_run
 from ktbridge.eval.store import ANSWERS, JUDGEMENTS, Ledger, read_ledger, request_key
 
-SMALL = Path(__file__).with_name("small")
-BENCH = load_bench(SMALL)
 TALK = load_bench("beyond-dialogue")
 GUEST = "嗯，那后来呢？"
 
 
 def run(server, out, **options):
-    arms = parse_arms(options.pop("arms", [server.arms[0], server.arms[2]]))
-    bench = options.pop("bench", BENCH)
-    return collect(bench, arms, out, backoff=0.001, **{"concurrency": 8, "limit": 16, **options})
-
-
-def is_item(request):
-    return request["max_tokens"] > 32
+    """Of two of the server's arms, unless told otherwise."""
+    return evalruns.run(server, out, **{"arms": server.arms[::2], **options})
 
 
 def invoke(*words):
-    return CliRunner().invoke(command, [str(word) for word in words], standalone_mode=False)
+    return evalruns.invoke(command, *words)
 
 
 # --- dialogues
@@ -274,7 +267,7 @@ def test_a_dry_run_counts_and_asks_nothing(server, tmp_path):
 
 
 def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
-    arms = [word for arm in server.arms for word in ("--arm", arm)]
+    arms = arm_words(server)
     small = ["--bench", SMALL]
     out = ["--out", tmp_path / "out"]
     judge = ["--judge", f"judge@{server.url}"]
@@ -322,7 +315,7 @@ def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
 
 
 def test_benches_in_one_directory(server, tmp_path):
-    arms = [word for arm in server.arms for word in ("--arm", arm)]
+    arms = arm_words(server)
     words = ["--out", tmp_path / "out", "--limit", 4, "--no-judge", "--concurrency", 8]
     done = invoke("--bench", SMALL, "--bench", "generic", *words, *arms)
     assert done.exit_code == 0, done.output
