@@ -152,7 +152,7 @@ def command(
         --judge judge-model@http://127.0.0.1:9000 --fail-on "KRI<-0.2"
     """
     from ktbridge.cli._eval_dry import show_plan
-    from ktbridge.cli._eval_inputs import read_inputs
+    from ktbridge.cli._eval_inputs import Given, read_inputs
     from ktbridge.cli._ui import emit_json, stderr
     from ktbridge.cli.report import fail_on_errors, fail_on_gates, print_results
     from ktbridge.errors import UsageError, has_errors
@@ -161,7 +161,7 @@ def command(
 
     if no_judge and given["judge"]:
         raise UsageError("--judge and --no-judge contradict each other.", "give one of them")
-    inputs = read_inputs(out=out, judge_pairs=judge_pairs, **given)
+    inputs = read_inputs(Given(out=out, judge_pairs=judge_pairs, **given))
     if resume and not any((folder / RUN).is_file() for folder in inputs.folders):
         raise UsageError(
             f"--resume: there is no run in {str(out)!r}.",

@@ -1,4 +1,4 @@
-"""The header of a report in any format: models, date, bench, number of items."""
+"""What a report says of itself in any format: its header (models, date, bench, items) and glossary."""
 
 from __future__ import annotations
 

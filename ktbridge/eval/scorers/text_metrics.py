@@ -48,7 +48,7 @@ def references(text: str, check: Check, gold: Gold) -> Mark:
 
     Tokens are ideographs and words (``unicode_tokens``). bleu-4 uses all references at once and is
     smoothed (method 3): unrelated texts don't score 0, so compare arms with each other, not with 0.
-    These marks are for comparing arms item by item; for published numbers see ``text_metrics.py``.
+    These marks are for comparing arms item by item; for published numbers see ``measure_texts``.
     """
     metric = check["metric"]
     if metric == "chrf":
