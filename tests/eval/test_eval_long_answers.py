@@ -9,13 +9,12 @@ import json
 import re
 
 import pytest
+from evalruns import BENCH, knows, stored, validate
 
 from ktbridge.eval import load_bench, score_run, write_report
 from ktbridge.eval.numerals import chinese_number, find_answer_number
 from ktbridge.eval.persona import score_persona
 from ktbridge.eval.scorers import FAMILIES, SCORERS, measure_texts, registry, score_task
-
-from .test_eval_report import BENCH, knows, stored, validate
 
 NEKO = load_bench("nekobench")
 LONG = 400_000
