@@ -30,11 +30,11 @@ from ktbridge.eval.bench_checks import (
     Slice,
     check_head,
     check_items,
-    is_json,
 )
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
 from ktbridge.eval.results.cards import Json
 from ktbridge.eval.sources import read_source
+from ktbridge.eval.text import is_json
 from ktbridge.hosts import is_loopback_url
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]

@@ -16,7 +16,7 @@ from ktbridge.errors import Problem
 from ktbridge.eval.persona import Persona
 from ktbridge.eval.results.cards import Json, Message
 from ktbridge.eval.scorers import SCORERS, check_faults
-from ktbridge.eval.text import language_of
+from ktbridge.eval.text import is_json, language_of
 
 Axis = Literal["task", "persona"]
 AXES: tuple[Axis, ...] = ("task", "persona")
@@ -248,9 +248,9 @@ def check_items(
     problems: list[Problem],
 ) -> list[Item]:
     """Check items.jsonl line by line; faults are appended to ``problems``. Returns the valid items."""
-    known: Head = head if isinstance(head, dict) else {}  # type: ignore[assignment]
-    lists = known.get("checklists", {})
-    lists = lists if isinstance(lists, dict) else {}
+    sound = _sound(head)
+    named = head.get("checklists") if isinstance(head, Mapping) else None
+    lists: Json = named if isinstance(named, Mapping) else {}
     items: list[Item] = []
     first_line: dict[str, int] = {}
     for number, line in enumerate(data.split(b"\n"), 1):
@@ -280,7 +280,7 @@ def check_items(
             for fault, expected in found
         )
         if not found:
-            items.append(_item(row, known, lists, persona))
+            items.append(_item(row, sound, persona))
     if not first_line:
         problems.append(
             problem("KTB812", "items.jsonl", "no items", "one item a line", next_step="")
@@ -308,18 +308,23 @@ def with_item_defaults(row: object, slices: Mapping[str, Slice], number: int) ->
     return filled
 
 
-def _item(
-    row: ItemRow, head: Head, lists: Mapping[str, list[str]], persona: Persona | None
-) -> Item:
+def _sound(head: object) -> Head:
+    """What of bench.yaml keeps to its rules; the rest has been complained of."""
+    given = head if isinstance(head, dict) else {}
+    wrong = [key for key, (is_right, _) in _HEAD_RULES.items() if not is_right(given.get(key))]
+    return {key: value for key, value in given.items() if key not in wrong}  # type: ignore[return-value]
+
+
+def _item(row: ItemRow, head: Head, persona: Persona | None) -> Item:
     checks = tuple(
         {**check, "persona": persona} if SCORERS[str(check["scorer"])].needs_persona else check
         for check in row["checks"]
     )
-    judge = row.get("judge", [])
+    judge, lists = row.get("judge", []), head.get("checklists", {})
     questions = [
         question
         for one in ([f"@{judge}"] if isinstance(judge, str) else judge)
-        for question in (lists[one[1:]] if one[0] == "@" else [one])
+        for question in (lists.get(one[1:], []) if one[0] == "@" else [one])
     ]
     limit = row.get("max_tokens", head.get("max_tokens", _MAX_TOKENS))
     return Item(
@@ -393,12 +398,3 @@ def _judge_faults(judge: object, lists: Json) -> list[Fault]:
         for one in named
         if one[0] == "@" and one[1:] not in lists
     ]
-
-
-def is_json(value: object) -> bool:
-    """Whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return True

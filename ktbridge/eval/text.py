@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -20,6 +21,15 @@ _TOKEN = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 def normalise(text: str) -> str:
     """NFKC, case-folded, white space collapsed: for comparison, not for display."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def is_json(value: object) -> bool:
+    """Whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def sentences(text: str) -> list[str]:

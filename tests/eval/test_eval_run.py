@@ -78,24 +78,6 @@ def test_scoring_again_needs_no_server(server, tmp_path):
 # --- servers that misbehave
 
 
-def test_retry_after_is_honoured(server, tmp_path):
-    times = []
-    busy = BENCH.select(("SAF",))[3].messages[0]["content"]
-
-    def behave(request, nth):
-        if is_item(request) and prompt_of(request) == busy:
-            times.append(time.monotonic())
-            if nth == 1:
-                return 429, {"retry-after": "1"}, {"error": {"message": "slow down"}}
-        return None
-
-    server.behave = behave
-    done = run(server, tmp_path, arms=server.arms[:1], slices=("SAF",), concurrency=1)
-    assert done.outcomes == {"ok": 8}
-    assert len(times) == 2
-    assert times[1] - times[0] >= 0.99
-
-
 @pytest.mark.parametrize(
     "fault",
     [

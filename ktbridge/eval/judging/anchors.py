@@ -26,7 +26,8 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.bench_checks import is_json, slice_table
+from ktbridge.eval.bench_checks import slice_table
+from ktbridge.eval.text import is_json
 
 Kind = Literal["good", "bad"]
 _KINDS: tuple[Kind, ...] = ("good", "bad")
