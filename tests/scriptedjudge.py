@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
-import threading
-from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from mockserver import JsonServer
 
 from ktbridge.eval import collect, load_bench, parse_arms, score_run
 from ktbridge.eval.bench import read_snapshot
@@ -86,62 +84,19 @@ def pair(winner: str) -> str:
     return json.dumps({"evidence": "seen", "winner": winner})
 
 
-class World:
+class World(JsonServer):
     """A real HTTP server with the arms and a judge, which ``behave(request, nth)`` scripts.
 
     It gives the judge's text, or (status, headers, body).
     """
 
     def __init__(self) -> None:
-        self.behave = lambda request, nth: fair(request)
-        self.asked: list[dict] = []
-        self.replies: list[str] = []
-        self.seen: Counter[str] = Counter()
-        self.lock = threading.Lock()
-        self.listed = [
-            {"id": name, "object": "model", "created": 0, **more}
-            for name, more in {
-                "tiny:base": {"root": "/models/Qwen3-30B-A3B"},
-                "tiny:full": {"root": "/models/Qwen3-30B-A3B"},
-                "arbiter": {},
-                "Qwen2.5-72B-Instruct": {},
-            }.items()
-        ]
-        world = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def do_GET(self) -> None:
-                self.reply(200, {}, {"object": "list", "data": world.listed})
-
-            def do_POST(self) -> None:
-                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self.reply(*world.respond(request))
-
-            def reply(self, status, headers, body) -> None:
-                data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-                self.send_response(status)
-                for name, value in {"content-length": str(len(data)), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            def handle_error(self, request, client_address) -> None:
-                # A client that has timed out or was killed is part of the plan.
-                if not isinstance(sys.exc_info()[1], ConnectionError):
-                    super().handle_error(request, client_address)
-
-        self._http = Server(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        base = {"root": "/models/Qwen3-30B-A3B"}
+        names = {"tiny:base": base, "tiny:full": base, "arbiter": {}, "Qwen2.5-72B-Instruct": {}}
+        super().__init__(
+            [{"id": name, "object": "model", "created": 0, **more} for name, more in names.items()]
+        )
+        self.reset()
 
     def respond(self, request):
         if request["model"].startswith("tiny"):
@@ -150,15 +105,9 @@ class World:
             return self.completion(arm_answer(request["model"], request["messages"][-1]["content"]))
         with self.lock:
             self.asked.append(request)
-            key = json.dumps(request["messages"])
-            self.seen[key] += 1
-            nth = self.seen[key]
+            nth = self.nth(request["messages"])
         said = self.behave(request, nth)
-        if not isinstance(said, str):
-            return said
-        with self.lock:
-            self.replies.append(said)
-        return self.completion(said)
+        return self.completion(said) if isinstance(said, str) else said
 
     @staticmethod
     def completion(text, finish="stop"):
@@ -167,12 +116,8 @@ class World:
 
     def reset(self) -> None:
         self.behave = lambda request, nth: fair(request)
-        self.asked, self.replies, self.seen = [], [], Counter()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self.asked: list[dict] = []
+        self.seen.clear()
 
 
 def make_bench(folder: Path, head: str = BENCH) -> Path:

@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ktbridge.cli._eval_inputs import Inputs
+
+
+class ArmPlan(TypedDict):
+    name: str
+    slices: dict[str, int]
+    wanted: int
+    stored: int
+    to_ask: int
+    prompt_tokens: int
+    completion_tokens_at_most: int
+
+
+class JudgePlan(TypedDict):
+    model: str
+    url: str
+    pairs: bool
+    answers: int
+
+
+class BenchPlan(TypedDict):
+    """What would be asked of one bench (schema ``ktbridge.eval-plan/1``)."""
+
+    bench: str
+    version: str
+    directory: str
+    sampling: dict[str, object]
+    max_tokens: int | None
+    arms: list[ArmPlan]
+    judge: JudgePlan | None
 
 
 def show_plan(
@@ -32,9 +61,9 @@ def _plan(
     limit: int | None,
     repeat: int,
     judge_pairs: bool,
-) -> dict[str, Any]:
+) -> BenchPlan:
     from ktbridge.eval.compat import is_compat
-    from ktbridge.eval.dryrun import plan_run
+    from ktbridge.eval.plan import plan_run
 
     bench = inputs.benches[index]
     planned = plan_run(
@@ -47,7 +76,7 @@ def _plan(
         partner=inputs.partner,
     )
     items = bench.select(inputs.slices[bench.name], limit)
-    judge = None
+    judge: JudgePlan | None = None
     if inputs.judge:
         judge = {
             "model": inputs.judge.model,
@@ -79,7 +108,7 @@ def _plan(
     }
 
 
-def _print(plan: dict[str, Any]) -> None:
+def _print(plan: BenchPlan) -> None:
     from rich.markup import escape
     from rich.table import Table
 

@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ktbridge.eval.arms import Arm
     from ktbridge.eval.bench import Bench
+    from ktbridge.eval.gates import Gate
     from ktbridge.eval.judging import Judge
 
 ARMS_KEY, JUDGE_KEY = "KTBRIDGE_API_KEY", "KTBRIDGE_JUDGE_API_KEY"
@@ -27,77 +28,84 @@ class Inputs:
     partner: Arm | None
     judge: Judge | None
     judge_may_be_remote: bool
-    gates: tuple[Any, ...]
+    gates: tuple[Gate, ...]
 
     @property
     def several(self) -> bool:
         return len(self.benches) > 1
 
 
-def read_inputs(
-    *,
-    benches: Sequence[str],
-    compat: str | None,
-    items: Sequence[str],
-    arms: Sequence[str],
-    server: str | None,
-    out: Path,
-    slices: str | None,
-    extra_body: str | None,
-    max_tokens: int | None,
-    partner: str | None,
-    judge: str | None,
-    judge_may_be_remote: bool,
-    judge_pairs: bool,
-    judge_extra_body: str | None,
-    fail_on: Sequence[str],
-) -> Inputs:
+@dataclass(frozen=True)
+class Given:
+    """The options of the command that say what is asked of whom, as they were typed."""
+
+    benches: Sequence[str]
+    compat: str | None
+    items: Sequence[str]
+    arms: Sequence[str]
+    server: str | None
+    out: Path
+    slices: str | None
+    extra_body: str | None
+    max_tokens: int | None
+    partner: str | None
+    judge: str | None
+    judge_may_be_remote: bool
+    judge_pairs: bool
+    judge_extra_body: str | None
+    fail_on: Sequence[str]
+
+
+def read_inputs(given: Given) -> Inputs:
     """Parse everything. Raises UsageError or ProblemsError for invalid arguments.
 
     The only request is for the list of models, with --server.
     """
     from ktbridge.errors import UsageError
-    from ktbridge.eval.arms import discover_arms, parse_arms
+    from ktbridge.eval.arms import discover_arms, parse_arms, parse_model
     from ktbridge.eval.bench import parse_extra_body, with_max_tokens, with_sampling
-    from ktbridge.eval.dialogue import parse_partner
     from ktbridge.eval.gates import parse_gate, refuse_unknown
     from ktbridge.eval.judging.read import JUDGE
     from ktbridge.eval.rundir import run_directories
 
-    if bool(arms) == bool(server):
+    if bool(given.arms) == bool(given.server):
         raise UsageError(
             "give arms with --arm NAME=MODEL@URL, or let --server URL find them.",
-            "one of the two" if arms else "try --server http://127.0.0.1:8000",
+            "one of the two" if given.arms else "try --server http://127.0.0.1:8000",
         )
-    if (judge_pairs or judge_extra_body) and not judge:
-        option = "--judge-pairs" if judge_pairs else "--judge-extra-body"
+    if (given.judge_pairs or given.judge_extra_body) and not given.judge:
+        option = "--judge-pairs" if given.judge_pairs else "--judge-extra-body"
         raise UsageError(f"{option} needs a judge.", "give --judge MODEL@URL")
-    parsed = parse_arms(arms)
-    gates = tuple(parse_gate(text) for text in fail_on)
-    fields = parse_extra_body(extra_body) if extra_body else {}
-    loaded = tuple(
-        with_max_tokens(with_sampling(one, fields), max_tokens)
-        for one in _benches(benches, compat, items)
+    arms = parse_arms(given.arms)
+    gates = tuple(parse_gate(text) for text in given.fail_on)
+    fields = parse_extra_body(given.extra_body) if given.extra_body else {}
+    benches = tuple(
+        with_max_tokens(with_sampling(one, fields), given.max_tokens)
+        for one in _benches(given.benches, given.compat, given.items)
     )
-    folders = run_directories(out, [one.name for one in loaded])
+    folders = run_directories(given.out, [one.name for one in benches])
     judged_before = any((folder / JUDGE).is_file() for folder in folders)
-    refuse_unknown(gates, loaded, judged=bool(judge) or judged_before)
-    chosen = _slices(loaded, slices)
-    judged = None
-    if judge:
-        from ktbridge.eval.judging import check_judge, parse_judge
-
-        option = "--judge-extra-body"
-        extra = parse_extra_body(judge_extra_body, option) if judge_extra_body else {}
-        judged = parse_judge(judge, extra)
-        for one in loaded:
-            check_judge(one, judged, judge_may_be_remote)
-    other = parse_partner(partner) if partner else None
-    if other and not any(one.partner for one in loaded):
+    refuse_unknown(gates, benches, judged=bool(given.judge) or judged_before)
+    slices = _slices(benches, given.slices)
+    judge = _judge(given, given.judge, benches) if given.judge else None
+    partner = parse_model("partner", given.partner) if given.partner else None
+    if partner and not any(one.partner for one in benches):
         raise UsageError("--partner: no bench here has dialogues.", "leave --partner out")
-    if server:
-        parsed = discover_arms(server, os.environ.get(ARMS_KEY))
-    return Inputs(loaded, folders, parsed, chosen, other, judged, judge_may_be_remote, gates)
+    if given.server:
+        arms = discover_arms(given.server, os.environ.get(ARMS_KEY))
+    remote = given.judge_may_be_remote
+    return Inputs(benches, folders, arms, slices, partner, judge, remote, gates)
+
+
+def _judge(given: Given, text: str, benches: Sequence[Bench]) -> Judge:
+    from ktbridge.eval.bench import parse_extra_body
+    from ktbridge.eval.judging import check_judge, parse_judge
+
+    extra = given.judge_extra_body
+    judge = parse_judge(text, parse_extra_body(extra, "--judge-extra-body") if extra else {})
+    for bench in benches:
+        check_judge(bench, judge, given.judge_may_be_remote)
+    return judge
 
 
 def _benches(names: Sequence[str], compat: str | None, items: Sequence[str]) -> list[Bench]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -153,7 +152,7 @@ def command(
         --judge judge-model@http://127.0.0.1:9000 --fail-on "KRI<-0.2"
     """
     from ktbridge.cli._eval_dry import show_plan
-    from ktbridge.cli._eval_inputs import read_inputs
+    from ktbridge.cli._eval_inputs import Given, read_inputs
     from ktbridge.cli._ui import emit_json, stderr
     from ktbridge.cli.report import fail_on_errors, fail_on_gates, print_results
     from ktbridge.errors import UsageError, has_errors
@@ -162,7 +161,7 @@ def command(
 
     if no_judge and given["judge"]:
         raise UsageError("--judge and --no-judge contradict each other.", "give one of them")
-    inputs = read_inputs(out=out, judge_pairs=judge_pairs, **given)
+    inputs = read_inputs(Given(out=out, judge_pairs=judge_pairs, **given))
     if resume and not any((folder / RUN).is_file() for folder in inputs.folders):
         raise UsageError(
             f"--resume: there is no run in {str(out)!r}.",
@@ -213,15 +212,13 @@ def _check_judge(inputs: Inputs, timeout: float) -> None:
 
 def _compare_training(bench: Bench, train_data: Path, folder: Path) -> None:
     from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.contamination import find_contamination
-    from ktbridge.eval.disk import make_directory, write_text
-    from ktbridge.eval.results.build import CONTAMINATION
+    from ktbridge.eval.contamination import CONTAMINATION, find_contamination, overlap_problems
+    from ktbridge.eval.store import make_directory, write_json
 
     found = find_contamination(bench, train_data)
-    print_problems(found.problems())
+    print_problems(overlap_problems(found))
     make_directory(folder)
-    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
-    write_text(folder / CONTAMINATION, text + "\n")
+    write_json(folder / CONTAMINATION, found, indent=1)
 
 
 def _collect(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import click
 
 from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ktbridge.eval.gates import Gate
     from ktbridge.eval.results.types import Axis, Index, Results
 
 _STYLES = {"improved": "green", "dropped": "red", "within margin": "cyan", "inconclusive": "dim"}
@@ -94,7 +97,7 @@ def fail_on_errors(results: Results | Index) -> None:
         sys.exit(1)
 
 
-def fail_on_gates(gates: Sequence[Any], results: Results | Index) -> None:
+def fail_on_gates(gates: Sequence[Gate], results: Results | Index) -> None:
     """Exit with 1, listing the conditions met. Raises UsageError for an unknown slice."""
     from ktbridge.cli._ui import print_problems
     from ktbridge.eval.gates import check_gates
@@ -132,7 +135,7 @@ def _print_run(results: Results) -> None:
     from ktbridge.eval.results.types import AXES_SHOWN
 
     bench, verdict = results["bench"], results["verdict"]
-    problems = [Problem(**cast(Any, one)) for one in results["warnings"]]
+    problems = [Problem(**one) for one in results["warnings"]]
     console.print()
     for name, value in facts(results):
         console.print(f"[dim]{name.lower():<8}[/] {shown(value)}")
@@ -180,7 +183,7 @@ def _print_run(results: Results) -> None:
     print_problems(problems)
 
 
-def _table(results: Results, axis: Axis) -> Any:
+def _table(results: Results, axis: Axis) -> Table:
     from rich.markup import escape
     from rich.table import Table
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ktbridge.errors import UsageError
 from ktbridge.eval.client import Client, ModelEntry
-from ktbridge.eval.results.types import ArmCard, Json
+from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.hosts import api_url
 from ktbridge.served_names import (
     adapter_name,
@@ -45,11 +45,6 @@ class Arm:
         """The served model's name: the part before the first ':' of the model."""
         return split_name(self.model)[0]
 
-    @property
-    def adapter(self) -> str:
-        """The part after the first ':' ('' when the arm names no adapter)."""
-        return split_name(self.model)[1] or ""
-
 
 def parse_arm(text: str) -> Arm:
     """Parse NAME=MODEL@URL. Raises UsageError if it is invalid."""
@@ -68,6 +63,17 @@ def parse_arm(text: str) -> Arm:
         ) from None
 
 
+def parse_model(role: str, text: str) -> Arm:
+    """Parse MODEL@URL of another model, the "judge" or the "partner". Raises UsageError if invalid."""
+    try:
+        return parse_arm(f"{role}={text}")
+    except UsageError:
+        raise UsageError(
+            f"the {role} {text!r} is not of the form MODEL@URL, with an http or https URL.",
+            f"write it as {role}-model@http://127.0.0.1:9000",
+        ) from None
+
+
 def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
     """Parse and sort several arms; duplicate names are refused."""
     arms = [parse_arm(text) for text in texts]
@@ -83,14 +89,10 @@ def arm_rank(name: str) -> int:
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
-def canonical(value: object) -> str:
-    """JSON that is the same for equal values: sorted keys, no spaces."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-
-
 def sha256(value: object) -> str:
-    """Hex SHA-256 of the canonical JSON of ``value``."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
+    """Hex SHA-256 of ``value`` as JSON that is the same for equal values: sorted keys, no spaces."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:

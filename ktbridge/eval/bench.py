@@ -12,9 +12,8 @@ import json
 import urllib.parse
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -25,20 +24,22 @@ from ktbridge.eval.bench_checks import (
     BENCH_DEFAULTS,
     OURS,
     Axis,
+    Head,
     Item,
     Partner,
     Slice,
     check_head,
     check_items,
-    grouped,
-    is_json,
 )
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
+from ktbridge.eval.results.cards import Json
 from ktbridge.eval.sources import read_source
+from ktbridge.eval.text import is_json
 from ktbridge.hosts import is_loopback_url
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
 
+_MANY = 8  # at most this many lines are listed for one problem
 FILES = ("bench.yaml", "items.jsonl", "persona.yaml")
 
 
@@ -56,13 +57,13 @@ class Bench:
     version: str
     language: str
     margin: float
-    sampling: Mapping[str, Any]
+    sampling: Json
     slices: tuple[Slice, ...]
     items: tuple[Item, ...]
     persona: Persona
     sha256: str
     files: Mapping[str, bytes]
-    data: Mapping[str, Any] | None = None
+    data: Json | None = None
     notes: tuple[str, ...] = ()
     partner: Partner | None = None
     private: bool = False
@@ -141,7 +142,7 @@ def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
         )
     if source is not None:
         rows, data = read_source(source, folder, items)
-        lists = head.get("checklists") or {}
+        lists = head.get("checklists") or {} if isinstance(head, Mapping) else {}
         # A folder without a checklist of that name is used without a judge.
         rows = [{k: v for k, v in row.items() if k != "judge" or v in lists} for row in rows]
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
@@ -171,39 +172,59 @@ def parse_bench(files: Mapping[str, bytes]) -> Bench:
     persona = parse_persona(_yaml(files, "persona.yaml", problems), "persona.yaml", problems)
     items = check_items(files["items.jsonl"], slices, head, persona, problems)
     if problems or persona is None:
-        problems = grouped(problems)
+        problems = _grouped(problems)
         raise ProblemsError(
             f"the bench has {len(problems)} problem(s); nothing was asked.",
             problems,
             "correct the bench's files and run again; eval/README.md has an example",
         )
-    head = {**BENCH_DEFAULTS, **head}
+    checked: Head = {**BENCH_DEFAULTS, **head}  # type: ignore[dict-item, misc, typeddict-item]
     digest = hashlib.sha256()
     for name in FILES:
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
-    partner = head.get("partner")
+    partner = checked.get("partner")
     return Bench(
-        name=str(head["name"]),
-        version=str(head["version"]),
-        language=str(head["language"]),
-        margin=float(head["margin"]),
-        sampling=dict(head["sampling"]),
+        name=str(checked["name"]),
+        version=str(checked["version"]),
+        language=str(checked["language"]),
+        margin=float(checked["margin"]),
+        sampling=dict(checked["sampling"]),
         slices=tuple(slices.values()),
         items=tuple(items),
         persona=persona,
         sha256=digest.hexdigest(),
         files=dict(files),
-        data=head.get("data"),
-        notes=tuple(head.get("notes", ())),
+        data=checked.get("data"),
+        notes=tuple(checked.get("notes", ())),
         partner=Partner(partner["system"], partner["turns"], tuple(partner["slices"]))
         if partner
         else None,
-        private=head.get("private", False),
-        max_tokens=head.get("override", {}).get("max_tokens"),
+        private=checked.get("private", False),
+        max_tokens=checked.get("override", {}).get("max_tokens"),
     )
 
 
-def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> Any:
+def _grouped(problems: list[Problem]) -> list[Problem]:
+    """``problems`` with identical ones from several places merged into one."""
+    groups: dict[tuple[str, ...], list[Problem]] = {}
+    for one in problems:
+        file = one.where.partition(":")[0]
+        key = (one.code, one.severity, file, one.found, one.expected, one.next_step)
+        groups.setdefault(key, []).append(one)
+    return [_merged(file, same) for (_, _, file, *_), same in groups.items()]
+
+
+def _merged(file: str, same: list[Problem]) -> Problem:
+    if len(same) == 1:
+        return same[0]
+    # "items.jsonl:3 (id)" and "bench.yaml: key" without the file and the id
+    places = [one.where.partition(":")[2].strip().partition(" (")[0] for one in same]
+    rest = f" and {len(places) - _MANY} more" if len(places) > _MANY else ""
+    head = f"{file}: " + ("lines " if all(map(str.isdigit, places)) else "")
+    return replace(same[0], where=head + ", ".join(places[:_MANY]) + rest)
+
+
+def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> object:
     try:
         value = yaml.safe_load(files[name].decode("utf-8"))
         # A lone surrogate ("\ud83d") can be written in YAML, but neither sent nor stored.
@@ -226,7 +247,7 @@ def read_snapshot(folder: Path) -> Bench:
         ) from None
 
 
-def parse_extra_body(text: str, option: str = "--extra-body") -> dict[str, Any]:
+def parse_extra_body(text: str, option: str = "--extra-body") -> dict[str, object]:
     """Parse a JSON object of request fields. Raises UsageError if it is invalid."""
     example = """write it as '{"chat_template_kwargs": {"enable_thinking": false}}'"""
     try:
@@ -240,7 +261,7 @@ def parse_extra_body(text: str, option: str = "--extra-body") -> dict[str, Any]:
     return value
 
 
-def with_sampling(bench: Bench, fields: Mapping[str, Any]) -> Bench:
+def with_sampling(bench: Bench, fields: Json) -> Bench:
     """``bench`` with its sampling overridden by ``fields``; None removes a field.
 
     The bench itself changes, so that the run's snapshot, every key and the report contain what was
@@ -261,7 +282,7 @@ def with_max_tokens(bench: Bench, count: int | None) -> Bench:
     return bench if count is None else _changed(bench, {"override": {"max_tokens": count}})
 
 
-def _changed(bench: Bench, keys: Mapping[str, Any]) -> Bench:
+def _changed(bench: Bench, keys: Json) -> Bench:
     head = yaml.safe_load(bench.files["bench.yaml"]) | keys
     files = dict(bench.files)
     files["bench.yaml"] = yaml.safe_dump(head, allow_unicode=True, sort_keys=False).encode()

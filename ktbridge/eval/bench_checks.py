@@ -7,27 +7,29 @@ required.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.persona import Persona
+from ktbridge.eval.results.cards import Json, Message
 from ktbridge.eval.scorers import SCORERS, check_faults
-from ktbridge.eval.text import language_of
+from ktbridge.eval.text import is_json, language_of
 
 Axis = Literal["task", "persona"]
-AXES = get_args(Axis)
+AXES: tuple[Axis, ...] = ("task", "persona")
 
-_BENCH_KEYS = ("name", "slices")
-BENCH_DEFAULTS: Mapping[str, Any] = {
+_MAX_TOKENS = 512
+BENCH_DEFAULTS: Json = {
     "version": "1",
     "language": "any",
-    "max_tokens": 512,
+    "max_tokens": _MAX_TOKENS,
     "sampling": {"temperature": 0},
     "margin": 0.1,
 }
+_BENCH_KEYS = ("name", "slices")
 _BENCH_OPTIONAL = ("about", "source", "notes", "checklists", "partner", "private")
 # Additional keys of a run's snapshot: the items' provenance, settings of the command line.
 _SNAPSHOT_KEYS = ("data", "override")
@@ -36,7 +38,46 @@ _ITEM_KEYS = (
     *("max_tokens", "origin", "license"),
 )
 OURS = ("model", "messages", "max_tokens", "stream", "n")
-_MANY = 8  # at most this many lines are listed for one problem
+_MESSAGES = "[{role, content}, ...] that ends with the user's turn"
+Fault = tuple[str, str]  # (found, expected)
+
+
+class PartnerHead(TypedDict):
+    system: str
+    turns: int
+    slices: list[str]
+
+
+class Head(TypedDict, total=False):
+    """bench.yaml, once it has passed ``check_head``."""
+
+    name: str
+    version: str
+    language: str
+    max_tokens: int
+    sampling: Json
+    margin: float
+    notes: list[str]
+    checklists: dict[str, list[str]]
+    partner: PartnerHead
+    private: bool
+    data: Json
+    override: dict[str, int]
+
+
+class ItemRow(TypedDict, total=False):
+    """A line of items.jsonl with defaults filled in, once it has passed ``_item_faults``."""
+
+    id: str
+    slice: str
+    sub: str
+    lang: str
+    cluster: str
+    messages: list[Message]
+    gold: object
+    checks: list[Json]
+    judge: str | list[str]
+    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -62,11 +103,17 @@ class Item:
     sub: str
     lang: str
     cluster: str
-    messages: tuple[Mapping[str, str], ...]
-    gold: Any
-    checks: tuple[Mapping[str, Any], ...]
+    messages: tuple[Message, ...]
+    gold: object
+    checks: tuple[Json, ...]
     max_tokens: int
     judge: tuple[str, ...] = ()
+
+    @property
+    def references(self) -> list[str]:
+        """The texts that an answer is compared with by the scorer "references"; else []."""
+        compared = any(check["scorer"] == "references" for check in self.checks)
+        return list(self.gold) if compared and isinstance(self.gold, list) else []
 
 
 @dataclass(frozen=True)
@@ -79,7 +126,7 @@ class Partner:
     slices: tuple[str, ...]
 
 
-def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
+def check_head(head: object, problems: list[Problem]) -> dict[str, Slice]:
     """Check bench.yaml's content; faults are appended to ``problems``. Returns the valid slices."""
 
     def complain(key: str, found: str, expected: str) -> None:
@@ -94,64 +141,91 @@ def check_head(head: Any, problems: list[Problem]) -> dict[str, Slice]:
     known = (*_BENCH_KEYS, *BENCH_DEFAULTS, *_BENCH_OPTIONAL)
     for key in sorted(set(head) - {*known, *_SNAPSHOT_KEYS}, key=str):
         complain(str(key), "unknown key", "one of " + ", ".join(known))
-    if "name" in head and not (isinstance(head["name"], (str, int)) and str(head["name"]).strip()):
-        complain("name", repr(head["name"])[:60], "a name")
-    if "max_tokens" in head and not _positive(head["max_tokens"]):
-        complain("max_tokens", repr(head["max_tokens"]), "a whole number above 0")
-    margin = head.get("margin", 0.1)
-    if not isinstance(margin, (int, float)) or not 0 < margin < 1:
-        complain("margin", repr(margin), "a number between 0 and 1")
-    sampling = head.get("sampling", {})
-    if not isinstance(sampling, Mapping):
-        complain("sampling", repr(sampling), "a mapping of request fields")
-    elif set(OURS) & set(sampling):
+    for key, (is_right, expected) in _HEAD_RULES.items():
+        if key in head and not is_right(head[key]):
+            complain(key, repr(head[key])[:80], expected)
+    sampling = head.get("sampling")
+    if isinstance(sampling, Mapping) and set(OURS) & set(sampling):
         found = ", ".join(sorted(set(OURS) & set(sampling)))
         complain("sampling", found, "fields that ktbridge does not set itself")
-    elif not is_json(sampling):
-        complain("sampling", repr(sampling)[:80], "values that JSON can hold")
-    notes = head.get("notes", [])
-    if not isinstance(notes, list) or not all(isinstance(one, str) and one for one in notes):
-        complain("notes", repr(notes)[:60], "a list of sentences")
-    if not isinstance(head.get("private", False), bool):
-        complain("private", repr(head["private"]), "true or false")
-    lists = head.get("checklists", {})
-    if not isinstance(lists, Mapping) or not all(_questions(one) for one in lists.values()):
-        complain("checklists", repr(lists)[:60], "{NAME: [yes/no question, ...]}")
-    override = head.get("override", {})
-    if not isinstance(override, Mapping) or not set(override) <= {"max_tokens"}:
-        complain("override", repr(override)[:60], "{max_tokens: n}")
-    elif not all(map(_positive, override.values())):
-        complain("override.max_tokens", repr(override["max_tokens"]), "a whole number above 0")
-    slices = {}
     table = slice_table(head)
-    if not table:
-        if "slices" in head:
-            complain(
-                "slices", repr(head["slices"])[:60], "[NAME, ...] or {NAME: what it asks, ...}"
-            )
-        return {}
+    if not table and "slices" in head:
+        complain("slices", repr(head["slices"])[:60], "[NAME, ...] or {NAME: what it asks, ...}")
+    partner = head.get("partner")
+    if partner is not None and not _is_partner(partner, table):
+        complain("partner", repr(partner)[:80], "{system: text, turns: n, slices: [NAME, ...]}")
+    slices = {}
     for name, row in table.items():
-        primary, label = row.get("primary", "task"), row.get("label", "")
-        if primary not in AXES or not isinstance(row.get("meaning", ""), str):
+        primary, meaning, label = (
+            row.get("primary", "task"),
+            row.get("meaning", ""),
+            row.get("label", ""),
+        )
+        if primary not in AXES or not isinstance(meaning, str):
             complain(f"slices.{name}", repr(row)[:80], "{primary: task|persona, meaning: text}")
         elif not isinstance(label, str):
             complain(f"slices.{name}.label", repr(label)[:60], "a word or two")
         else:
-            slices[name] = Slice(name, cast(Axis, primary), row.get("meaning", ""), label)
-    partner = head.get("partner")
-    if partner is not None and not (
-        isinstance(partner, Mapping)
-        and set(partner) == {"system", "turns", "slices"}
-        and isinstance(partner["system"], str)
-        and _positive(partner["turns"])
-        and isinstance(partner["slices"], list)
-        and all(name in table for name in partner["slices"])
-    ):
-        complain("partner", repr(partner)[:80], "{system: text, turns: n, slices: [NAME, ...]}")
+            axis: Axis = "persona" if primary == "persona" else "task"
+            slices[name] = Slice(name, axis, meaning, label)
     return slices
 
 
-def slice_table(head: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _is_override(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) <= {"max_tokens"}
+        and all(map(_positive, value.values()))
+    )
+
+
+def _is_partner(value: object, slices: Json) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) == {"system", "turns", "slices"}
+        and isinstance(value["system"], str)
+        and _positive(value["turns"])
+        and isinstance(value["slices"], list)
+        and all(name in slices for name in value["slices"])
+    )
+
+
+def _is_checklists(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_questions, value.values()))
+
+
+def _is_questions(value: object) -> bool:
+    return _is_texts(value) and value != []
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+
+
+def _positive(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+# Key of bench.yaml -> the rule for its value, and what is expected.
+_HEAD_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "name": (lambda value: isinstance(value, (str, int)) and str(value).strip() != "", "a name"),
+    "max_tokens": (_positive, "a whole number above 0"),
+    "margin": (
+        lambda value: isinstance(value, (int, float)) and 0 < value < 1,
+        "a number between 0 and 1",
+    ),
+    "sampling": (
+        lambda value: isinstance(value, Mapping) and is_json(value),
+        "a mapping of request fields that JSON can hold",
+    ),
+    "notes": (_is_texts, "a list of sentences"),
+    "private": (lambda value: isinstance(value, bool), "true or false"),
+    "checklists": (_is_checklists, "{NAME: [yes/no question, ...]}"),
+    "override": (_is_override, "{max_tokens: a whole number above 0}"),
+}
+
+
+def slice_table(head: Json) -> dict[str, Json]:
     """bench.yaml's slices as {NAME: {primary, meaning, ...}}; the file may give a list of names, or
     names with meanings. {} for anything else; an invalid row becomes {"primary": None}."""
     table = head.get("slices")
@@ -159,44 +233,24 @@ def slice_table(head: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
         table = dict.fromkeys(table)
     if not isinstance(table, Mapping):
         return {}
-    rows: dict[str, Mapping[str, Any]] = {}
+    rows: dict[str, Json] = {}
     for name, row in table.items():
         row = {} if row is None else {"meaning": row} if isinstance(row, str) else row
         rows[str(name)] = row if isinstance(row, Mapping) else {"primary": None, "meaning": row}
     return rows
 
 
-def grouped(problems: list[Problem]) -> list[Problem]:
-    """``problems`` with identical ones from several places merged into one."""
-    groups: dict[tuple[str, ...], list[Problem]] = {}
-    for one in problems:
-        file = one.where.partition(":")[0]
-        key = (one.code, one.severity, file, one.found, one.expected, one.next_step)
-        groups.setdefault(key, []).append(one)
-    return [_merged(file, same) for (_, _, file, *_), same in groups.items()]
-
-
-def _merged(file: str, same: list[Problem]) -> Problem:
-    if len(same) == 1:
-        return same[0]
-    # "items.jsonl:3 (id)" and "bench.yaml: key" without the file and the id
-    places = [one.where.partition(":")[2].strip().partition(" (")[0] for one in same]
-    rest = f" and {len(places) - _MANY} more" if len(places) > _MANY else ""
-    head = f"{file}: " + ("lines " if all(map(str.isdigit, places)) else "")
-    return replace(same[0], where=head + ", ".join(places[:_MANY]) + rest)
-
-
 def check_items(
     data: bytes,
     slices: Mapping[str, Slice],
-    head: Any,
+    head: object,
     persona: Persona | None,
     problems: list[Problem],
 ) -> list[Item]:
     """Check items.jsonl line by line; faults are appended to ``problems``. Returns the valid items."""
-    head = head if isinstance(head, Mapping) else {}
-    lists = head.get("checklists", {})
-    lists = lists if isinstance(lists, Mapping) else {}
+    sound = _sound(head)
+    named = head.get("checklists") if isinstance(head, Mapping) else None
+    lists: Json = named if isinstance(named, Mapping) else {}
     items: list[Item] = []
     first_line: dict[str, int] = {}
     for number, line in enumerate(data.split(b"\n"), 1):
@@ -206,17 +260,13 @@ def check_items(
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            problems.append(
-                problem(
-                    "KTB812", where, f"not JSON: {error}", "one JSON object a line", next_step=""
-                )
-            )
+            fault = f"not JSON: {error}"
+            problems.append(problem("KTB812", where, fault, "one JSON object a line", next_step=""))
             continue
         if not is_json(row):
             fault = "NaN, an infinity or half a character"
-            problems.append(
-                problem("KTB813", where, fault, "finite numbers and whole characters", next_step="")
-            )
+            expected = "finite numbers and whole characters"
+            problems.append(problem("KTB813", where, fault, expected, next_step=""))
             continue
         name = row.get("id") if isinstance(row, dict) else None
         row = with_item_defaults(row, slices, number)
@@ -230,7 +280,7 @@ def check_items(
             for fault, expected in found
         )
         if not found:
-            items.append(_item(row, head, lists, persona))
+            items.append(_item(row, sound, persona))
     if not first_line:
         problems.append(
             problem("KTB812", "items.jsonl", "no items", "one item a line", next_step="")
@@ -238,7 +288,7 @@ def check_items(
     return items
 
 
-def with_item_defaults(row: Any, slices: Mapping[str, Slice], number: int) -> Any:
+def with_item_defaults(row: object, slices: Mapping[str, Slice], number: int) -> object:
     """An item with defaults filled in: an id from its line number, the only slice, the language of its
     question, and the check that fits its gold."""
     if not isinstance(row, dict):
@@ -258,21 +308,25 @@ def with_item_defaults(row: Any, slices: Mapping[str, Slice], number: int) -> An
     return filled
 
 
-def _item(
-    row: Mapping[str, Any],
-    head: Mapping[str, Any],
-    lists: Mapping[str, list[str]],
-    persona: Persona | None,
-) -> Item:
+def _sound(head: object) -> Head:
+    """What of bench.yaml keeps to its rules; the rest has been complained of."""
+    given = head if isinstance(head, dict) else {}
+    wrong = [key for key, (is_right, _) in _HEAD_RULES.items() if not is_right(given.get(key))]
+    return {key: value for key, value in given.items() if key not in wrong}  # type: ignore[return-value]
+
+
+def _item(row: ItemRow, head: Head, persona: Persona | None) -> Item:
     checks = tuple(
-        {**check, "persona": persona} if SCORERS[check["scorer"]].needs_persona else check
+        {**check, "persona": persona} if SCORERS[str(check["scorer"])].needs_persona else check
         for check in row["checks"]
     )
-    judge = row.get("judge", [])
-    judge = [f"@{judge}"] if isinstance(judge, str) else judge
+    judge, lists = row.get("judge", []), head.get("checklists", {})
     questions = [
-        question for one in judge for question in (lists[one[1:]] if one[0] == "@" else [one])
+        question
+        for one in ([f"@{judge}"] if isinstance(judge, str) else judge)
+        for question in (lists.get(one[1:], []) if one[0] == "@" else [one])
     ]
+    limit = row.get("max_tokens", head.get("max_tokens", _MAX_TOKENS))
     return Item(
         row["id"],
         row["slice"],
@@ -282,92 +336,65 @@ def _item(
         tuple(row["messages"]),
         row.get("gold"),
         checks,
-        _max_tokens(row, head),
+        head.get("override", {}).get("max_tokens", limit),
         tuple(questions),
     )
 
 
-def _max_tokens(row: Mapping[str, Any], head: Mapping[str, Any]) -> int:
-    own = row.get("max_tokens", head.get("max_tokens", BENCH_DEFAULTS["max_tokens"]))
-    override = head.get("override")
-    return cast(int, override.get("max_tokens", own) if isinstance(override, Mapping) else own)
-
-
-def _item_faults(
-    row: Any, slices: Mapping[str, Slice], lists: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """The faults of one item, as (found, expected) pairs."""
+def _item_faults(row: object, slices: Mapping[str, Slice], lists: Json) -> Iterator[Fault]:
+    """The faults of one item."""
     if not isinstance(row, dict):
-        return [(type(row).__name__, "a JSON object")]
-    faults = []
+        yield type(row).__name__, "a JSON object"
+        return
     if "messages" not in row:
-        faults.append(("no 'messages'", "[{role, content}, ...] that ends with the user's turn"))
+        yield "no 'messages'", _MESSAGES
     if "slice" not in row:
-        faults.append(("no 'slice'", "one of " + ", ".join(slices)))
+        yield "no 'slice'", "one of " + ", ".join(slices)
     if "checks" not in row:
-        faults.append(
-            ("neither 'gold' nor 'checks'", "what a right answer holds, or how to check it")
-        )
-    faults += [
-        (f"the unknown field {key!r}", "one of " + ", ".join(_ITEM_KEYS))
-        for key in sorted(set(row) - set(_ITEM_KEYS))
-    ]
+        yield "neither 'gold' nor 'checks'", "what a right answer holds, or how to check it"
+    for key in sorted(set(row) - set(_ITEM_KEYS)):
+        yield f"the unknown field {key!r}", "one of " + ", ".join(_ITEM_KEYS)
     for key in ("id", "slice", "sub", "lang", "cluster", "origin", "license"):
         if key in row and not (isinstance(row[key], str) and (row[key] or key == "sub")):
-            faults.append((f"{key} = {row[key]!r}", "a string"))
+            yield f"{key} = {row[key]!r}", "a string"
     if slices and isinstance(row.get("slice"), str) and row["slice"] not in slices:
-        faults.append((f"the slice {row['slice']!r}", "one of " + ", ".join(slices)))
+        yield f"the slice {row['slice']!r}", "one of " + ", ".join(slices)
     if "max_tokens" in row and not _positive(row["max_tokens"]):
-        faults.append((f"max_tokens = {row['max_tokens']!r}", "a whole number above 0"))
+        yield f"max_tokens = {row['max_tokens']!r}", "a whole number above 0"
     if "judge" in row:
-        faults += _judge_faults(row["judge"], lists)
-    messages = row.get("messages")
-    if "messages" in row and not (
-        isinstance(messages, list)
-        and messages
+        yield from _judge_faults(row["judge"], lists)
+    if "messages" in row and not _is_messages(row["messages"]):
+        yield "messages", _MESSAGES
+    checks = row.get("checks", [])
+    if "checks" in row and not (isinstance(checks, list) and checks):
+        yield f"checks = {checks!r}", "at least one check"
+        return
+    for check in checks:
+        yield from check_faults(check, row.get("gold"))
+
+
+def _is_messages(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
         and all(
             isinstance(one, dict)
             and set(one) == {"role", "content"}
             and one["role"] in ("system", "user", "assistant")
             and isinstance(one["content"], str)
-            for one in messages
+            for one in value
         )
-        and messages[-1]["role"] == "user"
-    ):
-        faults.append(("messages", "[{role, content}, ...] that ends with the user's turn"))
-    checks = row.get("checks")
-    if "checks" in row and not (isinstance(checks, list) and checks):
-        faults.append((f"checks = {checks!r}", "at least one check"))
-        checks = []
-    for check in checks or ():
-        faults += check_faults(check, row.get("gold"))
-    return faults
+        and value[-1]["role"] == "user"
+    )
 
 
-def _judge_faults(judge: Any, lists: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _judge_faults(judge: object, lists: Json) -> list[Fault]:
     """Faults of ``judge``: a checklist's name, or a list of questions and ``@NAME`` of checklists."""
     named = [f"@{judge}"] if isinstance(judge, str) else judge
-    if not _questions(named):
+    if not isinstance(named, list) or not _is_questions(named):
         return [(f"judge = {judge!r}"[:80], "a checklist's name or a list of questions")]
     return [
         (f"the checklist {one[1:]!r}", "one of " + (", ".join(map(str, lists)) or "none"))
         for one in named
         if one[0] == "@" and one[1:] not in lists
     ]
-
-
-def _questions(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(q, str) and q for q in value)
-
-
-def is_json(value: object) -> bool:
-    """Whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return True
-
-
-def _positive(value: object) -> bool:
-    return type(value) is int and value > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ktbridge.eval.facts import TITLES
-from ktbridge.eval.results.types import Axis, Measured
+from ktbridge.eval.results.types import Axis, Contrast, Measured
 from ktbridge.eval.verdict import (
     AXIS_WORDS,
     OVERALL,
@@ -98,22 +98,9 @@ def changes(results: Measured) -> dict[str, object] | None:
     names = [card["name"] for card in results["arms"]]
     if len(names) < 2:
         return None
-    wanted = [(axis, OVERALL) for axis in AXIS_WORDS]
-    wanted += [(one["primary"], one["name"]) for one in results["bench"]["slices"]]
-    found = [
-        contrast
-        for axis, name in wanted
-        if (contrast := find(results, axis, name, names[-1], names[0])) is not None
-    ]
+    found = _changed(results, names[-1], names[0])
     if not found:
         return None
-    found += [
-        one
-        for one in results["contrasts"]
-        if (one["of"], one["minus"]) == (names[-1], names[0])
-        and one not in found
-        and is_loss(results, one)
-    ]
     ends = [abs(one[end]) for one in found for end in ("low", "high")]
     reach = math.ceil(10 * max(*ends, 2 * results["bench"]["margin"])) / 10
     left = _LEFT
@@ -156,6 +143,19 @@ def changes(results: Measured) -> dict[str, object] | None:
             for value in (-reach, -reach / 2, 0.0, reach / 2, reach)
         ],
     }
+
+
+def _changed(results: Measured, of: str, minus: str) -> list[Contrast]:
+    """The contrasts of whole axes, of each slice on its own axis, and every other loss."""
+    wanted = [(axis, OVERALL) for axis in AXIS_WORDS]
+    wanted += [(one["primary"], one["name"]) for one in results["bench"]["slices"]]
+    own = [find(results, axis, name, of, minus) for axis, name in wanted]
+    found = [one for one in own if one is not None]
+    return found + [
+        one
+        for one in results["contrasts"]
+        if (one["of"], one["minus"]) == (of, minus) and one not in found and is_loss(results, one)
+    ]
 
 
 def radar(results: Measured) -> dict[str, object] | None:

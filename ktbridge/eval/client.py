@@ -14,18 +14,40 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.failures import KEY, RETRIED, TIMED_OUT, describe_reply
+from ktbridge.eval.results.cards import Json
+from ktbridge.eval.results.types import Outcome
+from ktbridge.eval.text import shorten
 from ktbridge.eval.transport import Reply, Transport
 
-ModelEntry = dict[str, Any]  # one model in /v1/models, with whatever else the server lists of it
-Request = Mapping[str, Any]  # the body of a chat completion
-Outcome = Literal["ok", "empty", "truncated", "think-only", "http-error"]
+ModelEntry = dict[
+    str, object
+]  # one model in /v1/models: its ``id``, and what else the server lists
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
+
+_SHOWN = 300  # characters of a server's reply
+AGAIN = "run the same command again, which asks only for what is missing"
+KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
+FEWER_TOKENS = "give fewer answer tokens with --max-tokens N, or serve with a larger context"
+# The same request may succeed later.
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+TIMED_OUT = "timed out"
+_REMEDIES = {
+    401: KEY,
+    403: "see what the key in KTBRIDGE_API_KEY may do",
+    404: "see whether the server still lists the arm's model name, and correct --arm",
+    413: FEWER_TOKENS,
+    429: f"give a lower --concurrency and {AGAIN}",
+}
+# Wordings of SGLang, vLLM, llama.cpp, OpenAI and our own server.
+_TOO_MANY = re.compile(
+    r"(?i)context|max_(?:completion_|new_)?tokens|too (?:long|many tokens)|token (?:count|limit)|"
+    r"(?:maximum|exceed\w*)[^.]{0,60}\b(?:length|tokens)"
+)
 
 _LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
 _LONGEST_WAIT = 300.0  # the longest Retry-After in seconds that we accept before giving up
@@ -57,9 +79,6 @@ class Answer:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     seconds: float | None = None
-
-    def as_dict(self) -> dict[str, object]:
-        return dict(vars(self))
 
 
 class BadReplyError(Exception):
@@ -124,7 +143,7 @@ class Client:
             ) from None
         return list(entries)
 
-    async def chat(self, request: Request) -> Answer:
+    async def chat(self, request: Json) -> Answer:
         """One chat completion. Server faults never raise: they are reported as the outcome."""
         answer = Answer("http-error", detail="not sent")
         timeouts = 0
@@ -195,27 +214,22 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
         inline, text = "\n".join(filter(None, (inline, before.strip()))), after
     text = text.strip()
     thinking = "\n".join(filter(None, (thinking.strip(), inline)))
-    outcome: Outcome
+    outcome: Outcome = "truncated" if finish == "length" else "ok"
     if not text:
         outcome = "think-only" if thinking else "empty"
-    else:
-        outcome = "truncated" if finish == "length" else "ok"
     counts = [count if type(count) is int else None for count in tokens]
     return Answer(outcome, text, thinking, "", 200, counts[0], counts[1])
 
 
 def _read_reply(reply: Reply) -> dict[str, Any]:
+    """The reply's JSON object. Raises BadReplyError for anything else."""
     coding = reply.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
-    return _read_json(reply.body)
-
-
-def _read_json(data: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(data)
+        value = json.loads(reply.body)
     except (ValueError, RecursionError):
-        start = " ".join(data[:40].decode("utf-8", "replace").split())
+        start = " ".join(reply.body[:40].decode("utf-8", "replace").split())
         raise BadReplyError(f"not JSON, it begins with {start!r}") from None
     if not isinstance(value, dict):
         raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
@@ -248,3 +262,56 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError):
         return None
+
+
+# --- failed requests: what the server said, and what to do
+
+
+def describe_reply(status: int, body: bytes) -> str:
+    """ "HTTP 400: the prompt has ...": the message of an error's body, else the body's text."""
+    text = body.decode("utf-8", "replace")
+    message = _message(text)
+    return f"HTTP {status}" + (f": {shorten(message, _SHOWN)}" if message else "")
+
+
+def _message(text: str) -> str:
+    """The message of a JSON error ({"error": {"message": ...}}, {"message": ...}, {"detail": ...})."""
+    try:
+        value: object = json.loads(text)
+        for _ in range(3):
+            if not isinstance(value, dict):
+                break
+            value = next((value[k] for k in ("error", "message", "detail") if value.get(k)), None)
+        if isinstance(value, str):
+            text = value
+        elif isinstance(value, list):  # FastAPI's list of errors
+            faults = [str(one.get("msg", "")) for one in value if isinstance(one, dict)]
+            text = "; ".join(filter(None, faults)) or text
+    except (ValueError, RecursionError):
+        pass
+    return " ".join(text.split())
+
+
+def is_refusal(status: int) -> bool:
+    """Whether the server would refuse the same request again."""
+    return 400 <= status < 500 and status not in RETRIED
+
+
+def remedy(status: int, detail: str) -> str:
+    """The remedy for a failed request. ``status`` 0: there was no reply."""
+    if status == 0 and detail.endswith(TIMED_OUT):
+        return f"give more seconds with --timeout or a lower --concurrency, and {AGAIN}"
+    if status in (400, 422) and _TOO_MANY.search(detail):
+        return FEWER_TOKENS
+    if status in _REMEDIES:
+        return _REMEDIES[status]
+    if is_refusal(status):
+        return (
+            "the server refuses these requests: change what its answer names (--extra-body, --arm)"
+        )
+    return f"see the server's log and {AGAIN}"
+
+
+def remedies(failed: Iterable[tuple[int, str]]) -> str:
+    """The remedies of several failures (status, detail), each once."""
+    return "; ".join(dict.fromkeys(remedy(status, detail) for status, detail in failed))

@@ -75,8 +75,34 @@ def load_compat(name: str, items: Path) -> Bench:
             f"there is no file {str(items)!r}.", "give your copy of NekoBench.json with --items"
         )
     data = items.read_bytes()
+    rows = _read_rows(items, data)
+    asked = {row["slice"] for row in rows}
+    slices = {
+        name: {"primary": one["primary"], "meaning": one["meaning"], "anchors": one["anchors"]}
+        for name, one in public_questions()["modules"].items()
+        if name in asked
+    }
+    head = {
+        **_HEAD,
+        "notes": [public_questions()["note"]],
+        "slices": slices,
+        "data": file_card("nekobench-public", items.name, data, rows),
+    }
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return parse_bench(
+        {
+            "bench.yaml": json.dumps(head, ensure_ascii=False, indent=1).encode(),
+            "items.jsonl": lines.encode(),
+            "persona.yaml": (benches_root() / "nekobench" / "persona.yaml").read_bytes(),
+        }
+    )
+
+
+def _read_rows(items: Path, data: bytes) -> list[dict[str, object]]:
+    """The questions as rows of items.jsonl. Raises ProblemsError with every bad record."""
     modules = public_questions()["modules"]
-    rows, problems, turn, seen = [], [], Counter[str](), dict[str, int]()
+    rows: list[dict[str, object]] = []
+    problems, turn, seen = [], Counter[str](), dict[str, int]()
     for number, record in enumerate(read_records(data, items.name), 1):
         module, question = str(record.get("module")), record.get("question")
         question = question if isinstance(question, str) else ""
@@ -112,25 +138,7 @@ def load_compat(name: str, items: Path) -> Bench:
         raise ProblemsError(
             f"{items.name!r} is not the public NekoBench; nothing was asked.", problems
         )
-    slices = {
-        name: {"primary": one["primary"], "meaning": one["meaning"], "anchors": one["anchors"]}
-        for name, one in modules.items()
-        if turn[name]
-    }
-    head = {
-        **_HEAD,
-        "notes": [public_questions()["note"]],
-        "slices": slices,
-        "data": file_card("nekobench-public", items.name, data, rows),
-    }
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    return parse_bench(
-        {
-            "bench.yaml": json.dumps(head, ensure_ascii=False, indent=1).encode(),
-            "items.jsonl": lines.encode(),
-            "persona.yaml": (benches_root() / "nekobench" / "persona.yaml").read_bytes(),
-        }
-    )
+    return rows
 
 
 def is_compat(bench: Bench) -> bool:

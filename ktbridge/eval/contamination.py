@@ -9,17 +9,20 @@ because "hello there" occurs in any data.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, UsageError
+from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.scorers.overlap import unicode_tokens
+from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
+from ktbridge.eval.results.schema import fits
 from ktbridge.eval.sources import read_records
+from ktbridge.eval.text import unicode_tokens
 
+CONTAMINATION = "contamination.json"
 GRAM = 13
 SHORTEST = 5  # tokens; a shorter text may occur in a longer one by chance
 _KEY = 3  # tokens of a window that form its lookup key
@@ -28,76 +31,37 @@ _LABELS = {"role", "from", "id", "lang", "language", "slice", "source", "origin"
 Gram = tuple[str, ...]
 
 
-@dataclass
-class Hit:
-    """An item found in the training data: ``exact`` (a whole message equals the item's question or
-    reference) and ``share`` of its n-grams found; ``record`` is the first match, counted from 1."""
-
-    item: str
-    slice: str
-    part: str
-    exact: bool
-    share: float
-    record: int
-
-
-@dataclass
-class SliceOverlap:
-    """Counts of items: ``exact`` matches, ``overlap`` (at least one n-gram, including exact ones),
-    ``short`` ones that can only be matched exactly."""
-
-    items: int = 0
-    exact: int = 0
-    overlap: int = 0
-    short: int = 0
-
-
-@dataclass
-class Contamination:
-    """Overlap of a bench with a training file. ``records`` and ``texts`` count what was read."""
-
-    file: str
-    sha256: str
-    records: int = 0
-    texts: int = 0
-    slices: dict[str, SliceOverlap] = field(default_factory=dict)
-    hits: list[Hit] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "file": self.file,
-            "sha256": self.sha256,
-            "records": self.records,
-            "texts": self.texts,
-            "gram": GRAM,
-            "slices": {name: vars(one) for name, one in self.slices.items()},
-            "hits": [vars(one) | {"share": round(one.share, 4)} for one in self.hits],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Contamination:
-        """Inverse of ``as_dict``. Raises KeyError or TypeError for anything else."""
-        return cls(
-            data["file"],
-            data["sha256"],
-            data["records"],
-            data["texts"],
-            {name: SliceOverlap(**one) for name, one in data["slices"].items()},
-            [Hit(**one) for one in data["hits"]],
+def read_contamination(directory: Path) -> Contamination | None:
+    """What ``ktbridge eval --train-data`` found and stored, if it was used. Raises KtbridgeError for a
+    damaged file."""
+    path = directory / CONTAMINATION
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        found = None
+    if not fits(found, Contamination):
+        raise KtbridgeError(
+            f"{str(path)!r} is damaged.",
+            "delete it, and run `ktbridge eval` again with --train-data",
         )
+    return found
 
-    def problems(self) -> list[Problem]:
-        """A warning for each slice that overlaps with the training data."""
-        return [
-            problem(
-                "KTB825",
-                f"slice {name}",
-                f"{one.overlap} of {one.items} items overlap with {self.file} ({one.exact} exactly)",
-                "no item of the bench in the training data",
-            )
-            for name, one in self.slices.items()
-            if one.overlap
-        ]
+
+def overlap_problems(found: Contamination) -> list[Problem]:
+    """A warning for each slice that overlaps with the training data."""
+    return [
+        problem(
+            "KTB825",
+            f"slice {name}",
+            f"{one['overlap']} of {one['items']} items overlap with {found['file']} "
+            f"({one['exact']} exactly)",
+            "no item of the bench in the training data",
+        )
+        for name, one in found["slices"].items()
+        if one["overlap"]
+    ]
 
 
 @dataclass
@@ -125,7 +89,7 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
             f"there is no training file {str(train_data)!r}.", "give --train-data a file"
         )
     data = train_data.read_bytes()
-    report = Contamination(train_data.name, hashlib.sha256(data).hexdigest())
+    records = texts = 0
     parts = list(_parts(bench))
     whole: dict[Gram, list[_Part]] = {}
     starts: dict[Gram, list[tuple[Gram, _Part]]] = {}
@@ -134,9 +98,9 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
         for gram in part.grams:
             starts.setdefault(gram[:_KEY], []).append((gram, part))
     for number, record in enumerate(read_records(data, train_data.name), 1):
-        report.records += 1
+        records += 1
         for text in _texts(record):
-            report.texts += 1
+            texts += 1
             tokens = tuple(unicode_tokens(text))
             for part in whole.get(tokens, ()):
                 part.exact, part.record = True, part.record or number
@@ -146,15 +110,22 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
                     if tokens[i : i + len(gram)] == gram:
                         part.found.add(gram)
                         part.record = part.record or number
-    _count(bench, parts, report)
-    return report
+    slices, hits = _count(bench, parts)
+    return {
+        "file": train_data.name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "records": records,
+        "texts": texts,
+        "gram": GRAM,
+        "slices": slices,
+        "hits": hits,
+    }
 
 
 def _parts(bench: Bench) -> Iterator[_Part]:
     for item in bench.items:
         texts = [("question", one["content"]) for one in item.messages if one["role"] != "system"]
-        if any(check["scorer"] == "references" for check in item.checks):
-            texts += [("reference", one) for one in item.gold]
+        texts += [("reference", one) for one in item.references]
         for name, text in texts:
             tokens = tuple(unicode_tokens(text))
             # A short reference ("yes", a letter) occurs in any data.
@@ -169,7 +140,7 @@ def _grams(tokens: Gram) -> set[Gram]:
     return {tokens[i : i + size] for i in range(len(tokens) - size + 1)}
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Every string in a record, at any depth; JSON inside a string is not parsed."""
     if isinstance(value, str):
         yield value
@@ -182,7 +153,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-def _count(bench: Bench, parts: Sequence[_Part], report: Contamination) -> None:
+def _count(bench: Bench, parts: Sequence[_Part]) -> tuple[dict[str, SliceOverlap], list[Hit]]:
     """Count each item once, by its worst part (exact match, then largest share)."""
     worst: dict[str, _Part] = {}
     short = {part.item for part in parts if part.name == "question" and not part.grams}
@@ -190,18 +161,29 @@ def _count(bench: Bench, parts: Sequence[_Part], report: Contamination) -> None:
     for part in parts:
         if part.record and (part.item not in worst or _rank(part) > _rank(worst[part.item])):
             worst[part.item] = part
-    for one in bench.slices:
-        report.slices[one.name] = SliceOverlap()
+    slices: dict[str, SliceOverlap] = {
+        one.name: {"items": 0, "exact": 0, "overlap": 0, "short": 0} for one in bench.slices
+    }
+    hits: list[Hit] = []
     for item in bench.items:
-        row = report.slices[item.slice]
-        row.items += 1
-        row.short += item.id in short
+        row = slices[item.slice]
+        row["items"] += 1
+        row["short"] += item.id in short
         if item.id in worst:
             part = worst[item.id]
-            row.overlap += 1
-            row.exact += part.exact
-            hit = Hit(item.id, item.slice, part.name, part.exact, _rank(part)[1], part.record)
-            report.hits.append(hit)
+            row["overlap"] += 1
+            row["exact"] += part.exact
+            hits.append(
+                {
+                    "item": item.id,
+                    "slice": item.slice,
+                    "part": part.name,
+                    "exact": part.exact,
+                    "share": round(_rank(part)[1], 4),
+                    "record": part.record,
+                }
+            )
+    return slices, hits
 
 
 def _rank(part: _Part) -> tuple[bool, float]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.eval.failures import AGAIN, remedies
+from ktbridge.eval.client import AGAIN, remedies
 from ktbridge.eval.results.rows import SCORE_ERROR
 from ktbridge.eval.results.types import Measured
 from ktbridge.eval.rundir import NOT_RUN
@@ -20,7 +21,7 @@ _READABLE = 0.9
 _FEW_ANSWERS = 5
 _FEW_PAIRS = 8  # with fewer, short answers may be identical by chance
 _SAME_FILES = "import files in which every arm answers the same rows"
-_REMEDIES = {
+_REMEDIES: Mapping[str, str] = {
     NOT_RUN: AGAIN,
     "truncated": "read the cut answers, and give --max-tokens N where they lead anywhere",
     "think-only": "switch thinking off with --extra-body, or give --max-tokens N",
@@ -29,9 +30,9 @@ _REMEDIES = {
 }
 
 
-def warnings_of(results: Measured) -> list[dict[str, str]]:
-    """The problems of a run, as dictionaries; those that invalidate the results come first."""
-    problems = [
+def warnings_of(results: Measured) -> list[Problem]:
+    """The problems of a run; those that invalidate the results come first."""
+    return [
         *_incomplete(results),
         *_left_out(results),
         *_scorers(results),
@@ -42,7 +43,6 @@ def warnings_of(results: Measured) -> list[dict[str, str]]:
         *_unread(results),
         *_noisy(results),
     ]
-    return [problem.as_dict() for problem in problems]
 
 
 def _incomplete(results: Measured) -> list[Problem]:
@@ -121,7 +121,7 @@ def _unusable(results: Measured) -> list[Problem]:
             for row in results["items"]
             if (answer := row["answers"][name])["outcome"] == "http-error"
         ]
-        steps = _REMEDIES | ({NOT_RUN: _SAME_FILES} if imported else {})
+        steps = dict(_REMEDIES) | ({NOT_RUN: _SAME_FILES} if imported else {})
         steps["http-error"] = "correct these rows" if imported else remedies(errors)
         rest = ", ".join(
             f"{count} {outcome}" + (f" ({errors[0][1]})" if outcome == "http-error" else "")

@@ -1,8 +1,8 @@
-"""The header of a report in any format: models, date, bench, number of items."""
+"""What a report says of itself in any format: its header (models, date, bench, items) and glossary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ktbridge.eval.results.types import Measured
 from ktbridge.served_names import BASE, split_name
@@ -69,3 +69,51 @@ def _each(values: Iterable[str]) -> str:
 
 def _distinct(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
+
+
+_OF_AXIS = {
+    "persona": ("term of address", "tic", "out of character"),
+    "judge": ("flipped", "anchors"),
+}
+TERMS = {
+    "arm": "one thing under evaluation: base (no adapter), expert (its expert LoRA alone), full (all of "
+    "it), or whatever name the command gave",
+    "[95 %]": "the interval in which the true mean lies in 95 of 100 such evaluations",
+    "p (Holm)": "how often chance alone gives a difference like this, corrected by Holm for the number "
+    "of comparisons of the axis",
+    "improved, dropped": "the interval excludes 0, and p after correction is below 0.05",
+    "↓": "beside another verdict: the whole interval lies below 0, so it counts as a loss, although p "
+    "after correction is not below 0.05 or the loss is smaller than the margin",
+    "within margin": "a loss of the bench's margin or more is excluded (of the persona, a change of that "
+    "size either way)",
+    "inconclusive": "these items show neither a change nor its absence; see detectable",
+    "detectable": "the smallest true change that these items would show in 8 of 10 runs, given their "
+    "spread and the number of comparisons; none: so few items that no change would show",
+    "gained / lost": "yes/no items that only the later arm, or only the earlier one, has right, with "
+    "McNemar's p",
+    "term of address": "what the persona calls the user, as persona.yaml lists it (主人, Master)",
+    "tic": "a word that the persona puts into its sentences, as persona.yaml lists it (喵, nya)",
+    "out of character": "an answer with a phrase that the persona would never say (as an AI model), "
+    "which then earns no persona mark",
+    "ok": "a finished answer; only these are scored",
+    "truncated": "cut off at the token limit; not scored",
+    "think-only": "nothing but thinking; not scored",
+    "empty": "nothing at all; not scored",
+    "http-error": "the request failed after every attempt; not scored, asked again by the next run",
+    "score-error": "an answer on which a scorer failed; a fault of ktbridge, not of the arm",
+    "not-run": "not asked yet",
+    "byte-identical": "the same text to the last character",
+    "could be read": "the answer holds the letter, number or JSON that is to be marked",
+    "length ratio": "characters of the answers over characters of the references",
+    "flipped": "the judge chose the other answer when the two changed places; counted as a tie",
+    "anchors": "answers of known worth among those that the judge is shown; it is believed only if it "
+    "tells them apart",
+    "fingerprint": "a hash of what the server says of the model, and of the sampling",
+    "cluster": "items that are not independent, such as two wordings of one question; counted as one",
+}
+
+
+def terms_for(axes: Sequence[str]) -> dict[str, str]:
+    """``TERMS`` without those of axes that the report doesn't have."""
+    absent = {term for axis, terms in _OF_AXIS.items() if axis not in axes for term in terms}
+    return {term: meaning for term, meaning in TERMS.items() if term not in absent}

@@ -12,15 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from ktbridge.eval.charts import changes, dots, radar
-from ktbridge.eval.facts import TITLES, facts, made_of
-from ktbridge.eval.glossary import terms_for
-from ktbridge.eval.results.types import AXES_SHOWN, Axis, ItemRow, Results
+from ktbridge.eval.facts import TITLES, facts, made_of, terms_for
+from ktbridge.eval.results.types import AXES_SHOWN, Axis, IndexFile, ItemRow, Results
 from ktbridge.eval.text import CJK, show_direction, shown_lines
 from ktbridge.eval.verdict import (
     AXIS_WORDS,
@@ -74,7 +72,7 @@ def render_html(results: Results) -> str:
     )
 
 
-def render_index(index: Mapping[str, Any], failures: Sequence[str]) -> str:
+def render_index(index: IndexFile, failures: Sequence[str]) -> str:
     """The index page of several benches: verdicts with links to the reports; ``failures`` first."""
     return _environment().get_template("index.html.j2").render(index=index, failures=failures)
 

@@ -10,39 +10,62 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypedDict
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import BadReplyError, read_completion
-from ktbridge.eval.disk import make_directory, write_text
-from ktbridge.eval.imports_lm_eval import read_lm_eval
-from ktbridge.eval.results.build import assemble
+from ktbridge.eval.imported_rows import READERS, Format, KeptAnswer, KeptItem, Line, Row
+from ktbridge.eval.results.build import Gathered, assemble
+from ktbridge.eval.results.cards import ArmCard, BenchCard
 from ktbridge.eval.results.rows import mark_task
-from ktbridge.eval.results.types import ArmAnswer, ArmCard, BenchCard, CheckRow, ItemRow, Results
+from ktbridge.eval.results.schema import fits
+from ktbridge.eval.results.types import ArmAnswer, CheckRow, ItemRow, Results
+from ktbridge.eval.store import make_directory, write_json
 
 IMPORTED = "imported.json"
-SCHEMA = "ktbridge.import/1"
 MARGIN = 0.1
 OVERLAP = {"scorer": "references", "metric": "rouge-l"}
-FORMATS = {"lf": "LLaMA-Factory predictions", "lm-eval": "lm-evaluation-harness samples"}
+FORMATS: dict[Format, str] = {
+    "lf": "LLaMA-Factory predictions",
+    "lm-eval": "lm-evaluation-harness samples",
+}
+
+
+class KeptFile(TypedDict):
+    format: Format
+    name: str
+    sha256: str
+    rows: int
+
+
+class KeptArm(TypedDict):
+    name: str
+    files: list[KeptFile]
+
+
+class Imported(TypedDict):
+    """imported.json."""
+
+    schema: Literal["ktbridge.import/1"]
+    arms: list[KeptArm]
+    items: list[KeptItem]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file to read as (a part of) an arm. ``format`` is "lf" or "lm-eval"."""
+    """A file to read as (a part of) an arm."""
 
     arm: str
-    format: str
+    format: Format
     path: Path
 
 
-def parse_source(format: str, text: str) -> Source:
+def parse_source(format: Format, text: str) -> Source:
     """Parse NAME=FILE. Raises UsageError if it is invalid."""
     name, equals, path = text.partition("=")
     if not equals or not name.strip() or not path:
@@ -67,16 +90,12 @@ def import_answers(sources: Sequence[Source], directory: Path) -> None:
             "name another directory",
         )
     problems: list[Problem] = []
-    readers: dict[str, Callable[..., list[dict[str, Any]]]] = {
-        "lf": _read_lf,
-        "lm-eval": read_lm_eval,
-    }
-    items: dict[str, dict[str, Any]] = {}
-    arms: dict[str, dict[str, Any]] = {}
+    items: dict[str, KeptItem] = {}
+    arms: dict[str, KeptArm] = {}
     for source in sources:
         data = source.path.read_bytes()
-        rows = _parse_lines(data, source.path, problems)
-        found = readers[source.format](rows, source.path.name, problems)
+        lines = _parse_lines(data, source.path, problems)
+        found = READERS[source.format](lines, source.path.name, problems)
         arm = arms.setdefault(source.arm, {"name": source.arm, "files": []})
         arm["files"].append(
             {
@@ -104,36 +123,34 @@ def import_answers(sources: Sequence[Source], directory: Path) -> None:
             "correct these rows, or leave them out of the files",
         )
     make_directory(directory)
-    document = {"schema": SCHEMA, "arms": list(arms.values()), "items": list(items.values())}
-    write_text(directory / IMPORTED, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    document: Imported = {
+        "schema": "ktbridge.import/1",
+        "arms": list(arms.values()),
+        "items": list(items.values()),
+    }
+    write_json(directory / IMPORTED, document, indent=1)
 
 
-def _kinds(items: Iterable[Mapping[str, Any]], arm: str) -> str:
+def _kinds(items: Iterable[KeptItem], arm: str) -> str:
     return ", ".join(dict.fromkeys(one["slice"] for one in items if arm in one["answers"]))
 
 
-def _join(
-    items: dict[str, dict[str, Any]], source: Source, row: dict[str, Any], problems: list[Problem]
-) -> None:
+def _join(items: dict[str, KeptItem], source: Source, row: Row, problems: list[Problem]) -> None:
     """Add an arm's answer to its item; an id must mean the same question in every arm."""
-    answer, where = row.pop("answer"), row.pop("where")
-    identity = row.pop("identity")
-    item = items.setdefault(row["id"], {**row, "identity": identity, "answers": {}})
+    item = items.setdefault(row.item["id"], row.item)
     fault = None
-    if item["identity"] != identity:
+    if item["identity"] != row.item["identity"]:
         fault = ("another question or target than in the other arm", "the same data for every arm")
     elif source.arm in item["answers"]:
-        fault = (f"a second answer of {source.arm} to {row['id']}", "one answer an item and arm")
+        fault = (f"a second answer of {source.arm} to {item['id']}", "one answer an item and arm")
     if fault:
-        problems.append(problem("KTB842", where, *fault, next_step=""))
+        problems.append(problem("KTB842", row.where, *fault, next_step=""))
     else:
-        item["answers"][source.arm] = answer
+        item["answers"][source.arm] = row.answer
 
 
-def _parse_lines(
-    data: bytes, path: Path, problems: list[Problem]
-) -> list[tuple[str, dict[str, Any]]]:
-    """(location, object) of each line; a line that is not a JSON object is a problem."""
+def _parse_lines(data: bytes, path: Path, problems: list[Problem]) -> list[Line]:
+    """The lines; one that is not a JSON object is a problem."""
     rows = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -152,69 +169,29 @@ def _parse_lines(
     return rows
 
 
-def _read_lf(
-    rows: Sequence[tuple[str, dict[str, Any]]], name: str, problems: list[Problem]
-) -> list[dict[str, Any]]:
-    """{"prompt", "predict", "label"}: paired by prompt and label, duplicates in order."""
-    found = []
-    turn: Counter[str] = Counter()
-    for where, row in rows:
-        keys = ("prompt", "predict", "label")
-        missing = [key for key in keys if not isinstance(row.get(key), str)]
-        if missing:
-            fault = f"no text under {', '.join(missing)}"
-            problems.append(problem("KTB841", where, fault, ", ".join(keys), next_step=""))
-            continue
-        pair = sha256([row["prompt"], row["label"]])[:16]
-        turn[pair] += 1
-        found.append(
-            {
-                "id": f"{pair}-{turn[pair]}",
-                "slice": "predictions",
-                "cluster": sha256(row["prompt"])[:16],
-                "prompt": row["prompt"],
-                "reference": row["label"] or None,
-                "identity": pair,
-                "answer": {"text": row["predict"], "marks": None},
-                "where": where,
-            }
-        )
-    return found
-
-
 def score_imports(directory: Path) -> Results:
     """The results (schema ``ktbridge.eval/1``) of answers that ``import_answers`` stored."""
     path = directory / IMPORTED
     try:
         kept = json.loads(path.read_text("utf-8"))
-        arms = {arm["name"]: arm for arm in kept["arms"]}
-        rows = [_row(item, list(arms)) for item in kept["items"]]
-        cards = {name: _arm_card(arm) for name, arm in arms.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
+        kept = None
+    if not fits(kept, Imported):
         raise KtbridgeError(
             f"{str(path)!r} is damaged.", "import the files again, into a new directory"
-        ) from None
+        )
+    arms = {arm["name"]: arm for arm in kept["arms"]}
+    rows = [_row(item, list(arms)) for item in kept["items"]]
     references = {
         item["id"]: [item["reference"]]
         for item in kept["items"]
         if item["reference"] and all(one["text"] is not None for one in item["answers"].values())
     }
-    return assemble(_card(kept, rows), cards, rows, references=references)
+    cards = {name: _arm_card(arm) for name, arm in arms.items()}
+    return assemble(Gathered(_card(kept, rows), cards, rows, references=references))
 
 
-def _first_checks(rows: Sequence[ItemRow], name: str) -> Iterator[str]:
-    """The check that marks each answer of a slice."""
-    for row in rows:
-        for answer in row["answers"].values():
-            if row["slice"] == name and "checks" in answer:
-                yield answer["checks"][0]["scorer"]
-
-
-def _check_name(scorer: str) -> str:
-    return f"{scorer} ({OVERLAP['metric']})" if scorer == OVERLAP["scorer"] else scorer
-
-
-def _row(item: Mapping[str, Any], arms: Sequence[str]) -> ItemRow:
+def _row(item: KeptItem, arms: Sequence[str]) -> ItemRow:
     return {
         "id": item["id"],
         "slice": item["slice"],
@@ -227,13 +204,12 @@ def _row(item: Mapping[str, Any], arms: Sequence[str]) -> ItemRow:
     }
 
 
-def _answer(item: Mapping[str, Any], kept: Mapping[str, Any] | None) -> ArmAnswer:
+def _answer(item: KeptItem, kept: KeptAnswer | None) -> ArmAnswer:
     if kept is None:
         return {"outcome": "not-run"}
     if kept["marks"] is not None:
-        names = list(kept["marks"])
         checks: list[CheckRow] = [
-            {"scorer": name, "mark": kept["marks"][name], "reason": ""} for name in names
+            {"scorer": name, "mark": mark, "reason": ""} for name, mark in kept["marks"].items()
         ]
         text = kept["text"] if kept["text"] is not None else kept.get("shown", "")
         return {"outcome": "ok", "text": text, "task": checks[0]["mark"], "checks": checks}
@@ -253,12 +229,11 @@ def _answer(item: Mapping[str, Any], kept: Mapping[str, Any] | None) -> ArmAnswe
     return answer
 
 
-def _arm_card(arm: Mapping[str, Any]) -> ArmCard:
+def _arm_card(arm: KeptArm) -> ArmCard:
     files = arm["files"]
-    formats = sorted({FORMATS[one["format"]] for one in files})
     return {
         "name": arm["name"],
-        "model": ", ".join(formats),
+        "model": ", ".join(sorted({FORMATS[one["format"]] for one in files})),
         "url": ", ".join(one["name"] for one in files),
         "server": {"files": [dict(one) for one in files]},
         "sampling": {},
@@ -266,14 +241,13 @@ def _arm_card(arm: Mapping[str, Any]) -> ArmCard:
     }
 
 
-def _card(kept: Mapping[str, Any], rows: Sequence[ItemRow]) -> BenchCard:
+def _card(kept: Imported, rows: Sequence[ItemRow]) -> BenchCard:
     formats = {one["format"] for arm in kept["arms"] for one in arm["files"]}
     notes = ["Answers collected by another tool; nothing is known here of models and sampling."]
     if "lf" in formats:
         notes.append("LLaMA-Factory rows are marked by ROUGE-L with their label.")
     if "lm-eval" in formats:
         notes.append("lm-evaluation-harness rows are marked by the first metric stored with them.")
-    names = list(dict.fromkeys(row["slice"] for row in rows))
     return {
         "name": "imported answers",
         "version": "",
@@ -292,8 +266,22 @@ def _card(kept: Mapping[str, Any], rows: Sequence[ItemRow]) -> BenchCard:
                 "label": name,
                 "primary": "task",
                 "meaning": "imported",
-                "checks": list(dict.fromkeys(map(_check_name, _first_checks(rows, name)))),
+                "checks": _checks(row for row in rows if row["slice"] == name),
             }
-            for name in names
+            for name in dict.fromkeys(row["slice"] for row in rows)
         ],
     }
+
+
+def _checks(rows: Iterable[ItemRow]) -> list[str]:
+    """The checks that mark these rows' answers: the first of each answer."""
+    names = (
+        answer["checks"][0]["scorer"]
+        for row in rows
+        for answer in row["answers"].values()
+        if "checks" in answer
+    )
+    own = OVERLAP["scorer"]
+    return list(
+        dict.fromkeys(f"{own} ({OVERLAP['metric']})" if one == own else one for one in names)
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from ktbridge.eval.facts import TITLES, facts, made_of
-from ktbridge.eval.results.types import AXES_SHOWN, Axis, PairCounts, Results
+from ktbridge.eval.results.cards import ProblemRow
+from ktbridge.eval.results.types import AXES_SHOWN, Axis, IndexFile, PairCounts, Results
 from ktbridge.eval.text import show_direction
 from ktbridge.eval.verdict import (
     OVERALL,
@@ -48,7 +48,7 @@ def render_markdown(results: Results) -> str:
     return "\n".join(lines)
 
 
-def render_index_markdown(index: Mapping[str, Any], failures: Sequence[str]) -> str:
+def render_index_markdown(index: IndexFile, failures: Sequence[str]) -> str:
     """The verdict of every bench; ``failures`` first."""
     lines = [f"> 🛑 **error**: {_text(text)}\n>" for text in failures]
     lines += [""] if lines else []
@@ -59,7 +59,7 @@ def render_index_markdown(index: Mapping[str, Any], failures: Sequence[str]) -> 
         else:
             lines += [f"**{_text(one['verdict']['line'])}**", ""]
             lines += [_text(one["verdict"]["headline"]), ""]
-            lines += [*_problems(one["warnings"]), ""]
+            lines += [*_problems(one["warnings"] or ()), ""]
     return "\n".join(lines)
 
 
@@ -77,7 +77,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     ]
 
 
-def _problems(problems: Iterable[Mapping[str, str]]) -> list[str]:
+def _problems(problems: Iterable[ProblemRow]) -> list[str]:
     lines = []
     for one in problems:
         step = f" Next: {_text(one['next_step'])}." if one["next_step"] else ""

@@ -13,9 +13,8 @@ and spread are one number because sentences are counted, not tics.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
@@ -58,25 +57,7 @@ class Persona:
     tic_weight: float
 
 
-@dataclass(frozen=True)
-class PersonaScore:
-    """One answer on the persona axis: the score and its components."""
-
-    score: float
-    address: bool
-    tic_rate: float
-    broke: bool
-
-    def as_dict(self) -> PersonaParts:
-        return {
-            "score": round(self.score, 6),
-            "address": self.address,
-            "tic_rate": round(self.tic_rate, 6),
-            "broke": self.broke,
-        }
-
-
-def score_persona(text: str, persona: Persona) -> PersonaScore:
+def score_persona(text: str, persona: Persona) -> PersonaParts:
     """Score one answer (the text the user would see, without thinking)."""
     parts = sentences(text)
     marked = sum(
@@ -88,10 +69,15 @@ def score_persona(text: str, persona: Persona) -> PersonaScore:
     score = persona.address_weight * address + persona.tic_weight * min(
         1.0, rate / persona.target_rate
     )
-    return PersonaScore(0.0 if broke else score, address, rate, broke)
+    return {
+        "score": 0.0 if broke else round(score, 6),
+        "address": address,
+        "tic_rate": round(rate, 6),
+        "broke": broke,
+    }
 
 
-def parse_persona(data: Any, where: str, problems: list[Problem]) -> Persona | None:
+def parse_persona(data: object, where: str, problems: list[Problem]) -> Persona | None:
     """Compile persona.yaml's content; every fault is appended to ``problems``."""
     before = len(problems)
 
@@ -143,7 +129,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _patterns(value: Any, key: str, complain: Any) -> re.Pattern[str]:
+def _patterns(
+    value: object, key: str, complain: Callable[[str, str, str], None]
+) -> re.Pattern[str]:
     """One regex alternation from {language: [regular expression, ...]}."""
     never = re.compile(r"(?!)")
     if not isinstance(value, Mapping) or not all(

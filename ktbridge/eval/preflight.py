@@ -19,9 +19,9 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import Arm, arm_card
 from ktbridge.eval.asking import build_request as build_request
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.client import Answer, Client, ModelEntry
-from ktbridge.eval.failures import remedies, remedy
-from ktbridge.eval.results.types import ArmCard, Identical
+from ktbridge.eval.client import Answer, Client, ModelEntry, remedies, remedy
+from ktbridge.eval.results.cards import ArmCard
+from ktbridge.eval.results.types import Identical
 from ktbridge.served_names import adapter_name, listed_as, names_adapter
 
 PROBES = 8
@@ -108,7 +108,7 @@ async def _read_cards(
     cards = {}
     for url, client in clients.items():
         try:
-            listed = {entry["id"]: entry for entry in await client.models()}
+            listed = {str(entry["id"]): entry for entry in await client.models()}
         except KtbridgeError as error:
             problems.append(
                 problem(

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, has_errors
@@ -15,24 +14,22 @@ from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import (
     Asked,
     AskingLoop,
-    answer_key,
+    Dialogue,
     build_request,
+    check_partner,
+    hold_dialogue,
     is_dialogue,
+    partner_card,
     run_until_interrupt,
 )
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.client import Client
-from ktbridge.eval.dialogue import Dialogue, check_partner, hold_dialogue, partner_card
-from ktbridge.eval.failures import is_refusal, remedy
+from ktbridge.eval.client import Client, is_refusal, remedy
+from ktbridge.eval.plan import Ask, list_asks, make_plan
 from ktbridge.eval.preflight import Preflight, check_arms
-from ktbridge.eval.results.types import ArmCard, Identical
-from ktbridge.eval.rundir import BENCH as BENCH
-from ktbridge.eval.rundir import BENCHES as BENCHES
-from ktbridge.eval.rundir import RUN as RUN
-from ktbridge.eval.rundir import make_plan, write_run
-from ktbridge.eval.rundir import read_benches as read_benches
-from ktbridge.eval.rundir import read_run as read_run
-from ktbridge.eval.store import Store
+from ktbridge.eval.results.cards import ArmCard
+from ktbridge.eval.results.types import Identical
+from ktbridge.eval.rundir import RunFile, read_run, write_run
+from ktbridge.eval.store import ANSWERS, AnswerRecord, Ledger
 
 
 @dataclass
@@ -62,16 +59,6 @@ class Collected:
     identical: list[Identical]
     problems: tuple[Problem, ...]
     faults: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One answer to request: an arm's to an item, the ``repeat``-th time (from 0)."""
-
-    key: str
-    arm: Arm
-    item: Item
-    repeat: int
 
 
 def collect(
@@ -104,33 +91,22 @@ def collect(
     check_partner(bench, items, partner)
     if not any(is_dialogue(item, bench) for item in items):
         partner = None
-    options = {"timeout": timeout, "backoff": backoff, "api_key": api_key}
     chosen = slices or tuple(one.name for one in bench.slices)
-    with Store(directory) as store:
-        run = _Run(bench, arms, chosen, items, store, repeat, partner, concurrency, on_progress)
-        return run_until_interrupt(run.collect(options, on_preflight))
-
-
-class Pick(Protocol):
-    """``max`` or ``min``."""
-
-    def __call__(self, asks: Sequence[Ask], /, *, key: Callable[[Ask], int]) -> Ask: ...
-
-
-def list_asks(
-    bench: Bench,
-    arms: Sequence[Arm],
-    items: Sequence[Item],
-    cards: Mapping[str, ArmCard],
-    repeat: int,
-) -> list[Ask]:
-    """Every answer that a run requests, in order. ``cards`` are the arms' by name."""
-    return [
-        Ask(answer_key(cards[arm.name], arm, item, bench, nth), arm, item, nth)
-        for nth in range(repeat)
-        for item in bench.in_turn(items)
-        for arm in arms
-    ]
+    with Ledger(directory, ANSWERS) as store:
+        run = _Run(
+            bench=bench,
+            arms=arms,
+            chosen=chosen,
+            items=items,
+            repeat=repeat,
+            partner=partner,
+            store=store,
+            concurrency=concurrency,
+            open_client=lambda url: Client(url, timeout=timeout, backoff=backoff, api_key=api_key),
+            on_preflight=on_preflight or (lambda preflight: None),
+            on_progress=on_progress or (lambda progress: None),
+        )
+        return run_until_interrupt(run.collect())
 
 
 def _size(ask: Ask) -> int:
@@ -139,91 +115,86 @@ def _size(ask: Ask) -> int:
     return content // 3 + ask.item.max_tokens
 
 
+@dataclass
 class _Run:
     """One invocation's work, inside its store."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        arms: Sequence[Arm],
-        chosen: Sequence[str],
-        items: Sequence[Item],
-        store: Store,
-        repeat: int,
-        partner: Arm | None,
-        concurrency: int,
-        on_progress: OnProgress | None,
-    ) -> None:
-        self._bench = bench
-        self._arms = arms
-        self._chosen = chosen
-        self._items = items
-        self._store = store
-        self._repeat = repeat
-        self._partner = partner
-        self._report = on_progress or (lambda progress: None)
-        self._progress = Progress()
-        self._clients: dict[str, Client] = {}
+    bench: Bench
+    arms: Sequence[Arm]
+    chosen: Sequence[str]
+    items: Sequence[Item]
+    repeat: int
+    partner: Arm | None
+    store: Ledger[AnswerRecord]
+    concurrency: int
+    open_client: Callable[[str], Client]
+    on_preflight: Callable[[Preflight], None]
+    on_progress: OnProgress
+    clients: dict[str, Client] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
         self._asking = AskingLoop(
             self._ask,
-            store,
-            concurrency,
+            self.store,
+            self.concurrency,
             self._count,
             "",
             "see to the server and run the same command again; what was answered is stored",
         )
 
-    async def collect(
-        self, options: dict[str, Any], on_preflight: Callable[[Preflight], None] | None
-    ) -> Collected:
-        run = read_run(self._store.directory)
+    async def collect(self) -> Collected:
+        run = read_run(self.store.directory)
         async with contextlib.AsyncExitStack() as stack:
-            asked = [*self._arms, *([self._partner] if self._partner else [])]
+            asked = [*self.arms, *([self.partner] if self.partner else [])]
             for url in dict.fromkeys(one.url for one in asked):
-                self._clients[url] = await stack.enter_async_context(Client(url, **options))
+                self.clients[url] = await stack.enter_async_context(self.open_client(url))
                 # One counter of failures for all servers.
-                self._clients[url].faults = self._progress.faults
+                self.clients[url].faults = self.progress.faults
             preflight = await check_arms(
-                self._arms, self._clients, self._bench, run["probes"], self._partner
+                self.arms, self.clients, self.bench, run["probes"], self.partner
             )
             self._name_partner(run["arms"], preflight)
-            if on_preflight:
-                on_preflight(preflight)
-            names = [arm.name for arm in self._arms]
-            plan = make_plan(
-                run["plan"] or {}, self._bench, names, self._chosen, self._items, self._repeat
-            )
-            write_run(
-                self._store.directory,
-                run,
-                self._bench,
-                preflight.cards,
-                preflight.probes,
-                self._repeat,
-                plan,
-            )
-            arms = [arm for arm in self._arms if "refused" not in preflight.cards[arm.name]]
-            asks = list_asks(self._bench, arms, self._items, preflight.cards, self._repeat)
-            todo = [ask for ask in asks if not self._store.has(ask.key)]
-            stored = len(asks) - len(todo)
-            self._progress.done = self._progress.stored = stored
-            self._progress.total = len(asks)
-            self._report(self._progress)
-            refused = await self._ask_largest(todo, preflight, on_preflight)
+            self.on_preflight(preflight)
+            write_run(self.store.directory, self._described(run, preflight), self.bench)
+            arms = [arm for arm in self.arms if "refused" not in preflight.cards[arm.name]]
+            asks = list_asks(self.bench, arms, self.items, preflight.cards, self.repeat)
+            todo = [ask for ask in asks if not self.store.has(ask.key)]
+            self.progress.done = self.progress.stored = len(asks) - len(todo)
+            self.progress.total = len(asks)
+            self.on_progress(self.progress)
+            refused = await self._ask_largest(todo, preflight)
             await self._asking.ask_all([ask for ask in todo if ask.key not in refused])
-        outcomes = Counter(self._store.records[ask.key]["outcome"] for ask in asks)
+        outcomes = Counter[str](self.store.records[ask.key]["outcome"] for ask in asks)
         return Collected(
             len(todo),
-            stored,
+            self.progress.stored,
             dict(outcomes),
             preflight.identical,
             tuple(preflight.problems),
-            {kind: count for kind, count in self._progress.faults.items() if count},
+            {kind: count for kind, count in self.progress.faults.items() if count},
         )
+
+    def _described(self, before: RunFile, preflight: Preflight) -> RunFile:
+        """run.json with what this invocation adds. Probe hashes stay those of an arm's first run, the
+        baseline for drift; the date is that of the directory's first run."""
+        names = [arm.name for arm in self.arms]
+        probes = dict(before["probes"])
+        for fingerprint, hashes in preflight.probes.items():
+            probes[fingerprint] = {**hashes, **probes.get(fingerprint, {})}
+        return {
+            "arms": {**before["arms"], **preflight.cards},
+            "probes": probes,
+            "repeat": max(self.repeat, before["repeat"]),
+            "plan": make_plan(
+                before["plan"] or {}, self.bench, names, self.chosen, self.items, self.repeat
+            ),
+            "date": before["date"],
+        }
 
     def _name_partner(self, before: Mapping[str, ArmCard], preflight: Preflight) -> None:
         """Record the dialogue partner in each arm's card; warn if it differs from before."""
-        now = partner_card(self._partner)
+        now = partner_card(self.partner)
         for name, card in preflight.cards.items():
             old = before.get(name)
             same = old is not None and old["fingerprint"] == card["fingerprint"]
@@ -248,7 +219,6 @@ class _Run:
         self,
         todo: Sequence[Ask],
         preflight: Preflight,
-        on_preflight: Callable[[Preflight], None] | None,
     ) -> set[str]:
         """Ask each arm its largest request first, and its smallest if that is refused: a token limit that
         a server rejects is found before the other questions. Returns the keys asked.
@@ -257,36 +227,36 @@ class _Run:
         """
         asked: dict[str, Ask] = {}
 
-        async def refused(pick: Pick, arms: Sequence[Arm]) -> dict[str, Ask]:
+        async def refused(largest: bool, arms: Sequence[Arm]) -> dict[str, Ask]:
             wanted = []
             for arm in arms:
                 mine = [ask for ask in todo if ask.arm == arm and not self._is_dialogue(ask)]
-                wanted += [pick(mine, key=_size)] if mine else []
+                wanted += sorted(mine, key=_size, reverse=largest)[:1]
             await self._asking.ask_all([ask for ask in wanted if ask.key not in asked])
             asked.update({ask.key: ask for ask in wanted})
-            records = {ask.arm.name: (ask, self._store.records[ask.key]) for ask in wanted}
+            records = {ask.arm.name: (ask, self.store.records[ask.key]) for ask in wanted}
             return {
                 name: ask
                 for name, (ask, record) in records.items()
                 if record["outcome"] == "http-error" and is_refusal(record["status"])
             }
 
-        largest = await refused(max, self._arms)
-        smallest = await refused(min, [arm for arm in self._arms if arm.name in largest])
+        largest = await refused(True, self.arms)
+        smallest = await refused(False, [arm for arm in self.arms if arm.name in largest])
         found = [self._refusal(ask, smallest.get(name)) for name, ask in largest.items()]
         preflight.problems += found
         if has_errors(found):
             raise ProblemsError(
                 "a server refuses what the bench asks; the rest was not asked.", found
             )
-        if found and on_preflight:
-            on_preflight(Preflight({}, problems=found))
+        if found:
+            self.on_preflight(Preflight({}, problems=found))
         return set(asked)
 
     def _refusal(self, largest: Ask, smallest: Ask | None) -> Problem:
-        record = self._store.records[(smallest or largest).key]
+        record = self.store.records[(smallest or largest).key]
         which = "even its smallest request" if smallest else "its largest request"
-        limit = build_request(largest.arm, (smallest or largest).item, self._bench)["max_tokens"]
+        limit = build_request(largest.arm, (smallest or largest).item, self.bench)["max_tokens"]
         return problem(
             "KTB805",
             f"arm {largest.arm.name}",
@@ -297,18 +267,30 @@ class _Run:
         )
 
     def _is_dialogue(self, ask: Ask) -> bool:
-        return is_dialogue(ask.item, self._bench)
+        return is_dialogue(ask.item, self.bench)
 
-    async def _ask(self, ask: Ask) -> Asked:
-        if self._partner is not None and self._is_dialogue(ask):
+    async def _ask(self, ask: Ask) -> Asked[AnswerRecord]:
+        if self.partner is not None and self._is_dialogue(ask):
             done = await hold_dialogue(
-                ask.arm, ask.item, self._bench, ask.repeat, self._partner, self._clients
+                ask.arm, ask.item, self.bench, ask.repeat, self.partner, self.clients
             )
         else:
-            request = build_request(ask.arm, ask.item, self._bench, ask.repeat)
-            done = Dialogue(await self._clients[ask.arm.url].chat(request), [], ask.arm.url)
+            request = build_request(ask.arm, ask.item, self.bench, ask.repeat)
+            done = Dialogue(await self.clients[ask.arm.url].chat(request), [], ask.arm.url)
         answer = done.answer
-        record = {"key": ask.key, "arm": ask.arm.name, "item": ask.item.id, **answer.as_dict()}
+        record: AnswerRecord = {
+            "key": ask.key,
+            "arm": ask.arm.name,
+            "item": ask.item.id,
+            "outcome": answer.outcome,
+            "text": answer.text,
+            "thinking": answer.thinking,
+            "detail": answer.detail,
+            "status": answer.status,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "seconds": answer.seconds,
+        }
         if ask.repeat:
             record["repeat"] = ask.repeat
         if self._is_dialogue(ask):
@@ -316,8 +298,8 @@ class _Run:
         gone = answer.outcome == "http-error" and answer.status == 0
         return Asked(record, done.url, answer.detail if gone else "")
 
-    def _count(self, asked: Asked) -> None:
-        self._progress.done += 1
-        self._progress.prompt_tokens += asked.record["prompt_tokens"] or 0
-        self._progress.completion_tokens += asked.record["completion_tokens"] or 0
-        self._report(self._progress)
+    def _count(self, asked: Asked[AnswerRecord]) -> None:
+        self.progress.done += 1
+        self.progress.prompt_tokens += asked.record["prompt_tokens"] or 0
+        self.progress.completion_tokens += asked.record["completion_tokens"] or 0
+        self.on_progress(self.progress)

@@ -3,11 +3,11 @@
 Scores lie in 0..1, differences in -1..1. Items of one cluster (a pair, rewordings of a question,
 repeats of one question) are not independent, so clusters are resampled and flipped. Functions work on
 rows, one row per experiment, so that the simulations in the tests run the same code as a report.
-Planning (power, smallest detectable effect) is in ``power.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ SEED = 20_240
 _EXACT_CLUSTERS = 13  # 2**13 sign patterns are fewer than RESAMPLES: enumerate them
 _FEW_CLUSTERS = 20  # below this the bootstrap's percentiles are coarse, so t is used
 _TINY = 1e-12
+POWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -263,42 +264,6 @@ def _log_choose(n: int, k: int) -> float:
     return float(special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1))
 
 
-def non_inferiority_p(
-    differences: Sequence[float], clusters: Sequence[str], margin: float
-) -> float:
-    """One-sided p of "worse by ``margin`` or more", by t over clusters.
-
-    p < 0.025 is equivalent to a 95 % interval whose low end lies above -margin (Piaggio et al. 2012,
-    JAMA 308:2594). If all clusters have the same mean, p is the probability that none of them shows a
-    loss that would reach the margin; 1 for a single cluster. Raises ValueError for no differences.
-    """
-    return _margin_p(differences, clusters, margin, 1.0)
-
-
-def equivalence_p(differences: Sequence[float], clusters: Sequence[str], margin: float) -> float:
-    """p of "different by ``margin`` or more": the larger p of two one-sided tests (TOST, Schuirmann
-    1987, J. Pharmacokinet. Biopharm. 15:657). Raises ValueError for no differences."""
-    worse = _margin_p(differences, clusters, margin, 1.0)
-    return max(worse, _margin_p(differences, clusters, margin, -1.0))
-
-
-def _margin_p(
-    differences: Sequence[float], clusters: Sequence[str], margin: float, sign: float
-) -> float:
-    sums, sizes = _checked(differences, clusters, "differences")
-    groups = len(sums)
-    if groups == 1:
-        return 1.0
-    distance = sign * float(sums.sum() / sizes.sum()) + margin
-    if np.ptp(sums / sizes) < _TINY:
-        # The probability that none of G clusters shows a kind of loss, if the margin were reached: a
-        # loss of 1 + mean (the most that the bounds allow) in a share of the population.
-        share = min(1.0, max(0.0, distance / (1 + distance - margin)))
-        return float((1 - share) ** groups)
-    error = float(standard_error(sums[None], sizes)[0])
-    return float(special.stdtr(groups - 1, -distance / error))
-
-
 # --- multiple tests
 
 
@@ -313,13 +278,80 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values that control the false discovery rate, not the chance of any false finding
-    (Benjamini & Hochberg 1995, J. R. Stat. Soc. B 57:289). For long lists: which items changed."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i], reverse=True)
-    adjusted = [0.0] * len(p_values)
-    running = 1.0
-    for passed, i in enumerate(order):
-        running = min(running, len(p_values) / (len(p_values) - passed) * p_values[i])
-        adjusted[i] = running
-    return adjusted
+# --- the noise between two runs of one arm, and power
+
+
+def noise_floor(
+    first: Sequence[float], second: Sequence[float], clusters: Sequence[str]
+) -> float | None:
+    """The difference of means that the noise between two runs of one arm alone exceeds in 5 of 100
+    runs: t over the clusters' mean differences (``first`` and ``second`` are marks of the same items).
+    None for one cluster. Raises ValueError for no items or unequal lengths."""
+    if not first or len(first) != len(second):
+        raise ValueError("two runs of the same items are needed")
+    differences = [later - earlier for earlier, later in zip(first, second, strict=True)]
+    sums, sizes = cluster_sums(differences, clusters)
+    groups = len(sums)
+    if groups == 1:
+        return None
+    quantile = float(special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2))
+    return quantile * float(np.std(sums / sizes, ddof=1)) / math.sqrt(groups)
+
+
+def power(effect: float, sd: float, clusters: int, alpha: float = 1 - CONFIDENCE) -> float:
+    """The probability that a two-sided paired t test at ``alpha`` detects ``effect``.
+
+    The statistic is noncentral t with G-1 degrees of freedom and noncentrality effect sqrt(G)/sd
+    (Cohen 1988, Statistical Power Analysis, section 2.3). 0 for fewer than two clusters.
+    """
+    if clusters < 2:
+        return 0.0
+    if sd <= 0:
+        return 1.0 if effect else alpha
+    freedom = clusters - 1
+    shift = abs(effect) * math.sqrt(clusters) / sd
+    critical = float(special.stdtrit(freedom, 1 - alpha / 2))
+    if shift > critical + 8 * math.sqrt(1 + critical * critical / (2 * freedom)):
+        return 1.0  # beyond eight standard deviations, where nctdtr loses precision
+    above = 1 - float(special.nctdtr(freedom, shift, critical))
+    # Detected with the wrong sign; from shift 4 on less than 1e-8, again beyond nctdtr's precision.
+    below = float(special.nctdtr(freedom, shift, -critical)) if shift < 4 else 0.0
+    return above + below
+
+
+def detectable_effect(
+    sd: float, clusters: int, *, alpha: float = 1 - CONFIDENCE, chance: float = POWER
+) -> float | None:
+    """The smallest difference detected with probability ``chance``; None if even 1 is not.
+
+    Found by bisection on ``power``, which grows with the effect.
+    """
+    low, high = 0.0, 1.0
+    if power(high, sd, clusters, alpha) < chance:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (
+            (low, middle) if power(middle, sd, clusters, alpha) >= chance else (middle, high)
+        )
+    return high
+
+
+def smallest_seen(
+    differences: Sequence[float], clusters: Sequence[str], alpha: float = 1 - CONFIDENCE
+) -> float | None:
+    """``detectable_effect`` for the spread of these differences: reported beside a null result.
+
+    Their standard error is taken between clusters, so it includes unequal sizes. If all clusters have
+    the same mean, it is the effect that none of them may have shown (``unseen_share``). None if no
+    difference could be detected: G clusters that all agree give the sign-flip test a mid-p of 2^-G,
+    and no less. ``alpha`` is divided by the number of contrasts for the worst case under Holm.
+    """
+    sums, sizes = cluster_sums(differences, clusters)
+    groups = len(sums)
+    if groups < 2 or 2.0**-groups >= alpha:
+        return None
+    error = float(standard_error(sums[None], sizes)[0])
+    if error < 1e-12:
+        return unseen_share(groups)
+    return detectable_effect(error * math.sqrt(groups), groups, alpha=alpha)

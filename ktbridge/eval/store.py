@@ -5,47 +5,139 @@ are stored verbatim, so that parsing them again costs nothing.
 
 A kill leaves at most one torn last line, which the next writer truncates and a reader skips; a full
 disk leaves none. Failures are recorded, so that a report can list them, but are never reused: the next
-run asks again.
+run asks again. Errors of the disk name the path and the next step.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Generic, TypedDict, TypeVar
 
+from ktbridge import publish
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import OUTCOMES
-from ktbridge.eval.disk import make_directory, writing
+from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
+from ktbridge.eval.results.types import Outcome
 
-Record = dict[str, Any]
-_Self = TypeVar("_Self", bound="Ledger")
+FAILED = "http-error"
+JUDGE_FAILED: JudgeOutcome = "judge-error"
+
+
+class _OptionalAnswerRecord(TypedDict, total=False):
+    repeat: int
+    turns: list[Message]
+
+
+class AnswerRecord(_OptionalAnswerRecord):
+    """A line of answers.jsonl."""
+
+    key: str
+    arm: str
+    item: str
+    outcome: Outcome
+    text: str
+    thinking: str
+    detail: str
+    status: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    seconds: float | None
+
+
+class Compared(TypedDict, total=False):
+    """Of a judgement of two answers."""
+
+    minus: str
+    swapped: bool
+
+
+class JudgementRecord(Compared):
+    """A line of judgements.jsonl."""
+
+    key: str
+    form: str
+    item: str
+    of: str
+    outcome: JudgeOutcome
+    reply: str
+    detail: str
+    attempts: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+_Record = TypeVar("_Record", AnswerRecord, JudgementRecord)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_AGAIN = "run the same command again; what is stored there is kept and not asked for again"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The record type of a file. Records have ``key`` and ``outcome``; ``failed`` is the outcome that is
-    asked again. ``texts`` returns all that a report may show of a record, or raises KeyError, TypeError
-    or ValueError for an invalid one. ``lock`` is the file that its writer locks; ``work`` ("writing
-    to") and ``asked`` ("its question is asked again") are parts of messages."""
+class Kind(Generic[_Record]):
+    """The record type of a file. ``failed`` is the outcome that is asked again. ``texts`` returns all
+    that a report may show of a record, or raises KeyError, TypeError or ValueError for an invalid one.
+    ``lock`` is the file that its writer locks; ``work`` ("writing to") and ``asked`` ("its question is
+    asked again") are parts of messages."""
 
     name: str
     lock: str
     failed: str
-    texts: Callable[[Record], list[str]]
+    texts: Callable[[_Record], list[str]]
     work: str
     asked: str
 
 
-def read_records(directory: Path, kind: Kind) -> dict[str, Record]:
+def request_key(fingerprint: str, request: Json, repeat: int = 0) -> str:
+    """The key of an answer: arm fingerprint, exact request, and repeat (from 0)."""
+    key = {"arm": fingerprint, "request": dict(request)}
+    return sha256({**key, "repeat": repeat} if repeat else key)
+
+
+def _answer_texts(record: AnswerRecord) -> list[str]:
+    if record["outcome"] not in OUTCOMES:
+        raise ValueError
+    turns = [turn[name] for turn in record.get("turns", []) for name in ("role", "content")]
+    return [record["text"], record["thinking"], record["detail"], *turns]
+
+
+def _judgement_texts(record: JudgementRecord) -> list[str]:
+    counts = (record["attempts"], record["prompt_tokens"], record["completion_tokens"])
+    known = record["outcome"] in ("ok", "parse-fail", JUDGE_FAILED)
+    if not known or any(type(one) is not int for one in counts):
+        raise ValueError
+    return [record["reply"], record["detail"]]
+
+
+# The lock covers the whole directory: run.json and the bench's snapshot have the same writer.
+ANSWERS = Kind(
+    name="answers.jsonl",
+    lock=".lock",
+    failed=FAILED,
+    texts=_answer_texts,
+    work="writing to",
+    asked="its question is asked again",
+)
+JUDGEMENTS = Kind(
+    name="judgements.jsonl",
+    lock="judgements.jsonl",
+    failed=JUDGE_FAILED,
+    texts=_judgement_texts,
+    work="judging",
+    asked="its judgement is asked for again",
+)
+
+
+def read_ledger(directory: Path, kind: Kind[_Record]) -> dict[str, _Record]:
     """Every key's record: the first that is not a failure, else the last failure. {} without a file.
 
     Raises KtbridgeError for a damaged line other than a torn last one.
@@ -55,10 +147,10 @@ def read_records(directory: Path, kind: Kind) -> dict[str, Record]:
         data = path.read_bytes()
     except FileNotFoundError:
         return {}
-    records: dict[str, Record] = {}
+    records: dict[str, _Record] = {}
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            record = json.loads(line)
+            record: _Record = json.loads(line)
             key = record["key"]
             # A lone surrogate could not be printed.
             "".join([key, *kind.texts(record)]).encode()
@@ -72,24 +164,24 @@ def read_records(directory: Path, kind: Kind) -> dict[str, Record]:
     return records
 
 
-class Ledger:
+class Ledger(Generic[_Record]):
     """The only writer of such a file: a context manager that raises if there is another."""
 
-    def __init__(self, directory: Path, kind: Kind) -> None:
+    def __init__(self, directory: Path, kind: Kind[_Record]) -> None:
         self.directory = directory
-        self.records: dict[str, Record] = {}
-        self._kind = kind
+        self.records: dict[str, _Record] = {}
+        self._kind: Kind[_Record] = kind
+        self._path = directory / kind.name
         self._file = self._lock = -1
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Ledger[_Record]:
         make_directory(self.directory)
         try:
             self._lock = self._open(self._kind.lock, os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file = self._open(self._kind.name, os.O_RDWR | os.O_APPEND)
-            data = (self.directory / self._kind.name).read_bytes()
-            os.ftruncate(self._file, data.rfind(b"\n") + 1)
-            self.records = read_records(self.directory, self._kind)
+            os.ftruncate(self._file, self._path.read_bytes().rfind(b"\n") + 1)
+            self.records = read_ledger(self.directory, self._kind)
         except BlockingIOError:
             self._close()
             raise KtbridgeError(
@@ -113,10 +205,6 @@ class Ledger:
         finally:
             self._close()
 
-    @property
-    def _path(self) -> Path:
-        return self.directory / self._kind.name
-
     def _open(self, name: str, flags: int) -> int:
         with writing(self.directory / name):
             return os.open(self.directory / name, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -130,7 +218,7 @@ class Ledger:
         """Whether a record other than a failure is stored under ``key``."""
         return key in self.records and self.records[key]["outcome"] != self._kind.failed
 
-    def add(self, record: Record) -> None:
+    def add(self, record: _Record) -> None:
         """Append one record; it survives a kill once this returns. Raises KtbridgeError if the disk is
         full, with nothing of the record left in the file."""
         rest = _encode(record).encode() + b"\n"
@@ -146,75 +234,39 @@ class Ledger:
         self.records[record["key"]] = record
 
 
-FAILED = "http-error"
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError in the block into a KtbridgeError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        if error.errno in _FULL:
+            next_step = f"free some space there{_free(path)} and {_AGAIN}"
+        else:
+            next_step = f"see what the directory and its limits allow, and {_AGAIN}"
+        raise KtbridgeError(f"{str(path)!r} cannot be written: {reason}.", next_step) from error
 
 
-def request_key(fingerprint: str, request: Mapping[str, Any], repeat: int = 0) -> str:
-    """The key of an answer: arm fingerprint, exact request, and repeat (from 0)."""
-    key = {"arm": fingerprint, "request": dict(request)}
-    return sha256({**key, "repeat": repeat} if repeat else key)
+def write_text(path: Path, text: str) -> None:
+    """``publish.write_text`` that raises KtbridgeError if the file can't be written."""
+    with writing(path):
+        publish.write_text(path, text)
 
 
-def _answer_texts(record: Record) -> list[str]:
-    if record["outcome"] not in OUTCOMES:
-        raise ValueError
-    turns = record.get("turns", [])
-    texts = [record[name] for name in ("text", "thinking", "detail")]
-    return texts + [turn[name] for turn in turns for name in ("role", "content")]
+def write_json(path: Path, document: object, indent: int = 2) -> None:
+    """``document`` as the whole file."""
+    write_text(path, json.dumps(document, indent=indent, ensure_ascii=False) + "\n")
 
 
-# The lock covers the whole directory: run.json and the bench's snapshot have the same writer.
-_ANSWERS = Kind(
-    name="answers.jsonl",
-    lock=".lock",
-    failed=FAILED,
-    texts=_answer_texts,
-    work="writing to",
-    asked="its question is asked again",
-)
+def make_directory(path: Path) -> None:
+    """Create ``path`` and its parents if they are missing; raises KtbridgeError."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
-def read_answers(directory: Path) -> dict[str, Record]:
-    """Every key's record: the first real answer, else the last error; see ``read_records``."""
-    return read_records(directory, _ANSWERS)
-
-
-class Store(Ledger):
-    """The only writer of a run's directory; raises KtbridgeError if there is another."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, _ANSWERS)
-
-
-JudgeOutcome = Literal["ok", "parse-fail", "judge-error"]
-JUDGE_FAILED: JudgeOutcome = "judge-error"
-_OUTCOMES = ("ok", "parse-fail", JUDGE_FAILED)
-
-
-def _judgement_texts(record: Record) -> list[str]:
-    counts = [record[name] for name in ("attempts", "prompt_tokens", "completion_tokens")]
-    if record["outcome"] not in _OUTCOMES or any(type(one) is not int for one in counts):
-        raise ValueError
-    return [record["reply"], record["detail"]]
-
-
-_JUDGEMENTS = Kind(
-    name="judgements.jsonl",
-    lock="judgements.jsonl",
-    failed=JUDGE_FAILED,
-    texts=_judgement_texts,
-    work="judging",
-    asked="its judgement is asked for again",
-)
-
-
-def read_journal(directory: Path) -> dict[str, Record]:
-    """Every key's record: the first real judgement, else the last error; see ``read_records``."""
-    return read_records(directory, _JUDGEMENTS)
-
-
-class Journal(Ledger):
-    """The only writer of a run's judgements; raises KtbridgeError if there is another."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, _JUDGEMENTS)
+def _free(path: Path) -> str:
+    parent = next((one for one in path.parents if one.is_dir()), None)
+    if parent is None:
+        return ""
+    return f" ({shutil.disk_usage(parent).free / 1e6:.1f} MB are free)"

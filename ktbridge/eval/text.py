@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ _LATIN_WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
 # A run of stops is matched from its first one only, else a long one would take quadratic time.
 _SENTENCE_END = re.compile(r"[。！？!?…\n]+|(?<!\.)\.+(?=\s|$)")
 _WORDISH = re.compile(r"[^\W_]")
+_TOKEN = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 
 
 def normalise(text: str) -> str:
@@ -21,9 +23,26 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
+def is_json(value: object) -> bool:
+    """Whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
 def sentences(text: str) -> list[str]:
     """The sentences of a Chinese or English text, without closing marks; empty ones dropped."""
     return [part.strip() for part in _SENTENCE_END.split(text) if _WORDISH.search(part)]
+
+
+def unicode_tokens(text: str) -> list[str]:
+    """Single ideographs and runs of other letters or digits, case-folded; no punctuation.
+
+    rouge-score needs this for Chinese: its own tokenizer keeps a-z0-9 only and so drops all of it.
+    """
+    return _TOKEN.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def count_chars(text: str) -> int:

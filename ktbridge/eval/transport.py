@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Mapping
+from typing import NamedTuple
 
 import ktbridge
 from ktbridge.errors import KtbridgeError
@@ -71,7 +71,7 @@ class Transport:
         """GET /models."""
         return await self._ask("GET", "/models", None, timeout)
 
-    async def chat(self, request: Mapping[str, Any], timeout: float) -> Reply:
+    async def chat(self, request: Mapping[str, object], timeout: float) -> Reply:
         """POST /chat/completions."""
         body = _encode(request).encode()
         return await self._ask("POST", "/chat/completions", body, timeout)
@@ -93,7 +93,9 @@ class Transport:
             try:
                 response = await self._http.send(request, stream=True)
                 try:
-                    return Reply(response.status_code, response.headers, await _read(response))
+                    return Reply(
+                        response.status_code, response.headers, await _read(response.aiter_raw())
+                    )
                 finally:
                     await response.aclose()
             except Exception as error:
@@ -108,9 +110,9 @@ class Transport:
         raise AssertionError
 
 
-async def _read(response: Any) -> bytes:
+async def _read(body: AsyncIterator[bytes]) -> bytes:
     parts, size = [], 0
-    async for part in response.aiter_raw():
+    async for part in body:
         size += len(part)
         if size > _LONGEST_BODY:
             raise ConnectionError(f"a reply longer than {_LONGEST_BODY} bytes")

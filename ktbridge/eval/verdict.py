@@ -9,18 +9,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from ktbridge.eval.results.types import Axis, Clause, Contrast, Measured, Numbers, Verdict
+from ktbridge.eval.results.types import Axis, Clause, Contrast, Measured, Numbers, Verdict, Words
 from ktbridge.eval.stats import unseen_share
 
 ALPHA = 0.05
 OVERALL = "overall"
-NULLS = ("within margin", "inconclusive")  # shown with the smallest detectable effect
-AXIS_WORDS = {"persona": "persona", "task": "task quality", "judge": "judged quality"}
+NULLS: tuple[Words, ...] = (
+    "within margin",
+    "inconclusive",
+)  # shown with the smallest detectable effect
+AXIS_WORDS: Mapping[Axis, str] = {
+    "persona": "persona",
+    "task": "task quality",
+    "judge": "judged quality",
+}
 # A drop counts as detectable if the smallest detectable effect is at most this (scale 0..1).
 SEEN = 0.25
 
 
-def judge_contrast(contrast: Contrast, margin: float) -> str:
+def judge_contrast(axis: Axis, contrast: Numbers, p_holm: float, margin: float) -> Words:
     """improved / dropped / within margin / inconclusive.
 
     Improved and dropped need an interval that excludes 0 and a Holm-adjusted p below 0.05. "within
@@ -29,13 +36,13 @@ def judge_contrast(contrast: Contrast, margin: float) -> str:
     which none of them showed could not exceed the margin (36 for a margin of 0.1): a few items that
     happen to agree do not prove absence.
     """
-    significant = contrast["p_holm"] < ALPHA
+    significant = p_holm < ALPHA
     if significant and contrast["low"] > 0:
         return "improved"
     if significant and contrast["high"] < 0:
         return "dropped"
     kept = contrast["low"] > -margin and unseen_share(contrast["clusters"]) < margin
-    if kept and (contrast["axis"] != "persona" or contrast["high"] < margin):
+    if kept and (axis != "persona" or contrast["high"] < margin):
         return "within margin"
     return "inconclusive"
 
@@ -136,7 +143,7 @@ def _verdict(
     clauses: list[Clause],
     headline: str,
     details: list[str],
-    overall: Mapping[Axis, str],
+    overall: Mapping[Axis, Words],
 ) -> Verdict:
     return {
         "line": line,

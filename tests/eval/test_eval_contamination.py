@@ -8,7 +8,7 @@ import pytest
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench
-from ktbridge.eval.contamination import GRAM, find_contamination
+from ktbridge.eval.contamination import GRAM, find_contamination, overlap_problems
 
 BENCH = load_bench("nekobench")
 BY_ID = {item.id: item.messages[0]["content"] for item in BENCH.items}
@@ -39,26 +39,30 @@ def test_exact_near_and_inner_matches_by_slice(tmp_path):
         pair("q", BY_ID["cf-14"]),  # in an answer
     ]
     report = find_contamination(BENCH, write(tmp_path / "train.jsonl", rows))
-    hits = {hit.item: hit for hit in report.hits}
+    hits = {hit["item"]: hit for hit in report["hits"]}
     assert set(hits) == {"pes-20", "kri-r-15", "saf-30", "kri-k-36", "cf-14"}
-    assert {name for name, hit in hits.items() if hit.exact} == {"pes-20", "saf-30", "cf-14"}
-    assert (hits["pes-20"].record, hits["kri-r-15"].record) == (2, 3)
-    assert 0 < hits["kri-r-15"].share < 1
-    assert hits["pes-20"].share == 1
-    assert (report.records, report.slices["KRI-R"].overlap, report.slices["KRI-R"].exact) == (
+    assert {name for name, hit in hits.items() if hit["exact"]} == {"pes-20", "saf-30", "cf-14"}
+    assert (hits["pes-20"]["record"], hits["kri-r-15"]["record"]) == (2, 3)
+    assert 0 < hits["kri-r-15"]["share"] < 1
+    assert hits["pes-20"]["share"] == 1
+    assert (
+        report["records"],
+        report["slices"]["KRI-R"]["overlap"],
+        report["slices"]["KRI-R"]["exact"],
+    ) == (
         6,
         1,
         0,
     )
-    assert report.slices["INS"].overlap == 0
-    assert {problem.where for problem in report.problems()} == {
+    assert report["slices"]["INS"]["overlap"] == 0
+    assert {problem.where for problem in overlap_problems(report)} == {
         "slice PES",
         "slice KRI-R",
         "slice SAF",
         "slice KRI-K",
         "slice CF",
     }
-    document = json.loads(json.dumps(report.as_dict()))
+    document = json.loads(json.dumps(report))
     assert document["slices"]["PES"] == {"items": 40, "exact": 1, "overlap": 1, "short": 0}
 
 
@@ -68,7 +72,7 @@ def test_twelve_characters_in_common_are_none_thirteen_are_one(tmp_path, size, f
     assert len(letters) > GRAM
     rows = [pair("天" + "".join(letters[:size]) + "地")]
     report = find_contamination(BENCH, write(tmp_path / "train.jsonl", rows))
-    assert [hit.item for hit in report.hits] == found
+    assert [hit["item"] for hit in report["hits"]] == found
 
 
 def test_english_counts_words_and_references_count_too(tmp_path):
@@ -76,28 +80,28 @@ def test_english_counts_words_and_references_count_too(tmp_path):
     report = find_contamination(
         style, write(tmp_path / "t.jsonl", [{"input": "x", "output": style.items[0].gold[1]}])
     )
-    (hit,) = report.hits
-    assert (hit.item, hit.part, hit.exact) == (style.items[0].id, "reference", True)
+    (hit,) = report["hits"]
+    assert (hit["item"], hit["part"], hit["exact"]) == (style.items[0].id, "reference", True)
     words = BY_ID["kri-r-34"].split()
     for size, found in ((GRAM - 1, []), (GRAM, ["kri-r-34"])):
         rows = [pair("so " + " ".join(words[1 : size + 1]))]
         report = find_contamination(BENCH, write(tmp_path / "e.jsonl", rows))
-        assert [hit.item for hit in report.hits] == found
+        assert [hit["item"] for hit in report["hits"]] == found
 
 
 def test_short_questions_only_match_whole(tmp_path):
     rows = [{"prompt": "Tea?", "checks": [{"scorer": "min_len", "unit": "chars", "n": 1}]}]
     bench = load_bench("generic", write(tmp_path / "bench.jsonl", rows))
     inside = find_contamination(bench, write(tmp_path / "a.jsonl", [pair("Do you want tea? Yes.")]))
-    assert (inside.hits, inside.slices["ALL"].short) == ([], 1)
+    assert (inside["hits"], inside["slices"]["ALL"]["short"]) == ([], 1)
     whole = find_contamination(bench, write(tmp_path / "b.jsonl", [pair("tea")]))
-    assert [hit.exact for hit in whole.hits] == [True]
+    assert [hit["exact"] for hit in whole["hits"]] == [True]
 
 
 def test_labels_are_not_text_and_bad_files_are_refused(tmp_path):
     rows = [{"prompt": "User", "checks": [{"scorer": "min_len", "unit": "chars", "n": 1}]}]
     bench = load_bench("generic", write(tmp_path / "bench.jsonl", rows))
-    assert find_contamination(bench, write(tmp_path / "a.jsonl", [pair("嗯")])).hits == []
+    assert find_contamination(bench, write(tmp_path / "a.jsonl", [pair("嗯")]))["hits"] == []
     with pytest.raises(UsageError, match="no training file"):
         find_contamination(bench, tmp_path / "nosuch")
     (tmp_path / "c.jsonl").write_text('{"a": ')

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
+import evalruns
 import pytest
 from click.testing import CliRunner
+from evalruns import SMALL, is_item
 
 from ktbridge.cli.eval import command
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.eval import collect, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval import load_bench, score_run, write_report
 from ktbridge.eval.client import BadReplyError, read_completion
 from ktbridge.eval.numerals import find_answer_number
 from ktbridge.eval.scorers import SCORERS
 
-SMALL = Path(__file__).with_name("small")
-BENCH = load_bench(SMALL)
-
 
 def run(server, out, **options):
-    arms = parse_arms(options.pop("arms", server.arms))
-    return collect(BENCH, arms, out, backoff=0.001, concurrency=8, **{"limit": 8, **options})
+    return evalruns.run(server, out, **{"limit": 8, **options})
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ def test_only_a_finished_answer_is_ok(finish, outcome):
 
 def test_an_aborted_answer_is_asked_again(server, tmp_path):
     server.behave = lambda request, nth: (
-        (200, {}, server.completion("好", "abort")) if request["max_tokens"] > 32 else None
+        (200, {}, server.completion("好", "abort")) if is_item(request) else None
     )
     assert run(server, tmp_path).outcomes == {"http-error": 24}
     server.behave = lambda request, nth: None
@@ -58,7 +55,7 @@ def test_half_a_character_is_a_bad_reply(server, tmp_path):
         with pytest.raises(BadReplyError, match="surrogate"):
             read_completion({"choices": [{"message": message}]})
     server.behave = lambda request, nth: (
-        (200, {}, server.completion("\ud83d")) if request["max_tokens"] > 32 else None
+        (200, {}, server.completion("\ud83d")) if is_item(request) else None
     )
     assert run(server, tmp_path, limit=2).outcomes == {"http-error": 6}
     write_report(tmp_path)
@@ -163,7 +160,7 @@ def test_a_gold_that_no_file_can_hold_is_a_problem_of_the_bench(tmp_path, gold):
 
 def test_no_share_of_nothing_is_shown(server, tmp_path):
     server.behave = lambda request, nth: (
-        (200, {}, server.completion("")) if request["max_tokens"] > 32 else None
+        (200, {}, server.completion("")) if is_item(request) else None
     )
     run(server, tmp_path)
     results = write_report(tmp_path)

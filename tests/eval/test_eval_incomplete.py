@@ -8,44 +8,24 @@ import shutil
 import subprocess
 import sys
 from itertools import groupby
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from evalruns import BENCH, SMALL, arm_words, invoke, is_item, run
 
 from ktbridge.cli.eval import command as eval_command
 from ktbridge.cli.report import command as report_command
-from ktbridge.errors import ProblemsError
-from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval import failures, score_run, write_report
 from ktbridge.eval.bench import with_max_tokens
-from ktbridge.eval.failures import FEWER_TOKENS, describe_reply, remedy
-from ktbridge.eval.run import read_run
-from ktbridge.eval.store import read_answers
+from ktbridge.eval.client import FEWER_TOKENS, describe_reply, remedy
+from ktbridge.eval.rundir import read_run
+from ktbridge.eval.store import ANSWERS, read_ledger
 
 from .test_eval_cli import command as words_of
 from .test_eval_cli import environment
 
-SMALL = Path(__file__).with_name("small")
-BENCH = load_bench(SMALL)
-
-
-def run(server, out, **options):
-    arms = parse_arms(options.pop("arms", server.arms))
-    bench = options.pop("bench", BENCH)
-    return collect(bench, arms, out, backoff=0.001, **{"concurrency": 8, "limit": 16, **options})
-
-
-def invoke(command, *words):
-    return CliRunner().invoke(command, [str(word) for word in words], standalone_mode=False)
-
 
 def evaluate(server, out, *more):
-    arms = [word for arm in server.arms for word in ("--arm", arm)]
-    return invoke(eval_command, "--bench", SMALL, "--output", out, *arms, *more)
-
-
-def is_item(request):
-    return request["max_tokens"] > 32
+    return invoke(eval_command, "--bench", SMALL, "--output", out, *arm_words(server), *more)
 
 
 def errors_of(results):
@@ -142,7 +122,7 @@ def test_a_run_of_before_has_no_plan_and_is_read(server, tmp_path):
 
 
 def test_a_bench_that_was_not_reached_is_an_error(server, tmp_path):
-    arms = [word for arm in server.arms for word in ("--arm", arm)]
+    arms = arm_words(server)
     words = ["--bench", SMALL, "--bench", "generic", "--limit", 4, "--output", tmp_path]
     assert invoke(eval_command, *words, *arms).exit_code == 0
     shutil.rmtree(tmp_path / "generic")
@@ -283,14 +263,6 @@ def test_what_a_server_answered_is_not_cut_in_a_word():
     assert describe_reply(500, b"") == "HTTP 500"
 
 
-def test_a_missing_server_is_named_once(server, tmp_path):
-    server.close()
-    with pytest.raises(ProblemsError) as caught:
-        run(server, tmp_path)
-    (problem,) = caught.value.problems
-    assert str(problem).count(server.url) == 1
-
-
 # --- a full disk
 
 _SMALL_FILES = """
@@ -304,7 +276,7 @@ main()
 def test_a_full_disk_is_a_sentence_and_loses_nothing(server, tmp_path):
     """A limit on the size of files stands for the disk: the first answers fit, and half of one more."""
     assert resource.RLIMIT_FSIZE
-    arms = [word for arm in server.arms for word in ("--arm", arm)]
+    arms = arm_words(server)
     words = ["eval", "--bench", SMALL, "--output", tmp_path / "run", *arms, "--concurrency", 1]
     line = [sys.executable, "-c", _SMALL_FILES, "40000", *map(str, words)]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
@@ -315,7 +287,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(server, tmp_path):
     assert "run the same command again" in done.stderr
     stored = path.read_bytes()
     assert stored.endswith(b"\n"), "no half of a line is left"
-    kept = len(read_answers(path.parent))
+    kept = len(read_ledger(path.parent, ANSWERS))
     assert kept == stored.count(b"\n") > 100
     again = subprocess.run(
         words_of(*words), env=environment(), capture_output=True, text=True, check=False

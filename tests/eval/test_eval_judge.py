@@ -41,7 +41,7 @@ from ktbridge.eval.judging import (
 )
 from ktbridge.eval.judging.plan import compared_arms, make_plan
 from ktbridge.eval.judging.prompts import VERSION
-from ktbridge.eval.store import Journal
+from ktbridge.eval.store import JUDGEMENTS, Ledger
 
 
 @pytest.fixture(scope="module")
@@ -323,9 +323,8 @@ def test_a_judge_that_is_gone_stops_the_run(world, run):
     with pytest.raises(KtbridgeError, match="stopped answering"):
         judge_it(world, run, timeout=0.05)
     assert len((run / "judgements.jsonl").read_text().splitlines()) < 30
-    time.sleep(
-        0.7
-    )  # the server, which the next test uses too, still reads requests that were given up
+    # The server, which the next test uses too, still reads requests that were given up.
+    time.sleep(0.7)
 
 
 def test_a_server_without_response_format_is_asked_in_plain_words(world, run):
@@ -381,7 +380,7 @@ def test_every_ok_repeat_is_judged_and_the_mean_told(world, run, rows):
     plan = make_plan(bench, [repeated], judge, pairs=False)
     mine = [ask for ask in plan.scores if ask.of == arm]
     assert [good in ask.messages[1]["content"] for ask in mine] == [True, False]
-    with Journal(run) as journal:
+    with Ledger(run, JUDGEMENTS) as journal:
         for ask in plan.mixed():
             said = fair({"messages": ask.messages})
             counts = dict.fromkeys(("attempts", "prompt_tokens", "completion_tokens"), 1)

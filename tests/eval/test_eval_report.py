@@ -4,108 +4,40 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import statistics
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
-import jsonschema
 import pytest
+from evalruns import BENCH, EVIL, Page, knows, run, stored, validate
 
-from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
-from ktbridge.eval.arms import Arm
-from ktbridge.eval.asking import answer_key
+from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.eval import failures, load_bench, score_run, write_report
+from ktbridge.eval.bench import parse_bench
 from ktbridge.eval.contamination import find_contamination
 from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
-from ktbridge.eval.html import diff_words
+from ktbridge.eval.html import diff_words, render_html
 from ktbridge.eval.judging import Judgements, JudgeScore
+from ktbridge.eval.markdown import render_markdown
 from ktbridge.eval.persona import NO_PERSONA
-from ktbridge.eval.power import power, smallest_seen
-from ktbridge.eval.results.build import assemble, bench_card, mark_judged
-from ktbridge.eval.rundir import make_plan, read_run, write_benches, write_run
-from ktbridge.eval.stats import unseen_share
+from ktbridge.eval.results.build import Gathered, assemble, bench_card, mark_judged
+from ktbridge.eval.rundir import read_run, write_benches
+from ktbridge.eval.stats import power, smallest_seen, unseen_share
 from ktbridge.eval.verdict import finding, judge_contrast, signed
 
-SMALL = Path(__file__).with_name("small")
-BENCH = load_bench(SMALL)
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/results.schema.json").read_text("utf-8"))
-EVIL = '</script><script>alert(1)</script><img src=x onerror=alert(2)> "\' onload="x {{ 7*7 }} <!--'
 ARMS = ("base", "expert", "full")
 
 
-class Page(HTMLParser):
-    """Collects tags, attributes and visible text."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.attributes, self.text = [], [], ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-
-    def handle_data(self, data):
-        self.text += data
-
-
 def report(server, out, **options):
-    arms = parse_arms(options.pop("arms", server.arms))
-    collect(BENCH, arms, out, concurrency=8, backoff=0.001, **options)
-    results = write_report(out)
-    return results, (out / "report.html").read_text("utf-8")
+    run(server, out, **{"limit": None, **options})
+    return write_report(out), (out / "report.html").read_text("utf-8")
 
 
-def stored(out, answers, bench=BENCH, repeat=1, items=None):
-    """A run's directory as `ktbridge eval` leaves it; ``answers[arm](item, repeat)`` gives texts."""
-    cards = {
-        name: {
-            "name": name,
-            "model": f"tiny:{name}",
-            "url": "http://127.0.0.1:1/v1",
-            "server": {},
-            "sampling": dict(bench.sampling),
-            "fingerprint": name,
-        }
-        for name in answers
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    slices = [one.name for one in bench.slices]
-    plan = make_plan({}, bench, list(answers), slices, items or bench.items, repeat)
-    write_run(out, read_run(out), bench, cards, {}, repeat, plan)
-    lines = []
-    for item in bench.items if items is None else items:
-        for name, answer in answers.items():
-            for nth in range(repeat):
-                arm = Arm(name, cards[name]["model"], cards[name]["url"])
-                text = answer(item, nth)
-                record = {
-                    "key": answer_key(cards[name], arm, item, bench, nth),
-                    "arm": name,
-                    "item": item.id,
-                    "outcome": "ok" if text else "empty",
-                    "text": text,
-                    "thinking": "",
-                    "detail": "",
-                    "status": 200,
-                    "prompt_tokens": 7,
-                    "completion_tokens": 3,
-                    "seconds": 0.123,
-                }
-                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    (out / "answers.jsonl").write_text("".join(lines), "utf-8")
-    return out
-
-
-def knows(item, nth=0):
-    gold = item.gold[0] if isinstance(item.gold, list) else item.gold
-    return "好的。" if gold is None else str(gold)
-
-
-def validate(document):
-    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+def test_the_published_schema_is_that_of_the_types():
+    published = runpy.run_path(str(Path(__file__).parents[2] / "scripts/make_schema.py"))
+    assert published["PATH"].read_text("utf-8") == published["render"](), "scripts/make_schema.py"
 
 
 def test_the_page_needs_no_network(server, tmp_path):
@@ -159,9 +91,6 @@ def test_no_name_can_break_out_of_page_or_markdown(tmp_path):
     results["arms"][1]["model"] = "x | `y` | <b>"
     results["verdict"]["line"] = EVIL
     results["verdict"]["clauses"] = [{"text": EVIL, "verdict": "improved"}]
-    from ktbridge.eval.html import render_html
-    from ktbridge.eval.markdown import render_markdown
-
     page = Page(render_html(results))
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
@@ -238,8 +167,6 @@ def test_arms_that_share_no_answered_item(tmp_path):
 
 
 def test_without_a_persona_there_is_no_such_axis(tmp_path):
-    from ktbridge.eval.bench import parse_bench
-
     head = BENCH.files["bench.yaml"].replace(b"primary: persona", b"primary: task")
     bench = parse_bench({**BENCH.files, "bench.yaml": head, "persona.yaml": NO_PERSONA})
     results = write_report(stored(tmp_path, dict.fromkeys(ARMS, knows), bench))
@@ -286,11 +213,11 @@ def test_a_headline_within_the_noise_is_warned_about(tmp_path):
         one["verdict"], one["mean"] = "improved", 0.09
     for arm in ("base", "full"):
         results["repeat"]["noise"][arm]["task"]["floor"] = 0.14  # of two means of two: 0.14/sqrt(2)
-    told = [one for one in warnings_of(results) if one["code"] == "KTB826"]
-    assert [one["where"] for one in told] == ["task: full − base"]
-    assert "(0.10)" in told[0]["found"]
+    told = [one for one in warnings_of(results) if one.code == "KTB826"]
+    assert [one.where for one in told] == ["task: full − base"]
+    assert "(0.10)" in told[0].found
     results["repeat"]["n"] = 4
-    assert not [one for one in warnings_of(results) if one["code"] == "KTB826"]
+    assert not [one for one in warnings_of(results) if one.code == "KTB826"]
 
 
 def test_texts_parse_rates_and_what_would_have_been_seen(tmp_path):
@@ -321,7 +248,7 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
         if judged:
             mark_judged(rows, judged)
         cards = {one["name"]: one for one in read_run(tmp_path)["arms"].values()}
-        results = assemble(bench_card(bench), cards, rows, references={}, judged=judged)
+        results = assemble(Gathered(bench_card(bench), cards, rows, judged=judged))
         validate(results)
         return results
 
@@ -336,9 +263,28 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
         {"item": one, "of": "full", "minus": "base", "result": "win", "flipped": False}
         for one in ids[:10]
     ] + [{"item": ids[10], "of": "full", "minus": "base", "result": "tie", "flipped": True}]
-    found = {"code": "KTB899", "severity": "warning", "where": "judge", "found": "says yes"}
-    card = {"model": "j", "prompt_tokens": 70, "completion_tokens": 30, "calls": 10}
-    judged = Judgements(scores, pairs, card, [found | {"expected": "", "next_step": ""}])
+    none = {"asked": 0, "right": 0}
+    card = {
+        "model": "j",
+        "url": "http://127.0.0.1:1/v1",
+        "extra_body": {},
+        "version": "1",
+        "prompt_tokens": 70,
+        "completion_tokens": 30,
+        "calls": 10,
+        "outcomes": {"ok": 10},
+        **dict.fromkeys(
+            ("parse_fail_rate", "yes_rate", "flip_rate", "position_bias", "length_bias")
+        ),
+        "verdicts": 0,
+        "anchors": {**none, "good": none, "bad": none, "slices": {}},
+        "anchor_pairs": none,
+        "pairs_unread": 0,
+        "same_family": False,
+        "refused": False,
+        "pairs_refused": False,
+    }
+    judged = Judgements(scores, pairs, card, [Problem("KTB899", "warning", "judge", "says yes")])
     results = bench_of(judged)
     assert results["tables"]["judge"]["overall"]["full"] == {
         **results["tables"]["judge"]["overall"]["full"],
@@ -356,7 +302,6 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
     # Nothing of the judge leaks into what rules and golds say.
     assert results["tables"]["task"] == plain["tables"]["task"]
     assert results["tables"]["persona"] == plain["tables"]["persona"]
-    from ktbridge.eval.html import render_html
 
     page = Page(render_html(results))
     assert page.text.count(EVIL) == 24 * 3 - 1
@@ -384,9 +329,9 @@ def test_what_the_training_data_holds_stands_in_the_report(tmp_path):
     train.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     found = find_contamination(BENCH, train)
     out = stored(tmp_path / "run", {"base": knows, "full": knows}, items=BENCH.items[:2])
-    (out / "contamination.json").write_text(json.dumps(found.as_dict()), "utf-8")
+    (out / "contamination.json").write_text(json.dumps(found), "utf-8")
     results = write_report(out)
-    assert results["contamination"] == found.as_dict()
+    assert results["contamination"] == found
     told = results["warnings"][-1]
     assert (told["code"], told["where"]) == ("KTB825", "slice KRI-R")
     assert (
@@ -511,8 +456,8 @@ def test_gates_that_no_result_can_answer(tmp_path, text):
     ],
 )
 def test_words_for_a_contrast(axis, low, high, p, clusters, word):
-    contrast = {"axis": axis, "low": low, "high": high, "p_holm": p, "clusters": clusters}
-    assert judge_contrast(contrast, 0.1) == word
+    contrast = {"low": low, "high": high, "clusters": clusters}
+    assert judge_contrast(axis, contrast, p, 0.1) == word
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,14 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from evalruns import BENCH, EVIL, knows, stored
 
-from ktbridge.eval import load_bench, write_report
-
-from .test_eval_report import EVIL, knows, stored
+from ktbridge.eval import write_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
 CHROMIUM = os.environ.get("KTBRIDGE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-BENCH = load_bench(Path(__file__).with_name("small"))
 
 DRIVER = """<!doctype html><meta charset="utf-8">
 <iframe id="page" src="report.html#slice=SAF" style="width:390px;height:800px;border:0"></iframe>

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import jsonschema
 import pytest
 from click.testing import CliRunner
+from evalruns import validate
 
 from ktbridge.cli.report import command
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import write_report
 from ktbridge.eval.imports import import_answers, parse_source
-
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs/results.schema.json").read_text("utf-8"))
 
 
 def lines(path, rows):
@@ -71,7 +68,7 @@ def weighed(doc_id, weights, right, **more):
 def report(out, *sources):
     import_answers([parse_source(kind, text) for kind, text in sources], out)
     results = write_report(out)
-    jsonschema.Draft202012Validator(SCHEMA).validate(results)
+    validate(results)
     return results
 
 

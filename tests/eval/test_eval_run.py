@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
-from findings import codes, placed
+from evalruns import BENCH, is_item, prompt_of, run
+from findings import codes
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.eval import collect, failures, load_bench, parse_arms, score_run, write_report
+from ktbridge.eval import failures, score_run, write_report
 from ktbridge.eval.bench import FILES, parse_bench
-from ktbridge.eval.store import Store, read_answers
-
-SMALL = Path(__file__).with_name("small")
-BENCH = load_bench(SMALL)
-
-
-def run(server, out, **options):
-    """One invocation against ``server``; quick retries."""
-    arms = parse_arms(options.pop("arms", server.arms))
-    bench = options.pop("bench", BENCH)
-    return collect(bench, arms, out, backoff=0.001, **{"concurrency": 8, "limit": 16, **options})
-
-
-def prompt_of(request):
-    return request["messages"][-1]["content"]
-
-
-def is_item(request):
-    """Whether this asks an item, not a probe (short) or the invented adapter (shorter)."""
-    return request["max_tokens"] > 32
-
+from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
 
 # --- what is sent and what is reused
 
@@ -98,24 +78,6 @@ def test_scoring_again_needs_no_server(server, tmp_path):
 # --- servers that misbehave
 
 
-def test_retry_after_is_honoured(server, tmp_path):
-    times = []
-    busy = BENCH.select(("SAF",))[3].messages[0]["content"]
-
-    def behave(request, nth):
-        if is_item(request) and prompt_of(request) == busy:
-            times.append(time.monotonic())
-            if nth == 1:
-                return 429, {"retry-after": "1"}, {"error": {"message": "slow down"}}
-        return None
-
-    server.behave = behave
-    done = run(server, tmp_path, arms=server.arms[:1], slices=("SAF",), concurrency=1)
-    assert done.outcomes == {"ok": 8}
-    assert len(times) == 2
-    assert times[1] - times[0] >= 0.99
-
-
 @pytest.mark.parametrize(
     "fault",
     [
@@ -170,7 +132,7 @@ def test_a_hang_is_timed_out_and_named(server, tmp_path):
     done = run(server, tmp_path, arms=server.arms[:1], slices=("PES",), limit=4, timeout=0.4)
     assert done.outcomes == {"ok": 3, "http-error": 1}
     assert sum(prompt_of(request) == sick and is_item(request) for request in server.requests) == 2
-    (record,) = [one for one in read_answers(tmp_path).values() if one["outcome"] != "ok"]
+    (record,) = [one for one in read_ledger(tmp_path, ANSWERS).values() if one["outcome"] != "ok"]
     assert record["detail"] == "timed out"
 
 
@@ -183,7 +145,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_goes_on(server, tmp_pa
     server.behave = behave
     with pytest.raises(KtbridgeError, match="stopped answering"):
         run(server, tmp_path, concurrency=2)
-    stored = sum(one["outcome"] == "ok" for one in read_answers(tmp_path).values())
+    stored = sum(one["outcome"] == "ok" for one in read_ledger(tmp_path, ANSWERS).values())
     assert 18 <= stored <= 20
     server.behave = lambda request, nth: None
     assert run(server, tmp_path).stored == stored
@@ -229,41 +191,58 @@ def test_empty_truncated_and_thinking_answers_are_named(server, tmp_path):
 # --- preflight fails closed
 
 
-def test_a_server_that_takes_any_name_is_refused(server, tmp_path):
+def takes_any_name(server, request):
+    return server.completion(server.plain("tiny", prompt_of(request)))
+
+
+def does_not_apply_an_adapter(server, request):
+    if "no-such" in request["model"]:
+        return None
+    model = "tiny" if request["model"] == "tiny:neko" else request["model"]
+    return server.completion(server.plain(model, prompt_of(request)))
+
+
+def has_another_template_for_an_arm(server, request):
+    if request["model"] != "tiny":
+        return None
+    body = server.completion(server.plain("tiny", prompt_of(request)))
+    body["usage"]["prompt_tokens"] += 4
+    return body
+
+
+@pytest.mark.parametrize(
+    ("fault", "errors", "asked"),
+    [
+        (takes_any_name, [("KTB803", "arm base"), ("KTB803", "arm full")], 2),
+        (does_not_apply_an_adapter, [("KTB806", "arms expert and full")], 2 + 8 * 3),
+        (
+            has_another_template_for_an_arm,
+            [("KTB807", "arms base and expert"), ("KTB807", "arms expert and full")],
+            2 + 8 * 3,
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_trusted_is_asked_no_item(server, tmp_path, fault, errors, asked):
     def behave(request, nth):
-        return 200, {}, server.completion(server.plain("tiny", prompt_of(request)))
+        body = fault(server, request)
+        return body and (200, {}, body)
 
     server.behave = behave
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path)
-    assert placed(caught) == [("KTB803", "arm base"), ("KTB803", "arm full")]
-    assert len(server.requests) == 2, "nothing is asked after that"
+    found = [one for one in caught.value.problems if one.severity == "error"]
+    assert [(one.code, one.where) for one in found] == errors
+    assert len(server.requests) == asked
     assert not (tmp_path / "run.json").exists()
 
 
 def test_a_server_that_fails_on_an_invented_name_proves_nothing(server, tmp_path):
-    def behave(request, nth):
-        return (401, {}, {"error": "key"}) if "no-such" in request["model"] else None
-
-    server.behave = behave
+    server.behave = lambda request, nth: (
+        (401, {}, {"error": "key"}) if "no-such" in request["model"] else None
+    )
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path)
     assert codes(caught) == {"KTB804"}
-
-
-def test_identical_arms_stop_the_run(server, tmp_path):
-    def behave(request, nth):
-        if "no-such" in request["model"]:
-            return None
-        model = "tiny" if request["model"] == "tiny:neko" else request["model"]
-        return 200, {}, server.completion(server.plain(model, prompt_of(request)))
-
-    server.behave = behave
-    with pytest.raises(ProblemsError) as caught:
-        run(server, tmp_path)
-    (problem,) = [one for one in caught.value.problems if one.severity == "error"]
-    assert (problem.code, problem.where) == ("KTB806", "arms expert and full")
-    assert not any(is_item(request) for request in server.requests)
 
 
 def test_the_share_of_identical_probes_is_told(server, tmp_path):
@@ -299,8 +278,9 @@ def test_no_server(server, tmp_path):
     server.close()
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path)
-    assert codes(caught) == {"KTB801"}
-    assert "does not answer" in caught.value.problems[0].found
+    (problem,) = caught.value.problems
+    assert (problem.code, "does not answer" in problem.found) == ("KTB801", True)
+    assert str(problem).count(server.url) == 1
 
 
 def test_an_arm_that_says_nothing_is_left_out_and_the_others_are_asked(server, tmp_path):
@@ -330,20 +310,6 @@ def test_an_arm_that_says_nothing_is_left_out_and_the_others_are_asked(server, t
     assert codes(caught) == {"KTB805"}
 
 
-def test_template_drift_is_refused(server, tmp_path):
-    def behave(request, nth):
-        if request["model"] != "tiny":
-            return None
-        body = server.completion(server.plain("tiny", prompt_of(request)))
-        body["usage"]["prompt_tokens"] += 4
-        return 200, {}, body
-
-    server.behave = behave
-    with pytest.raises(ProblemsError) as caught:
-        run(server, tmp_path)
-    assert codes(caught) == {"KTB807"}
-
-
 def test_another_model_behind_the_same_name_is_noticed(server, tmp_path):
     run(server, tmp_path)
 
@@ -366,7 +332,7 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(server, tmp_path
     path = tmp_path / "answers.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    assert len(read_answers(tmp_path)) == 47
+    assert len(read_ledger(tmp_path, ANSWERS)) == 47
     assert run(server, tmp_path).asked == 1
 
     def told(data):
@@ -381,7 +347,7 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(server, tmp_path
 
 
 def test_one_writer_at_a_time(server, tmp_path):
-    with Store(tmp_path), pytest.raises(KtbridgeError, match="another `ktbridge eval`"):
+    with Ledger(tmp_path, ANSWERS), pytest.raises(KtbridgeError, match="another `ktbridge eval`"):
         run(server, tmp_path)
     assert run(server, tmp_path).asked == 48
 

@@ -6,38 +6,30 @@ import dataclasses
 import itertools
 import json
 import re
-from pathlib import Path
 
+import evalruns
 import pytest
-from click.testing import CliRunner
+from evalruns import BENCH, SMALL, arm_words, is_item
 
 from ktbridge.cli.eval import command
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.eval import collect, load_bench, parse_arms, score_run
-from ktbridge.eval.arms import discover_arms
+from ktbridge.eval import load_bench, parse_arms, score_run
+from ktbridge.eval.arms import discover_arms, parse_model
 from ktbridge.eval.bench import parse_bench, parse_extra_body, with_sampling
-from ktbridge.eval.dialogue import parse_partner
-from ktbridge.eval.run import read_benches, read_run
-from ktbridge.eval.store import Journal, read_answers, request_key
+from ktbridge.eval.rundir import read_benches, read_run
+from ktbridge.eval.store import ANSWERS, JUDGEMENTS, Ledger, read_ledger, request_key
 
-SMALL = Path(__file__).with_name("small")
-BENCH = load_bench(SMALL)
 TALK = load_bench("beyond-dialogue")
 GUEST = "嗯，那后来呢？"
 
 
 def run(server, out, **options):
-    arms = parse_arms(options.pop("arms", [server.arms[0], server.arms[2]]))
-    bench = options.pop("bench", BENCH)
-    return collect(bench, arms, out, backoff=0.001, **{"concurrency": 8, "limit": 16, **options})
-
-
-def is_item(request):
-    return request["max_tokens"] > 32
+    """Of two of the server's arms, unless told otherwise."""
+    return evalruns.run(server, out, **{"arms": server.arms[::2], **options})
 
 
 def invoke(*words):
-    return CliRunner().invoke(command, [str(word) for word in words], standalone_mode=False)
+    return evalruns.invoke(command, *words)
 
 
 # --- dialogues
@@ -57,7 +49,7 @@ def guest(server):
         return 200, {}, server.completion(GUEST)
 
     server.behave = behave
-    return parse_partner(f"guest@{server.url}")
+    return parse_model("partner", f"guest@{server.url}")
 
 
 def test_a_dialogue_is_held_turn_by_turn_and_stored_whole(server, guest, tmp_path):
@@ -65,7 +57,7 @@ def test_a_dialogue_is_held_turn_by_turn_and_stored_whole(server, guest, tmp_pat
     assert done.outcomes == {"ok": 14}
     records = {
         (one["arm"], one["item"]): one
-        for one in read_answers(tmp_path).values()
+        for one in read_ledger(tmp_path, ANSWERS).values()
         if one["item"].startswith("dialogue")
     }
     assert len(records) == 8
@@ -98,7 +90,7 @@ def test_a_dialogue_that_breaks_down_is_asked_again_and_others_are_not(server, g
     server.fails = TALK.items[2].messages[0]["content"]
     done = run(server, tmp_path, bench=TALK, partner=guest)
     assert done.outcomes == {"ok": 12, "http-error": 2}
-    failed = [one for one in read_answers(tmp_path).values() if one["outcome"] != "ok"]
+    failed = [one for one in read_ledger(tmp_path, ANSWERS).values() if one["outcome"] != "ok"]
     for record in failed:
         assert record["detail"].startswith("turn 1: the partner's is http-error: HTTP 400")
         assert (record["item"], len(record["turns"])) == (TALK.items[2].id, 1)
@@ -134,11 +126,11 @@ def test_a_dialogue_without_a_fitting_partner_is_refused_before_any_request(serv
     assert "--slices OBJECTIVE" in caught.value.next_step
     private = dataclasses.replace(TALK, private=True)
     with pytest.raises(UsageError, match=r"partner 'far\.example' is another machine"):
-        run(server, tmp_path, bench=private, partner=parse_partner("m@http://far.example"))
+        run(server, tmp_path, bench=private, partner=parse_model("partner", "m@http://far.example"))
     assert server.requests == []
     assert run(server, tmp_path, bench=TALK, slices=("OBJECTIVE",), limit=None).asked == 6
     with pytest.raises(ProblemsError) as problems:
-        run(server, tmp_path, bench=TALK, partner=parse_partner(f"guest@{server.url}"))
+        run(server, tmp_path, bench=TALK, partner=parse_model("partner", f"guest@{server.url}"))
     assert [one.where for one in problems.value.problems] == ["the partner"]
 
 
@@ -275,7 +267,7 @@ def test_a_dry_run_counts_and_asks_nothing(server, tmp_path):
 
 
 def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
-    arms = [word for arm in server.arms for word in ("--arm", arm)]
+    arms = arm_words(server)
     small = ["--bench", SMALL]
     out = ["--out", tmp_path / "out"]
     judge = ["--judge", f"judge@{server.url}"]
@@ -323,7 +315,7 @@ def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
 
 
 def test_benches_in_one_directory(server, tmp_path):
-    arms = [word for arm in server.arms for word in ("--arm", arm)]
+    arms = arm_words(server)
     words = ["--out", tmp_path / "out", "--limit", 4, "--no-judge", "--concurrency", 8]
     done = invoke("--bench", SMALL, "--bench", "generic", *words, *arms)
     assert done.exit_code == 0, done.output
@@ -399,7 +391,7 @@ def test_a_judge_is_asked_after_the_arms_and_its_failure_costs_no_report(server,
     # What stops the judge is told by the exit code, after a report of everything else.
     server.requests.clear()
     (tmp_path / "report.html").unlink()
-    with Journal(tmp_path):
+    with Ledger(tmp_path, JUDGEMENTS):
         done = invoke(*words, *judge)
     assert done.exit_code == 1
     assert "another `ktbridge eval` is judging" in done.output

@@ -8,7 +8,7 @@ from ktbridge.eval import load_bench
 from ktbridge.eval.client import BadReplyError, read_completion
 from ktbridge.eval.numerals import find_answer_number
 from ktbridge.eval.persona import score_persona
-from ktbridge.eval.scorers import SCORERS, check_faults, parse_rate, score_task, scorer
+from ktbridge.eval.scorers import SCORERS, check_faults, score_task, scorer
 from ktbridge.eval.text import sentences
 
 NEKO = load_bench("nekobench").persona
@@ -140,11 +140,9 @@ def test_what_could_be_read_is_told_apart_from_what_is_right():
     rows = [
         row for text in ("B", "C", "It flies", "A or B") for row in score_task(text, checks, "B")[1]
     ]
-    rate = parse_rate(rows)
-    assert (rate.read, rate.asked, rate.share) == (2, 4, 0.5)
-    assert rate.by_scorer == {"choice": (2, 4)}
     assert [row["mark"] for row in rows[::2]] == [1, 0, 0, 0]
-    assert parse_rate([]).share is None
+    assert [row["parsed"] for row in rows[::2]] == [True, True, False, False]
+    assert not any("parsed" in row for row in rows[1::2])
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,7 @@ def test_number_that_an_answer_settles_on(text, value):
     ],
 )
 def test_persona_rules(text, score):
-    assert score_persona(text, load_bench("nekobench").persona).score == pytest.approx(score)
+    assert score_persona(text, load_bench("nekobench").persona)["score"] == pytest.approx(score)
 
 
 def test_sentences_split_in_both_languages_and_not_inside_numbers():

@@ -14,8 +14,8 @@ from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench
 from ktbridge.eval.bench import FILES, benches_root, parse_bench
 from ktbridge.eval.compat import judge_messages, load_compat, parse_digit, public_questions
-from ktbridge.eval.contamination import find_contamination
-from ktbridge.eval.scorers import parse_rate, score_task
+from ktbridge.eval.contamination import find_contamination, overlap_problems
+from ktbridge.eval.scorers import score_task
 
 NEKOBENCH = Path(__file__).parents[3] / "shared" / "data" / "nekobench" / "NekoBench.json"
 SOURCED = ("translational-style", "afrimed-qa", "beyond-dialogue", "llemr", "generic")
@@ -76,7 +76,7 @@ def test_afrimed_options_become_letters_and_several_may_be_right():
         for item, text in ((one, "B"), (two, "A and C"), (items["o-04"], "Anything."))
         for row in score_task(text, item.checks, item.gold)[1]
     ]
-    assert parse_rate(rows).share == pytest.approx(2 / 3)
+    assert [row["parsed"] for row in rows] == [True, True, False]
 
 
 def test_answers_to_one_question_are_gathered_and_rounds_are_kept():
@@ -231,9 +231,9 @@ def test_the_600_public_questions():
     assert again.items == bench.items
     # None of our 300 is one of theirs.
     report = find_contamination(load_bench("nekobench"), NEKOBENCH)
-    assert report.records == 600
-    assert report.hits == []
-    assert report.problems() == []
+    assert report["records"] == 600
+    assert report["hits"] == []
+    assert overlap_problems(report) == []
 
 
 def test_a_copy_that_was_changed_is_refused(tmp_path):

@@ -7,14 +7,13 @@ import re
 
 import pytest
 from click.testing import CliRunner
+from evalruns import BENCH, Page, knows, stored, validate
 
 from ktbridge.cli.report import command
 from ktbridge.eval import load_bench, score_run, write_report
 from ktbridge.eval.html import render_html
 from ktbridge.eval.markdown import render_markdown
 from ktbridge.eval.verdict import SEEN, is_loss, summarise
-
-from .test_eval_report import BENCH, Page, knows, stored, validate
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypedDict
 
 import yaml
 
@@ -26,8 +26,11 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.bench_checks import is_json, slice_table
+from ktbridge.eval.bench_checks import slice_table
+from ktbridge.eval.text import is_json
 
+Kind = Literal["good", "bad"]
+_KINDS: tuple[Kind, ...] = ("good", "bad")
 _KEYS = {"user", "good", "bad", "fails", "judge", "system", "gold"}
 
 
@@ -40,7 +43,7 @@ class Anchor:
     """
 
     item: Item
-    kind: str  # "good" or "bad"
+    kind: Kind
     answer: str
     expected: Mapping[int, bool]
 
@@ -57,9 +60,7 @@ def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
     for name, row in slice_table(head).items():
         rows = row.get("anchors", [])
         where = f"bench.yaml: slices.{name}.anchors"
-        if not isinstance(rows, list):
-            rows = [rows]
-        for number, one in enumerate(rows, 1):
+        for number, one in enumerate(rows if isinstance(rows, list) else [rows], 1):
             faults, questions = _check(one, str(name), lists, compat.is_compat(bench))
             problems += [problem("KTB874", f"{where}[{number}]", *fault) for fault in faults]
             if not faults:
@@ -71,8 +72,20 @@ def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
     return tuple(anchors)
 
 
+class AnchorRow(TypedDict, total=False):
+    """An anchor in bench.yaml, once it has passed ``_check``."""
+
+    user: str
+    good: str
+    bad: str
+    fails: list[int]
+    judge: str | list[str]
+    system: str
+    gold: object
+
+
 def _check(
-    row: Any, name: str, lists: Mapping[str, Any], digits: bool
+    row: object, name: str, lists: Mapping[str, list[str]], digits: bool
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     """An anchor's faults as (found, expected) pairs, and the questions it is judged by."""
     if not isinstance(row, dict) or not is_json(row):
@@ -107,15 +120,11 @@ def _check(
     return faults, tuple(questions)
 
 
-def _make(
-    row: Mapping[str, Any], name: str, slice_: str, questions: tuple[str, ...]
-) -> list[Anchor]:
+def _make(row: AnchorRow, name: str, slice_: str, questions: tuple[str, ...]) -> list[Anchor]:
     messages = [{"role": "system", "content": row["system"]}] if "system" in row else []
     messages.append({"role": "user", "content": row["user"]})
     item = Item(name, slice_, "", "", name, tuple(messages), row.get("gold"), (), 1, questions)
     every = range(len(questions) or 1)
     failed = [number - 1 for number in row["fails"]] if "fails" in row else every
     expected = {"good": dict.fromkeys(every, True), "bad": dict.fromkeys(failed, False)}
-    return [
-        Anchor(item, kind, row[kind], expected[kind]) for kind in ("good", "bad") if kind in row
-    ]
+    return [Anchor(item, kind, row[kind], expected[kind]) for kind in _KINDS if kind in row]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from ktbridge.eval.judging.prompts import Winner
+from ktbridge.eval.results.cards import LengthBias, PositionBias
+from ktbridge.eval.results.types import PairResult
 from ktbridge.eval.stats import mean_interval
 
 
@@ -39,7 +41,7 @@ class Comparison:
         return self.winners[0] != self.winners[1]
 
     @property
-    def result(self) -> str:
+    def result(self) -> PairResult:
         """For ``of``: win or loss if both orders agree, else tie."""
         if self.flipped or not self.winners[0]:
             return "tie"
@@ -53,23 +55,25 @@ def flip_rate(compared: Sequence[Comparison]) -> float | None:
     return round(sum(one.flipped for one in compared) / len(compared), 6)
 
 
-def position_bias(compared: Sequence[Comparison]) -> dict[str, Any] | None:
+def position_bias(compared: Sequence[Comparison]) -> PositionBias | None:
     """The share of the verdicts without ties that chose the answer shown first.
 
     Each pair is shown in both orders, so a judge that looks at the answers alone has exactly 0.5.
     """
-    values, clusters = [], []
-    for one in compared:
-        for verdict in one.verdicts:
-            if verdict != "tie":
-                values.append(float(verdict == "first"))
-                clusters.append(one.cluster)
-    return _share("first_share", values, clusters)
+    shown = [(verdict, one.cluster) for one in compared for verdict in one.verdicts]
+    decided = [(verdict == "first", cluster) for verdict, cluster in shown if verdict != "tie"]
+    if not decided:
+        return None
+    mean, low, high = _share(decided)
+    return {"first_share": mean, "low": low, "high": high, "n": len(decided)}
 
 
 def length_bias(
-    lengths: Sequence[tuple[int, int]], outcomes: Sequence[float], clusters: Sequence[str]
-) -> dict[str, Any] | None:
+    source: Literal["pairs", "checks"],
+    lengths: Sequence[tuple[int, int]],
+    outcomes: Sequence[float],
+    clusters: Sequence[str],
+) -> LengthBias | None:
     """How often the longer of two answers won, excluding ties and equal lengths.
 
     ``lengths`` are those of the two answers, ``outcomes`` are above 0 where the first one won.
@@ -78,7 +82,7 @@ def length_bias(
     is arbitrary, and both means are then 0). Longer answers may be better ones: this is an upper
     bound on the effect of length, not an estimate.
     """
-    values, kept = [], []
+    decided = []
     products = squares = ratios = 0.0
     for (one, other), outcome, cluster in zip(lengths, outcomes, clusters, strict=True):
         ratio = math.log(one / other) if one and other else 0.0
@@ -86,31 +90,36 @@ def length_bias(
         ratios += ratio * ratio
         squares += outcome * outcome
         if ratio and outcome:
-            values.append(float((ratio > 0) == (outcome > 0)))
-            kept.append(cluster)
-    found = _share("longer_share", values, kept)
-    if found is None:
+            decided.append(((ratio > 0) == (outcome > 0), cluster))
+    if not decided:
         return None
+    mean, low, high = _share(decided)
     scale = math.sqrt(ratios * squares)
-    found["excess"] = round(found["longer_share"] - 0.5, 6)
-    found["correlation"] = round(products / scale, 6) if scale else None
-    return found
+    return {
+        "from": source,
+        "longer_share": mean,
+        "low": low,
+        "high": high,
+        "n": len(decided),
+        "excess": round(mean - 0.5, 6),
+        "correlation": round(products / scale, 6) if scale else None,
+    }
 
 
-def length_bias_of_pairs(compared: Sequence[Comparison]) -> dict[str, Any] | None:
+def length_bias_of_pairs(compared: Sequence[Comparison]) -> LengthBias | None:
     """``length_bias`` of pair verdicts; a verdict that changes with the order counts as a tie."""
     outcome = {"win": 1.0, "loss": -1.0, "tie": 0.0}
-    found = length_bias(
+    return length_bias(
+        "pairs",
         [one.lengths for one in compared],
         [outcome[one.result] for one in compared],
         [one.cluster for one in compared],
     )
-    return found and {"from": "pairs", **found}
 
 
 def length_bias_of_scores(
     scored: Mapping[str, Sequence[tuple[int, float]]], clusters: Mapping[str, str]
-) -> dict[str, Any] | None:
+) -> LengthBias | None:
     """``length_bias`` of shares: item id -> (length, share) of each arm, compared pairwise."""
     lengths, outcomes, kept = [], [], []
     for item, answers in scored.items():
@@ -119,13 +128,11 @@ def length_bias_of_scores(
                 lengths.append((length, other_length))
                 outcomes.append(share - other_share)
                 kept.append(clusters[item])
-    found = length_bias(lengths, outcomes, kept)
-    return found and {"from": "checks", **found}
+    return length_bias("checks", lengths, outcomes, kept)
 
 
-def _share(name: str, values: Sequence[float], clusters: Sequence[str]) -> dict[str, Any] | None:
-    if not values:
-        return None
-    found = mean_interval(values, clusters, bounds=(0.0, 1.0))
-    ends = {"low": round(found.low, 6), "high": round(found.high, 6)}
-    return {name: round(found.mean, 6), **ends, "n": found.n}
+def _share(decided: Sequence[tuple[bool, str]]) -> tuple[float, float, float]:
+    """Mean, low and high of (decision, cluster) pairs."""
+    values = [float(decision) for decision, _ in decided]
+    found = mean_interval(values, [cluster for _, cluster in decided], bounds=(0.0, 1.0))
+    return round(found.mean, 6), round(found.low, 6), round(found.high, 6)

@@ -6,20 +6,71 @@ Two arms that gave the same answer share one judgement.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
+from ktbridge.errors import UsageError
 from ktbridge.eval import compat
-from ktbridge.eval.arms import sha256
+from ktbridge.eval.arms import Arm, parse_model, sha256
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.judging import prompts
 from ktbridge.eval.judging.anchors import Anchor, read_anchors
-from ktbridge.eval.judging.judge import Judge
+from ktbridge.eval.judging.prompts import Check, JsonSchema, Winner
+from ktbridge.eval.results.cards import Json, JudgeState, Message
+from ktbridge.eval.results.types import ArmAnswer, ItemRow
+from ktbridge.eval.store import Compared
 
-Row = Mapping[str, Any]
 Form = Literal["checks", "digit", "pair"]
+_GOOD_DIGIT = 3  # of 0 to 5
 _PAIR_OF_ARMS = ("full", "expert")
+_OURS = {"messages", "model", "n", "response_format", "stream"}
+
+
+@dataclass(frozen=True)
+class Judge(Arm):
+    """The model that judges: one more arm, with other prompts. ``extra_body`` are fields that override
+    our request's; None removes one."""
+
+    extra_body: Json = field(default_factory=dict)
+
+
+def parse_judge(text: str, extra_body: Json | None = None) -> Judge:
+    """Parse MODEL@URL. Raises UsageError if it or ``extra_body`` is invalid."""
+    ours = sorted(_OURS & set(extra_body or {}))
+    if ours:
+        raise UsageError(
+            f"--judge-extra-body sets {', '.join(ours)}, which judging sets itself.",
+            "leave it out",
+        )
+    return Judge(**vars(parse_model("judge", text)), extra_body=extra_body or {})
+
+
+def check_judge(bench: Bench, judge: Judge, may_be_remote: bool = False) -> None:
+    """Checks before any request: may this judge see the data, are the anchors valid?
+
+    Raises UsageError if private data would leave this machine, ProblemsError with every invalid
+    anchor.
+    """
+    bench.refuse_remote_judge(judge.url, allowed=may_be_remote)
+    read_anchors(bench)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a judge said to one question: checks, a digit or a winner if ``state`` is ok."""
+
+    state: JudgeState
+    checks: tuple[Check, ...] = ()
+    digit: int | None = None
+    winner: Winner | None = None
+
+    @property
+    def verdicts(self) -> list[bool]:
+        """On one answer: of each check; of a digit whether it rates the answer as good."""
+        if self.digit is not None:
+            return [self.digit >= _GOOD_DIGIT]
+        return [check.yes for check in self.checks]
 
 
 @dataclass(frozen=True)
@@ -33,30 +84,35 @@ class Ask:
     key: str
     form: Form
     item: Item
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Message, ...]
     of: str
     minus: str = ""
     swapped: bool = False
     anchor: Anchor | None = None
 
     @property
-    def schema(self) -> dict[str, Any] | None:
+    def schema(self) -> JsonSchema | None:
         """The JSON schema of the reply; None for a digit."""
         if self.form == "pair":
             return prompts.pair_schema()
         return prompts.checklist_schema(len(self.item.judge)) if self.form == "checks" else None
 
-    def read(self, reply: str) -> Any:
-        """Parse the reply: tuple of Check, digit or winner. Raises prompts.ReplyError if invalid."""
+    @property
+    def compared(self) -> Compared:
+        """What the record of a pair says of it; {} for one answer."""
+        return {"minus": self.minus, "swapped": self.swapped} if self.form == "pair" else {}
+
+    def read(self, reply: str) -> Said:
+        """Parse the reply. Raises prompts.ReplyError if it is invalid."""
         if self.form == "pair":
-            return prompts.parse_pair(reply)
+            return Said("ok", winner=prompts.parse_pair(reply))
         if self.form == "checks":
-            return prompts.parse_checks(reply, len(self.item.judge))
+            return Said("ok", checks=prompts.parse_checks(reply, len(self.item.judge)))
         digit = compat.parse_digit(reply)
         if digit is None:
             start = " ".join(reply[:40].split())
             raise prompts.ReplyError(f"not one digit from 0 to {compat.HIGHEST}: {start!r}")
-        return digit
+        return Said("ok", digit=digit)
 
 
 @dataclass(frozen=True)
@@ -90,7 +146,7 @@ def compared_arms(names: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def make_plan(bench: Bench, rows: Sequence[Row], judge: Judge, *, pairs: bool) -> Plan:
+def make_plan(bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: bool) -> Plan:
     """Plan the judgement of the ok answers in ``rows`` (a report's items) that have questions.
 
     Raises ProblemsError for invalid anchors.
@@ -137,12 +193,12 @@ def make_plan(bench: Bench, rows: Sequence[Row], judge: Judge, *, pairs: bool) -
     )
 
 
-def ok_repeats(answer: Row) -> list[Row]:
+def ok_repeats(answer: ArmAnswer) -> list[ArmAnswer]:
     """The ok answers among an arm's repeats of an item; the answer itself if asked once."""
     return [one for one in answer.get("repeats") or [answer] if one["outcome"] == "ok"]
 
 
-def _turns(answer: Row) -> tuple[Mapping[str, str], ...]:
+def _turns(answer: ArmAnswer) -> tuple[Message, ...]:
     return tuple(answer.get("turns") or ())
 
 
@@ -151,7 +207,7 @@ def _score(
     item: Item,
     name: str,
     text: str,
-    turns: Sequence[Mapping[str, str]],
+    turns: Sequence[Message],
     anchor: Anchor | None,
     digits: bool,
 ) -> Ask:
@@ -168,7 +224,7 @@ def _both_orders(
     judge: Judge,
     item: Item,
     names: tuple[str, str],
-    shown: Sequence[tuple[str, Sequence[Mapping[str, str]]]],
+    shown: Sequence[tuple[str, Sequence[Message]]],
     anchor: Anchor | None,
     digits: bool,
 ) -> list[Ask]:
@@ -197,8 +253,11 @@ def _anchor_pairs(judge: Judge, anchors: Sequence[Anchor], digits: bool) -> list
     return asks
 
 
-def _key(judge: Judge, messages: Sequence[Mapping[str, str]]) -> str:
-    asked: dict[str, Any] = {"judge": judge.model, "url": judge.url, "version": prompts.VERSION}
+def _key(judge: Judge, messages: Sequence[Message]) -> str:
+    asked: dict[str, object] = {"judge": judge.model, "url": judge.url, "version": prompts.VERSION}
     if judge.extra_body:
         asked["extra_body"] = dict(judge.extra_body)
     return sha256({**asked, "messages": list(messages)})
+
+
+# Names of model families; a model's name may contain several (a distilled model's does).

@@ -7,35 +7,47 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TypedDict
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.judging import bias
 from ktbridge.eval.judging.bias import Comparison
-from ktbridge.eval.judging.judge import Judge, same_family
-from ktbridge.eval.judging.plan import Ask, Plan, Row, make_plan, ok_repeats
+from ktbridge.eval.judging.plan import Ask, Judge, Plan, Said, make_plan, ok_repeats
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
-from ktbridge.eval.judging.trust import good_digit, tally_anchors, tally_pairs, trust
-from ktbridge.eval.results.types import JudgeCheck, JudgedPair
+from ktbridge.eval.judging.trust import same_family, tally_anchors, tally_pairs, trust
+from ktbridge.eval.results.cards import Json, JudgeCard, JudgeFacts, JudgeState
+from ktbridge.eval.results.schema import fits
+from ktbridge.eval.results.types import ArmAnswer, ItemRow, JudgeCheck, JudgedPair
 from ktbridge.eval.rundir import read_run
-from ktbridge.eval.store import JudgeOutcome, read_journal
+from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_ledger
 
 JUDGE = "judge.json"
-State = JudgeOutcome | Literal["not-run"]
-Said = tuple[State, Any]  # one judgement: its outcome, and the parsed reply or None
-_CARD = {"model": str, "url": str, "version": str, "pairs": bool, "server": dict}
-_CARD["extra_body"] = dict
+Rows = Sequence[ItemRow]
+
+
+class _OptionalNamed(TypedDict, total=False):
+    extra_body: Json
+
+
+class NamedJudge(_OptionalNamed):
+    """judge.json: the judge to report; ``server`` is its entry of /v1/models."""
+
+    model: str
+    url: str
+    version: str
+    pairs: bool
+    server: Json
 
 
 @dataclass(frozen=True)
 class JudgeScore:
     """A judge's score of one answer. ``share`` is the share of yes, or digit/5; None where there
-    is none. ``checks``: {"id", "question", "yes": True, False or None for a digit, "evidence"}."""
+    is none."""
 
     share: float | None
-    outcome: State
+    outcome: JudgeState
     checks: tuple[JudgeCheck, ...] = ()
 
 
@@ -45,41 +57,39 @@ class Judgements:
 
     ``scores``: item id -> arm -> JudgeScore, for the ok answers to items with questions; empty if
     the judge failed its anchors or gave no valid reply, which an error in ``problems`` then
-    reports. ``pairs``: {"item", "of", "minus", "result" ("win" | "loss" | "tie", for ``of``), "flipped",
-    "same"} (``same``: byte-identical, so a tie without asking); empty if it failed on the anchor
-    pairs. ``problems`` are Problem.as_dict().
+    reports. ``pairs`` is empty if it failed on the anchor pairs.
     """
 
     scores: Mapping[str, Mapping[str, JudgeScore]]
     pairs: list[JudgedPair]
-    card: dict[str, Any]
-    problems: list[dict[str, str]]
+    card: JudgeCard
+    problems: list[Problem]
 
 
-def read_card(directory: Path) -> dict[str, Any] | None:
+def read_card(directory: Path) -> NamedJudge | None:
     """judge.json: the judge to report, or None. Raises KtbridgeError if the file is invalid."""
     path = directory / JUDGE
     try:
-        card = {"extra_body": {}, **json.loads(path.read_text("utf-8"))}
-        if any(type(card[key]) is not kind for key, kind in _CARD.items()):
-            raise TypeError
+        card = json.loads(path.read_text("utf-8"))
         json.dumps(card, ensure_ascii=False, allow_nan=False).encode()
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, RecursionError):
+        card = None
+    if not fits(card, NamedJudge):
         raise KtbridgeError(
             f"{str(path)!r} is not a judge's card.",
             "delete it and run the same `ktbridge eval --judge` again; the judgements are kept",
-        ) from None
-    return dict(card)
+        )
+    return card
 
 
-def named_judge(card: Mapping[str, Any]) -> Judge:
+def named_judge(card: NamedJudge) -> Judge:
     """The judge that a card of ``read_card`` names."""
-    return Judge(card["model"], card["url"], card["extra_body"])
+    return Judge("judge", card["model"], card["url"], card.get("extra_body", {}))
 
 
-def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judgements | None:
+def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | None:
     """The judgements of judge.json's judge on ``rows`` (a report's items); None without a judge.
 
     A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text``; for a dialogue ``turns``; for
@@ -91,27 +101,18 @@ def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judge
         return None
     judge = named_judge(named)
     plan = make_plan(bench, rows, judge, pairs=named["pairs"])
-    records = read_journal(directory)
-    parsed = {ask.key: _read(ask, records.get(ask.key)) for ask in plan.mixed()}
-    scores = _scores(plan, parsed)
-    compared, unread = _compare(plan.pairs, parsed, rows)
-    lengths = {
-        row["id"]: [
-            (_length(row["answers"][arm]), score.share)
-            for arm, score in scores.get(row["id"], {}).items()
-            if score.share is not None
-        ]
-        for row in rows
-    }
-    kept = {key: records[key] for key in parsed if key in records}
-    outcomes = Counter(outcome for outcome, _ in parsed.values())
+    records = read_ledger(directory, JUDGEMENTS)
+    said = {ask.key: _read(ask, records.get(ask.key)) for ask in plan.mixed()}
+    kept = {key: records[key] for key in said if key in records}
+    scores = _scores(plan, said)
+    compared, unread = _compare(plan.pairs, said, rows)
+    known, _ = _compare(plan.anchor_pairs, said, ())
+    outcomes = Counter(one.state for one in said.values())
     read = outcomes["ok"] + outcomes["parse-fail"]
-    verdicts = _verdicts(plan, parsed)
+    verdicts = _verdicts(plan, said)
     clusters = {item.id: item.cluster for item in bench.items}
-    cards = read_run(directory)["arms"].values()
-    family = same_family(judge, named["server"], cards)
-    known, _ = _compare(plan.anchor_pairs, parsed, ())
-    card: dict[str, Any] = {
+    family = same_family(judge, named["server"], read_run(directory)["arms"].values())
+    facts: JudgeFacts = {
         "model": judge.model,
         "url": judge.url,
         "extra_body": dict(judge.extra_body),
@@ -126,63 +127,60 @@ def read_judgements(directory: Path, bench: Bench, rows: Sequence[Row]) -> Judge
         "flip_rate": bias.flip_rate(compared),
         "position_bias": bias.position_bias(compared),
         "length_bias": bias.length_bias_of_pairs(compared)
-        or bias.length_bias_of_scores(lengths, clusters),
-        "anchors": tally_anchors(plan.anchors, parsed),
+        or bias.length_bias_of_scores(_lengths(scores, rows), clusters),
+        "anchors": tally_anchors(plan.anchors, said),
         "anchor_pairs": tally_pairs(known),
         "pairs_unread": unread,
         "same_family": bool(family),
     }
     if named["version"] != VERSION:
-        card["outdated"] = f"its prompts are version {named['version']}, ours are {VERSION}"
-    verdict = trust(card, plan, kept, family, _digits(plan, parsed))
-    card["refused"], card["pairs_refused"] = verdict.refused, verdict.pairs_refused
+        facts["outdated"] = f"its prompts are version {named['version']}, ours are {VERSION}"
+    verdict = trust(facts, plan, kept, family, _digits(plan, said))
     return Judgements(
         {} if verdict.refused else scores,
         [] if verdict.refused or verdict.pairs_refused else _pair_rows(plan, compared),
-        card,
-        [problem.as_dict() for problem in verdict.problems],
+        {**facts, "refused": verdict.refused, "pairs_refused": verdict.pairs_refused},
+        list(verdict.problems),
     )
 
 
-def _read(ask: Ask, record: Mapping[str, Any] | None) -> Said:
+def _read(ask: Ask, record: JudgementRecord | None) -> Said:
     if record is None:
-        return "not-run", None
+        return Said("not-run")
     if record["outcome"] != "ok":
-        return record["outcome"], None
+        return Said(record["outcome"])
     try:
-        return "ok", ask.read(record["reply"])
+        return ask.read(record["reply"])
     except ReplyError:
-        return "parse-fail", None
+        return Said("parse-fail")
 
 
-def _scores(plan: Plan, parsed: Mapping[str, Said]) -> dict[str, dict[str, JudgeScore]]:
+def _scores(plan: Plan, said: Mapping[str, Said]) -> dict[str, dict[str, JudgeScore]]:
     repeats: dict[tuple[str, str], list[JudgeScore]] = {}
     for ask in plan.scores:
-        repeats.setdefault((ask.item.id, ask.of), []).append(_score(ask, *parsed[ask.key]))
+        repeats.setdefault((ask.item.id, ask.of), []).append(_score(ask, said[ask.key]))
     scores: dict[str, dict[str, JudgeScore]] = {}
     for (item, arm), every in repeats.items():
         scores.setdefault(item, {})[arm] = _mean(every)
     return scores
 
 
-def _score(ask: Ask, outcome: State, value: Any) -> JudgeScore:
-    if outcome != "ok":
-        return JudgeScore(None, outcome)
-    if ask.form == "digit":
-        question = compat.rubric(ask.item.slice)
+def _score(ask: Ask, said: Said) -> JudgeScore:
+    if said.state != "ok":
+        return JudgeScore(None, said.state)
+    if said.digit is not None:
         digit: JudgeCheck = {
             "id": "digit",
-            "question": question,
+            "question": compat.rubric(ask.item.slice),
             "yes": None,
-            "evidence": str(value),
+            "evidence": str(said.digit),
         }
-        share = round(value / compat.HIGHEST, 6)
-        return JudgeScore(share, "ok", (digit,))
+        return JudgeScore(round(said.digit / compat.HIGHEST, 6), "ok", (digit,))
     checks: tuple[JudgeCheck, ...] = tuple(
         {"id": f"q{n}", "question": question, "yes": one.yes, "evidence": one.evidence}
-        for n, (question, one) in enumerate(zip(ask.item.judge, value, strict=True), 1)
+        for n, (question, one) in enumerate(zip(ask.item.judge, said.checks, strict=True), 1)
     )
-    return JudgeScore(round(sum(one.yes for one in value) / len(value), 6), "ok", checks)
+    return JudgeScore(round(sum(said.verdicts) / len(checks), 6), "ok", checks)
 
 
 def _mean(repeats: Sequence[JudgeScore]) -> JudgeScore:
@@ -194,18 +192,27 @@ def _mean(repeats: Sequence[JudgeScore]) -> JudgeScore:
     return JudgeScore(round(sum(shares) / len(shares), 6), "ok", first.checks)
 
 
-def _verdicts(plan: Plan, parsed: Mapping[str, Said]) -> list[bool]:
+def _verdicts(plan: Plan, said: Mapping[str, Said]) -> list[bool]:
     """Every yes/no verdict on the arms' answers; identical repeats count once."""
     asks = {(ask.of, ask.key): ask for ask in plan.scores if ask.form == "checks"}
-    return [
-        check.yes
-        for ask in asks.values()
-        if parsed[ask.key][0] == "ok"
-        for check in parsed[ask.key][1]
-    ]
+    return [verdict for ask in asks.values() for verdict in said[ask.key].verdicts]
 
 
-def _length(answer: Row) -> int:
+def _lengths(
+    scores: Mapping[str, Mapping[str, JudgeScore]], rows: Rows
+) -> dict[str, list[tuple[int, float]]]:
+    """Item id -> (length, share) of each arm's answers that have a share."""
+    return {
+        row["id"]: [
+            (_length(row["answers"][arm]), score.share)
+            for arm, score in scores.get(row["id"], {}).items()
+            if score.share is not None
+        ]
+        for row in rows
+    }
+
+
+def _length(answer: ArmAnswer) -> int:
     """The mean length of an arm's ok answers to an item, in characters."""
     texts = [one["text"] for one in ok_repeats(answer)]
     return round(sum(map(len, texts)) / len(texts))
@@ -228,30 +235,28 @@ def _pair_rows(plan: Plan, compared: Sequence[Comparison]) -> list[JudgedPair]:
     ]
 
 
-def _digits(plan: Plan, parsed: Mapping[str, Said]) -> list[bool]:
+def _digits(plan: Plan, said: Mapping[str, Said]) -> list[bool]:
     """For a bench with digits: whether each digit rates its answer as good."""
     asks = [ask for ask in (*plan.scores, *plan.anchors) if ask.form == "digit"]
-    return [good_digit(parsed[ask.key][1]) for ask in asks if parsed[ask.key][0] == "ok"]
+    return [verdict for ask in asks for verdict in said[ask.key].verdicts]
 
 
 def _compare(
-    asks: Sequence[Ask], parsed: Mapping[str, Said], rows: Sequence[Row]
+    asks: Sequence[Ask], said: Mapping[str, Said], rows: Rows
 ) -> tuple[list[Comparison], int]:
     """The pairs with a valid verdict in both orders, and the number of the others."""
-    texts = {
-        (row["id"], arm): one.get("text", "") for row in rows for arm, one in row["answers"].items()
+    lengths = {
+        (row["id"], arm): len(one.get("text", ""))
+        for row in rows
+        for arm, one in row["answers"].items()
     }
     compared, unread = [], 0
     for ask, swapped in zip(asks[::2], asks[1::2], strict=True):
-        first, second = parsed[ask.key], parsed[swapped.key]
-        if first[0] != "ok" or second[0] != "ok":
+        first, second = said[ask.key].winner, said[swapped.key].winner
+        if first is None or second is None:
             unread += 1
             continue
-        lengths = (
-            len(texts.get((ask.item.id, ask.of), "")),
-            len(texts.get((ask.item.id, ask.minus), "")),
-        )
-        verdicts = (first[1], second[1])
         item = ask.item
-        compared.append(Comparison(item.id, item.cluster, ask.of, ask.minus, verdicts, lengths))
+        both = (lengths.get((item.id, ask.of), 0), lengths.get((item.id, ask.minus), 0))
+        compared.append(Comparison(item.id, item.cluster, ask.of, ask.minus, (first, second), both))
     return compared, unread

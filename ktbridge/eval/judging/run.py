@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
@@ -15,12 +12,12 @@ from ktbridge.eval.arms import VOLATILE
 from ktbridge.eval.asking import Asked, AskingLoop, run_until_interrupt
 from ktbridge.eval.bench import Item
 from ktbridge.eval.client import Answer, Client
-from ktbridge.eval.disk import write_text
-from ktbridge.eval.judging.judge import Judge, check_judge
-from ktbridge.eval.judging.plan import Ask, make_plan
-from ktbridge.eval.judging.prompts import VERSION, ReplyError, checklist_messages
+from ktbridge.eval.judging.plan import Ask, Judge, check_judge, make_plan
+from ktbridge.eval.judging.prompts import VERSION, JsonSchema, ReplyError, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
-from ktbridge.eval.store import JUDGE_FAILED, Journal, JudgeOutcome
+from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
+from ktbridge.eval.results.rows import read_rows
+from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 
 OnProgress = Callable[[int, int], None]
 
@@ -55,9 +52,8 @@ def judge_run(
     judgements received until then are stored, and the same call resumes. Nothing to judge is a
     warning.
     """
-    from ktbridge.eval.results.build import read_rows
-
-    bench, rows = read_rows(directory)
+    _, stored, rows = read_rows(directory)
+    bench = stored.bench
     check_judge(bench, judge, may_be_remote)
     before = read_card(directory)
     if before and named_judge(before) == judge:
@@ -71,67 +67,43 @@ def judge_run(
             "items with `judge`",
         )
         return Judged(0, 0, (nothing,))
-    options = {"timeout": timeout, "backoff": backoff, "api_key": api_key}
-    with Journal(directory) as journal:
+    report = on_progress or (lambda done, total: None)
+    with Ledger(directory, JUDGEMENTS) as journal:
         todo = [ask for ask in asks if not journal.has(ask.key)]
-        server = before["server"] if before else {}
-        if todo:
-            # Recorded before the first request, so that the report of an interrupted run knows
-            # what is missing.
-            named = partial(_name_judge, directory, judge, pairs)
-            run_until_interrupt(
-                _ask_all(judge, todo, journal, concurrency, options, len(asks), named, on_progress)
+        done = len(asks) - len(todo)
+
+        async def ask_all() -> None:
+            async with Client(
+                judge.url, timeout=timeout, backoff=backoff, api_key=api_key
+            ) as client:
+                # Recorded before the first request, so that the report of an interrupted run knows
+                # what is missing.
+                _name_judge(directory, judge, pairs, await _entry(client, judge))
+                report(done, len(asks))
+                await asking(Asker(client, judge)).ask_all(todo)
+
+        def asking(asker: Asker) -> AskingLoop[Ask, JudgementRecord]:
+            next_step = (
+                "see to its server and run the same command again; what was judged is stored"
             )
-        else:
-            _name_judge(directory, judge, pairs, server)
-            if on_progress:
-                on_progress(len(asks), len(asks))
-    found = read_judgements(directory, bench, rows)
-    problems = tuple(Problem(**cast(Any, one)) for one in found.problems) if found else ()
-    return Judged(len(todo), len(asks) - len(todo), problems)
+            return AskingLoop(asker.ask, journal, concurrency, count, "the judge at ", next_step)
 
-
-async def _ask_all(
-    judge: Judge,
-    todo: Sequence[Ask],
-    journal: Journal,
-    concurrency: int,
-    options: dict[str, Any],
-    total: int,
-    on_server: Callable[[dict[str, Any]], None],
-    on_progress: OnProgress | None,
-) -> None:
-    """Ask and store; ``on_server`` gets the judge's entry of /v1/models ({} where it lists none)."""
-    done = total - len(todo)
-    async with Client(judge.url, **options) as client:
-        asker = Asker(client, judge)
-        on_server(await _entry(client, judge))
-        if on_progress:
-            on_progress(done, total)
-
-        async def ask_one(ask: Ask) -> Asked:
-            judgement = await asker.ask(ask)
-            gone = judgement.outcome == JUDGE_FAILED and judgement.status == 0
-            return Asked(_record(ask, judgement), judge.url, judgement.detail if gone else "")
-
-        def count(asked: Asked) -> None:
+        def count(asked: Asked[JudgementRecord]) -> None:
             nonlocal done
             done += 1
-            if on_progress:
-                on_progress(done, total)
+            report(done, len(asks))
 
-        asking = AskingLoop(
-            ask_one,
-            journal,
-            concurrency,
-            count,
-            "the judge at ",
-            "see to its server and run the same command again; what was judged is stored",
-        )
-        await asking.ask_all(todo)
+        if todo:
+            run_until_interrupt(ask_all())
+        else:
+            _name_judge(directory, judge, pairs, before["server"] if before else {})
+            report(done, len(asks))
+    found = read_judgements(directory, bench, rows)
+    return Judged(len(todo), len(asks) - len(todo), tuple(found.problems if found else ()))
 
 
-async def _entry(client: Client, judge: Judge) -> dict[str, Any]:
+async def _entry(client: Client, judge: Judge) -> Json:
+    """The judge's entry of /v1/models; {} where it lists none."""
     try:
         listed = await client.models()
     except KtbridgeError:
@@ -140,21 +112,7 @@ async def _entry(client: Client, judge: Judge) -> dict[str, Any]:
     return {key: entry[key] for key in sorted(entry) if key not in VOLATILE}
 
 
-def _record(ask: Ask, judgement: Judgement) -> dict[str, Any]:
-    record: dict[str, Any] = {"key": ask.key, "form": ask.form, "item": ask.item.id, "of": ask.of}
-    if ask.form == "pair":
-        record |= {"minus": ask.minus, "swapped": ask.swapped}
-    return record | {
-        "outcome": judgement.outcome,
-        "reply": judgement.reply,
-        "detail": judgement.detail,
-        "attempts": judgement.attempts,
-        "prompt_tokens": judgement.prompt_tokens,
-        "completion_tokens": judgement.completion_tokens,
-    }
-
-
-def _name_judge(directory: Path, judge: Judge, pairs: bool, server: dict[str, Any]) -> None:
+def _name_judge(directory: Path, judge: Judge, pairs: bool, server: Json) -> None:
     card = {
         "schema": "ktbridge.judge/1",
         "model": judge.model,
@@ -164,90 +122,85 @@ def _name_judge(directory: Path, judge: Judge, pairs: bool, server: dict[str, An
         "pairs": pairs,
         "server": server,
     }
-    write_text(directory / JUDGE, json.dumps(card, indent=2, ensure_ascii=False) + "\n")
+    write_json(directory / JUDGE, card)
 
 
 # --- before any arm is asked
 
 
 _CANARY = Item(
-    "canary",
-    "",
-    "",
-    "en",
-    "canary",
-    ({"role": "user", "content": "What is 2 + 2?"},),
-    None,
-    (),
-    1,
-    ("Does the answer give the number four?", "Does the answer name the capital of Peru?"),
+    id="canary",
+    slice="",
+    sub="",
+    lang="en",
+    cluster="canary",
+    messages=({"role": "user", "content": "What is 2 + 2?"},),
+    gold=None,
+    checks=(),
+    max_tokens=1,
+    judge=("Does the answer give the number four?", "Does the answer name the capital of Peru?"),
 )
 _CANARY_ANSWER = "2 + 2 = 4."
 _CANARY_RIGHT = [True, False]
 
 
-def judge_preflight(judge: Judge, **options: Any) -> list[Problem]:
+def judge_preflight(
+    judge: Judge, *, timeout: float = 900.0, backoff: float = 0.5, api_key: str | None = None
+) -> list[Problem]:
     """Ask the judge one question with obvious verdicts: is it available, is its reply valid?
 
-    ``options`` are the client's (``timeout``, ``backoff``, ``api_key``). Returns the warnings; raises
-    ProblemsError if it isn't listed, doesn't answer, or returns no JSON even on the second request.
+    Returns the warnings; raises ProblemsError if it isn't listed, doesn't answer, or returns no JSON
+    even on the second request.
     """
-    problems = run_until_interrupt(_preflight(judge, options))
+
+    async def check() -> list[Problem]:
+        async with Client(judge.url, timeout=timeout, backoff=backoff, api_key=api_key) as client:
+            return await _preflight(judge, client)
+
+    problems = run_until_interrupt(check())
     if has_errors(problems):
         raise ProblemsError("the judge cannot be used; nothing was asked of the arms.", problems)
     return problems
 
 
-async def _preflight(judge: Judge, options: dict[str, Any]) -> list[Problem]:
+async def _preflight(judge: Judge, client: Client) -> list[Problem]:
     where = f"judge {judge.model}"
     problems = []
-    async with Client(judge.url, **options) as client:
-        try:
-            names = [one["id"] for one in await client.models()]
-            if judge.model not in names:
-                found = f"the server does not list {judge.model!r}"
-                expected = "one of: " + (", ".join(sorted(names)[:20]) or "nothing")
-                problems.append(problem("KTB871", where, found, expected))
-        except KtbridgeError as error:
-            unlisted = problem(
-                "KTB870", where, error.sentence, "a list that names the judge", error.next_step
-            )
-            problems.append(unlisted)
+    try:
+        names = [str(one["id"]) for one in await client.models()]
+        if judge.model not in names:
+            found = f"the server does not list {judge.model!r}"
+            expected = "one of: " + (", ".join(sorted(names)[:20]) or "nothing")
+            return [problem("KTB871", where, found, expected)]
+    except KtbridgeError as error:
+        expected = "a list that names the judge"
+        problems.append(problem("KTB870", where, error.sentence, expected, error.next_step))
         if has_errors(problems):
             return problems
-        messages = tuple(checklist_messages(_CANARY, _CANARY_ANSWER))
-        ask = Ask("canary", "checks", _CANARY, messages, "canary")
-        judgement = await Asker(client, judge).ask(ask)
-    if judgement.outcome == JUDGE_FAILED:
+    messages = tuple(checklist_messages(_CANARY, _CANARY_ANSWER))
+    ask = Ask("canary", "checks", _CANARY, messages, "canary")
+    asked = await Asker(client, judge).ask(ask)
+    outcome, detail = asked.record["outcome"], asked.record["detail"]
+    expected = "JSON with evidence and verdicts"
+    if outcome == JUDGE_FAILED:
         next_step = (
             "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed"
         )
-        if judgement.status == 0:  # unreachable: the missing list has already been reported
+        if asked.silence:  # unreachable: the missing list has already been reported
             problems, next_step = [], "start its server, or correct the URL in --judge"
-        expected = "JSON with evidence and verdicts"
-        found = f"no answer from {judge.url}: {judgement.detail}"
+        found = f"no answer from {judge.url}: {detail}"
         problems.append(problem("KTB872", where, found, expected, next_step))
-    elif judgement.outcome != "ok":
-        problems.append(
-            problem(
-                "KTB872",
-                where,
-                f"no verdict that can be read: {judgement.detail}",
-                "JSON with evidence and verdicts",
-            )
-        )
+    elif outcome != "ok":
+        found = f"no verdict that can be read: {detail}"
+        problems.append(problem("KTB872", where, found, expected))
     else:
-        verdicts = [check.yes for check in ask.read(judgement.reply)]
+        verdicts = ask.read(asked.record["reply"]).verdicts
         if verdicts != _CANARY_RIGHT:
             words = " and ".join("yes" if one else "no" for one in verdicts)
-            problems.append(
-                problem(
-                    "KTB873",
-                    where,
-                    f"asked whether {_CANARY_ANSWER!r} gives four and names a capital, it said {words}",
-                    "yes and no",
-                )
+            found = (
+                f"asked whether {_CANARY_ANSWER!r} gives four and names a capital, it said {words}"
             )
+            problems.append(problem("KTB873", where, found, "yes and no"))
     return problems
 
 
@@ -261,20 +214,6 @@ _SAID_NOTHING = {
 }
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The result of one question to the judge. ``reply`` is its last text, unchanged; ``status`` is
-    the HTTP status of the last answer, 0 if there was none."""
-
-    outcome: JudgeOutcome
-    reply: str
-    detail: str
-    attempts: int
-    status: int
-    prompt_tokens: int
-    completion_tokens: int
-
-
 class Asker:
     """Asks one judge through ``client``; remembers whether its server supports ``response_format``."""
 
@@ -284,9 +223,10 @@ class Asker:
         self._takes_schema: bool | None = None
         self._limit = judge.extra_body.get("max_tokens", MAX_TOKENS)
 
-    async def ask(self, ask: Ask) -> Judgement:
-        """One judgement. After an invalid reply the judge is asked once more; then: parse failure."""
-        messages: list[Mapping[str, str]] = list(ask.messages)
+    async def ask(self, ask: Ask) -> Asked[JudgementRecord]:
+        """One judgement: the judge's last reply, unchanged. After an invalid one it is asked once more;
+        then: parse failure."""
+        messages = list(ask.messages)
         answers = [await self._chat(messages, ask.schema)]
         fault = self._fault(ask, answers[0])
         if fault and answers[0].outcome != "http-error":
@@ -304,20 +244,24 @@ class Asker:
         outcome: JudgeOutcome = "ok"
         if fault:
             outcome = JUDGE_FAILED if last.outcome == "http-error" else "parse-fail"
-        return Judgement(
-            outcome,
-            last.text,
-            fault,
-            len(answers),
-            last.status,
-            sum(one.prompt_tokens or 0 for one in answers),
-            sum(one.completion_tokens or 0 for one in answers),
-        )
+        record: JudgementRecord = {
+            "key": ask.key,
+            "form": ask.form,
+            "item": ask.item.id,
+            "of": ask.of,
+            **ask.compared,
+            "outcome": outcome,
+            "reply": last.text,
+            "detail": fault,
+            "attempts": len(answers),
+            "prompt_tokens": sum(one.prompt_tokens or 0 for one in answers),
+            "completion_tokens": sum(one.completion_tokens or 0 for one in answers),
+        }
+        gone = outcome == JUDGE_FAILED and last.status == 0
+        return Asked(record, self._judge.url, fault if gone else "")
 
-    async def _chat(
-        self, messages: Sequence[Mapping[str, str]], schema: dict[str, Any] | None
-    ) -> Answer:
-        request: dict[str, Any] = {
+    async def _chat(self, messages: Sequence[Message], schema: JsonSchema | None) -> Answer:
+        request: dict[str, object] = {
             "model": self._judge.model,
             "messages": [dict(one) for one in messages],
             "max_tokens": MAX_TOKENS,

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.eval.judging.bias import Comparison
-from ktbridge.eval.judging.plan import Ask, Plan
+from ktbridge.eval.judging.plan import Ask, Judge, Plan, Said
+from ktbridge.eval.results.cards import (
+    AnchorTallies,
+    ArmCard,
+    Json,
+    JudgeFacts,
+    KindTallies,
+    Tally,
+)
+from ktbridge.eval.store import JudgementRecord
+from ktbridge.served_names import split_name
 
 PASS = 0.7  # share of known verdicts that must be right, for good and for bad answers each
 _SLICE_PASS = 0.5  # below this a judge is no better than chance in a slice
@@ -18,7 +28,19 @@ _FEW_ERRORS = 0.05
 _MANY_FLIPS = 0.2
 _ALWAYS = 0.98
 _ENOUGH_VERDICTS = 20
-_GOOD_DIGIT = 3
+# Names of model families; a model's name may contain several (a distilled model's does).
+_FAMILIES = """
+    baichuan claude command deepseek ernie falcon gemini gemma glm gpt granite grok hunyuan internlm kimi
+    llama mimo minimax mistral mixtral moonlight nemotron olmo olmoe phi qwen qwq yi
+""".split()
+# Different names of one vendor's models, which are trained on each other's output.
+_KIN = {
+    "qwq": "qwen",
+    "mixtral": "mistral",
+    "moonlight": "kimi",
+    "gemma": "gemini",
+    "olmoe": "olmo",
+}
 
 
 @dataclass(frozen=True)
@@ -30,48 +52,44 @@ class Trust:
     problems: tuple[Problem, ...]
 
 
-def good_digit(digit: int) -> bool:
-    """Whether a digit 0..5 rates an answer as good."""
-    return digit >= _GOOD_DIGIT
-
-
-def tally_anchors(asks: Sequence[Ask], parsed: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+def tally_anchors(asks: Sequence[Ask], parsed: Mapping[str, Said]) -> AnchorTallies:
     """How many of the known verdicts were right: {asked, right, good, bad, slices}, each of the last
     three (by kind; slice -> kind) holding {asked, right}. Anchors without a verdict don't count."""
-    by_kind = {"good": [0, 0], "bad": [0, 0]}
-    slices: dict[str, dict[str, list[int]]] = {}
+    every = _no_tallies()
+    slices: dict[str, KindTallies] = {}
     for ask in asks:
-        outcome, value = parsed[ask.key]
-        if outcome != "ok" or ask.anchor is None:
+        said = parsed[ask.key]
+        if said.state != "ok" or ask.anchor is None:
             continue
-        yes = [good_digit(value)] if ask.form == "digit" else [check.yes for check in value]
+        here = slices.setdefault(ask.item.slice, _no_tallies())
         for number, expected in ask.anchor.expected.items():
-            here = slices.setdefault(ask.item.slice, {"good": [0, 0], "bad": [0, 0]})
-            for count in (by_kind[ask.anchor.kind], here[ask.anchor.kind]):
-                count[0] += 1
-                count[1] += yes[number] == expected
-    tallies = {kind: _tally(count) for kind, count in by_kind.items()}
+            for tally in (every[ask.anchor.kind], here[ask.anchor.kind]):
+                tally["asked"] += 1
+                tally["right"] += said.verdicts[number] == expected
+    good, bad = _kinds(every)
     return {
-        "asked": sum(one["asked"] for one in tallies.values()),
-        "right": sum(one["right"] for one in tallies.values()),
-        **tallies,
-        "slices": {
-            name: {kind: _tally(count) for kind, count in counts.items()}
-            for name, counts in slices.items()
-        },
+        "asked": good["asked"] + bad["asked"],
+        "right": good["right"] + bad["right"],
+        "good": good,
+        "bad": bad,
+        "slices": slices,
     }
 
 
-def tally_pairs(compared: Sequence[Comparison]) -> dict[str, int]:
+def _no_tallies() -> KindTallies:
+    return {"good": {"asked": 0, "right": 0}, "bad": {"asked": 0, "right": 0}}
+
+
+def tally_pairs(compared: Sequence[Comparison]) -> Tally:
     """In how many pairs of a good and a bad answer the good one won in both orders."""
     right = sum(one.result == "win" for one in compared)
     return {"asked": len(compared), "right": right}
 
 
 def trust(
-    card: Mapping[str, Any],
+    card: JudgeFacts,
     plan: Plan,
-    records: Mapping[str, Mapping[str, Any]],
+    records: Mapping[str, JudgementRecord],
     family: Collection[str],
     digits: Sequence[bool],
 ) -> Trust:
@@ -102,9 +120,7 @@ def trust(
     return Trust(refused, pairs_refused, tuple(problems))
 
 
-def _missing(
-    where: str, card: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]
-) -> list[Problem]:
+def _missing(where: str, card: JudgeFacts, records: Mapping[str, JudgementRecord]) -> list[Problem]:
     problems = []
     outcomes, total = card["outcomes"], sum(card["outcomes"].values())
 
@@ -113,7 +129,7 @@ def _missing(
         return str(next(details, "it was read by other rules"))
 
     failed = outcomes.get("parse-fail", 0)
-    if failed and card["parse_fail_rate"] > _MANY_PARSE_FAILS:
+    if failed and (card["parse_fail_rate"] or 0) > _MANY_PARSE_FAILS:
         problems.append(
             problem(
                 "KTB879",
@@ -151,7 +167,7 @@ def _missing(
     return problems
 
 
-def _always(where: str, card: Mapping[str, Any], digits: Sequence[bool]) -> list[Problem]:
+def _always(where: str, card: JudgeFacts, digits: Sequence[bool]) -> list[Problem]:
     """A judge that gives every answer the same verdict carries no information."""
     rate, count, words = card["yes_rate"], card["verdicts"], ("yes", "no")
     if digits:
@@ -181,7 +197,7 @@ def _always(where: str, card: Mapping[str, Any], digits: Sequence[bool]) -> list
     ]
 
 
-def _anchors(where: str, card: Mapping[str, Any], plan: Plan) -> list[Problem]:
+def _anchors(where: str, card: JudgeFacts, plan: Plan) -> list[Problem]:
     counts = card["anchors"]
     if not plan.anchors:
         return [
@@ -220,7 +236,7 @@ def _anchors(where: str, card: Mapping[str, Any], plan: Plan) -> list[Problem]:
     ]
 
 
-def _known_pairs(where: str, card: Mapping[str, Any], plan: Plan) -> list[Problem]:
+def _known_pairs(where: str, card: JudgeFacts, plan: Plan) -> list[Problem]:
     counts = card["anchor_pairs"]
     if not plan.anchor_pairs or not plan.pairs:
         return []
@@ -237,7 +253,7 @@ def _known_pairs(where: str, card: Mapping[str, Any], plan: Plan) -> list[Proble
     ]
 
 
-def _biases(where: str, card: Mapping[str, Any]) -> list[Problem]:
+def _biases(where: str, card: JudgeFacts) -> list[Problem]:
     problems = []
     place, length = card["position_bias"], card["length_bias"]
     if place and (place["low"] > 0.5 or place["high"] < 0.5):
@@ -274,11 +290,11 @@ def _biases(where: str, card: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _kinds(counts: Mapping[str, Any]) -> tuple[Any, Any]:
+def _kinds(counts: KindTallies | AnchorTallies) -> tuple[Tally, Tally]:
     return counts["good"], counts["bad"]
 
 
-def _words(counts: Mapping[str, Any]) -> str:
+def _words(counts: KindTallies | AnchorTallies) -> str:
     good, bad = _kinds(counts)
     return (
         f"right on {good['right']} of {good['asked']} verdicts about good ones and on"
@@ -286,5 +302,33 @@ def _words(counts: Mapping[str, Any]) -> str:
     )
 
 
-def _tally(count: Sequence[int]) -> dict[str, int]:
-    return {"asked": count[0], "right": count[1]}
+def _families(names: Iterable[object]) -> set[str]:
+    """The model families named in these model names or paths; other values are ignored."""
+    found = set()
+    for name in names:
+        words = re.findall(r"[a-z]+", name.lower()) if isinstance(name, str) else []
+        # "chatglm" and "codellama" count; "yi" is too short to be searched for at a word's end.
+        found |= {
+            _KIN.get(family, family)
+            for family in _FAMILIES
+            for word in words
+            if word == family or (len(family) > 2 and word.endswith(family))
+        }
+    return found
+
+
+def same_family(judge: Judge, server: Json, cards: Iterable[ArmCard]) -> set[str]:
+    """The families that the judge shares with the arms; {its name} if it is the same model.
+
+    ``server`` is the judge's /v1/models entry, ``cards`` the arms' cards of run.json. Names are weak
+    evidence: an empty set does not prove independence.
+    """
+    mine = _families([judge.model, server.get("root"), server.get("parent")])
+    theirs: set[str] = set()
+    for card in cards:
+        entry = card["server"]
+        theirs |= _families([card["model"], entry.get("root"), entry.get("parent")])
+        served, _ = split_name(card["model"])
+        if split_name(judge.model)[0] == served:
+            return {served}
+    return mine & theirs

@@ -2,61 +2,58 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import ktbridge
-from ktbridge.errors import KtbridgeError
-from ktbridge.eval.arms import Arm, arm_rank
-from ktbridge.eval.bench import Bench, Item, read_snapshot
-from ktbridge.eval.contamination import Contamination
+from ktbridge.eval.arms import arm_rank
+from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.contamination import overlap_problems, read_contamination
 from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.judging.read import Judgements, read_judgements
+from ktbridge.eval.plan import compare_plan, planned_answers
+from ktbridge.eval.results.cards import ArmCard, BenchCard, Contamination, JudgeCard, problem_row
 from ktbridge.eval.results.compare import axes_of, compare, count_pairs, repeat_noise
-from ktbridge.eval.results.counts import (
+from ktbridge.eval.results.rows import (
     count_outcomes,
-    count_tokens,
+    has_persona,
     identical,
     measure_slices,
     parse_rates,
     persona_parts,
+    read_rows,
 )
-from ktbridge.eval.results.rows import Records, each_record, has_persona, item_rows
-from ktbridge.eval.results.types import ArmCard, BenchCard, ItemRow, Measured, Results
-from ktbridge.eval.rundir import BENCH, NOT_RUN, Plan, compare_plan, planned_answers, read_run
+from ktbridge.eval.results.types import Axis, Cost, ItemRow, Measured, PlanCounts, Repeats, Results
+from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
-from ktbridge.eval.store import read_answers
 from ktbridge.eval.verdict import summarise
 
 SCHEMA: Final = "ktbridge.eval/1"
-CONTAMINATION = "contamination.json"
 JUDGE_COST = "@judge"  # in ``costs``; no arm can have this name
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """Contents of a run's directory: its bench, arms in order with their cards, and records."""
+class Gathered:
+    """What results are computed from: the bench's card, the arms' cards by name, and marked rows (those
+    of ``judged`` with the judge's marks, ``mark_judged``).
 
-    bench: Bench
-    arms: list[Arm]
-    cards: dict[str, ArmCard]
-    records: Records
-    repeats: int
-    rows: list[ItemRow]
-    plan: Plan | None
-    date: str | None
-
-
-def read_rows(directory: Path) -> tuple[Bench, list[ItemRow]]:
-    """A run's bench and its items with every arm's marked answer, neither compared nor judged.
-
-    Raises KtbridgeError when ``directory`` holds no run or no answers.
+    ``references``: item id -> its references. ``planned``: arm -> item id -> how many answers were
+    planned, None if unknown; ``slice_of`` is the slice of each item by id. ``costs`` are by arm.
     """
-    stored = _read(directory)
-    return stored.bench, stored.rows
+
+    card: BenchCard
+    cards: Mapping[str, ArmCard]
+    rows: list[ItemRow]
+    references: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    judged: Judgements | None = None
+    contamination: Contamination | None = None
+    repeats: int = 1
+    planned: Mapping[str, Mapping[str, int]] | None = None
+    slice_of: Mapping[str, str] = field(default_factory=dict)
+    costs: Mapping[str, Cost] = field(default_factory=dict)
+    date: str | None = None
 
 
 def score_run(directory: Path) -> Results:
@@ -64,74 +61,32 @@ def score_run(directory: Path) -> Results:
 
     Raises KtbridgeError when ``directory`` holds no run or no answers.
     """
-    run = _read(directory)
-    judged = read_judgements(directory, run.bench, run.rows)
+    run, stored, rows = read_rows(directory)
+    bench = stored.bench
+    judged = read_judgements(directory, bench, rows)
     if judged is not None:
-        mark_judged(run.rows, judged)
-    results = assemble(
-        bench_card(run.bench),
-        run.cards,
-        run.rows,
-        references={
-            item.id: item.gold
-            for item in run.bench.items
-            if any(check["scorer"] == "references" for check in item.checks)
-        },
+        mark_judged(rows, judged)
+    gathered = Gathered(
+        card=bench_card(bench),
+        cards=stored.cards,
+        rows=rows,
+        references={item.id: item.references for item in bench.items if item.references},
         judged=judged,
-        contamination=_read_contamination(directory),
-        repeats=run.repeats,
-        planned=None if run.plan is None else planned_answers(run.plan, run.bench),
-        slice_of={item.id: item.slice for item in run.bench.items},
-        date=run.date,
+        contamination=read_contamination(directory),
+        repeats=stored.repeats,
+        planned=None if run["plan"] is None else planned_answers(run["plan"], bench),
+        slice_of={item.id: item.slice for item in bench.items},
+        costs={arm.name: stored.cost(arm) for arm in stored.arms},
+        date=run["date"],
     )
-    results["costs"] |= {
-        arm.name: count_tokens(each_record(run.bench, arm, run.cards, run.records, run.repeats))
-        for arm in run.arms
-        if arm.name not in results["left_out"]
-    }
-    return results
+    return assemble(gathered)
 
 
-def _read(directory: Path) -> _Stored:
-    run = read_run(directory)
-    cards = run["arms"]
-    if not cards:
-        raise KtbridgeError(
-            f"there is no evaluation in {str(directory)!r}.",
-            "run `ktbridge eval --bench nekobench --arm NAME=MODEL@URL --output DIR` first",
-        )
-    bench = read_snapshot(directory / BENCH)
-    arms = [
-        Arm(name, card["model"], card["url"])
-        for name, card in sorted(cards.items(), key=lambda pair: arm_rank(pair[0]))
-    ]
-    records = read_answers(directory)
-    rows = item_rows(bench, arms, cards, records, run["repeat"])
-    if not rows:
-        raise KtbridgeError(
-            f"{str(directory)!r} holds no answers to {bench.name} {bench.version} yet.",
-            "run the same `ktbridge eval` command again; it goes on where it stopped",
-        )
-    return _Stored(bench, arms, cards, records, run["repeat"], rows, run["plan"], run["date"])
-
-
-def assemble(
-    card: BenchCard,
-    cards: Mapping[str, ArmCard],
-    rows: list[ItemRow],
-    *,
-    references: Mapping[str, Sequence[str]],
-    judged: Judgements | None = None,
-    contamination: Contamination | None = None,
-    repeats: int = 1,
-    planned: Mapping[str, Mapping[str, int]] | None = None,
-    slice_of: Mapping[str, str] | None = None,
-    date: str | None = None,
-) -> Results:
-    """The results computed from the rows. ``card`` is the bench's, ``cards`` the arms' by name;
-    the marks of ``judged`` are already in the rows (``mark_judged``). ``planned``: the result of
-    ``planned_answers``, None if unknown; ``slice_of`` is the slice of each item by id."""
+def assemble(run: Gathered) -> Results:
+    """The results computed from what was gathered; answers of arms that were never asked are removed
+    from its rows."""
     # An arm that was never asked (a mistyped one) must not empty the comparison of the others.
+    card, cards, rows = run.card, run.cards, run.rows
     ranked = sorted(cards, key=arm_rank)
     left_out = [
         name for name in ranked if all(row["answers"][name]["outcome"] == NOT_RUN for row in rows)
@@ -142,6 +97,8 @@ def assemble(
     valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
     tables, contrasts = compare(card, names, valid)
     axes = axes_of(card, valid)
+    judged = run.judged
+    pairs = judged.pairs if judged is not None else []
     results: Measured = {
         "schema": SCHEMA,
         "ktbridge": ktbridge.__version__,
@@ -149,8 +106,8 @@ def assemble(
         "arms": [cards[name] for name in names],
         "left_out": left_out,
         "refused": {n: cards[n]["refused"] for n in left_out if "refused" in cards[n]},
-        "date": date,
-        "plan": None if planned is None else compare_plan(planned, names, slice_of or {}, rows),
+        "date": run.date,
+        "plan": _planned(run, names),
         "asked": len(rows),
         "valid": len(valid),
         "axes": axes,
@@ -163,44 +120,53 @@ def assemble(
             {name: persona_parts(valid, name) for name in names} if card["persona"] else {}
         ),
         "parse_rates": parse_rates(rows, names),
-        "texts": measure_slices(rows, names, references),
+        "texts": measure_slices(rows, names, run.references),
         "identical": identical(rows, names),
-        "judge": None,
-        "pairs": [],
-        "repeat": None,
-        "contamination": None if contamination is None else contamination.as_dict(),
-        "costs": {},
+        "judge": judged.card if judged is not None else None,
+        "pairs": count_pairs(
+            [one for one in pairs if {one["of"], one["minus"]} <= set(names)], rows
+        ),
+        "repeat": _repeats(run, names, axes) if run.repeats > 1 else None,
+        "contamination": run.contamination,
+        "costs": {
+            **({JUDGE_COST: _judge_cost(judged.card)} if judged is not None else {}),
+            **{name: run.costs[name] for name in names if name in run.costs},
+        },
         "statistics": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED},
         "items": rows,
         "warnings": [],
     }
-    if judged is not None:
-        results["judge"] = dict(judged.card)
-        results["costs"][JUDGE_COST] = {
-            "prompt_tokens": judged.card["prompt_tokens"],
-            "completion_tokens": judged.card["completion_tokens"],
-            "answers": judged.card["calls"],
-        }
-        pairs = [one for one in judged.pairs if {one["of"], one["minus"]} <= set(names)]
-        results["pairs"] = count_pairs(pairs, rows)
-    if repeats > 1:
-        measured = [axis for axis in axes if axis != "judge"]
-        results["repeat"] = {
-            "n": repeats,
-            "outcomes": {
-                name: count_outcomes(
-                    one["outcome"] for row in rows for one in row["answers"][name]["repeats"]
-                )
-                for name in names
-            },
-            "noise": repeat_noise(rows, names, measured),
-        }
-    results["warnings"] = warnings_of(results)
-    if contamination is not None:
-        results["warnings"] += [problem.as_dict() for problem in contamination.problems()]
-    if judged is not None:
-        results["warnings"] += list(judged.problems)
+    problems = warnings_of(results)
+    problems += overlap_problems(run.contamination) if run.contamination is not None else []
+    problems += judged.problems if judged is not None else []
+    results["warnings"] = [problem_row(problem) for problem in problems]
     return {"verdict": summarise(results), **results}
+
+
+def _planned(run: Gathered, names: Sequence[str]) -> PlanCounts | None:
+    if run.planned is None:
+        return None
+    return compare_plan(run.planned, names, run.slice_of, run.rows)
+
+
+def _repeats(run: Gathered, names: Sequence[str], axes: Sequence[Axis]) -> Repeats:
+    outcomes = {
+        name: [one["outcome"] for row in run.rows for one in row["answers"][name]["repeats"]]
+        for name in names
+    }
+    return {
+        "n": run.repeats,
+        "outcomes": {name: count_outcomes(every) for name, every in outcomes.items()},
+        "noise": repeat_noise(run.rows, names, [axis for axis in axes if axis != "judge"]),
+    }
+
+
+def _judge_cost(card: JudgeCard) -> Cost:
+    return {
+        "prompt_tokens": card["prompt_tokens"],
+        "completion_tokens": card["completion_tokens"],
+        "answers": card["calls"],
+    }
 
 
 def bench_card(bench: Bench) -> BenchCard:
@@ -232,7 +198,7 @@ def bench_card(bench: Bench) -> BenchCard:
 def _checks(items: Iterable[Item]) -> list[str]:
     """The scorers of these items without duplicates, each with its metric if it has one."""
     named = (
-        check["scorer"] + (f" ({check['metric']})" if "metric" in check else "")
+        str(check["scorer"]) + (f" ({check['metric']})" if "metric" in check else "")
         for item in items
         for check in item.checks
     )
@@ -250,17 +216,3 @@ def mark_judged(rows: list[ItemRow], judged: Judgements) -> None:
             answer["judge_checks"] = [check.copy() for check in score.checks]
             if score.outcome == "ok" and score.share is not None and answer["outcome"] == "ok":
                 answer["judge"] = round(score.share, 6)
-
-
-def _read_contamination(directory: Path) -> Contamination | None:
-    """The result of ``ktbridge eval --train-data``, if it was used."""
-    path = directory / CONTAMINATION
-    try:
-        return Contamination.from_dict(json.loads(path.read_text("utf-8")))
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise KtbridgeError(
-            f"{str(path)!r} is damaged.",
-            "delete it, and run `ktbridge eval` again with --train-data",
-        ) from None

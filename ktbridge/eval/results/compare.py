@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ktbridge.eval.power import noise_floor, smallest_seen
+from ktbridge.eval.results.cards import BenchCard
 from ktbridge.eval.results.types import (
     Axis,
-    BenchCard,
     Contrast,
     ItemRow,
     JudgedPair,
@@ -23,7 +22,15 @@ from ktbridge.eval.results.types import (
     Numbers,
     PairCounts,
 )
-from ktbridge.eval.stats import Interval, holm, mcnemar_p, mean_interval, sign_flip_p
+from ktbridge.eval.stats import (
+    Interval,
+    holm,
+    mcnemar_p,
+    mean_interval,
+    noise_floor,
+    sign_flip_p,
+    smallest_seen,
+)
 from ktbridge.eval.verdict import ALPHA, NULLS, OVERALL, judge_contrast
 
 Rows = Sequence[ItemRow]
@@ -121,23 +128,21 @@ def _contrasts(compared: Sequence[_Compared], margin: float) -> list[Contrast]:
 
 def _contrast(one: _Compared, p: float, p_holm: float, family: int, margin: float) -> Contrast:
     differences = one.differences
-    found: Contrast = {
+    found = numbers(mean_interval(differences, one.clusters, bounds=(-1.0, 1.0)))
+    verdict = judge_contrast(one.axis, found, p_holm, margin)
+    seen = smallest_seen(differences, one.clusters, ALPHA / family) if verdict in NULLS else None
+    return {
         "axis": one.axis,
         "slice": one.slice,
         "of": one.of,
         "minus": one.minus,
-        **numbers(mean_interval(differences, one.clusters, bounds=(-1.0, 1.0))),
+        **found,
         "p": p,
         "mcnemar": _mcnemar(one.later, one.earlier, one.clusters),
         "p_holm": p_holm,
-        "verdict": "",
-        "detectable": None,
+        "verdict": verdict,
+        "detectable": None if seen is None else round(seen, 6),
     }
-    found["verdict"] = judge_contrast(found, margin)
-    if found["verdict"] in NULLS:
-        seen = smallest_seen(differences, one.clusters, ALPHA / family)
-        found["detectable"] = None if seen is None else round(seen, 6)
-    return found
 
 
 def numbers(interval: Interval) -> Numbers:
@@ -199,11 +204,13 @@ def repeat_noise(
             if not both:
                 continue
             clusters = [cluster for cluster, _, _ in both]
-            found = noise_floor([a for _, a, _ in both], [b for _, _, b in both], clusters)
-            differences = [b - a for _, a, b in both]
+            before, after = [a for _, a, _ in both], [b for _, _, b in both]
+            differences = [b - a for a, b in zip(before, after, strict=True)]
+            floor = noise_floor(before, after, clusters)
+            changed = sum(abs(one) > 1e-12 for one in differences) / len(differences)
             noise[name][axis] = {
                 **numbers(mean_interval(differences, clusters, bounds=(-1.0, 1.0))),
-                "changed": round(found.changed, 6),
-                "floor": None if found.floor is None else round(found.floor, 6),
+                "changed": round(changed, 6),
+                "floor": None if floor is None else round(floor, 6),
             }
     return noise

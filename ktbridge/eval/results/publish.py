@@ -8,11 +8,11 @@ from typing import Final
 
 import ktbridge
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.disk import write_text
 from ktbridge.eval.imports import IMPORTED, score_imports
 from ktbridge.eval.results.build import SCHEMA, score_run
-from ktbridge.eval.results.types import Index, IndexEntry, Json, Results
+from ktbridge.eval.results.types import Index, IndexEntry, IndexFile, IndexLink, Results
 from ktbridge.eval.rundir import BENCHES, RUN, read_benches
+from ktbridge.eval.store import write_text
 
 INDEX_SCHEMA: Final = "ktbridge.index/1"
 
@@ -82,7 +82,7 @@ def _write_index(directory: Path) -> Index:
             "run the same `ktbridge eval` command again; it goes on where it stopped",
         )
     index: Index = {"schema": INDEX_SCHEMA, "ktbridge": ktbridge.__version__, "benches": benches}
-    published = {**index, "benches": [_entry(one) for one in benches]}
+    published: IndexFile = {**index, "benches": [_link(one) for one in benches]}
     failed = failures(index)
     _write(
         directory,
@@ -93,19 +93,23 @@ def _write_index(directory: Path) -> Index:
     return index
 
 
-def _entry(bench: IndexEntry) -> dict[str, object]:
-    """A bench's entry in the index file: its verdict; the full results are in its own folder."""
-    results: Json = bench["results"] or {}
-    kept = ("verdict", "asked", "valid", "plan", "warnings", "costs")
+def _link(bench: IndexEntry) -> IndexLink:
+    """A bench's entry in the index file; the full results are in its own folder."""
+    results = bench["results"]
     return {
         "name": bench["name"],
         "error": bench["error"],
         "path": f"{bench['name']}/results.json",
-        **{key: results.get(key) for key in kept},
+        "verdict": results and results["verdict"],
+        "asked": results and results["asked"],
+        "valid": results and results["valid"],
+        "plan": results and results["plan"],
+        "warnings": results and results["warnings"],
+        "costs": results and results["costs"],
     }
 
 
-def _write(directory: Path, results: Json, page: str, markdown: str) -> None:
+def _write(directory: Path, results: Results | IndexFile, page: str, markdown: str) -> None:
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
     write_text(directory / "results.json", text + "\n")
     write_text(directory / "report.html", page)

@@ -1,16 +1,31 @@
-"""The shape of results.json (schema ``ktbridge.eval/1``): what docs/results.schema.json describes, as types.
+"""The shape of results.json (schema ``ktbridge.eval/1``), and of the records that it is made of.
 
-Scores lie in 0..1. Numbers are rounded to 6 digits, so that the same answers give the same bytes.
+docs/results.schema.json is generated from these types by scripts/make_schema.py: a text in
+``Annotated`` describes the field, ``Only`` narrows it. Scores lie in 0..1. Numbers are
+rounded to 6 digits, so that the same answers give the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
+
+from ktbridge.eval.results.cards import (
+    ArmCard,
+    BenchCard,
+    Contamination,
+    Count,
+    JudgeCard,
+    JudgeState,
+    Message,
+    Only,
+    Positive,
+    ProblemRow,
+    Share,
+)
 
 Axis = Literal["task", "persona", "judge"]
 AXES_SHOWN: tuple[Axis, ...] = ("persona", "task", "judge")  # in this order
-Json = Mapping[str, Any]  # a JSON object that others define: a server's entry, sampling, a record
+Words = Literal["improved", "dropped", "within margin", "inconclusive"]
 
 
 class Numbers(TypedDict):
@@ -19,14 +34,16 @@ class Numbers(TypedDict):
     mean: float
     low: float
     high: float
-    n: int
-    clusters: int
+    n: Positive
+    clusters: Positive
 
 
 class McNemar(TypedDict):
-    gained: int
-    lost: int
-    p: float
+    """Yes/no marks of independent items: how many only the later, only the earlier arm has right."""
+
+    gained: Count
+    lost: Count
+    p: Share
 
 
 class Contrast(Numbers):
@@ -36,23 +53,31 @@ class Contrast(Numbers):
     slice: str
     of: str
     minus: str
-    p: float
+    p: Annotated[Share, "Sign-flip permutation, mid-p."]
     mcnemar: McNemar | None
-    p_holm: float
-    verdict: str
-    detectable: float | None
+    p_holm: Annotated[Share, "Adjusted over the slices × contrasts of the axis."]
+    verdict: Words
+    detectable: Annotated[
+        float | None,
+        "Beside a null: the smallest change seen in 8 of 10 runs after the correction; null where "
+        "none would be.",
+    ]
 
 
 class PairCounts(Numbers):
-    """Judged pairs of two arms; ``mean`` is the balance of ``of``."""
+    """Judged pairs of two arms; ``mean`` is the balance of ``of``. ``flipped``: the verdict changed
+    with the order, so the pair is a tie."""
 
     of: str
     minus: str
-    win: int
-    tie: int
-    loss: int
-    flipped: int
-    p: float
+    win: Count
+    tie: Count
+    loss: Count
+    flipped: Count
+    p: Share
+
+
+PairResult = Literal["win", "tie", "loss"]
 
 
 class JudgedPair(TypedDict):
@@ -62,7 +87,7 @@ class JudgedPair(TypedDict):
     item: str
     of: str
     minus: str
-    result: str
+    result: PairResult
     flipped: bool
     same: bool
 
@@ -70,74 +95,30 @@ class JudgedPair(TypedDict):
 class Noise(Numbers):
     """The second repeat minus the first."""
 
-    changed: float
-    floor: float | None
+    changed: Annotated[float, "Share of items whose mark changed."]
+    floor: Annotated[float | None, "What noise alone reaches in 5 of 100 runs."]
 
 
 class Repeats(TypedDict):
-    n: int
-    outcomes: dict[str, dict[str, int]]
-    noise: dict[str, dict[Axis, Noise]]
+    n: Annotated[int, Only(minimum=2)]
+    outcomes: dict[str, dict[str, Count]]
+    noise: Annotated[dict[str, dict[Axis, Noise]], "Arm -> axis -> second repeat minus first."]
 
 
 class Clause(TypedDict):
     text: str
-    verdict: str
-    loss: bool
+    verdict: Words
+    loss: Annotated[bool, "The whole interval lies on the worse side of 0, whatever the verdict."]
 
 
 class Verdict(TypedDict):
-    line: str
-    clauses: list[Clause]
-    headline: str
+    line: Annotated[str, "Every finding in a few words, last arm against first; every loss first."]
+    clauses: Annotated[list[Clause], "The parts of the line."]
+    headline: Annotated[str, "One sentence, with every loss."]
     details: list[str]
-    persona: str | None
-    task: str | None
-    judge: str | None
-
-
-class SliceCard(TypedDict):
-    name: str
-    label: str
-    primary: Axis
-    meaning: str
-    checks: list[str]
-
-
-class BenchCard(TypedDict):
-    name: str
-    version: str
-    language: str
-    sha256: str
-    data: Json | None
-    notes: list[str]
-    persona: str | None
-    items: int
-    margin: float
-    sampling: dict[str, Any]
-    max_tokens: int | None
-    slices: list[SliceCard]
-
-
-class PartnerCard(TypedDict):
-    model: str
-    url: str
-
-
-class _OptionalArmCard(TypedDict, total=False):
-    partner: PartnerCard
-    refused: str
-
-
-class ArmCard(_OptionalArmCard):
-    """An arm as recorded in run.json; ``refused`` if preflight found that it can't be asked."""
-
-    name: str
-    url: str
-    model: str
-    server: dict[str, Any]
-    sampling: dict[str, Any]
-    fingerprint: str
+    persona: Words | None
+    task: Words | None
+    judge: Words | None
 
 
 class _OptionalCheckRow(TypedDict, total=False):
@@ -148,7 +129,7 @@ class CheckRow(_OptionalCheckRow):
     """The mark of one scorer; ``parsed`` where a value had to be read from the answer."""
 
     scorer: str
-    mark: float
+    mark: Share
     reason: str
 
 
@@ -162,30 +143,38 @@ class JudgeCheck(TypedDict):
 
 
 class PersonaParts(TypedDict):
-    score: float
+    """An answer on the persona axis: its mark and the components."""
+
+    score: Share
     address: bool
-    tic_rate: float
+    tic_rate: Share
     broke: bool
 
 
 class PersonaRates(TypedDict):
-    address_rate: float | None
-    tic_rate: float | None
-    break_rate: float | None
+    address_rate: Share | None
+    tic_rate: Share | None
+    break_rate: Share | None
+
+
+# Only ok answers have marks. score-error: a scorer failed on an ok answer.
+AnyOutcome = Literal[
+    "ok", "truncated", "think-only", "empty", "http-error", "score-error", "not-run"
+]
 
 
 class _OptionalArmAnswer(TypedDict, total=False):
     text: str
-    thinking: str
+    thinking: Annotated[str, "Kept apart, never scored."]
     detail: str
-    status: int
-    turns: list[dict[str, str]]
-    task: float
-    persona: float
-    judge: float
+    status: Annotated[int, "Of an http-error; 0: no reply.", Only(minimum=0)]
+    turns: Annotated[list[Message], "A dialogue, beyond the item's messages."]
+    task: Share
+    persona: Share
+    judge: Share
     checks: list[CheckRow]
     persona_parts: PersonaParts
-    judge_outcome: str
+    judge_outcome: JudgeState
     judge_checks: list[JudgeCheck]
     repeats: list[ArmAnswer]
 
@@ -193,7 +182,7 @@ class _OptionalArmAnswer(TypedDict, total=False):
 class ArmAnswer(_OptionalArmAnswer):
     """An arm's answer to an item; marks only where the outcome is ok."""
 
-    outcome: str
+    outcome: AnyOutcome
 
 
 class ItemRow(TypedDict):
@@ -204,59 +193,66 @@ class ItemRow(TypedDict):
     sub: str
     lang: str
     cluster: str
-    messages: list[dict[str, str]]
-    gold: Any
-    answers: dict[str, ArmAnswer]
+    messages: list[Message]
+    gold: Annotated[object, "As the bench has it."]
+    answers: Annotated[dict[str, ArmAnswer], "By arm."]
 
 
 class Identical(TypedDict):
     """The share of byte-identical answers of two arms; None if no item was answered by both."""
 
     arms: list[str]
-    n: int
-    share: float | None
+    n: Count
+    share: Share | None
 
 
 class ParseCell(TypedDict):
-    read: int
-    asked: int
-    share: float
+    read: Count
+    asked: Positive
+    share: Share
+
+
+Family = Literal["lf", "seedlike", "std"]
 
 
 class TextCell(TypedDict):
-    family: str
+    """A family's scores in 0..100 over ``n`` answers. ``length_ratio``: characters in answers over
+    characters in references (the nearest in length); ``empty`` answers count in ``n`` and score 0."""
+
+    family: Family
     scores: dict[str, float]
     signature: str
-    n: int
-    empty: int
-    truncated: int
+    n: Count
+    empty: Count
+    truncated: Count
     length_ratio: float
 
 
 class Texts(TypedDict):
-    """slice -> family -> arm, and the families that could not be measured with the reason."""
+    """Overlap with references; ``missing``: the families not measured, with the reason."""
 
-    slices: dict[str, dict[str, dict[str, TextCell]]]
+    slices: Annotated[dict[str, dict[str, dict[str, TextCell]]], "Slice -> family -> arm."]
     missing: dict[str, str]
 
 
 class SlicePlan(TypedDict):
-    items: int
-    missing: int
+    items: Count
+    missing: Count
 
 
 class ArmPlan(TypedDict):
-    answers: int
-    missing: int
+    answers: Count
+    missing: Count
 
 
 class PlanCounts(TypedDict):
-    """How much of the plan was asked."""
+    """What the arms were to be asked. Missing are items that an arm has no first answer to, and
+    answers that were never asked for; a failed request was asked."""
 
-    items: int
-    missing_items: int
-    answers: int
-    missing_answers: int
+    items: Count
+    missing_items: Count
+    answers: Annotated[Count, "Over arms and repeats."]
+    missing_answers: Count
     slices: dict[str, SlicePlan]
     arms: dict[str, ArmPlan]
 
@@ -264,49 +260,71 @@ class PlanCounts(TypedDict):
 class Cost(TypedDict):
     prompt_tokens: int | None
     completion_tokens: int | None
-    answers: int
+    answers: Count
 
 
 class Statistics(TypedDict):
     confidence: float
-    resamples: int
+    resamples: Count
     seed: int
 
 
 class Measured(TypedDict):
-    """results.json but for the verdict. Tables: axis -> slice -> arm; by arm: ``outcomes``,
-    ``persona_parts``, ``costs``."""
+    """results.json but for the verdict."""
 
     schema: Literal["ktbridge.eval/1"]
-    ktbridge: str
+    ktbridge: Annotated[str, "The version that scored."]
     bench: BenchCard
-    arms: list[ArmCard]
-    left_out: list[str]
-    refused: dict[str, str]
-    date: str | None
-    plan: PlanCounts | None
-    asked: int
-    valid: int
-    axes: list[Axis]
-    outcomes: dict[str, dict[str, int]]
-    tables: dict[Axis, dict[str, dict[str, Numbers]]]
-    contrasts: list[Contrast]
-    persona_parts: dict[str, PersonaRates]
-    parse_rates: dict[str, dict[str, ParseCell]]
-    texts: Texts | None
-    identical: list[Identical]
-    judge: dict[str, Any] | None
-    pairs: list[PairCounts]
-    repeat: Repeats | None
-    contamination: dict[str, Any] | None
-    costs: dict[str, Cost]
+    arms: Annotated[
+        list[ArmCard], "In the order in which they are contrasted: base, expert, full, others."
+    ]
+    left_out: Annotated[list[str], "Arms of the run without any answer."]
+    refused: Annotated[dict[str, str], "Of those left out, why preflight would not ask them."]
+    date: Annotated[
+        str | None,
+        "When the run began, UTC; null where that is not known (imports, runs of 0.5 and earlier).",
+    ]
+    plan: Annotated[
+        PlanCounts | None, "Null where run.json does not say (imports, runs of 0.5 and earlier)."
+    ]
+    asked: Annotated[Positive, "Items that any arm was asked."]
+    valid: Annotated[Count, "Items with an ok answer from every arm; the tables are over these."]
+    axes: Annotated[
+        list[Axis], "persona only where the bench has one, judge only where there was one."
+    ]
+    outcomes: Annotated[dict[str, dict[str, Count]], "Arm -> outcome -> items."]
+    tables: Annotated[
+        dict[Axis, dict[str, dict[str, Numbers]]], "Axis -> slice (or overall) -> arm -> mean."
+    ]
+    contrasts: Annotated[
+        list[Contrast], "Every pair of arms, later minus earlier, by axis and slice."
+    ]
+    persona_parts: Annotated[
+        dict[str, PersonaRates], "By arm, over valid items; {} without a persona."
+    ]
+    parse_rates: Annotated[
+        dict[str, dict[str, ParseCell]],
+        "Slice -> arm -> answers that held what had to be read (a letter, a number, JSON).",
+    ]
+    texts: Annotated[Texts | None, "Null where no item has references."]
+    identical: Annotated[list[Identical], "Byte-identical answers of each pair of arms."]
+    judge: JudgeCard | None
+    pairs: Annotated[list[PairCounts], "Judged side by side, in both orders."]
+    repeat: Annotated[Repeats | None, "Only with --repeat."]
+    contamination: Annotated[Contamination | None, "What --train-data found."]
+    costs: Annotated[
+        dict[str, Cost],
+        "By arm, over all its stored answers; null where the server did not count. The judge's is "
+        "@judge; its answers are all its replies.",
+    ]
     statistics: Statistics
-    items: list[ItemRow]
-    warnings: list[dict[str, str]]
+    items: Annotated[list[ItemRow], "In the order of the bench."]
+    warnings: Annotated[list[ProblemRow], "What a reader must know before believing the numbers."]
 
 
 class Results(Measured):
-    """results.json."""
+    """What an evaluation found, as a function of its directory. Fields may be added; those listed keep
+    name, type and meaning."""
 
     verdict: Verdict
 
@@ -325,3 +343,29 @@ class Index(TypedDict):
     schema: Literal["ktbridge.index/1"]
     ktbridge: str
     benches: list[IndexEntry]
+
+
+class IndexLink(TypedDict):
+    """A bench in the index's file; None where it could not be reported, with the reason in ``error``."""
+
+    name: str
+    error: str
+    path: Annotated[str, "Its results.json, relative to this file."]
+    verdict: Verdict | None
+    asked: int | None
+    valid: int | None
+    plan: PlanCounts | None
+    warnings: list[ProblemRow] | None
+    costs: dict[str, Cost] | None
+
+
+class IndexFile(TypedDict):
+    """results.json of a directory of several benches."""
+
+    schema: Literal["ktbridge.index/1"]
+    ktbridge: str
+    benches: list[IndexLink]
+
+
+Document = Results | Index | IndexFile  # what docs/results.schema.json describes
+Outcome = Literal["ok", "empty", "truncated", "think-only", "http-error"]

@@ -7,33 +7,26 @@ thinking. Persona is a separate axis (``ktbridge.eval.persona``).
 
 from __future__ import annotations
 
-from ktbridge.eval.scorers import exact, format, overlap, refusal  # noqa: F401  (registers them)
-from ktbridge.eval.scorers.format import UNITS
+from ktbridge.eval.scorers import rules as rules  # registers its scorers
 from ktbridge.eval.scorers.registry import (
     SCORERS,
     Mark,
-    ParseRate,
     Scorer,
     ScorerError,
     check_faults,
-    parse_rate,
     score_task,
     scorer,
 )
-from ktbridge.eval.scorers.text_metrics import FAMILIES, TextMetrics, measure_texts
+from ktbridge.eval.scorers.text_metrics import FAMILIES, measure_texts
 
 __all__ = [
     "FAMILIES",
     "SCORERS",
-    "UNITS",
     "Mark",
-    "ParseRate",
     "Scorer",
     "ScorerError",
-    "TextMetrics",
     "check_faults",
     "measure_texts",
-    "parse_rate",
     "score_task",
     "scorer",
 ]

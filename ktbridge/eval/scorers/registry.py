@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
@@ -148,33 +148,6 @@ def _score(known: Scorer, text: str, check: Check, gold: Gold) -> Mark:
     except Exception as error:
         what = " ".join(str(error).split())[:120]
         raise ScorerError(f"{known.name}: {type(error).__name__}: {what}") from error
-
-
-@dataclass
-class ParseRate:
-    """How many answers could be parsed, of those that had to be parsed."""
-
-    read: int = 0
-    asked: int = 0
-    by_scorer: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float | None:
-        """None if nothing had to be parsed."""
-        return self.read / self.asked if self.asked else None
-
-
-def parse_rate(checks: Sequence[CheckRow]) -> ParseRate:
-    """Over one arm's rows from ``score_task``: a low accuracy with a low parse rate is a
-    failure of format, not of knowledge."""
-    rate = ParseRate()
-    for row in checks:
-        if "parsed" in row:
-            read, asked = rate.by_scorer.get(row["scorer"], (0, 0))
-            rate.by_scorer[row["scorer"]] = (read + row["parsed"], asked + 1)
-            rate.read += row["parsed"]
-            rate.asked += 1
-    return rate
 
 
 # --- predicates on parameters and golds

@@ -1,4 +1,6 @@
-"""Text metrics over all answers of an arm, in three named families, each with its signature.
+"""Overlap with references: the scorer of an item, and metrics over all answers of an arm.
+
+The metrics come in three named families, each with its signature.
 
 Implementations of "BLEU" differ by tens of points; so a number is never shown without its family's
 signature, the length ratio, and how many answers were empty or truncated.
@@ -13,18 +15,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.eval.results.types import TextCell
-from ktbridge.eval.scorers.overlap import rouge_l, rouge_n, sentence_bleu, unicode_tokens
-from ktbridge.eval.text import cjk_share, count_chars
+from ktbridge.errors import KtbridgeError
+from ktbridge.eval.results.types import Family, TextCell
+from ktbridge.eval.scorers.registry import Check, Gold, Mark, is_one_of, is_words, mark, scorer
+from ktbridge.eval.text import cjk_share, count_chars, unicode_tokens
 from ktbridge.install import install_hint
+
+if TYPE_CHECKING:
+    import jieba
 
 ROUGES = ("rouge-1", "rouge-2", "rouge-l")
 # Characters of an answer that are measured: time and memory of the packages grow with the product of
@@ -32,47 +39,52 @@ ROUGES = ("rouge-1", "rouge-2", "rouge-l")
 LONGEST_MEASURED = 10_000
 
 
-@dataclass(frozen=True)
-class TextMetrics:
-    """Scores in 0..100 over ``n`` answers. ``length_ratio``: characters in answers over characters in
-    references (the nearest in length); ``empty`` answers count in ``n`` and score 0."""
+METRICS = ("rouge-1", "rouge-2", "rouge-l", "bleu-4", "chrf")
 
-    family: str
-    scores: dict[str, float]
-    signature: str
-    n: int
-    empty: int
-    truncated: int
-    length_ratio: float
 
-    def as_dict(self) -> TextCell:
-        return {
-            "family": self.family,
-            "scores": {name: round(value, 4) for name, value in self.scores.items()},
-            "signature": self.signature,
-            "n": self.n,
-            "empty": self.empty,
-            "truncated": self.truncated,
-            "length_ratio": round(self.length_ratio, 4),
-        }
+@scorer("references", required={"metric": is_one_of(*METRICS)}, gold=is_words)
+def references(text: str, check: Check, gold: Gold) -> Mark:
+    """The overlap with the nearest reference; gold: list of references.
+
+    Tokens are ideographs and words (``unicode_tokens``). bleu-4 uses all references at once and is
+    smoothed (method 3): unrelated texts don't score 0, so compare arms with each other, not with 0.
+    These marks are for comparing arms item by item; for published numbers see ``measure_texts``.
+    """
+    metric = check["metric"]
+    if metric == "chrf":
+        from sacrebleu.metrics import CHRF
+
+        value = CHRF().sentence_score(text, list(gold)).score / 100
+    else:
+        tokens, wanted = unicode_tokens(text), [unicode_tokens(one) for one in gold]
+        if metric == "bleu-4":
+            value = sentence_bleu(wanted, tokens)
+        elif metric == "rouge-l":
+            value = max(rouge_l(tokens, one) for one in wanted)
+        else:
+            value = max(rouge_n(tokens, one, int(metric[-1])) for one in wanted)
+    if not text.strip():
+        return mark(False, "empty")
+    return Mark(min(1.0, value), f"{metric} {value:.3f} against {len(gold)} reference(s)")
+
+
+# --- metrics over all answers
 
 
 def measure_texts(
-    family: str,
+    family: Family,
     answers: Sequence[str],
     references: Sequence[Sequence[str]],
     *,
     truncated: int = 0,
-) -> TextMetrics:
+) -> TextCell:
     """Measure an arm's answers against each item's references (one or several).
 
     With several references BLEU uses them all and ROUGE the best one. Only the first
     ``LONGEST_MEASURED`` characters of an answer are measured; the signature counts longer ones. Raises
-    UsageError for an unknown family, ValueError for no answers, unequal lengths or an item without
+    ValueError for no answers, unequal lengths or an item without
     references, and KtbridgeError if a package that the family needs is missing.
     """
-    if family not in FAMILIES:
-        raise UsageError(f"there is no metric family {family!r}.", f"choose {', '.join(FAMILIES)}")
     if not answers or len(answers) != len(references) or not all(references):
         raise ValueError("answers and their references are needed, as many of one as of the other")
     cut = sum(len(answer) > LONGEST_MEASURED for answer in answers)
@@ -86,7 +98,15 @@ def measure_texts(
     ]
     ratio = sum(lengths) / sum(wanted) if sum(wanted) else 0.0
     empty = sum(not answer.strip() for answer in answers)
-    return TextMetrics(family, scores, signature, len(answers), empty, truncated, ratio)
+    return {
+        "family": family,
+        "scores": {name: round(value, 4) for name, value in scores.items()},
+        "signature": signature,
+        "n": len(answers),
+        "empty": empty,
+        "truncated": truncated,
+        "length_ratio": round(ratio, 4),
+    }
 
 
 def _lf(
@@ -166,10 +186,8 @@ class _UnicodeTokenizer:
         return unicode_tokens(text)
 
 
-FAMILIES: dict[
-    str,
-    Callable[[Sequence[str], Sequence[Sequence[str]]], tuple[dict[str, float], str]],
-] = {"lf": _lf, "seedlike": _seedlike, "std": _std}
+Measure = Callable[[Sequence[str], Sequence[Sequence[str]]], tuple[dict[str, float], str]]
+FAMILIES: dict[Family, Measure] = {"lf": _lf, "seedlike": _seedlike, "std": _std}
 
 
 def _many(references: Sequence[Sequence[str]]) -> str:
@@ -200,7 +218,7 @@ def _rouge_words(tokens: Sequence[str]) -> list[str]:
 
 
 @cache
-def _jieba() -> Any:
+def _jieba() -> jieba.Tokenizer:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its source has invalid escapes and pkg_resources
@@ -223,3 +241,81 @@ def _jieba_name() -> str:
 def jieba_tokens(text: str) -> list[str]:
     """jieba's default segmentation (accurate mode, with its hidden Markov model)."""
     return list(_jieba().cut(text))
+
+
+# --- two token lists: checked against vectors made with the usual packages (tests/eval/golden)
+
+
+Tokens = Sequence[Hashable]
+_EPSILON = 1e-8
+
+
+def ngrams(tokens: Tokens, n: int) -> list[tuple[Hashable, ...]]:
+    return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+
+
+def sentence_bleu(references: Sequence[Tokens], hypothesis: Tokens, order: int = 4) -> float:
+    """BLEU of one sentence in 0..1 with nltk's smoothing method 3, weights 1/order each.
+
+    BLEU = BP exp(sum_n log p_n / order) with clipped precisions p_n (Papineni et al. 2002); the k-th
+    p_n without a match becomes 1 / (2^k (number of n-grams, at least 1)) (NIST's mteval; Chen &
+    Cherry 2014, "smoothing 3"); 0 where not even one token matches. BP uses the reference that is
+    closest in length, the shorter one where two are equally close.
+    """
+    logs, missing = 0.0, 0
+    for n in range(1, order + 1):
+        counts = Counter(ngrams(hypothesis, n))
+        most: Counter[tuple[Hashable, ...]] = Counter()
+        for reference in references:
+            most |= Counter(ngrams(reference, n))
+        hits, total = (counts & most).total(), max(1, counts.total())
+        if hits:
+            precision = Fraction(hits, total)
+        elif n == 1:
+            return 0.0
+        else:
+            missing += 1
+            precision = Fraction(1, 2**missing * total)
+        logs += math.log(precision)
+    length = len(hypothesis)
+    closest = min((len(one) for one in references), key=lambda size: (abs(size - length), size))
+    brevity = 1.0 if length > closest else math.exp(1 - closest / length)
+    return brevity * math.exp(logs / order)
+
+
+def _f(precision: float, recall: float) -> float:
+    """rouge_chinese's F1, with its epsilon: two equal texts score 0.999999995."""
+    return 2 * precision * recall / (precision + recall + _EPSILON)
+
+
+def rouge_n(hypothesis: Tokens, reference: Tokens, n: int) -> float:
+    """F1 of the sets of n-grams, as in rouge_chinese (each n-gram counts once); 0 for none."""
+    grams, wanted = set(ngrams(hypothesis, n)), set(ngrams(reference, n))
+    both = len(grams & wanted)
+    if not grams or not wanted:
+        return 0.0
+    return _f(both / len(grams), both / len(wanted))
+
+
+def rouge_l(hypothesis: Tokens, reference: Tokens) -> float:
+    """F1 of the longest common subsequence over the whole texts, as in rouge_chinese; 0 for none."""
+    if not hypothesis or not reference:
+        return 0.0
+    common = longest_common(hypothesis, reference)
+    return _f(common / len(hypothesis), common / len(reference))
+
+
+def longest_common(one: Tokens, other: Tokens) -> int:
+    """Length of the longest common subsequence, bit-parallel: a row of the table is one integer
+    (Hyyro 2004, "Bit-parallel LCS-length computation revisited"), as wide as the shorter text."""
+    if len(one) > len(other):
+        one, other = other, one
+    places: dict[Hashable, int] = {}
+    for i, token in enumerate(one):
+        places[token] = places.get(token, 0) | 1 << i
+    full = (1 << len(one)) - 1
+    row = full
+    for token in other:
+        shared = row & places.get(token, 0)
+        row = ((row + shared) | (row - shared)) & full
+    return len(one) - row.bit_count()

@@ -1,0 +1,201 @@
+"""What results.json says of the bench, the arms, the judge and the training data; see ``types``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, NamedTuple, TypedDict
+
+from ktbridge.errors import Problem, Severity
+
+
+class Only(NamedTuple):
+    """In ``Annotated``: the values that a field may have, of those of its type."""
+
+    minimum: int | None = None
+    maximum: int | None = None
+    pattern: str | None = None
+
+
+Json = Mapping[str, object]  # a JSON object that others define: a server's entry, sampling
+Message = dict[str, str]  # {"role", "content"}
+Count = Annotated[int, Only(minimum=0)]
+Positive = Annotated[int, Only(minimum=1)]
+Share = Annotated[float, Only(minimum=0, maximum=1)]
+JudgeOutcome = Literal["ok", "parse-fail", "judge-error"]
+JudgeState = Literal["ok", "parse-fail", "judge-error", "not-run"]
+
+
+class SliceCard(TypedDict):
+    name: str
+    label: Annotated[str, "The name in words."]
+    primary: Literal["task", "persona"]
+    meaning: str
+    checks: Annotated[list[str], "The scorers that task quality is made of."]
+
+
+class BenchCard(TypedDict):
+    name: str
+    version: str
+    language: str
+    sha256: Annotated[str, "Of the bench's files.", Only(pattern="^[0-9a-f]{64}$")]
+    data: Annotated[Json | None, "Where items come from that are the user's."]
+    notes: list[str]
+    persona: Annotated[str | None, "Null: the bench has no persona axis."]
+    items: Count
+    margin: Annotated[float, Only(minimum=0, maximum=1)]
+    sampling: Json
+    max_tokens: Annotated[
+        int | None, "Set by --max-tokens for every answer; null: the bench's own limits."
+    ]
+    slices: list[SliceCard]
+
+
+class PartnerCard(TypedDict):
+    model: str
+    url: str
+
+
+class _OptionalArmCard(TypedDict, total=False):
+    partner: PartnerCard
+    refused: str
+
+
+class ArmCard(_OptionalArmCard):
+    """An arm as recorded in run.json; ``refused`` if preflight found that it can't be asked."""
+
+    name: str
+    url: str
+    model: str
+    server: Annotated[Json, "What the server lists of it."]
+    sampling: Json
+    fingerprint: str
+
+
+class Tally(TypedDict):
+    """How many of the known verdicts of a judge were right."""
+
+    asked: Count
+    right: Count
+
+
+KindTallies = dict[Literal["good", "bad"], Tally]  # by the anchors' kind
+
+
+class AnchorTallies(Tally):
+    good: Tally
+    bad: Tally
+    slices: dict[str, KindTallies]
+
+
+class PositionBias(TypedDict):
+    """The share of the verdicts without ties that chose the answer shown first."""
+
+    first_share: Share
+    low: Share
+    high: Share
+    n: Count
+
+
+# "from": what the decisions between two answers were read from.
+_BiasSource = TypedDict("_BiasSource", {"from": Literal["pairs", "checks"]})
+
+
+class LengthBias(_BiasSource):
+    """How often the longer of two answers won, without ties and equal lengths."""
+
+    longer_share: Share
+    low: Share
+    high: Share
+    n: Count
+    excess: float
+    correlation: float | None
+
+
+class _OptionalJudgeFacts(TypedDict, total=False):
+    outdated: Annotated[str, "Its judgements were asked for with prompts of another version."]
+
+
+class JudgeFacts(_OptionalJudgeFacts):
+    """A judge, its biases, and how it judged answers of known quality (anchors)."""
+
+    model: str
+    url: str
+    extra_body: Json
+    version: Annotated[str, "Of the prompts."]
+    calls: Count
+    outcomes: dict[JudgeState, Count]
+    prompt_tokens: Count
+    completion_tokens: Count
+    parse_fail_rate: Share | None
+    yes_rate: Share | None
+    verdicts: Count
+    flip_rate: Annotated[Share | None, "Of pairs: how often the order changed the verdict."]
+    position_bias: PositionBias | None
+    length_bias: LengthBias | None
+    anchors: AnchorTallies
+    anchor_pairs: Tally
+    pairs_unread: Count
+    same_family: Annotated[bool, "It shares a model family with an arm."]
+
+
+class JudgeCard(JudgeFacts):
+    """A judge with the verdict on it."""
+
+    refused: Annotated[bool, "It failed on the anchors, so its scores are left out."]
+    pairs_refused: Annotated[bool, "It failed on pairs of anchors, so its pairs are left out."]
+
+
+class Hit(TypedDict):
+    """An item found in the training data: ``exact`` (a whole message equals the item's question or
+    reference) and ``share`` of its n-grams found; ``record`` is the first match, counted from 1."""
+
+    item: str
+    slice: str
+    part: str
+    exact: bool
+    share: Share
+    record: int
+
+
+class SliceOverlap(TypedDict):
+    """Counts of items: ``exact`` matches, ``overlap`` (at least one n-gram, including exact ones),
+    ``short`` ones that can only be matched exactly."""
+
+    items: Count
+    exact: Count
+    overlap: Count
+    short: Count
+
+
+class Contamination(TypedDict):
+    """Overlap of a bench with a training file. ``records`` and ``texts`` count what was read."""
+
+    file: str
+    sha256: str
+    records: Count
+    texts: Count
+    gram: Positive
+    slices: dict[str, SliceOverlap]
+    hits: list[Hit]
+
+
+class ProblemRow(TypedDict):
+    """A finding, as ``ktbridge.errors.Problem`` has it."""
+
+    code: Annotated[str, Only(pattern="^KTB[0-9]{3}$")]
+    severity: Severity
+    where: str
+    found: str
+    expected: str
+    next_step: str
+
+
+def problem_row(problem: Problem) -> ProblemRow:
+    return {
+        "code": problem.code,
+        "severity": problem.severity,
+        "where": problem.where,
+        "found": problem.found,
+        "expected": problem.expected,
+        "next_step": problem.next_step,
+    }
