@@ -11,7 +11,6 @@ which is what compressed-tensors calls "int-quantized", also where the source ha
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import click
 import numpy as np
-from checkpoint_io import Part, Rewrite, array, copied, run, widened
+from checkpoint_io import Part, Plan, array, copied, make_plan, run, widened
 from numpy.typing import NDArray
 
 from ktbridge.cli._app import Command
@@ -42,7 +41,7 @@ _TINY = np.finfo(
 ).tiny  # a row of zeros has no scale of its own, and none may be denormal
 
 
-def plan_quantize(model: Path, output: Path, overwrite: bool = False) -> Rewrite:
+def plan_quantize(model: Path, output: Path, overwrite: bool = False) -> Plan:
     """Plan it without writing anything. Raises KtbridgeError when the checkpoint can't be quantised."""
     config, checkpoint = read_model_config(model), open_checkpoint(model)
     checkpoint.check()
@@ -68,15 +67,8 @@ def plan_quantize(model: Path, output: Path, overwrite: bool = False) -> Rewrite
         for name in checkpoint
         for part in parts.get(name) or [copied(checkpoint, checkpoint.entry(name))]
     ]
-    return Rewrite(
-        checkpoint,
-        Path(os.path.realpath(output.expanduser())),
-        made,
-        {**table, "quantization_config": _said(checkpoint, set(parts))},
-        sum(map(len, parts.values())),
-        {"format": "int8"},
-        overwrite,
-    )
+    described = {**table, "quantization_config": _said(checkpoint, set(parts))}
+    return make_plan(checkpoint, output, made, described, {"format": "int8"}, overwrite)
 
 
 def _layer(

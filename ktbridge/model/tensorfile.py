@@ -16,7 +16,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -99,32 +100,43 @@ class TensorFile:
         if self._map is None:
             with open(self.path, "rb") as file:
                 if os.fstat(file.fileno()).st_size != self.size:
-                    raise self._changed()
+                    raise self.changed()
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return memoryview(self._map)[start:end]
 
     def read(self, start: int, end: int) -> memoryview:
-        """A copy of the bytes ``start:end`` of the file.
+        """A copy of the bytes ``start:end``; errors as for ``read_into``."""
+        data = memoryview(bytearray(end - start))
+        self.read_into(start, data)
+        return data
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` (of bytes) with those of the file from ``start`` on.
 
         Raises TensorFileError if the file was written to or replaced since its header was read, and
         OSError if it can't be read.
         """
-        data = memoryview(bytearray(end - start))
+        with self.opened() as descriptor:
+            filled = 0
+            while filled < len(buffer):
+                count = os.preadv(descriptor, [buffer[filled:]], start + filled)
+                if count == 0:
+                    raise self.changed()
+                filled += count
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor of the file, as long as it is unchanged; errors as for ``read_into``."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if stamp_of(os.fstat(descriptor)) != self.stamp:
-                raise self._changed()
-            filled = 0
-            while filled < len(data):
-                count = os.preadv(descriptor, [data[filled:]], start + filled)
-                if count == 0:
-                    raise self._changed()
-                filled += count
+                raise self.changed()
+            yield descriptor
         finally:
             os.close(descriptor)
-        return data
 
-    def _changed(self) -> TensorFileError:
+    def changed(self) -> TensorFileError:
+        """The error for a file that no longer is what its header said."""
         return TensorFileError(
             f"{self.path} changed while it was being read",
             "wait until nothing writes to it, then run again",

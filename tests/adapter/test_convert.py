@@ -161,7 +161,7 @@ def test_a_plan_joins_neighbours_and_uses_every_byte_once(make_raw: Make, tmp_pa
     )
     assert not (tmp_path / "e").exists()
     assert len(plan.copies) == 2  # one range a file
-    assert plan.copies[0].targets == (0, 1)
+    assert [target.file for target in plan.copies[0].targets] == [0, 1]
     sizes = [sum(entry.nbytes for entry in f.entries.values()) for f in plan.source.files]
     assert plan.bytes_in == sum(sizes)
     assert (
@@ -219,7 +219,7 @@ def test_per_expert_training_output_and_shards(make_raw: Make, tmp_path: Path) -
     plan = plan_convert(per_expert, merged_output_dir=tmp_path / "rs")
     assert ("KTB107", "warning") in {(p.code, p.severity) for p in plan.findings}
     assert plan.outputs[0].config["lora_alpha"] == 8  # experts at 8/4; B of the rest by sqrt(4)
-    assert {factor for copy in plan.copies for factor in copy.factors} == {1.0, 2.0}
+    assert {target.factor for copy in plan.copies for target in copy.targets} == {1.0, 2.0}
     (per_expert / "adapter_config.json").write_text(json.dumps(config))
     convert_adapter(per_expert, merged_output_dir=tmp_path / "again")
     assert digests(tmp_path / "again") == digests(tmp_path / "m")

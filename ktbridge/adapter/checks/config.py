@@ -12,8 +12,8 @@ from dataclasses import replace
 from shlex import quote
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, convert_step, is_number, last_part
+from ktbridge.adapter.lora_config import fold_patterns
 from ktbridge.adapter.manifest import MANIFEST_FILE
-from ktbridge.adapter.scales import fold_patterns
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 

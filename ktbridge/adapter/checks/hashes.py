@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from shlex import quote
@@ -99,96 +99,6 @@ def require_hashes(directory: Path) -> None:
         problems = list(hashes.check(directory))
     if problems:
         raise ProblemsError(f"{directory} does not match its manifest", problems)
-
-
-class ReadHashes:
-    """Hash one directory's artifacts from the blocks that are read of the files in ``used``.
-
-    Blocks may come in any order without repeated bytes. Skipped parts of a file are read here, and
-    so are whole files that are not in ``used``. Leaving the context cancels the rest.
-    """
-
-    def __init__(
-        self, directory: Path, manifest: Mapping[str, Any] | None, used: Collection[Path]
-    ) -> None:
-        self._stop = threading.Event()
-        self._step = resave_step(manifest)
-        # The first thread hashes blocks as they are read; the second takes whole files.
-        self._pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._used: dict[Path, _FileHash] = {}
-        self._expected: dict[Path, object] = {}
-        self._whole: dict[Path, Future[str]] = {}
-        for path, expected, size in listed_hashes(directory, manifest):
-            self._expected[path] = expected
-            file = _FileHash(path, size, self._stop)
-            if path in used:
-                self._used[path] = file
-            else:
-                self._whole[path] = self._pools[1].submit(file.finish)
-
-    def __enter__(self) -> ReadHashes:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        for pool in self._pools:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def take(self, path: Path, start: int, block: Block) -> Future[None] | None:
-        """Hash what was read at ``start``; the future is done when the memory may be reused."""
-        file = self._used.get(path)
-        return None if file is None else self._pools[0].submit(file.take, start, block)
-
-    def problems(self) -> list[Problem]:
-        """Wait for all hashes; one problem per file whose content differs.
-
-        Raises KtbridgeError for a truncated file, and OSError for one that can't be read.
-        """
-        for path, file in self._used.items():
-            self._whole[path] = self._pools[0].submit(file.finish)
-        found: list[Problem] = []
-        for path, expected in self._expected.items():
-            found += _mismatch(path, self._whole[path].result(), expected, self._step)
-        return found
-
-
-class _FileHash:
-    """SHA-256 of one file whose blocks are passed in; some may never arrive."""
-
-    def __init__(self, path: Path, size: int, stop: threading.Event) -> None:
-        self._path = path
-        self._size = size
-        self._stop = stop
-        self._digest = hashlib.sha256()
-        self._position = 0
-
-    def take(self, start: int, block: Block) -> None:
-        if start >= self._position:  # else it was already read here
-            self._read_until(start)
-            self._digest.update(block)
-            self._position += len(block)
-
-    def finish(self) -> str:
-        self._read_until(self._size)
-        return self._digest.hexdigest()
-
-    def _read_until(self, end: int) -> None:
-        if self._position == end:
-            return
-        buffer = memoryview(bytearray(_BUFFER))
-        with open(self._path, "rb", buffering=0) as file:
-            file.seek(self._position)
-            while self._position < end and not self._stop.is_set():
-                count = file.readinto(buffer[: end - self._position])
-                if not count:
-                    raise KtbridgeError(f"{self._path} became shorter while it was being read")
-                self._digest.update(buffer[:count])
-                self._position += count
 
 
 def listed_hashes(

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice, last_part
+from ktbridge.adapter.blocks import scaled_exactly, to_bf16
 from ktbridge.adapter.checks.config import folded
-from ktbridge.adapter.values import scaled_exactly, to_bf16
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 

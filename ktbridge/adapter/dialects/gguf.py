@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ktbridge.adapter.adapter import CONFIG_FILE, is_number
-from ktbridge.adapter.blocks import BITS, Block, Output, Rows, piece
+from ktbridge.adapter.blocks import BITS, Block
 from ktbridge.adapter.dialects.source import (
     Request,
     Source,
@@ -36,6 +36,7 @@ from ktbridge.adapter.dialects.source import (
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
 from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
+from ktbridge.adapter.outputs import Output, Rows, piece
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.model import ModelConfig

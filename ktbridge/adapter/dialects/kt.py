@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter, ExpertStack, Part
-from ktbridge.adapter.blocks import Block, Output, Piece, block_of, block_of_tensor, piece
+from ktbridge.adapter.blocks import Block, block_of, block_of_tensor
 from ktbridge.adapter.dialects.directory import file_nonexpert, open_foreign
 from ktbridge.adapter.dialects.source import (
     Request,
@@ -29,8 +29,8 @@ from ktbridge.adapter.dialects.source import (
     refusal,
 )
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
-from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.scales import apply_alpha, fold_patterns
+from ktbridge.adapter.lora_config import apply_alpha, build_config, fold_patterns, kept_fields
+from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem

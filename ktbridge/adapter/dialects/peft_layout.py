@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ktbridge.adapter.blocks import Block, Piece, piece
+from ktbridge.adapter.blocks import Block
+from ktbridge.adapter.outputs import Piece, piece
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import ModelConfig
 

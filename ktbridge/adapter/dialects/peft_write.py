@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ktbridge.adapter.adapter import MODEL_FILE
-from ktbridge.adapter.blocks import BITS, Block, Output, Piece, piece
+from ktbridge.adapter.blocks import BITS, Block
 from ktbridge.adapter.dialects.peft_layout import DOWN, GATE_UP, gate_up_rows, is_interleaved, pack
 from ktbridge.adapter.dialects.source import Source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, parse_key
 from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config
+from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.errors import Problem
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE
-from ktbridge.adapter.blocks import BITS, Block, Output, Piece, piece
+from ktbridge.adapter.blocks import BITS, Block
 from ktbridge.adapter.keys import HALVES, PROJECTIONS, parse_key
+from ktbridge.adapter.lora_config import Numbers, common_scale, plain_alpha
 from ktbridge.adapter.manifest import trained_on
-from ktbridge.adapter.scales import Numbers, common_scale, plain_alpha
+from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, has_errors
 from ktbridge.model import Fingerprint, ModelConfig, TensorFile, read_model_config

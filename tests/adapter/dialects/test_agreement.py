@@ -11,8 +11,7 @@ import pytest
 from rawadapter import write_config, write_raw
 
 from ktbridge.adapter import Adapter, ConvertReport, convert_adapter, read_adapter
-from ktbridge.adapter.blocks import Block
-from ktbridge.adapter.values import as_float32
+from ktbridge.adapter.blocks import Block, as_float32
 from ktbridge.errors import ProblemsError
 
 FORMATS = ("kt-merged", "raw", "vllm", "sglang-3d", "peft-fused", "gguf")

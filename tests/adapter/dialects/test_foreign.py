@@ -15,8 +15,8 @@ from rawadapter import write_config, write_raw
 from safetensors.numpy import load_file, save_file
 
 from ktbridge.adapter import Adapter, convert_adapter, read_adapter
+from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.dialects import DIALECTS
-from ktbridge.adapter.values import as_float32
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 
 E, R, H, INTER = 3, 2, 8, 6
