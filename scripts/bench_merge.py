@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.model.tensorfile import write_tensor_file
+from ktbridge.model.tensorfile import build_header
 
 E, H, INNER, RANK = 128, 2048, 768, 8
 ATTENTION = {"q_proj": (4096, H), "k_proj": (512, H), "v_proj": (512, H), "o_proj": (H, 4096)}
@@ -64,7 +64,10 @@ def make(folder: Path, layers: int, fused: bool) -> None:
     for layer in range(layers):
         shard = f"model-{layer + 1:05}-of-{layers:05}.safetensors"
         tensors = [noise(rng, name, *shape) for name, shape in layer_shapes(layer, fused)]
-        write_tensor_file(base / shard, tensors, {"format": "pt"})
+        with open(base / shard, "wb") as file:
+            rows = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+            file.write(build_header(rows, {"format": "pt"}))
+            file.writelines(tensor.data for tensor in tensors)
         index.update({tensor.name: shard for tensor in tensors})
     (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     experts, rest = {}, {}

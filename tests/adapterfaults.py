@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tensorfiles import write_tensor_file
+
 from ktbridge.adapter import Tensor
 from ktbridge.model import open_tensor_file
-from ktbridge.model.tensorfile import write_tensor_file
 
 Tensors = dict[str, Tensor]
 
@@ -49,6 +50,17 @@ def rename(old: str, new: str) -> Callable[[Tensors], None]:
             t = tensors.pop(name)
             name = name.replace(old, new)
             tensors[name] = Tensor(name, t.dtype, t.shape, t.data)
+
+    return change
+
+
+def copies(old: str, new: str) -> Callable[[Tensors], None]:
+    """As ``rename``, but what is renamed stays as well."""
+
+    def change(tensors: Tensors) -> None:
+        renamed = {name: tensor for name, tensor in tensors.items() if old in name}
+        rename(old, new)(tensors)
+        tensors.update(renamed)
 
     return change
 

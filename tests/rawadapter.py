@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.model.tensorfile import write_tensor_file
 
 ATTENTION = {"q_proj": (24, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 24)}
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")

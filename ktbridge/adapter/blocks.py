@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
@@ -117,15 +118,29 @@ def block_of(file: TensorFile, entry: Entry) -> Block:
     return Block(dtype, shape, None, Span(file, start, end, dtype))
 
 
-def block_of_tensor(dtype: str, shape: tuple[int, ...], tensor: Callable[[], Tensor]) -> Block:
-    """A tensor loaded by a callback."""
+def block_of_stack(parts: tuple[Block, ...], where: str) -> Block:
+    """Matrices of one file or several as one tensor, without reading them.
+
+    KtbridgeError on loading if they aren't alike; ``where`` is for its message.
+    """
+    first, spans = parts[0], [part.span for part in parts if part.span is not None]
+    alike = all(part[:2] == first[:2] for part in parts)
+    shape = (len(parts), *first.shape)
+    if (
+        alike
+        and len(spans) == len(parts)
+        and all(a.file is b.file and a.end == b.start for a, b in pairwise(spans))
+    ):
+        return Block(first.dtype, shape, span=spans[0]._replace(end=spans[-1].end), parts=parts)
 
     def make() -> Bits:
         import numpy as np
 
-        return np.frombuffer(tensor().data, BITS[dtype]).reshape(shape)
+        if not alike:
+            raise KtbridgeError(f"{where} has matrices of several shapes or dtypes")
+        return np.stack([part.load() for part in parts])
 
-    return Block(dtype, shape, make)
+    return Block(first.dtype, shape, make, parts=parts)
 
 
 def block_in_memory(tensor: Tensor) -> Block:

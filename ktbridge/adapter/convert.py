@@ -26,10 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from ktbridge.adapter.blocks import Block, Span
-from ktbridge.adapter.checks.hashes import Hashes
+from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.dialects import check_names, detect_format, reader_of, writer_of
 from ktbridge.adapter.dialects.source import Request, Source
 from ktbridge.adapter.lora_config import overridden, peft_findings
@@ -88,7 +88,7 @@ class ConvertPlan:
     findings: list[Problem]
     overwrite: bool
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """JSON-ready: the outputs, and the ranges of input files that are copied to them."""
         layouts = [output.layout for output in self.outputs for _ in output.files]
         return {
@@ -130,11 +130,11 @@ class ConvertReport:
     layout: str
     tensors_in: int
     bytes_in: int
-    outputs: tuple[dict[str, Any], ...]
+    outputs: tuple[dict[str, object], ...]
     findings: tuple[Problem, ...]
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The report as JSON-ready values."""
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
         findings = [finding.as_dict() for finding in self.findings]

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number
 from ktbridge.codes import problem
@@ -59,7 +59,9 @@ def apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]
         adapter.config = {**adapter.config, "lora_alpha": float(lora_alpha)}
 
 
-def overridden(where: str, lora_alpha: float, configured: Any, experts: bool) -> Iterator[Problem]:
+def overridden(
+    where: str, lora_alpha: float, configured: object, experts: bool
+) -> Iterator[Problem]:
     """Report the effect of an explicit alpha that differs from the adapter's own."""
     if not is_number(configured) or float(configured) == float(lora_alpha):
         return
@@ -157,7 +159,7 @@ def _is_power_of_two(numerator: int, denominator: int) -> bool:
     return numerator & (numerator - 1) == 0 and denominator & (denominator - 1) == 0
 
 
-def _matching(patterns: Any, module: str, default: Any) -> Any:
+def _matching(patterns: object, module: str, default: object) -> object:
     """The value of ``patterns`` for a module: the first that is a suffix of its path, as in PEFT."""
     for name, value in patterns.items() if isinstance(patterns, dict) else ():
         if not _PLAIN.fullmatch(name):
@@ -167,7 +169,7 @@ def _matching(patterns: Any, module: str, default: Any) -> Any:
     return default
 
 
-def kept_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def kept_fields(config: Mapping[str, object]) -> dict[str, object]:
     """The fields preserved from the input's configuration."""
     kept = {name: config[name] for name in _KEPT if config.get(name) not in (None, "")}
     if "use_rslora" in config:
@@ -176,14 +178,14 @@ def kept_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(
-    kept: Mapping[str, Any],
+    kept: Mapping[str, object],
     base_model: str | None,
     rank: int,
     alpha: float,
     modules: Iterable[str],
     *,
     nonexpert: bool = True,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The configuration of an output at ``alpha/rank``; without ``nonexpert``, of experts alone."""
     places = {} if nonexpert else dict.fromkeys(_PLACES)
     return {

@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ktbridge.adapter.adapter import Adapter
-from ktbridge.adapter.checks.hashes import require_hashes
-from ktbridge.adapter.checks.identity import Base, check_identity
+from ktbridge.adapter.checks.base import Base, check_identity
+from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
 from ktbridge.adapter.outputs import PathLike
 from ktbridge.adapter.rewrite import MERGE_FILE, Rewrite, Shard
@@ -50,7 +49,7 @@ class MergePlan:
         shards = sum(checkpoint.file(name).size for name in checkpoint.shards)
         return shards + self.rewrite.copied_bytes
 
-    def modules(self) -> list[dict[str, Any]]:
+    def modules(self) -> list[dict[str, object]]:
         """One row for all weights of one module: label, weights, matrices, rank, scale, dtype."""
         groups: Counter[tuple[str, int, float, str]] = Counter()
         matrices: Counter[tuple[str, int, float, str]] = Counter()
@@ -64,7 +63,7 @@ class MergePlan:
             for (label, rank, scale, dtype), count in groups.items()
         ]  # fmt: skip
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """JSON-ready: the output, and the delta of each weight."""
         rewrite = self.rewrite
         return {
@@ -96,14 +95,14 @@ class MergeReport:
     bytes: int
     shards: int
     tensors: int
-    modules: tuple[dict[str, Any], ...]
+    modules: tuple[dict[str, object], ...]
     values: int
     changed: int
     left_out: tuple[str, ...]
     findings: tuple[Problem, ...]
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The report as JSON-ready values."""
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {
@@ -243,7 +242,7 @@ def _provenance(plan: MergePlan) -> dict[str, object]:
     }
 
 
-def _describe(shard: str, delta: Delta) -> dict[str, Any]:
+def _describe(shard: str, delta: Delta) -> dict[str, object]:
     return {
         "weight": delta.entry.name,
         "shard": shard,

@@ -27,7 +27,7 @@ BLOCK = 1 << 17  # values of one block: 512 KB in float32
 # OpenBLAS computes a product of up to 2**18 multiplications in the calling thread; its own threads
 # would compete with ours, and busy-wait on a loaded machine.
 _PRODUCT = 1 << 18
-_STORED: dict[str, Any] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+_STORED: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 class Merger:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, is_number
 from ktbridge.adapter.blocks import Block, Span
-from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, fused_record
+from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, fused_tensors
 from ktbridge.adapter.writer import Copy, OutputFile, Target
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
@@ -65,7 +65,7 @@ class Output:
     files: dict[str, list[Piece]]
     rank: int
     alpha: float
-    experts: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, object] = field(default_factory=dict)
     weight_format: str | None = None
     header: Callable[[str, Rows], bytes] = safetensors_header
     alignment: int = 1
@@ -87,7 +87,7 @@ class Output:
     def nbytes(self) -> int:
         return sum(piece.block.nbytes for piece in self.pieces)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """A summary, for reports. ``target_parameters`` are listed with the modules."""
         parameters = self.config.get("target_parameters", [])
         leaves = {name.removesuffix(".weight").rpartition(".")[2] for name in parameters}
@@ -197,7 +197,8 @@ class OutputDirectory:
         digest = hashlib.sha256(config).hexdigest()
         artifacts[CONFIG_FILE] = {"size": len(config), "sha256": digest}
         if FUSED_FILE in artifacts:
-            artifacts[FUSED_FILE].update(fused_record(output.rows(FUSED_FILE)))
+            tensors = fused_tensors(output.rows(FUSED_FILE))
+            artifacts[FUSED_FILE] |= {"tensor_count": len(tensors), "tensors": tensors}
         manifest = build_manifest(
             base_model=output.config["base_model_name_or_path"],
             rank=output.rank,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE
 from ktbridge.adapter.blocks import block_in_memory
@@ -33,7 +32,7 @@ def write_raw_adapter(
     *,
     expert: Mapping[str, Tensor],
     nonexpert: Mapping[str, Tensor],
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     base_model: str,
     rank: int,
     alpha: float,
@@ -106,7 +105,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     return [piece(name, block_in_memory(tensor)) for name, tensor in sorted(tensors.items())]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A LoraConfig value for JSON: sets become sorted lists, enums their value."""
     if isinstance(value, set | frozenset):
         return sorted(value)

@@ -122,7 +122,7 @@ def has_weights(path: Path) -> bool:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    table = read_json_file(index, unique_keys=True).get("weight_map")
+    table = read_json_file(index, unique=True).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise KtbridgeError(
             f"{index} is not a checkpoint index: it lists no tensors",

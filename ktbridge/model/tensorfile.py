@@ -1,4 +1,4 @@
-"""safetensors files: a strict reader and a plain writer, shared by ``model`` and ``adapter``.
+"""safetensors files: a strict reader, and the header that writers begin with.
 
 A safetensors file is ``u64 header length | JSON header | data``. The reader trusts nothing: the
 header is at most 100 MB, every number is checked before it is used, the tensors must tile the data
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.model.jsonfile import unique_keys
 from ktbridge.model.stamps import Stamp, stamp_of
 from ktbridge.model.tensor import Tensor
 
@@ -209,14 +210,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name appears twice")
-    return table
-
-
-def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+def _parse_header(path: Path, raw: bytes) -> dict[str, object]:
     try:
         if raw[:1] != b"{":
             raise ValueError("it does not begin with '{'")
@@ -226,7 +220,7 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
         header = json.loads(text, parse_constant=_no_constant)
         if text.count('"') != _quotes(header):
-            header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+            header = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)
         if "\\u" in text:  # a lone surrogate can't be printed or encoded
             json.dumps(header, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -235,7 +229,7 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     return dict(header)
 
 
-def _quotes(header: dict[str, Any]) -> int:
+def _quotes(header: dict[str, object]) -> int:
     """Number of quotes in a valid header without duplicate names and escaped quotes.
 
     A tensor has five strings: its name, three field names and the dtype. A duplicate name adds
@@ -249,7 +243,7 @@ def _quotes(header: dict[str, Any]) -> int:
     return 10 * (len(header) - 1) + 2 + 4 * items
 
 
-def _is_metadata(value: Any) -> TypeGuard[dict[str, str]]:
+def _is_metadata(value: object) -> TypeGuard[dict[str, str]]:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
@@ -279,7 +273,7 @@ def _parse_entry(path: Path, name: str, value: Any, base: int) -> Entry:
     return Entry(name, dtype, tuple(shape), base + start, base + end)
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
     if type(value) is not list:
         return False
     for item in value:  # noqa: SIM110  (called twice a tensor: a generator would double its cost)
@@ -328,29 +322,3 @@ def build_header(
             f"{len(names)} tensors need a header of {len(text)} bytes, more than safetensors allows"
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def write_tensor_file(
-    path: str | os.PathLike[str],
-    tensors: Iterable[Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write tensors to a new file and flush it to disk; the file's mode follows the umask.
-
-    Wider types come first so that every tensor is aligned. KtbridgeError when a tensor's data
-    doesn't have the length implied by its dtype and shape.
-    """
-    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS.get(tensor.dtype, 0))
-    for tensor in ordered:
-        bits = DTYPE_BITS.get(tensor.dtype)
-        if bits is None or math.prod(tensor.shape) * bits != 8 * tensor.nbytes:
-            raise KtbridgeError(
-                f"tensor {tensor.name!r} has {tensor.nbytes} bytes, "
-                f"not {tensor.dtype} of shape {list(tensor.shape)}"
-            )
-    with open(path, "xb") as file:
-        file.write(build_header([(t.name, t.dtype, t.shape) for t in ordered], metadata))
-        for tensor in ordered:
-            file.write(memoryview(tensor.data).cast("B"))
-        file.flush()
-        os.fsync(file.fileno())

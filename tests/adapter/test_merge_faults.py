@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, convert_adapter
 from ktbridge.adapter.merge import MERGE_FILE, merge_adapter, plan_merge
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint
-from ktbridge.model.tensorfile import write_tensor_file
 
 E, H, I = 3, 16, 8  # noqa: E741
 CONFIG = {

@@ -68,7 +68,7 @@ _WRITERS = {
     "kt-merged": "kt.write_merged",
     "vllm": "kt.write_vllm",
     "sglang-3d": "kt.write_sglang_3d",
-    "peft-fused": "peft_write.write_peft",
+    "peft-fused": "peft_layout.write_peft",
     "gguf": "gguf.write_gguf",
 }
 _SIGNS = {

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter import convert_adapter, read_adapter, write_raw_adapter
-from ktbridge.adapter.checks.hashes import require_hashes
+from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
-from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object, trained_on
+from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, trained_on
 from ktbridge.errors import KtbridgeError
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.sglang.sources import Source
 
 # Part of every key: bump it when the conversion's output changes, to invalidate old results.
@@ -93,7 +94,7 @@ def convert(conversion: Conversion, on_progress: Callable[[int, int], None] | No
 def is_intact(directory: Path, layout: str) -> bool:
     """Whether a converted directory matches its manifest, by size and hash."""
     with suppress(KtbridgeError, OSError):
-        manifest = read_json_object(directory / MANIFEST_FILE)
+        manifest = read_json_file(directory / MANIFEST_FILE)
         artifacts = manifest.get("artifacts")
         if manifest.get("layout") != layout or not isinstance(artifacts, dict) or not artifacts:
             return False

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rawadapter import write_config, write_raw
 from readydocument import read_document
+from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.model import Tensor
-from ktbridge.model.tensorfile import write_tensor_file
 
 HIDDEN, INNER, EXPERTS, LAYERS = 16, 8, 3, 2
 
