@@ -21,6 +21,8 @@ import numpy as np
 from checkpoint_io import Part, Plan, array, copied, make_plan, run, widened
 from numpy.typing import NDArray
 
+from ktbridge.adapter.blocks import BITS
+from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import (
@@ -34,8 +36,6 @@ from ktbridge.model import (
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home
 
-PROJECTIONS = ("gate", "up", "down")
-_FLOATS = ("BF16", "F16", "F32")
 _TINY = np.finfo(
     np.float32
 ).tiny  # a row of zeros has no scale of its own, and none may be denormal
@@ -168,10 +168,10 @@ def _counts(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _floats(checkpoint: Checkpoint, name: str) -> Entry:
-    if name not in checkpoint or checkpoint.entry(name).dtype not in _FLOATS:
+    if name not in checkpoint or checkpoint.entry(name).dtype not in BITS:
         found = f"is {checkpoint.entry(name).dtype}" if name in checkpoint else "isn't there"
         raise KtbridgeError(
-            f"{name} of {checkpoint.path} {found} (expected {', '.join(_FLOATS)})",
+            f"{name} of {checkpoint.path} {found} (expected {', '.join(BITS)})",
             "dequantise the checkpoint with scripts/dequantize_checkpoint.py first",
         )
     return checkpoint.entry(name)

@@ -59,7 +59,7 @@ def copies(old: str, new: str) -> Callable[[Tensors], None]:
 
     def change(tensors: Tensors) -> None:
         renamed = {name: tensor for name, tensor in tensors.items() if old in name}
-        rename(old, new)(tensors)
+        rename(old, new)(renamed)
         tensors.update(renamed)
 
     return change

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice, is_number
+from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.validate import check_structure
@@ -34,7 +35,6 @@ from ktbridge.errors import Problem, has_errors
 from ktbridge.model import Checkpoint, Entry, ModelConfig
 from ktbridge.model.locate import ExpertHome, expert_home, module_weights
 
-FLOATS = ("BF16", "F16", "F32")
 _SHOWN = 20  # maximum of problems of one kind listed by key
 # Errors for serving but not for a merge: different ranks and scales are merged as they are, towers
 # and draft layers have ordinary weights, and no engine is involved.
@@ -264,7 +264,7 @@ def _usable(checkpoint: Checkpoint, stem: str) -> tuple[str, Problem | None]:
         return stem, problem("KTB731", stem, f"is not in {checkpoint.path}")
     name = names[0]
     dtype = checkpoint.entry(name).dtype
-    if name not in (stem, f"{stem}.weight") or dtype not in FLOATS:
+    if name not in (stem, f"{stem}.weight") or dtype not in BITS:
         found = f"is quantised ({dtype}): a merged weight would have to be quantised again"
         return name, problem("KTB732", name, found, "BF16, F16 or F32")
     return name, None

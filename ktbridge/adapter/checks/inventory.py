@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, convert_step, expert_slots
+from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import FOREIGN, check_foreign
 from ktbridge.adapter.checks.files import check_files
@@ -39,7 +40,6 @@ _ELSEWHERE = {
 _TEXT_MODEL = re.compile(
     r"(?:base\.)?(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.)?layers\."
 )
-FLOATS = ("BF16", "F16", "F32")
 
 
 def check_inventory(adapter: Adapter, use: Use, base: ModelConfig | None) -> Iterator[Problem]:
@@ -218,7 +218,7 @@ def _attention_partners(adapter: Adapter) -> Iterator[Problem]:
 
 
 def _shapes(adapter: Adapter) -> Iterator[Problem]:
-    dtypes = [part for part in adapter.tensors() if part.entry.dtype not in FLOATS]
+    dtypes = [part for part in adapter.tensors() if part.entry.dtype not in BITS]
     if dtypes:
         yield from many("KTB303", dtypes, f"is {dtypes[0].entry.dtype}", "BF16, F16 or F32")
     serving_rank = adapter.config.get("r")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktbridge.adapter.adapter import MODEL_FILE
+from ktbridge.adapter.adapter import MODEL_FILE, Part
 from ktbridge.adapter.blocks import BITS, Block
 from ktbridge.adapter.dialects.source import Source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, parse_key
@@ -20,6 +20,39 @@ if TYPE_CHECKING:
     from ktbridge.adapter.blocks import Bits
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+
+
+class Pair:
+    """A and B of one parameter of one layer, as stored."""
+
+    def __init__(self, a: Part, b: Part) -> None:
+        self.a, self.b = a, b
+
+    @property
+    def columns(self) -> int:
+        return self.a.entry.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.b.entry.shape[0]
+
+
+def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
+    """Whether in and out are swapped (PEFT 0.17/0.18); None if shapes are ambiguous.
+
+    With both parameters, gate_up's input is down's output, and gate_up's output twice down's
+    input. With one of them, the hidden size decides (0: unknown), unless its matrices are square.
+    """
+    gate_up, down = pairs.get(GATE_UP), pairs.get(DOWN)
+    if gate_up and down:
+        now = gate_up.columns == down.rows and gate_up.rows == 2 * down.columns
+        old = gate_up.rows == down.columns and gate_up.columns == 2 * down.rows
+        return old if now != old else None
+    pair = gate_up or down
+    if pair is None or pair.columns == pair.rows or hidden not in (pair.columns, pair.rows):
+        return None
+    inner = pair.columns if gate_up else pair.rows
+    return inner != hidden
 
 
 def unpack(
