@@ -177,14 +177,15 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def start_writeback(descriptor: int, start: int, count: int) -> None:
-    """Start write-back of a written range now, so that a later fsync has little left to do.
+def start_writeback(descriptor: int) -> None:
+    """Start write-back of what was written to a file, so that a later fsync has little left to do.
 
     Only a hint: fsync gives durability, and without the system call nothing happens.
     """
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
-        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
+        whole = ctypes.c_int64(0)  # a range of no bytes reaches to the end
+        call(descriptor, whole, whole, _SYNC_FILE_RANGE_WRITE)
 
 
 def _exchange(new: Path, target: Path) -> Path:

@@ -55,11 +55,11 @@ def main() -> None:
 
 def configured_alpha(directory: Path) -> object:
     """lora_alpha as the configuration gives it; None where there is none to be read."""
-    from ktbridge.adapter.manifest import read_json_object
     from ktbridge.errors import KtbridgeError
+    from ktbridge.model.jsonfile import read_json_file
 
     try:
-        return read_json_object(directory.expanduser() / "adapter_config.json").get("lora_alpha")
+        return read_json_file(directory.expanduser() / "adapter_config.json").get("lora_alpha")
     except KtbridgeError:
         return None
 

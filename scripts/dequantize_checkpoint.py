@@ -15,7 +15,6 @@ ktbridge itself needs none of this: it reads the experts of such checkpoints in 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import click
 import numpy as np
-from checkpoint_io import Part, Rewrite, array, copied, run, widened
+from checkpoint_io import Part, Plan, array, copied, make_plan, run, widened
 from numpy.typing import NDArray
 
 from ktbridge.cli._app import Command
@@ -194,7 +193,7 @@ def _group(width: int, count: int) -> int:
 
 def plan_dequantize(
     model: Path, output: Path, dtype: str = "bf16", overwrite: bool = False
-) -> Rewrite:
+) -> Plan:
     """Plan it without writing anything. Raises KtbridgeError for a storage that isn't read here."""
     checkpoint, table = open_checkpoint(model), read_json_file(model / "config.json")
     checkpoint.check()
@@ -232,15 +231,8 @@ def plan_dequantize(
         for name in checkpoint
         if name in weights.parts or name not in weights.used
     ]
-    return Rewrite(
-        checkpoint,
-        Path(os.path.realpath(output.expanduser())),
-        parts,
-        _plain_config(table, named),
-        len(weights.parts),
-        {"dtype": dtype, "storages": sorted(weights.storages)},
-        overwrite,
-    )
+    about: dict[str, object] = {"dtype": dtype, "storages": sorted(weights.storages)}
+    return make_plan(checkpoint, output, parts, _plain_config(table, named), about, overwrite)
 
 
 def _foreign(checkpoint: Checkpoint, name: str) -> bool:

@@ -11,7 +11,6 @@ which is what compressed-tensors calls "int-quantized", also where the source ha
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +18,11 @@ from typing import Any
 
 import click
 import numpy as np
-from checkpoint_io import Part, Rewrite, array, copied, run, widened
+from checkpoint_io import Part, Plan, array, copied, make_plan, run, widened
 from numpy.typing import NDArray
 
+from ktbridge.adapter.blocks import BITS
+from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import (
@@ -35,14 +36,12 @@ from ktbridge.model import (
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home
 
-PROJECTIONS = ("gate", "up", "down")
-_FLOATS = ("BF16", "F16", "F32")
 _TINY = np.finfo(
     np.float32
 ).tiny  # a row of zeros has no scale of its own, and none may be denormal
 
 
-def plan_quantize(model: Path, output: Path, overwrite: bool = False) -> Rewrite:
+def plan_quantize(model: Path, output: Path, overwrite: bool = False) -> Plan:
     """Plan it without writing anything. Raises KtbridgeError when the checkpoint can't be quantised."""
     config, checkpoint = read_model_config(model), open_checkpoint(model)
     checkpoint.check()
@@ -68,15 +67,8 @@ def plan_quantize(model: Path, output: Path, overwrite: bool = False) -> Rewrite
         for name in checkpoint
         for part in parts.get(name) or [copied(checkpoint, checkpoint.entry(name))]
     ]
-    return Rewrite(
-        checkpoint,
-        Path(os.path.realpath(output.expanduser())),
-        made,
-        {**table, "quantization_config": _said(checkpoint, set(parts))},
-        sum(map(len, parts.values())),
-        {"format": "int8"},
-        overwrite,
-    )
+    described = {**table, "quantization_config": _said(checkpoint, set(parts))}
+    return make_plan(checkpoint, output, made, described, {"format": "int8"}, overwrite)
 
 
 def _layer(
@@ -176,10 +168,10 @@ def _counts(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _floats(checkpoint: Checkpoint, name: str) -> Entry:
-    if name not in checkpoint or checkpoint.entry(name).dtype not in _FLOATS:
+    if name not in checkpoint or checkpoint.entry(name).dtype not in BITS:
         found = f"is {checkpoint.entry(name).dtype}" if name in checkpoint else "isn't there"
         raise KtbridgeError(
-            f"{name} of {checkpoint.path} {found} (expected {', '.join(_FLOATS)})",
+            f"{name} of {checkpoint.path} {found} (expected {', '.join(BITS)})",
             "dequantise the checkpoint with scripts/dequantize_checkpoint.py first",
         )
     return checkpoint.entry(name)

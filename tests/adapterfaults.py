@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tensorfiles import write_tensor_file
+
 from ktbridge.adapter import Tensor
 from ktbridge.model import open_tensor_file
-from ktbridge.model.tensorfile import write_tensor_file
 
 Tensors = dict[str, Tensor]
 
@@ -61,6 +62,17 @@ def each(part: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tens
 
 def rename(old: str, new: str) -> Callable[[Tensors], None]:
     return each(old, lambda t: replace(t, name=t.name.replace(old, new)))
+
+
+def copies(old: str, new: str) -> Callable[[Tensors], None]:
+    """As ``rename``, but what is renamed stays as well."""
+
+    def change(tensors: Tensors) -> None:
+        renamed = {name: tensor for name, tensor in tensors.items() if old in name}
+        rename(old, new)(renamed)
+        tensors.update(renamed)
+
+    return change
 
 
 def drop(part: str) -> Callable[[Tensors], None]:

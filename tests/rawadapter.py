@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.model.tensorfile import write_tensor_file
 
 ATTENTION = {"q_proj": (24, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 24)}
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
@@ -39,9 +39,18 @@ def write_config(directory: Path, model_type: str = "qwen3_moe", **changes: Any)
 
 
 def write_base(
-    directory: Path, *, shards: int = 2, dtype: str = "BF16", seed: int = 1, **changes: Any
+    directory: Path,
+    *,
+    shards: int = 2,
+    dtype: str = "BF16",
+    seed: int = 1,
+    replace: dict[str, Tensor | None] | None = None,
+    **changes: Any,
 ) -> Path:
-    """A Qwen3-MoE of two layers with weights, which ``write_raw(layers=(0, 1))`` fits."""
+    """A Qwen3-MoE of two layers with weights, which ``write_raw(layers=(0, 1))`` fits.
+
+    ``replace`` maps names to tensors that are stored instead, or to None to leave one out.
+    """
     write_config(directory, num_hidden_layers=2, **changes)
     (directory / "tokenizer.json").write_text('{"model": "words"}')
     shapes = {f"self_attn.{name}": shape for name, shape in ATTENTION.items()}
@@ -54,6 +63,8 @@ def write_base(
         for n in range(2)
         for name, shape in shapes.items()
     ]
+    table = {tensor.name: tensor for tensor in tensors} | (replace or {})
+    tensors = [tensor for tensor in table.values() if tensor is not None]
     index = {}
     for shard in range(shards):
         part = tensors[shard::shards]

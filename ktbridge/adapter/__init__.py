@@ -13,6 +13,7 @@ writes the formats of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.diale
 """
 
 from ktbridge.adapter.adapter import Adapter
+from ktbridge.adapter.checks import RULES, Rule
 from ktbridge.adapter.convert import (
     ConvertPlan,
     ConvertReport,
@@ -22,7 +23,6 @@ from ktbridge.adapter.convert import (
 )
 from ktbridge.adapter.merge import MergeReport, merge_adapter
 from ktbridge.adapter.raw import write_raw_adapter
-from ktbridge.adapter.rules import RULES, Rule
 from ktbridge.adapter.scan import read_adapter
 from ktbridge.adapter.validate import ValidationReport, validate_adapter
 from ktbridge.model import Tensor

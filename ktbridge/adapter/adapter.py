@@ -24,6 +24,16 @@ MODEL_FILE = "adapter_model.safetensors"
 FUSED_FILE = "fused_expert_lora.safetensors"
 
 
+class Slice(NamedTuple):
+    """The bytes of one matrix: A [r, in] or B [out, r]."""
+
+    file: TensorFile
+    start: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Part(NamedTuple):
     """One tensor of an adapter file."""
 
@@ -35,15 +45,10 @@ class Part(NamedTuple):
     def where(self) -> str:
         return f"{self.file.path}: {self.entry.name}"
 
-
-class Slice(NamedTuple):
-    """The bytes of one expert's matrix: A [r, in] or B [out, r]."""
-
-    file: TensorFile
-    start: int
-    end: int
-    dtype: str
-    shape: tuple[int, ...]
+    @property
+    def slice(self) -> Slice:
+        _, dtype, shape, start, end = self.entry
+        return Slice(self.file, start, end, dtype, shape)
 
 
 class ExpertStack:
@@ -71,8 +76,7 @@ class ExpertStack:
         """(expert, location of its matrix) in expert order. The fused tensor must be 3-D."""
         if self.fused is None:
             for expert in sorted(self.parts):
-                file, entry, _ = self.parts[expert]
-                yield expert, Slice(file, entry.start, entry.end, entry.dtype, entry.shape)
+                yield expert, self.parts[expert].slice
             return
         file, entry, _ = self.fused
         stride = entry.nbytes // max(self.count, 1)
@@ -150,13 +154,12 @@ class Adapter:
         """The number of experts E per layer; 0 without expert LoRA."""
         return max((stack.count for stack in self.experts.values()), default=0)
 
-    def expert_tensor(self, layer: int, name: str, *, mapped: bool = True) -> Tensor:
+    def expert_tensor(self, layer: int, name: str) -> Tensor:
         """``name`` ("gate_lora_a", ...) of all experts of a layer, stacked.
 
         Shapes: gate/up a [E,r,H], b [E,I,r]; down a [E,r,I], b [E,H,r]. A view of the memory-mapped
-        file where the data is contiguous there, else a copy; always a copy unless ``mapped``: a
-        copy is safe if the file is truncated meanwhile. KtbridgeError when the layer or an expert is
-        missing.
+        file where the data is contiguous there, else a copy. KtbridgeError when the layer or an
+        expert is missing.
         """
         if name not in FUSED_NAMES:
             raise KtbridgeError(f"{name!r} is not one of {', '.join(FUSED_NAMES)}")
@@ -165,9 +168,7 @@ class Adapter:
         if stack is None:
             raise KtbridgeError(f"{self.path} has no {name} for layer {layer}")
         if stack.fused is not None:
-            file, entry, _ = stack.fused
-            fetch = file.view if mapped else file.read
-            return Tensor(entry.name, entry.dtype, entry.shape, fetch(entry.start, entry.end))
+            return stack.fused.file.tensor(stack.fused.entry.name)
         pieces = [piece for _, piece in stack.slices()]
         first = pieces[0]
         if len(pieces) != stack.count or any(p[3:] != first[3:] for p in pieces):
@@ -177,14 +178,16 @@ class Adapter:
             )
         data: memoryview | bytes
         if all(a.file is b.file and a.end == b.start for a, b in pairwise(pieces)):
-            fetch = first.file.view if mapped else first.file.read
-            data = fetch(first.start, pieces[-1].end)
+            data = first.file.view(first.start, pieces[-1].end)
         else:
-            data = b"".join(
-                (piece.file.view if mapped else piece.file.read)(piece.start, piece.end)
-                for piece in pieces
-            )
+            data = b"".join(piece.file.view(piece.start, piece.end) for piece in pieces)
         return Tensor(fused_key(layer, name), first.dtype, (len(pieces), *first.shape), data)
+
+    def tensors(self) -> Iterator[Part]:
+        """The LoRA tensors of both halves: all but ``leftovers``."""
+        yield from self.nonexpert.values()
+        for stack in self.experts.values():
+            yield from stack.sources
 
     def nonexpert_keys(self) -> tuple[str, ...]:
         """PEFT keys of the non-expert LoRA, sorted, each with ``base_model.model.``."""
@@ -222,7 +225,7 @@ class Adapter:
         summary = "; ".join([*halves, f"base model {self.base_model!r}"])
         return f"<Adapter {self.layout} {str(self.path)!r}: {summary}>"
 
-    def _lora(self, name: str, default: Any) -> Any:
+    def _lora(self, name: str, default: object) -> object:
         lora = (self.manifest or {}).get("lora")
         value = lora.get(name) if isinstance(lora, dict) else None
         return default if value is None else value
@@ -239,7 +242,7 @@ def _shown(adapter: Adapter, rank: str, alpha: str) -> str:
     return ", ".join(found)
 
 
-def _number(value: Any, path: Path) -> float:
+def _number(value: object, path: Path) -> float:
     if is_number(value):
         return float(value)
     raise KtbridgeError(
@@ -247,10 +250,11 @@ def _number(value: Any, path: Path) -> float:
     )
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a JSON value is a finite, positive number."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return plain and math.isfinite(value) and value > 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value > 0
 
 
 def last_part(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Tensors that are planned but not yet read, and the directories to be written from them.
+"""Tensors that are planned but not yet read, and the two ways in which a value may change.
 
 All formats hold the same numbers in different orders, so a tensor is handled as bit patterns: uint16
 for BF16 and F16, uint32 for F32. Moving bits can't round, so every format is exact by construction.
-Only ``Block.to_bf16`` and ``Block.times`` change values.
+Only ``Block.to_bf16`` (rounding) and ``Block.times`` (exact scaling) change values.
 
 numpy is imported where values are read: a conversion between KT's own layouts only copies bytes.
 """
@@ -10,18 +10,17 @@ numpy is imported where values are read: a conversion between KT's own layouts o
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ktbridge.adapter.values import scaled_exactly, to_bf16
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Entry, Tensor, TensorFile
-from ktbridge.model.tensorfile import DTYPE_BITS, build_header
+from ktbridge.model.tensor import bf16_as_float32
+from ktbridge.model.tensorfile import DTYPE_BITS
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     Bits = NDArray[Any]
@@ -105,162 +104,6 @@ class Block(NamedTuple):
         return Block(dtype, self.shape, make)
 
 
-class Piece(NamedTuple):
-    """Consecutive tensors of an output file, all of one ``shape``: together they are ``block``."""
-
-    keys: Sequence[str]
-    shape: tuple[int, ...]
-    block: Block
-
-
-def piece(key: str, block: Block) -> Piece:
-    """A block that is written as one tensor."""
-    return Piece((key,), block.shape, block)
-
-
-# (name, dtype, shape) of each tensor of a file, in order
-Rows = Iterable[tuple[str, str, tuple[int, ...]]]
-
-
-def safetensors_header(name: str, rows: Rows) -> bytes:
-    """The header of a safetensors file; PEFT's loader requires the format, KT's file has none."""
-    return build_header(rows, {"format": "pt"} if name.startswith("adapter_model") else None)
-
-
-@dataclass
-class Output:
-    """One directory to write: its configuration, and its tensors by file.
-
-    ``layout``, ``rank`` and ``alpha`` go into the manifest; so does ``experts``, so that our own
-    directories are read back unchanged. ``header`` makes the bytes before a file's first tensor from the
-    file's name and its rows; each tensor is padded to a multiple of ``alignment`` bytes.
-    """
-
-    layout: str
-    config: dict[str, Any]
-    files: dict[str, list[Piece]]
-    rank: int
-    alpha: float
-    experts: dict[str, Any] = field(default_factory=dict)
-    weight_format: str | None = None
-    header: Callable[[str, Rows], bytes] = safetensors_header
-    alignment: int = 1
-    path: Path = Path()
-
-    def rows(self, name: str) -> Rows:
-        """The tensors of one file."""
-        return (
-            (key, piece.block.dtype, piece.shape)
-            for piece in self.files[name]
-            for key in piece.keys
-        )
-
-    @property
-    def pieces(self) -> list[Piece]:
-        return [piece for pieces in self.files.values() for piece in pieces]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.block.nbytes for piece in self.pieces)
-
-    def as_dict(self) -> dict[str, Any]:
-        """A summary, for reports. ``target_parameters`` are listed with the modules."""
-        parameters = self.config.get("target_parameters", [])
-        leaves = {name.removesuffix(".weight").rpartition(".")[2] for name in parameters}
-        return {
-            "layout": self.layout,
-            "path": str(self.path),
-            "tensors": sum(len(piece.keys) for piece in self.pieces),
-            "bytes": self.nbytes,
-            "rank": self.rank,
-            "alpha": int(self.alpha) if float(self.alpha).is_integer() else self.alpha,
-            "target_modules": self.config["target_modules"] + sorted(leaves),
-        }
-
-
-class Copy(NamedTuple):
-    """One step of a conversion: bytes that are read or computed once, and appended to outputs.
-
-    They become values of ``dtype``; output ``targets[i]`` gets them times ``factors[i]``, followed
-    by ``padding`` zero bytes.
-    """
-
-    source: Span | Block
-    dtype: str
-    targets: tuple[int, ...]
-    factors: tuple[float, ...]
-    padding: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read or computed."""
-        source = self.source
-        return source.end - source.start if isinstance(source, Span) else source.nbytes
-
-
-def plan_copies(outputs: Sequence[Output], files: Sequence[TensorFile] = ()) -> list[Copy]:
-    """The steps that write all ``outputs``; their targets number the outputs' files in order.
-
-    It also sorts the pieces of each file: wider types come first, so that every tensor is aligned;
-    then the order is the outputs', or that of the input if ``files`` lists its files. Bytes that two
-    outputs need at the same time are read once, and neighbouring ranges are joined.
-    """
-    number = {id(file): place for place, file in enumerate(files)}
-
-    def place(piece: Piece) -> tuple[int, ...]:
-        bits, span = -DTYPE_BITS[piece.block.dtype], piece.block.span
-        return (bits,) if span is None or not files else (bits, number[id(span.file)], span.start)
-
-    steps: list[tuple[int, Piece, int]] = []
-    target = 0
-    for output in outputs:
-        for pieces in output.files.values():
-            if output.alignment == 1:
-                pieces.sort(key=place)
-            steps += [(target, piece, output.alignment) for piece in pieces]
-            target += 1
-    if files:
-        steps.sort(key=lambda step: place(step[1]))
-    copies: list[Copy] = []
-    for target, (_, _, block), alignment in steps:
-        source = block.span or block
-        last = copies[-1] if copies else None
-        if last and last[:2] == (source, block.dtype) and target not in last.targets:
-            targets, factors = (*last.targets, target), (*last.factors, block.factor)
-            copies[-1] = last._replace(targets=targets, factors=factors)
-        else:
-            padding = -block.nbytes % alignment if alignment > 1 else 0
-            copies.append(Copy(source, block.dtype, (target,), (block.factor,), padding))
-    return _joined(copies)
-
-
-def _joined(copies: list[Copy]) -> list[Copy]:
-    joined: list[Copy] = []
-    for copy in copies:
-        last, source = joined[-1] if joined else None, copy.source
-        if (
-            last is not None
-            and isinstance(source, Span)
-            and isinstance(last.source, Span)
-            and last.source.file is source.file
-            and (last.source.end, last.source.dtype) == (source.start, source.dtype)
-            and last[1:] == (*copy[1:4], 0)
-        ):
-            span = last.source._replace(end=source.end)
-            joined[-1] = copy._replace(source=span)
-        else:
-            joined.append(copy)
-    return joined
-
-
-def count_dtypes(blocks: Sequence[Block]) -> Counter[str]:
-    """The number of the input's tensors of each dtype."""
-    counts: Counter[str] = Counter()
-    for block in blocks:
-        counts[block.dtype] += block.tensors
-    return counts
-
-
 def bytes_of(bits: Bits) -> memoryview:
     """The bytes of bit patterns, row by row."""
     import numpy as np
@@ -275,15 +118,29 @@ def block_of(file: TensorFile, entry: Entry) -> Block:
     return Block(dtype, shape, None, Span(file, start, end, dtype))
 
 
-def block_of_tensor(dtype: str, shape: tuple[int, ...], tensor: Callable[[], Tensor]) -> Block:
-    """A tensor loaded by a callback."""
+def block_of_stack(parts: tuple[Block, ...], where: str) -> Block:
+    """Matrices of one file or several as one tensor, without reading them.
+
+    KtbridgeError on loading if they aren't alike; ``where`` is for its message.
+    """
+    first, spans = parts[0], [part.span for part in parts if part.span is not None]
+    alike = all(part[:2] == first[:2] for part in parts)
+    shape = (len(parts), *first.shape)
+    if (
+        alike
+        and len(spans) == len(parts)
+        and all(a.file is b.file and a.end == b.start for a, b in pairwise(spans))
+    ):
+        return Block(first.dtype, shape, span=spans[0]._replace(end=spans[-1].end), parts=parts)
 
     def make() -> Bits:
         import numpy as np
 
-        return np.frombuffer(tensor().data, BITS[dtype]).reshape(shape)
+        if not alike:
+            raise KtbridgeError(f"{where} has matrices of several shapes or dtypes")
+        return np.stack([part.load() for part in parts])
 
-    return Block(dtype, shape, make)
+    return Block(first.dtype, shape, make, parts=parts)
 
 
 def block_in_memory(tensor: Tensor) -> Block:
@@ -343,3 +200,53 @@ def _changed(
             )
         changed = scaled
     return changed
+
+
+def as_float32(data: memoryview | bytes | bytearray, dtype: str) -> NDArray[np.float32]:
+    """The values of a BF16, F16 or F32 buffer as a flat float32 array (exact)."""
+    import numpy as np
+
+    if dtype == "BF16":
+        return bf16_as_float32(data)
+    return np.frombuffer(data, np.float16 if dtype == "F16" else np.float32).astype(np.float32)
+
+
+def to_bf16(data: memoryview, dtype: str) -> bytes | None:
+    """F32 or F16 values rounded to the nearest bfloat16, ties to even (IEEE 754).
+
+    None if a finite value would become infinite. NaN stays NaN.
+    """
+    import numpy as np
+
+    values = as_float32(data, dtype)
+    bits = values.view(np.uint32)
+    # Half of the last kept bit's unit, minus one if that bit is even.
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    nan = np.isnan(values)
+    rounded[nan] = (bits[nan] >> 16) | 0x40
+    if np.any(np.isfinite(values) & ((rounded & 0x7FFF) == 0x7F80)):
+        return None
+    return bytes(rounded.tobytes())
+
+
+def scaled_exactly(data: memoryview, dtype: str, factor: float) -> bytes | None:
+    """``data * factor`` in the same dtype, or None if any value would round, overflow or underflow.
+
+    Meant for powers of two, which only change the exponent.
+    """
+    import numpy as np
+
+    values = as_float32(data, dtype)
+    with np.errstate(all="ignore"):
+        product = values * np.float32(factor)
+        if dtype == "BF16":
+            bits = product.view(np.uint32)
+            result = (bits >> 16).astype(np.uint16)
+            exact = not (bits & 0xFFFF).any()
+        else:
+            result = product.astype(np.float16 if dtype == "F16" else np.float32)
+            exact = True
+        back = as_float32(result.tobytes(), dtype) / np.float32(factor)
+    if not exact or not np.array_equal(back, values):
+        return None
+    return bytes(result.tobytes())

@@ -15,35 +15,35 @@ Scales (alpha/r) are kept exactly or the conversion is refused:
 - one directory for both: one configuration serves both, so it carries the experts' alpha and the
   non-expert B carry the ratio of the scales, which is exact only where it is a power of two.
 
-See ``ktbridge.adapter.scales``.
+See ``ktbridge.adapter.lora_config``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from ktbridge.adapter.blocks import Copy, Output, Span, count_dtypes, plan_copies
-from ktbridge.adapter.checks.hashes import ReadHashes
+from ktbridge.adapter.blocks import Block, Span
+from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.dialects import check_names, detect_format, reader_of, writer_of
 from ktbridge.adapter.dialects.source import Request, Source
-from ktbridge.adapter.lora_config import peft_findings
-from ktbridge.adapter.publish import (
+from ktbridge.adapter.lora_config import overridden, peft_findings
+from ktbridge.adapter.outputs import (
+    Output,
+    OutputDirectory,
     PathLike,
     check_halves,
     check_places,
     check_request,
-    explained,
-    guarded,
+    plan_copies,
     stage_adapter,
 )
-from ktbridge.adapter.scales import overridden
-from ktbridge.adapter.values import rounding_findings
-from ktbridge.adapter.writer import OutputDirectory, copy_all
+from ktbridge.adapter.writer import Copy, explained, guarded, write_steps
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
 from ktbridge.publish import OnProgress, Staging
@@ -88,7 +88,7 @@ class ConvertPlan:
     findings: list[Problem]
     overwrite: bool
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """JSON-ready: the outputs, and the ranges of input files that are copied to them."""
         layouts = [output.layout for output in self.outputs for _ in output.files]
         return {
@@ -98,19 +98,28 @@ class ConvertPlan:
             "bytes_in": self.bytes_in,
             "outputs": [output.as_dict() for output in self.outputs],
             "copies": [
-                {
-                    "file": copy.source.file.name,
-                    "start": copy.source.start,
-                    "end": copy.source.end,
-                    "outputs": [layouts[target] for target in copy.targets],
-                    **({"factors": copy.factors} if set(copy.factors) != {1.0} else {}),
-                    **({"to": copy.dtype} if copy.dtype != copy.source.dtype else {}),
-                }
+                _describe(copy, copy.source, layouts)
                 for copy in self.copies
                 if isinstance(copy.source, Span)
             ],
             "findings": [finding.as_dict() for finding in self.findings],
         }
+
+
+def _describe(copy: Copy, span: Span, layouts: Sequence[str]) -> dict[str, object]:
+    """A range of an input file that is copied, and to which of the ``layouts``."""
+    factors = [target.factor for target in copy.targets]
+    row: dict[str, object] = {
+        "file": span.file.name,
+        "start": span.start,
+        "end": span.end,
+        "outputs": [layouts[target.file] for target in copy.targets],
+    }
+    if set(factors) != {1.0}:
+        row["factors"] = factors
+    if copy.dtype != span.dtype:
+        row["to"] = copy.dtype
+    return row
 
 
 @dataclass(frozen=True)
@@ -121,11 +130,11 @@ class ConvertReport:
     layout: str
     tensors_in: int
     bytes_in: int
-    outputs: tuple[dict[str, Any], ...]
+    outputs: tuple[dict[str, object], ...]
     findings: tuple[Problem, ...]
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The report as JSON-ready values."""
         table = {name: getattr(self, name) for name in self.__dataclass_fields__}
         findings = [finding.as_dict() for finding in self.findings]
@@ -199,7 +208,7 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
     needed = source.blocks(paths)
     bytes_in = sum(block.nbytes for block in needed)
     if dtype == "bf16":
-        findings += rounding_findings(where, count_dtypes(needed))
+        findings += _rounded(where, needed)
         source.round_to_bf16()
     outputs: list[Output] = []
     for name in () if incomplete else _formats(to, paths):
@@ -212,6 +221,17 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
         output.path = paths[output.layout]
     copies = plan_copies(outputs, source.files if to in _OF_ENGINE else ())
     return ConvertPlan(given, source, outputs, copies, bytes_in, findings, overwrite)
+
+
+def _rounded(where: str, blocks: Sequence[Block]) -> Iterator[Problem]:
+    """How many tensors of the input are of each dtype that rounding to bfloat16 changes."""
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        counts[block.dtype] += block.tensors
+    for dtype, count in sorted(counts.items()):
+        if dtype != "BF16":
+            found = f"has {count} tensors in {dtype}, which are rounded to bfloat16 as asked for"
+            yield problem("KTB304", where, found, next_step="nothing")
 
 
 def _of_interest(findings: list[Problem], to: str) -> list[Problem]:
@@ -301,23 +321,20 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Sta
             if on_progress is not None:
                 on_progress(done, total)
 
-    spans = [copy.source for copy in plan.copies if isinstance(copy.source, Span)]
     with ExitStack() as stack:
         directories: list[OutputDirectory] = []
         for output in plan.outputs:
             staging = stage_adapter(output.path, overwrite=plan.overwrite, layout=output.layout)
             stagings.append(stack.enter_context(staging))
             directories.append(stack.enter_context(OutputDirectory(staging, output)))
-        used = {span.file.path for span in spans}
-        hashes = stack.enter_context(ReadHashes(plan.given, plan.source.manifest, used))
+        hashes = stack.enter_context(Hashes())
+        hashes.start(plan.given)
         with guarded(plan.source.stamps, "conversion") as check_stamps:
             files = [file for directory in directories for file in directory.files.values()]
-            copy_all(plan.copies, files, hashes.take, on_bytes)
-            for directory in directories:
-                directory.flush()
+            write_steps(plan.copies, files, on_bytes)
             for directory in directories:
                 directory.finish(plan.source.trained_on)
-            problems = hashes.problems()
+            problems = list(hashes.check(plan.given))
             check_stamps()
         if problems:
             raise ProblemsError(f"{plan.given} does not match its manifest", problems)

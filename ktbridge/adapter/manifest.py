@@ -17,45 +17,15 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from ktbridge.errors import KtbridgeError
 from ktbridge.model import Fingerprint
 from ktbridge.model.identity import parse_fingerprint
-from ktbridge.model.jsonfile import read_small_file
 
 MANIFEST_FILE = "kt_adapter_manifest.json"
 _CHUNK = 1 << 22
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A small JSON object file; KtbridgeError in one sentence otherwise."""
-    text = read_small_file(path)
-    try:
-        value = json.loads(text, parse_constant=str, parse_int=_bounded, parse_float=_finite)
-        # A lone surrogate can't be printed or encoded.
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise KtbridgeError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise KtbridgeError(f"{path} is not a JSON object")
-    return value
-
-
-def _bounded(digits: str) -> int | str:
-    """Integers that every JSON reader supports; others stay text, which no rule treats as a number."""
-    small = len(digits) <= 20 and -(2**63) <= int(digits) < 2**64
-    return int(digits) if small else digits[:20]
-
-
-def _finite(digits: str) -> float | str:
-    """Floats that neither overflow nor are so small that their reciprocal does; others stay text."""
-    value = float(digits)
-    return value if value == 0 or 1e-300 < abs(value) < 1e300 else digits[:20]
-
-
-def dump_json(value: Mapping[str, Any]) -> bytes:
+def dump_json(value: Mapping[str, object]) -> bytes:
     """JSON as every adapter file is written: indented, keys sorted, a newline at the end."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
@@ -69,13 +39,14 @@ def hash_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def fused_record(rows: Iterable[tuple[str, str, Sequence[int]]]) -> dict[str, Any]:
-    """KT's manifest entries for the fused file beyond size and hash, from (name, dtype, shape)."""
-    tensors = {name: {"shape": list(shape), "dtype": dtype} for name, dtype, shape in sorted(rows)}
-    return {"tensor_count": len(tensors), "tensors": tensors}
+def fused_tensors(
+    rows: Iterable[tuple[str, str, Sequence[int]]],
+) -> dict[str, dict[str, object]]:
+    """The tensors of the fused file as KT's manifest lists them, from (name, dtype, shape)."""
+    return {name: {"shape": list(shape), "dtype": dtype} for name, dtype, shape in sorted(rows)}
 
 
-def trained_on(manifest: Mapping[str, Any] | None) -> Fingerprint | None:
+def trained_on(manifest: Mapping[str, object] | None) -> Fingerprint | None:
     """The base model that an adapter was trained on, by its manifest; None if it has no fingerprint."""
     return parse_fingerprint((manifest or {}).get("base_fingerprint"))
 
@@ -85,13 +56,13 @@ def build_manifest(
     base_model: str,
     rank: int,
     alpha: float,
-    artifacts: Mapping[str, Mapping[str, Any]],
+    artifacts: Mapping[str, Mapping[str, object]],
     layout: str | None = None,
     expert_weight_format: str | None = None,
     base_fingerprint: Fingerprint | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The manifest of a finished directory. ``artifacts`` maps a file name to its record."""
-    manifest: dict[str, Any] = {
+    manifest: dict[str, object] = {
         "version": 1,
         "status": "ready",
         "base": {"model_name_or_path": base_model},

@@ -23,9 +23,11 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice, is_number
+from ktbridge.adapter.blocks import BITS
+from ktbridge.adapter.checks import Use
 from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
@@ -33,7 +35,6 @@ from ktbridge.errors import Problem, has_errors
 from ktbridge.model import Checkpoint, Entry, ModelConfig
 from ktbridge.model.locate import ExpertHome, expert_home, module_weights
 
-FLOATS = ("BF16", "F16", "F32")
 _SHOWN = 20  # maximum of problems of one kind listed by key
 # Errors for serving but not for a merge: different ranks and scales are merged as they are, towers
 # and draft layers have ordinary weights, and no engine is involved.
@@ -94,7 +95,7 @@ def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -
     patterned = bool(adapter.config.get("rank_pattern"))
     result.problems += [
         item
-        for item in check_structure(adapter, False, config)
+        for item in check_structure(adapter, Use.INPUT, config)
         if item.code not in _NO_MATTER and not (item.code == "KTB301" and patterned)
     ]
     if has_errors(result.problems):
@@ -208,7 +209,7 @@ def _rest(
         if part.key.kind == "expert":
             yield problem("KTB731", part.where, "is expert LoRA of a tower or draft block")
     patterns = adapter.config.get("alpha_pattern") or {}
-    if not _plain_patterns(patterns):
+    if not _are_plain(patterns):
         where = str(adapter.path / CONFIG_FILE)
         yield problem("KTB738", where, "alpha_pattern is not a table of module names and numbers")
         return
@@ -226,7 +227,7 @@ def _rest(
             text = f"may be any of {', '.join(names)}" if names else "has no weight"
             yield problem("KTB731", where, f"{text} in {checkpoint.path}")
             continue
-        a, b = _slice(halves["A"]), _slice(halves["B"])
+        a, b = halves["A"].slice, halves["B"].slice
         rank = a.shape[0]
         if len(a.shape) != 2 or b.shape[1:] != (rank,):
             yield problem("KTB734", where, f"has A {list(a.shape)} and B {list(b.shape)}")
@@ -263,17 +264,13 @@ def _usable(checkpoint: Checkpoint, stem: str) -> tuple[str, Problem | None]:
         return stem, problem("KTB731", stem, f"is not in {checkpoint.path}")
     name = names[0]
     dtype = checkpoint.entry(name).dtype
-    if name not in (stem, f"{stem}.weight") or dtype not in FLOATS:
+    if name not in (stem, f"{stem}.weight") or dtype not in BITS:
         found = f"is quantised ({dtype}): a merged weight would have to be quantised again"
         return name, problem("KTB732", name, found, "BF16, F16 or F32")
     return name, None
 
 
-def _slice(part: Part) -> Slice:
-    return Slice(part.file, part.entry.start, part.entry.end, part.entry.dtype, part.entry.shape)
-
-
-def _plain_patterns(patterns: Any) -> bool:
+def _are_plain(patterns: object) -> TypeGuard[dict[str, float]]:
     return isinstance(patterns, dict) and all(
         re.fullmatch(r"\^?[\w.]+", name) and is_number(value) for name, value in patterns.items()
     )

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE
-from ktbridge.adapter.blocks import Output, Piece, block_in_memory, piece, plan_copies
+from ktbridge.adapter.blocks import block_in_memory
 from ktbridge.adapter.keys import parse_key
-from ktbridge.adapter.publish import stage_adapter
-from ktbridge.adapter.writer import OutputDirectory, copy_all
+from ktbridge.adapter.outputs import (
+    Output,
+    OutputDirectory,
+    Piece,
+    piece,
+    plan_copies,
+    stage_adapter,
+)
+from ktbridge.adapter.writer import write_steps
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import Fingerprint, Tensor, find_model
 from ktbridge.model import fingerprint as fingerprint_of
@@ -26,7 +32,7 @@ def write_raw_adapter(
     *,
     expert: Mapping[str, Tensor],
     nonexpert: Mapping[str, Tensor],
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     base_model: str,
     rank: int,
     alpha: float,
@@ -73,10 +79,9 @@ def write_raw_adapter(
         stage_adapter(directory, overwrite=overwrite) as staging,
         OutputDirectory(staging, output) as target,
     ):
-        copy_all(copies, [*target.files.values()])
+        write_steps(copies, [*target.files.values()])
         for name, data in (extra_files or {}).items():
             staging.write_bytes(name, data)
-        target.flush()
         target.finish(trained_on)
         staging.commit()
 
@@ -100,7 +105,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     return [piece(name, block_in_memory(tensor)) for name, tensor in sorted(tensors.items())]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A LoraConfig value for JSON: sets become sorted lists, enums their value."""
     if isinstance(value, set | frozenset):
         return sorted(value)

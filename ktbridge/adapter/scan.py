@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from ktbridge.adapter.adapter import (
     CONFIG_FILE,
@@ -23,12 +22,13 @@ from ktbridge.adapter.adapter import (
     Layout,
     Part,
 )
+from ktbridge.adapter.checks import many
 from ktbridge.adapter.keys import parse_key, peft_key
-from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
-from ktbridge.adapter.rules import many
+from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import TensorFile, open_tensor_file
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import take_stamps
 
 _SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetensors")
@@ -59,7 +59,7 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
 
 
 def scan_adapter(
-    path: str | os.PathLike[str], config: dict[str, Any] | None = None
+    path: str | os.PathLike[str], config: dict[str, object] | None = None
 ) -> tuple[Adapter | None, list[Problem]]:
     """Open an adapter and collect the problems with its files; None if nothing is usable.
 
@@ -75,7 +75,9 @@ def scan_adapter(
         return None, [*problems, problem("KTB001", str(path), found, next_step=step)]
 
 
-def _scan(path: Path, problems: list[Problem], stand_in: dict[str, Any] | None) -> Adapter | None:
+def _scan(
+    path: Path, problems: list[Problem], stand_in: dict[str, object] | None
+) -> Adapter | None:
     if path.suffix == ".gguf" and path.is_file():
         problems.append(_gguf(path))
         return None
@@ -136,7 +138,7 @@ def _readable(path: Path) -> str | None:
     return None if os.access(path, os.R_OK) else f"chmod a+r {shlex.quote(str(path))}"
 
 
-def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+def _read_config(path: Path, problems: list[Problem]) -> dict[str, object] | None:
     file = path / CONFIG_FILE
     if not file.is_file():
         gguf = sorted(path.glob("*.gguf"))
@@ -146,7 +148,7 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
         problems.append(problem("KTB001", str(path), f"has no {CONFIG_FILE}", CONFIG_FILE))
         return None
     try:
-        return read_json_object(file)
+        return read_json_file(file)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
         step = _readable(file)
@@ -154,12 +156,12 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
         return None
 
 
-def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, object] | None:
     file = path / MANIFEST_FILE
     if not file.exists():
         return None
     try:
-        manifest = read_json_object(file)
+        manifest = read_json_file(file)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
         step = _readable(file)

@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.checks.base import check_base
+from ktbridge.adapter.adapter import Adapter
+from ktbridge.adapter.checks import Use, many
+from ktbridge.adapter.checks.base import Base, check_base, check_identity
 from ktbridge.adapter.checks.config import check_config, folded
 from ktbridge.adapter.checks.engine import check_engine
-from ktbridge.adapter.checks.hashes import Hashes
-from ktbridge.adapter.checks.identity import Base, check_identity
+from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
 from ktbridge.adapter.checks.set import check_set, source_of
 from ktbridge.adapter.engines import contract_for
-from ktbridge.adapter.rules import many
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
@@ -46,7 +45,7 @@ class ValidationReport:
         """True if there is no error (there may be warnings and infos)."""
         return not has_errors(self.problems)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """JSON-ready, following docs/validate.schema.json."""
         return {
             "ok": self.ok,
@@ -88,14 +87,8 @@ def validate_adapter(
     if engine is not None:
         contract_for(engine)
     report = ValidationReport(structure_only=structure_only, engine=engine)
-    base, base_name = None, os.fspath(base_model) if base_model is not None else ""
-    if base_model is not None:
-        try:
-            base = read_model_config(base_model)
-        except KtbridgeError as error:
-            found, where = error.sentence.removeprefix(f"{base_name} "), base_name or "--base-model"
-            step = error.next_step or None
-            report.problems.append(problem("KTB611", where, found, next_step=step))
+    base_name = os.fspath(base_model) if base_model is not None else ""
+    base = _read_base(base_name, report) if base_model is not None else None
     adapters: list[Adapter] = []
     with Hashes() as hashes:
         if not structure_only:
@@ -107,18 +100,11 @@ def validate_adapter(
             if adapter is not None:
                 adapters.append(adapter)
             report.adapters.append(_summary(path, adapter))
-        source = source_of(adapters)
-        for adapter in adapters:
-            if source is not None:  # conversion keeps module names, not the selected layers
-                adapter.trained_as = source.config
-            serving = adapter.layout != "raw" and not (adapter is source and _trained(adapter))
-            report.problems += _structure(adapter, serving, base, engine is not None)
+        report.problems += _structures(adapters, base, engine)
         if base is not None:
             known = Base(base.path, base_name)
             for adapter in adapters:
                 report.problems += check_identity(adapter, known, allowed=allow_other_base)
-        if base is None or base.family is None:
-            report.problems += check_gaps(adapters)
         if engine is not None:
             report.problems += check_engine(adapters, engine, base, base_name)
         if structure_only:
@@ -131,18 +117,38 @@ def validate_adapter(
     return report
 
 
+def _read_base(name: str, report: ValidationReport) -> ModelConfig | None:
+    """The base model's architecture; None, and a problem, if it can't be read."""
+    try:
+        return read_model_config(name)
+    except KtbridgeError as error:
+        found, step = error.sentence.removeprefix(f"{name} "), error.next_step or None
+        report.problems.append(problem("KTB611", name or "--base-model", found, next_step=step))
+        return None
+
+
+def _structures(
+    adapters: Sequence[Adapter], base: ModelConfig | None, engine: str | None
+) -> Iterator[Problem]:
+    """What names, shapes and configurations show, of each directory and of all together."""
+    source = source_of(adapters)
+    for adapter in adapters:
+        if source is not None:  # conversion keeps module names, not the selected layers
+            adapter.trained_as = source.config
+        use = Use.SERVED if engine is None else Use.SERVED_BY_KT
+        checked = adapter
+        if adapter.layout == "raw" or (adapter is source and _trained(adapter)):
+            use = Use.INPUT
+            checked, _, findings = folded(adapter)
+            yield from findings
+        yield from check_structure(checked, use, base)
+    if base is None or base.family is None:
+        yield from check_gaps(adapters)
+
+
 def _trained(adapter: Adapter) -> bool:
     """Whether training wrote the directory: manifests written by convert have a layout."""
     return adapter.manifest is not None and "layout" not in adapter.manifest
-
-
-def _structure(
-    adapter: Adapter, serving: bool, base: ModelConfig | None, for_engine: bool
-) -> list[Problem]:
-    findings: list[Problem] = []
-    if not serving:  # in a source, features that conversion resolves are not errors
-        adapter, _, findings = folded(adapter)
-    return findings + check_structure(adapter, serving, base, for_engine)
 
 
 def _values(
@@ -169,31 +175,16 @@ def _values(
         on_progress(total, total)
 
 
-def check_structure(
-    adapter: Adapter,
-    serving: bool,
-    base: ModelConfig | None = None,
-    for_engine: bool = False,
-) -> list[Problem]:
-    """Every finding from one directory's headers and configuration.
-
-    ``serving``: the directory will be served as it is, not converted; ``for_engine``: SGLang-KT is
-    certain to serve it.
-    """
-    findings = [
-        *check_config(adapter, serving),
-        *check_inventory(adapter, serving, base, for_engine),
-    ]
+def check_structure(adapter: Adapter, use: Use, base: ModelConfig | None = None) -> list[Problem]:
+    """Every finding from one directory's headers and configuration."""
+    findings = [*check_config(adapter, use), *check_inventory(adapter, use, base)]
     if base is not None:
-        findings += check_base(adapter, base, for_engine)
+        findings += check_base(adapter, base, use)
     return findings
 
 
 def _rounded_dtypes(adapter: Adapter) -> Iterator[Problem]:
-    parts: list[Part] = [*adapter.nonexpert.values()]
-    for stack in adapter.experts.values():
-        parts += stack.sources
-    wide = [part for part in parts if part.entry.dtype in ("F16", "F32")]
+    wide = [part for part in adapter.tensors() if part.entry.dtype in ("F16", "F32")]
     if wide:
         yield from many("KTB304", wide, f"is {wide[0].entry.dtype}", "BF16")
 

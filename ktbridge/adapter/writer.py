@@ -1,198 +1,282 @@
-"""Write adapter directories: one pass over the input, every directory atomic.
+"""The one writer of tensors: conversions, merges and (de)quantised checkpoints all go through it.
 
-Each block is read (or computed) once, appended to every output file that needs it, and hashed from
-the same memory: by one thread per file, and one more for the input if its manifest has hashes. A
-ring of blocks bounds memory use, whatever the adapter's size. Write-back to disk is started during
-copying. A directory's manifest, with the hashes, is written last.
+What is to be written is a list of steps. A ``Copy`` is read or computed once, and goes to one place or
+several: between unhashed files as they are the kernel copies, otherwise through a ring of blocks that
+bounds memory, whatever the size of the input, and lets hashing run beside copying. A ``Task`` is computed
+by a worker thread, block by block. Files of an adapter are hashed while they are written, shards of a
+checkpoint aren't. Write-back to disk is started during writing.
+
+Around it, ``guarded`` makes sure that nothing is published of an input that changed meanwhile, and
+``explained`` says what is in place when writing fails or is interrupted.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE
-from ktbridge.adapter.blocks import Copy, Output, Span, bytes_of, converted
-from ktbridge.adapter.manifest import (
-    MANIFEST_FILE,
-    build_manifest,
-    dump_json,
-    fused_record,
-)
-from ktbridge.errors import KtbridgeError
-from ktbridge.model import Fingerprint
-from ktbridge.publish import Staging, start_writeback
+from ktbridge.adapter.blocks import Block, Span, bytes_of, converted
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.model.stamps import Stamps, difference, stamp
+from ktbridge.publish import ELSEWHERE, Staging, start_writeback
+from ktbridge.units import size_text
 
 Buffer = memoryview | bytes
-# Hashes what was read of a file; the future is done when its memory may be reused.
-OnRead = Callable[[Path, int, memoryview], "Future[None] | None"]
+OnBytes = Callable[[int], None]
+# Memory for blocks, in the order of their use, each with what still hashes it.
+Ring = deque[tuple[memoryview, "list[Future[None]]"]]
 _BLOCK = 1 << 19  # bytes: small enough to stay in the cache until written and hashed
 _BLOCKS = 16  # how far copying may run ahead of hashing
-_WRITEBACK = 1 << 25  # bytes between requests for write-back
+_MOVE = 1 << 25  # bytes that the kernel copies per call; also between requests for write-back
+_WORKERS = 8  # at most
+# Across file systems, or without support: then copy through memory.
+_NO_COPY_RANGE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+class Target(NamedTuple):
+    """A place in an output: the file's number, and the offset after its header."""
+
+    file: int
+    offset: int
+    factor: float = 1.0
+
+
+class Copy(NamedTuple):
+    """Bytes that are read or computed once, and written to all ``targets``.
+
+    They become values of ``dtype``, times each target's factor, followed by ``padding`` zero bytes.
+    """
+
+    source: Span | Block
+    dtype: str
+    targets: tuple[Target, ...]
+    padding: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read or computed."""
+        source = self.source
+        return source.end - source.start if isinstance(source, Span) else source.nbytes
+
+
+class Task(NamedTuple):
+    """Bytes that a worker computes: ``make`` yields them with their offset after the header.
+
+    What was yielded is written before the next is asked for, so its memory may be used again.
+    """
+
+    file: int
+    nbytes: int
+    make: Callable[[], Iterator[tuple[int, Buffer]]]
 
 
 class OutputFile:
-    """One weight file: append-only, hashed by its own thread."""
+    """One weight file. A hashed one is written from front to back, another in any order by any thread."""
 
-    def __init__(self, path: Path, header: bytes) -> None:
+    def __init__(self, path: Path, header: bytes = b"", *, hashed: bool = False) -> None:
+        self.hashed = hashed
         self._hasher = ThreadPoolExecutor(1)
         self._digest = hashlib.sha256()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._size = self._started = 0
-        self._last = self.append(header)
+        self._start = self._unflushed = 0
+        self._last = self.write(0, header)
+        self._start = len(header)
 
-    def append(self, data: Buffer) -> Future[None]:
-        """Write a block; the future is done when its memory may be reused."""
-        self._last = self._hasher.submit(self._digest.update, data)
-        rest = memoryview(data)
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hasher.shutdown(wait=True, cancel_futures=True)
+        os.close(self._file)
+
+    def write(self, offset: int, data: Buffer) -> Future[None] | None:
+        """Write at ``offset`` after the header; the future is done when the memory may be reused."""
+        self._last = self._hasher.submit(self._digest.update, data) if self.hashed else None
+        rest, place = memoryview(data), self._start + offset
         while rest:
-            rest = rest[os.write(self._file, rest) :]
-        self._size += len(data)
-        if self._size - self._started >= _WRITEBACK:
-            start_writeback(self._file, self._started, self._size - self._started)
-            self._started = self._size
+            count = os.pwrite(self._file, rest, place)
+            rest, place = rest[count:], place + count
+        self._written(len(data))
         return self._last
+
+    def move(self, offset: int, span: Span, on_bytes: OnBytes) -> None:
+        """Let the kernel copy a range, as a reflink where the file system can. Not for a hashed file."""
+        with span.file.opened() as source:
+            start, place = span.start, self._start + offset
+            while start < span.end:
+                count = min(span.end - start, _MOVE)
+                try:
+                    count = os.copy_file_range(source, self._file, count, start, place)
+                except OSError as error:
+                    if error.errno not in _NO_COPY_RANGE:
+                        raise
+                    count = min(count, _BLOCK)
+                    self.write(place - self._start, os.pread(source, count, start))
+                if count == 0:
+                    raise span.file.changed()
+                start, place = start + count, place + count
+                self._written(count)
+                on_bytes(count)
 
     def flush(self) -> None:
         """Flush what was written to disk."""
         os.fsync(self._file)
 
-    def record(self) -> dict[str, Any]:
-        """The manifest's entry, once everything is hashed."""
-        self._last.result()
-        return {"size": self._size, "sha256": self._digest.hexdigest()}
+    def record(self) -> dict[str, int | str]:
+        """A manifest's entry, once everything is hashed."""
+        if self._last is not None:
+            self._last.result()
+        return {"size": os.fstat(self._file).st_size, "sha256": self._digest.hexdigest()}
 
-    def close(self) -> None:
-        self._hasher.shutdown(wait=True, cancel_futures=True)
-        os.close(self._file)
-
-
-class OutputDirectory:
-    """One staged adapter directory, whose steps ``plan_copies`` made.
-
-    Call ``flush``, then ``finish``, after all files are filled.
-    """
-
-    def __init__(self, staging: Staging, output: Output) -> None:
-        self.staging = staging
-        self._output = output
-        self._stack = ExitStack()
-        self.files: dict[str, OutputFile] = {}
-        with self._stack:  # closes what is open if a file can't be made
-            for name in output.files:
-                header = output.header(name, output.rows(name))
-                self.files[name] = OutputFile(staging.path / name, header)
-                self._stack.callback(self.files[name].close)
-            self._stack = self._stack.pop_all()
-
-    def __enter__(self) -> OutputDirectory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def flush(self) -> None:
-        """Flush the weights to disk, and write the configuration."""
-        for file in self.files.values():
-            file.flush()
-        self._config = dump_json(self._output.config)
-        self.staging.write_bytes(CONFIG_FILE, self._config)
-
-    def finish(self, base_fingerprint: Fingerprint | None) -> None:
-        """Write the manifest. ``base_fingerprint`` is that of the model trained on."""
-        output = self._output
-        artifacts = {name: file.record() for name, file in self.files.items()}
-        digest = hashlib.sha256(self._config).hexdigest()
-        artifacts[CONFIG_FILE] = {"size": len(self._config), "sha256": digest}
-        if FUSED_FILE in artifacts:
-            artifacts[FUSED_FILE].update(fused_record(output.rows(FUSED_FILE)))
-        manifest = build_manifest(
-            base_model=output.config["base_model_name_or_path"],
-            rank=output.rank,
-            alpha=output.alpha,
-            layout=None if output.layout == "raw" else output.layout,
-            artifacts=artifacts,
-            expert_weight_format=output.weight_format,
-            base_fingerprint=base_fingerprint,
-        )
-        if output.experts:
-            manifest["experts"] = output.experts
-        self.staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
+    def _written(self, count: int) -> None:
+        self._unflushed += count
+        if self._unflushed >= _MOVE:
+            self._unflushed = 0
+            start_writeback(self._file)
 
 
-def copy_all(
-    copies: Sequence[Copy],
+def write_steps(
+    steps: Iterable[Copy | Task],
     files: Sequence[OutputFile],
-    on_read: OnRead | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: OnBytes = lambda count: None,
 ) -> None:
-    """Take the steps of a plan, in order; the targets of ``copies`` are indices of ``files``.
+    """Take the steps of a plan, in order; their targets are numbers of ``files``.
 
     ``on_bytes(count)`` is called for each block. KtbridgeError if a value can't be converted or an
-    input file became shorter.
+    input file changed.
     """
-    ring = [memoryview(bytearray(_BLOCK)) for _ in range(_BLOCKS)]
-    busy: list[list[Future[None]]] = [[] for _ in ring]
-    turn = 0
-    with ExitStack() as stack:
-        inputs: dict[Path, int] = {}
-        for copy in copies:
-            source, first, data = copy.source, 0, memoryview(b"")
-            if isinstance(source, Span):
-                first, path = source.start, source.file.path
-                if path not in inputs:
-                    inputs[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    stack.callback(os.close, inputs[path])
+    workers = min(_WORKERS, len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(workers)
+    jobs: deque[tuple[int, Future[None]]] = deque()
+    ring: Ring = deque()
+
+    def collect() -> None:
+        count, job = jobs.popleft()
+        job.result()
+        on_bytes(count)
+
+    try:
+        for step in steps:
+            if isinstance(step, Task):
+                jobs.append((step.nbytes, pool.submit(_compute, step, files[step.file])))
+                if len(jobs) > 4 * workers:
+                    collect()
+            elif _is_plain(step) and not files[step.targets[0].file].hashed:
+                (target,), source = step.targets, step.source
+                assert isinstance(source, Span)
+                files[target.file].move(target.offset, source, on_bytes)
             else:
-                data = bytes_of(source.load())
-                if len(data) != copy.nbytes:
-                    raise KtbridgeError(f"{len(data)} bytes were made, not {copy.nbytes}")
-            for start in range(first, first + copy.nbytes, _BLOCK):
-                for job in busy[turn]:
-                    job.result()
-                size = min(_BLOCK, first + copy.nbytes - start)
-                if isinstance(source, Span):
-                    block = ring[turn][:size]
-                    _read(inputs[path], path, block, start)
-                    jobs = _append(files, copy, source, start, block)
-                    if on_read is not None and (hashed := on_read(path, start, block)) is not None:
-                        jobs.append(hashed)
-                else:
-                    jobs = [
-                        files[target].append(data[start : start + size]) for target in copy.targets
-                    ]
-                busy[turn] = jobs
-                turn = (turn + 1) % _BLOCKS
-                if on_bytes is not None:
-                    on_bytes(size)
-            if copy.padding:
-                for target in copy.targets:
-                    files[target].append(bytes(copy.padding))
+                _copy(step, files, ring, on_bytes)
+        while jobs:
+            collect()
+    finally:  # before the files are closed
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _append(
-    files: Sequence[OutputFile], copy: Copy, source: Span, start: int, block: memoryview
-) -> list[Future[None]]:
-    """Append what was read at ``start`` to each target, as that stores it."""
-    return [
-        files[target].append(converted(block, source, start, copy.dtype, factor))
-        for target, factor in zip(copy.targets, copy.factors, strict=True)
-    ]
+def _compute(task: Task, file: OutputFile) -> None:
+    for offset, data in task.make():
+        file.write(offset, data)
 
 
-def _read(descriptor: int, path: Path, block: memoryview, start: int) -> None:
-    """Fill ``block``, starting at byte ``start``."""
-    filled = 0
-    while filled < len(block):
-        count = os.preadv(descriptor, [block[filled:]], start + filled)
-        if count == 0:
+def _is_plain(copy: Copy) -> bool:
+    """Whether bytes of a file go to one place as they are."""
+    source = copy.source
+    unchanged = isinstance(source, Span) and source.dtype == copy.dtype and not copy.padding
+    return unchanged and len(copy.targets) == 1 and copy.targets[0].factor == 1.0
+
+
+def _copy(copy: Copy, files: Sequence[OutputFile], ring: Ring, on_bytes: OnBytes) -> None:
+    """Read or compute once, write to each target."""
+    if not ring:
+        ring.extend((memoryview(bytearray(_BLOCK)), []) for _ in range(_BLOCKS))
+    source, data = copy.source, memoryview(b"")
+    if isinstance(source, Block):
+        data = bytes_of(source.load())
+        if len(data) != copy.nbytes:
+            raise KtbridgeError(f"{len(data)} bytes were made, not {copy.nbytes}")
+    offsets = [target.offset for target in copy.targets]
+    for start in range(0, copy.nbytes, _BLOCK):
+        size = min(_BLOCK, copy.nbytes - start)
+        memory, busy = ring[0]
+        ring.rotate(-1)
+        while busy:
+            busy.pop().result()
+        block = memory[:size] if isinstance(source, Span) else data[start : start + size]
+        if isinstance(source, Span):
+            source.file.read_into(source.start + start, block)
+        for number, target in enumerate(copy.targets):
+            values: Buffer = block
+            if isinstance(source, Span):
+                values = converted(block, source, source.start + start, copy.dtype, target.factor)
+            job = files[target.file].write(offsets[number], values)
+            offsets[number] += len(values)
+            if job is not None:
+                busy.append(job)
+        on_bytes(size)
+    if copy.padding:
+        for target, offset in zip(copy.targets, offsets, strict=True):
+            files[target.file].write(offset, bytes(copy.padding))
+
+
+@contextmanager
+def explained(stagings: list[Staging], need: int) -> Iterator[None]:
+    """Raise an OSError as KtbridgeError; it and an interrupt then list the complete outputs.
+
+    ``need`` is the number of bytes that all outputs take.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise type(stop)(_in_place(stagings)) from stop
+    except OSError as error:
+        left = _in_place(stagings)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise KtbridgeError(
-                f"{path} became shorter while it was being read",
-                "wait until nothing writes to it, then run again",
-            )
-        filled += count
+                f"the disk is full: {size_text(need)} are needed in all, {left}",
+                "free space, or choose output directories on another disk",
+            ) from error
+        passing = error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
+        step = "try again" if passing else ELSEWHERE
+        raise KtbridgeError(f"writing failed, {left}: {error}", step) from error
+
+
+def _in_place(stagings: list[Staging]) -> str:
+    done = [str(staging.target) for staging in stagings if staging.committed]
+    if not done:
+        return "nothing was written"
+    return f"{'' if len(done) == len(stagings) else 'only '}{', '.join(done)} is in place"
+
+
+@contextmanager
+def guarded(stamps: Stamps, doing: str) -> Iterator[Callable[[], None]]:
+    """Yields a function that raises ProblemsError if an input changed: call it before publishing.
+
+    ``stamps`` (size, modification time, inode) were taken at the first read. If the block fails and a
+    file has changed, that ProblemsError is raised instead. ``doing`` completes "... changed during".
+    """
+    message = f"nothing was written: a file changed during the {doing}"
+
+    def check() -> None:
+        if problems := list(_changed_files(stamps)):
+            raise ProblemsError(message, problems)
+
+    try:
+        yield check
+    except Exception as error:
+        if problems := list(_changed_files(stamps)):
+            raise ProblemsError(message, problems) from error
+        raise
+
+
+def _changed_files(stamps: Stamps) -> Iterator[Problem]:
+    for path, before in stamps.items():
+        if what := difference(before, stamp(path)):
+            yield problem("KTB709", str(path), f"{what} while it was being read")

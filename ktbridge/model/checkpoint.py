@@ -19,7 +19,7 @@ from ktbridge.model.tensorfile import Entry, TensorFile, open_tensor_file
 
 # A plain file name: no directory, no hidden file, no special characters.
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.+=@ -]{0,200}\.safetensors", re.ASCII)
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX_FILE, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -97,7 +97,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     the directory, or (for a single file) the file is truncated.
     """
     path = Path(path).expanduser()
-    index, single = path / _INDEX, path / _SINGLE
+    index, single = path / INDEX_FILE, path / _SINGLE
     if index.is_file():
         return Checkpoint(path, _read_index(index))
     if single.is_file():
@@ -118,11 +118,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def has_weights(path: Path) -> bool:
     """Whether a model directory has safetensors that ``open_checkpoint`` would read."""
-    return (path / _INDEX).is_file() or (path / _SINGLE).is_file()
+    return (path / INDEX_FILE).is_file() or (path / _SINGLE).is_file()
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    table = read_json_file(index, unique_keys=True).get("weight_map")
+    table = read_json_file(index, unique=True).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise KtbridgeError(
             f"{index} is not a checkpoint index: it lists no tensors",

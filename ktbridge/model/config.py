@@ -97,7 +97,7 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
     )
 
 
-def _num_layers(file: Path, text: dict[str, Any]) -> int:
+def _num_layers(file: Path, text: dict[str, object]) -> int:
     """LongCat counts pairs as ``num_layers``; Nemotron-H has a letter or a name for each layer."""
     for name in ("layers_block_type", "hybrid_override_pattern"):
         blocks = text.get(name)
@@ -108,7 +108,7 @@ def _num_layers(file: Path, text: dict[str, Any]) -> int:
 
 def _size(
     file: Path,
-    text: dict[str, Any],
+    text: dict[str, object],
     names: tuple[str, ...],
     default: int | None = None,
     largest: int = _MAX_SIZE,
@@ -128,7 +128,7 @@ def _size(
     return default
 
 
-def _moe_layers(text: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _moe_layers(text: dict[str, object], num_layers: int) -> tuple[int, ...]:
     """Layers with routed experts, by the convention that the config uses.
 
     Qwen: not in ``mlp_only_layers`` and (i+1) divisible by ``decoder_sparse_step``. DeepSeek, GLM,
@@ -156,7 +156,7 @@ def _moe_layers(text: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     )
 
 
-def _layer_types(text: dict[str, Any], num_layers: int) -> tuple[str, ...] | None:
+def _layer_types(text: dict[str, object], num_layers: int) -> tuple[str, ...] | None:
     types = text.get("layer_types")
     if isinstance(types, list) and len(types) == num_layers:
         return tuple(str(kind) for kind in types)
@@ -169,9 +169,9 @@ def _layer_types(text: dict[str, Any], num_layers: int) -> tuple[str, ...] | Non
     return None
 
 
-def _integers(value: Any) -> list[int]:
+def _integers(value: object) -> list[int]:
     return [item for item in value if type(item) is int] if isinstance(value, list) else []
 
 
-def _positive(value: Any, default: int) -> int:
+def _positive(value: object, default: int) -> int:
     return value if type(value) is int and value > 0 else default

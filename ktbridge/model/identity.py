@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.checkpoint import Checkpoint, has_weights, open_checkpoint
@@ -32,6 +32,7 @@ _VERSION = 1
 _SAMPLED = 64  # tensors of which values are read; more if a model has more kinds of tensors
 _KINDS = 256  # at most
 _SAMPLE_BYTES = 4096  # of each
+_Item = TypeVar("_Item")
 Weights = Literal["same", "other values", "other tensors", "unknown"]
 
 
@@ -46,11 +47,11 @@ class Fingerprint:
     """
 
     config_sha256: str
-    config: dict[str, Any]
+    config: dict[str, object]
     tensors_sha256: str | None
     values_sha256: str | None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """JSON-ready."""
         return {"version": _VERSION, **asdict(self)}
 
@@ -103,7 +104,7 @@ def parse_fingerprint(value: object) -> Fingerprint | None:
     return Fingerprint(digest, config, None, None) if hashes == (None, None) else None
 
 
-def config_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
+def config_differences(theirs: dict[str, object], ours: dict[str, object]) -> Iterator[str]:
     """Keys with different values in two config.json; a key that only one has may be a default."""
     for key in sorted(({*theirs} & {*ours}) - _INCIDENTAL):
         a, b = theirs[key], ours[key]
@@ -113,7 +114,7 @@ def config_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator
             yield key
 
 
-def _essential(config: dict[str, Any]) -> dict[str, Any]:
+def _essential(config: dict[str, object]) -> dict[str, object]:
     return {
         key: _essential(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -147,7 +148,7 @@ def _sampled(names: list[str]) -> list[str]:
     return [name for group in chosen for name in _spread(group, each)]
 
 
-def _spread(items: list[Any], count: int) -> list[Any]:
+def _spread(items: list[_Item], count: int) -> list[_Item]:
     """``count`` of the items, evenly spaced, including first and last if there are two."""
     if len(items) <= count:
         return items

@@ -1,4 +1,4 @@
-"""Read JSON files of a model directory as untrusted input."""
+"""Read JSON files of models and adapters as untrusted input."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from ktbridge.errors import KtbridgeError
 MAX_BYTES = 100_000_000  # the index of a checkpoint with 100,000 tensors has 10 MB
 
 
-def read_json_file(path: Path, *, unique_keys: bool = False) -> dict[str, Any]:
+def read_json_file(path: Path, *, unique: bool = False) -> dict[str, Any]:
     """The object in a JSON file; KtbridgeError in one sentence otherwise.
 
-    Only regular files of bounded size are opened (a pipe would block forever), NaN and Infinity
-    come as text, and a lone surrogate is refused, since it can't be printed.
-    ``unique_keys`` refuses objects with duplicate keys, which readers resolve differently.
+    Only regular files of bounded size are opened (a pipe would block forever). NaN, Infinity and numbers
+    that not every reader supports come as text, which no check takes for a number, and a lone surrogate
+    is refused, since it can't be printed. ``unique`` refuses objects with duplicate keys, which
+    readers resolve differently.
     """
-    step = "download or save the model again"
+    step = "download or save it again"
     try:
         value = json.loads(
-            read_small_file(path),
+            _read_small_file(path),
             parse_constant=str,
-            object_pairs_hook=_unique if unique_keys else None,
+            parse_int=_bounded,
+            parse_float=_finite,
+            object_pairs_hook=unique_keys if unique else None,
         )
         json.dumps(value, ensure_ascii=False).encode()
     except KtbridgeError as error:
@@ -36,8 +39,19 @@ def read_json_file(path: Path, *, unique_keys: bool = False) -> dict[str, Any]:
     return value
 
 
-def read_small_file(path: Path) -> str:
-    """The text of a regular file of bounded size; KtbridgeError otherwise."""
+def _bounded(digits: str) -> int | str:
+    """An integer of 64 bits."""
+    small = len(digits) <= 20 and -(2**63) <= int(digits) < 2**64
+    return int(digits) if small else digits[:20]
+
+
+def _finite(digits: str) -> float | str:
+    """A float that neither overflows nor is so small that its reciprocal does."""
+    value = float(digits)
+    return value if value == 0 or 1e-300 < abs(value) < 1e300 else digits[:20]
+
+
+def _read_small_file(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():
             raise KtbridgeError(f"{path} is not a regular file")
@@ -50,7 +64,8 @@ def read_small_file(path: Path) -> str:
         raise KtbridgeError(f"{path} can't be read: {error}") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """json's ``object_pairs_hook`` that refuses an object with a name given twice."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a name appears twice")

@@ -1,4 +1,4 @@
-"""safetensors files: a strict reader and a plain writer, shared by ``model`` and ``adapter``.
+"""safetensors files: a strict reader, and the header that writers begin with.
 
 A safetensors file is ``u64 header length | JSON header | data``. The reader trusts nothing: the
 header is at most 100 MB, every number is checked before it is used, the tensors must tile the data
@@ -16,12 +16,14 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.model.jsonfile import unique_keys
 from ktbridge.model.stamps import Stamp, stamp_of
 from ktbridge.model.tensor import Tensor
 
@@ -99,32 +101,43 @@ class TensorFile:
         if self._map is None:
             with open(self.path, "rb") as file:
                 if os.fstat(file.fileno()).st_size != self.size:
-                    raise self._changed()
+                    raise self.changed()
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return memoryview(self._map)[start:end]
 
     def read(self, start: int, end: int) -> memoryview:
-        """A copy of the bytes ``start:end`` of the file.
+        """A copy of the bytes ``start:end``; errors as for ``read_into``."""
+        data = memoryview(bytearray(end - start))
+        self.read_into(start, data)
+        return data
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` (of bytes) with those of the file from ``start`` on.
 
         Raises TensorFileError if the file was written to or replaced since its header was read, and
         OSError if it can't be read.
         """
-        data = memoryview(bytearray(end - start))
+        with self.opened() as descriptor:
+            filled = 0
+            while filled < len(buffer):
+                count = os.preadv(descriptor, [buffer[filled:]], start + filled)
+                if count == 0:
+                    raise self.changed()
+                filled += count
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor of the file, as long as it is unchanged; errors as for ``read_into``."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if stamp_of(os.fstat(descriptor)) != self.stamp:
-                raise self._changed()
-            filled = 0
-            while filled < len(data):
-                count = os.preadv(descriptor, [data[filled:]], start + filled)
-                if count == 0:
-                    raise self._changed()
-                filled += count
+                raise self.changed()
+            yield descriptor
         finally:
             os.close(descriptor)
-        return data
 
-    def _changed(self) -> TensorFileError:
+    def changed(self) -> TensorFileError:
+        """The error for a file that no longer is what its header said."""
         return TensorFileError(
             f"{self.path} changed while it was being read",
             "wait until nothing writes to it, then run again",
@@ -200,14 +213,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name appears twice")
-    return table
-
-
-def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+def _parse_header(path: Path, raw: bytes) -> dict[str, object]:
     try:
         if raw[:1] != b"{":
             raise ValueError("it does not begin with '{'")
@@ -217,7 +223,7 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
         header = json.loads(text, parse_constant=_no_constant)
         if text.count('"') != _quotes(header):
-            header = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+            header = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_constant)
         if "\\u" in text:  # a lone surrogate can't be printed or encoded
             json.dumps(header, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -226,7 +232,7 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     return dict(header)
 
 
-def _quotes(header: dict[str, Any]) -> int:
+def _quotes(header: dict[str, object]) -> int:
     """Number of quotes in a valid header without duplicate names and escaped quotes.
 
     A tensor has five strings: its name, three field names and the dtype. A duplicate name adds
@@ -240,7 +246,7 @@ def _quotes(header: dict[str, Any]) -> int:
     return 10 * (len(header) - 1) + 2 + 4 * items
 
 
-def _is_metadata(value: Any) -> TypeGuard[dict[str, str]]:
+def _is_metadata(value: object) -> TypeGuard[dict[str, str]]:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
@@ -270,7 +276,7 @@ def _parse_entry(path: Path, name: str, value: Any, base: int) -> Entry:
     return Entry(name, dtype, tuple(shape), base + start, base + end)
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
     if type(value) is not list:
         return False
     for item in value:  # noqa: SIM110  (called twice a tensor: a generator would double its cost)
@@ -319,29 +325,3 @@ def build_header(
             f"{len(names)} tensors need a header of {len(text)} bytes, more than safetensors allows"
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def write_tensor_file(
-    path: str | os.PathLike[str],
-    tensors: Iterable[Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write tensors to a new file and flush it to disk; the file's mode follows the umask.
-
-    Wider types come first so that every tensor is aligned. KtbridgeError when a tensor's data
-    doesn't have the length implied by its dtype and shape.
-    """
-    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS.get(tensor.dtype, 0))
-    for tensor in ordered:
-        bits = DTYPE_BITS.get(tensor.dtype)
-        if bits is None or math.prod(tensor.shape) * bits != 8 * tensor.nbytes:
-            raise KtbridgeError(
-                f"tensor {tensor.name!r} has {tensor.nbytes} bytes, "
-                f"not {tensor.dtype} of shape {list(tensor.shape)}"
-            )
-    with open(path, "xb") as file:
-        file.write(build_header([(t.name, t.dtype, t.shape) for t in ordered], metadata))
-        for tensor in ordered:
-            file.write(memoryview(tensor.data).cast("B"))
-        file.flush()
-        os.fsync(file.fileno())

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ktbridge.adapter.publish import why_not_writable
+from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.raw_adapter import base_name, save_raw_adapter
 from ktbridge.experts.wrapped_layers import layers_of, trained_elsewhere

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object
+from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Rows
 from ktbridge.sft.distributed import world
@@ -173,7 +174,7 @@ def is_finished(config: TrainConfig) -> bool:
         return False
     try:
         there, here = (
-            read_json_object(place / MANIFEST_FILE)["artifacts"]
+            read_json_file(place / MANIFEST_FILE)["artifacts"]
             for place in (Path(config.output_dir), found[-1])
         )
     except (KtbridgeError, KeyError):
@@ -275,7 +276,7 @@ def _damage(place: Path) -> list[Problem]:
 
 def _record(checkpoint: Path) -> dict[str, Any]:
     try:
-        return read_json_object(checkpoint / IDENTITY_FILE)
+        return read_json_file(checkpoint / IDENTITY_FILE)
     except KtbridgeError:
         return {}
 

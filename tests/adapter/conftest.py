@@ -8,16 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rawadapter import ATTENTION, random_bits
 
-from ktbridge.adapter import Tensor, write_raw_adapter
+from ktbridge.adapter import Tensor, convert_adapter, write_raw_adapter
 
 HIDDEN, INTER = 16, 8
-ATTENTION = {"q_proj": (24, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 24)}
-
-
-def bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> bytes:
-    values = rng.uniform(0.25, 2.0, shape).astype(np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
 def expert_tensors(
@@ -30,7 +25,7 @@ def expert_tensors(
             wide, narrow = (INTER, HIDDEN) if projection == "down" else (HIDDEN, INTER)
             for half, shape in (("a", (experts, rank, wide)), ("b", (experts, narrow, rank))):
                 name = f"layers.{layer}.experts.{projection}_lora_{half}"
-                tensors[name] = Tensor(name, "BF16", shape, bf16(rng, shape))
+                tensors[name] = Tensor(name, "BF16", shape, random_bits(rng, shape))
     return tensors
 
 
@@ -44,7 +39,7 @@ def nonexpert_tensors(
             for half, shape in (("A", (rank, columns)), ("B", (rows, rank))):
                 path = f"{prefix}layers.{layer}.self_attn.{module}"
                 name = f"base_model.model.{path}.lora_{half}.weight"
-                tensors[name] = Tensor(name, "BF16", shape, bf16(rng, shape))
+                tensors[name] = Tensor(name, "BF16", shape, random_bits(rng, shape))
     return tensors
 
 
@@ -82,6 +77,24 @@ def make_raw(tmp_path: Path) -> Callable[..., Path]:
             overwrite=overwrite,
         )
         return tmp_path / name
+
+    return make
+
+
+@pytest.fixture
+def converted(make_raw: Callable[..., Path]) -> Callable[..., dict[str, Path]]:
+    """``converted(...)`` makes raw, as ``make_raw(...)``, and e, n and m of it."""
+
+    def make(**options: Any) -> dict[str, Path]:
+        raw = make_raw(**options)
+        paths = {name: raw.parent / name for name in "enm"}
+        convert_adapter(
+            raw,
+            expert_output_dir=paths["e"],
+            nonexpert_output_dir=paths["n"],
+            merged_output_dir=paths["m"],
+        )
+        return {"raw": raw, **paths}
 
     return make
 

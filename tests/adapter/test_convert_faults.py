@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktbridge.adapter import Tensor, convert_adapter, validate_adapter
-from ktbridge.errors import ProblemsError
+from ktbridge.adapter import Tensor, convert_adapter, validate_adapter, write_raw_adapter
+from ktbridge.errors import KtbridgeError, ProblemsError
 
 Make = Callable[..., Path]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -282,3 +282,13 @@ def test_alpha_and_base_stand_in_for_a_missing_configuration(
         assert first[key] == second[key]
     with pytest.raises(ProblemsError, match="can't be converted"):
         convert_adapter(bare, merged_output_dir=tmp_path / "c", base_model="org/base")
+
+
+def test_a_tensor_with_bytes_of_another_length_is_not_written(tmp_path: Path) -> None:
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    with pytest.raises(KtbridgeError, match="5 bytes"):
+        write_raw_adapter(
+            tmp_path / "raw", expert={}, nonexpert={key: Tensor(key, "BF16", (1, 3), b"12345")},
+            config={}, base_model="b", rank=1, alpha=1.0,
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())

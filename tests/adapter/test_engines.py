@@ -76,12 +76,10 @@ def test_a_bad_engine_is_a_usage_error(engine: str, make_raw: Make) -> None:
         ("0.7.2", {"e", "n", "m", "raw m"}),
     ],
 )
-def test_which_layouts_a_version_serves(make_raw: Make, version: str, accepted: set[str]) -> None:
-    raw = make_raw()
-    outputs = {name: raw.parent / name for name in "enm"}
-    convert_adapter(raw, expert_output_dir=outputs["e"], nonexpert_output_dir=outputs["n"],
-                    merged_output_dir=outputs["m"])  # fmt: skip
-    paths = {"raw": raw, **outputs}
+def test_which_layouts_a_version_serves(
+    converted: Callable[..., dict[str, Path]], version: str, accepted: set[str]
+) -> None:
+    paths = converted()
     for sets in ("raw", "e", "n", "m", "e n", "raw e n", "raw m"):
         report = validate_adapter(
             [paths[name] for name in sets.split()], engine=f"sglang-kt=={version}"
@@ -135,15 +133,15 @@ def test_exit_codes(make_raw: Make, ktbridge: Callable[..., Any]) -> None:
     assert ktbridge("m", "--structure-only", "--strict").returncode == 0
 
 
-def test_json_is_as_its_schema_says(make_raw: Make, ktbridge: Callable[..., Any]) -> None:
+def test_json_is_as_its_schema_says(
+    converted: Callable[..., dict[str, Path]], ktbridge: Callable[..., Any]
+) -> None:
     schema = json.loads((ROOT / "docs" / "validate.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     check = jsonschema.Draft202012Validator(schema)
-    raw = make_raw()
-    convert_adapter(raw, merged_output_dir=raw.parent / "m", expert_output_dir=raw.parent / "e",
-                    nonexpert_output_dir=raw.parent / "n")  # fmt: skip
-    edit_config(raw.parent / "n", r="four", lora_alpha="absent", base_model_name_or_path="absent")
-    edit(raw.parent / "m", fill("lora_B", b"\xff"))
+    paths = converted()
+    edit_config(paths["n"], r="four", lora_alpha="absent", base_model_name_or_path="absent")
+    edit(paths["m"], fill("lora_B", b"\xff"))
     for args in (
         ["raw"],
         ["raw", "e", "n", "m", "nowhere", "--engine", "sglang-kt==0.7.2"],

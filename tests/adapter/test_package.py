@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rawadapter import random_bits, write_config, write_raw
+from tensorfiles import write_tensor_file
 
 import ktbridge.adapter
 import ktbridge.model
@@ -24,7 +25,6 @@ from ktbridge.adapter import (
     read_adapter,
     validate_adapter,
 )
-from ktbridge.model.tensorfile import write_tensor_file
 
 
 @pytest.mark.parametrize("package", [ktbridge.adapter, ktbridge.model])

@@ -15,6 +15,7 @@ import pytest
 from adapterfaults import (
     Tensors,
     add,
+    copies,
     drop,
     edit,
     edit_config,
@@ -25,7 +26,7 @@ from adapterfaults import (
     widen,
 )
 
-from ktbridge.adapter import Tensor, convert_adapter, validate_adapter
+from ktbridge.adapter import Tensor, validate_adapter
 
 Make = Callable[..., Path]
 Paths = dict[str, Path]
@@ -99,15 +100,6 @@ def stacked(table: Tensors) -> None:
         add(f"model.layers.0.mlp.experts.{name}.weight", shape)(table)
 
 
-def copy_layer(old: str, new: str) -> Callable[[Tensors], None]:
-    def change(table: Tensors) -> None:
-        for name in [name for name in table if old in name]:
-            t = table[name]
-            table[name.replace(old, new)] = Tensor(name.replace(old, new), t.dtype, t.shape, t.data)
-
-    return change
-
-
 def pickled(paths: Paths) -> None:
     (paths["n"] / "adapter_model.safetensors").rename(paths["n"] / "adapter_model.bin")
 
@@ -157,7 +149,7 @@ ROWS = [
         "has no LoRA in layers 1", "", "saved every layer", place="o_proj", base={},
         also=["KTB212"]),
     Row("missing layers in between", "e",
-        tensors("e", *(copy_layer("layers.1.", f"layers.{i}.") for i in (2, 4))), "KTB215",
+        tensors("e", *(copies("layers.1.", f"layers.{i}.") for i in (2, 4))), "KTB215",
         "nothing between layers 2 and 4", "regular", "--base-model", "info"),
     Row("A without B", "e", tensors("e", drop("up_proj.lora_B")), "KTB202",
         "has no up_lora_b", "gate_lora_a", "save", place="layer 0"),
@@ -165,11 +157,11 @@ ROWS = [
         "KTB203", "up_proj.lora_B lacks 1", "3 experts", "save", place="layer 1"),
     Row("B without A", "n", tensors("n", drop("layers.1.self_attn.o_proj.lora_A")), "KTB202",
         "has no counterpart", "lora_A and lora_B", "save", place="o_proj.lora_B"),
-    Row("extra layer", "e", tensors("e", copy_layer("layers.1.", "layers.2.")), "KTB603",
+    Row("extra layer", "e", tensors("e", copies("layers.1.", "layers.2.")), "KTB603",
         "has layers 2, where the base has no experts", "2 MoE layers", "belong", base={}),
-    Row("extra expert", "e", tensors("e", copy_layer("experts.2.", "experts.3.")), "KTB604",
+    Row("extra expert", "e", tensors("e", copies("experts.2.", "experts.3.")), "KTB604",
         "4 experts a layer", "3", "belong", base={}),
-    Row("extra layer", "n", tensors("n", copy_layer("layers.1.", "layers.2.")), "KTB606",
+    Row("extra layer", "n", tensors("n", copies("layers.1.", "layers.2.")), "KTB606",
         "is beyond the last layer", "2 layers", "belong", place="layers.2.", base={}),
     *(
         row
@@ -245,7 +237,7 @@ ROWS = [
     Row("q without v", "n", tensors("n", drop("v_proj")), "KTB209", "without its partner",
         "q_proj and v_proj", "train both", "warning", "q_proj", also=["KTB117"]),
     Row("up without gate", "n",
-        tensors("n", *(copy_layer("self_attn.q_proj.", "mlp.up_proj."), drop("self_attn"))),
+        tensors("n", *(copies("self_attn.q_proj.", "mlp.up_proj."), drop("self_attn"))),
         "KTB210", "without gate_proj", "gate_proj and up_proj", "train both", "warning",
         "up_proj", also=["KTB117", "KTB118"]),
     Row("pickle", "n", pickled, "KTB004", "is a pickle", "", "safe_serialization",
@@ -301,16 +293,8 @@ ROWS = [
 
 
 @pytest.fixture
-def whole(make_raw: Make, tmp_path: Path) -> Paths:
-    paths = {name: tmp_path / name for name in ("raw", "e", "n", "m")}
-    make_raw()
-    convert_adapter(
-        paths["raw"],
-        expert_output_dir=paths["e"],
-        nonexpert_output_dir=paths["n"],
-        merged_output_dir=paths["m"],
-    )
-    return paths
+def whole(converted: Callable[..., Paths]) -> Paths:
+    return converted()
 
 
 @pytest.mark.parametrize(

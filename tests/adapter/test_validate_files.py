@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapterfaults import Tensors, add, drop, edit, edit_config, edit_manifest, rename
+from adapterfaults import Tensors, add, copies, drop, edit, edit_config, edit_manifest, rename
 from rawadapter import write_raw
+from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, convert_adapter, validate_adapter
 from ktbridge.errors import Problem
 from ktbridge.model import open_tensor_file
-from ktbridge.model.tensorfile import write_tensor_file
 
 P = "base_model.model."
 MODEL = "adapter_model.safetensors"
@@ -165,15 +165,6 @@ def test_one_tensor_of_another_size(
     for part, rows, columns in parts:
         edit(paths["n"], reshape(part, rows, columns))
     assert told(paths["n"]) == expected
-
-
-def copies(old: str, new: str) -> Callable[[Tensors], None]:
-    def change(table: Tensors) -> None:
-        for name in [name for name in table if old in name]:
-            t = table[name]
-            table[name.replace(old, new)] = Tensor(name.replace(old, new), t.dtype, t.shape, t.data)
-
-    return change
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from adapterfaults import drop, edit
 from rawadapter import random_bits, write_config
+from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, validate_adapter
-from ktbridge.model.tensorfile import write_tensor_file
 
 EIGHT = range(8)
 QV = ("self_attn.q_proj", "self_attn.v_proj")

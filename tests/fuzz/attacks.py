@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, read_adapter, validate_adapter, write_raw_adapter
 from ktbridge.adapter.merge import plan_merge
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint, open_tensor_file, read_model_config
-from ktbridge.model.tensorfile import DTYPE_BITS, write_tensor_file
+from ktbridge.model.tensorfile import DTYPE_BITS
 
 SECONDS = 5  # more than any small file may take, even on a busy machine
 

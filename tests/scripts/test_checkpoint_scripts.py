@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def refused(script: str, *args: object) -> str:
     result = run(script, *args)
     assert result.exit_code == 1, result.output
     assert isinstance(result.exception, SystemExit)
-    assert "next: " in result.stderr
+    assert "next" in result.stderr
     return result.stderr
 
 
@@ -329,7 +330,7 @@ def test_the_output_is_whole_and_nothing_else_is_lost(tmp_path: Path) -> None:
     assert json.loads((out / "ktbridge_checkpoint.json").read_text())["source"] == str(source)
     with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-    assert f"{out} exists" in refused(script, source, out)
+    assert "pass --overwrite to replace it" in refused(script, source, out)
     done(script, source, out, "--overwrite")
     (out / "notes.txt").write_text("mine")
     assert "holds 'notes.txt'" in refused(script, source, out, "--overwrite")
@@ -352,5 +353,5 @@ def test_a_script_runs_from_anywhere_and_says_what_it_did(tmp_path: Path, script
         env={"PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr
-    assert "weights, 0.00 GB to 0.00 GB in" in result.stderr
+    assert re.search(r"\d+ weights, .* [kM]B to .* [kM]B in 1 shards", result.stderr)
     assert (tmp_path / "out" / "config.json").is_file()

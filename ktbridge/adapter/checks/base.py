@@ -1,7 +1,11 @@
-"""Check an adapter against its base model; config.json is enough.
+"""Check an adapter against a base model: is it the one trained on, and do layers and shapes fit?
 
-An extra layer, which a loader would ignore silently, and a missing one, which it would fill with
-zeros, are errors here.
+Identity is by the fingerprint that training stored in the manifest, independent of the model's path, else
+by name. The same model in another format (dequantised, or saved by another version) has different
+tensors: serving from it may be intended, so that is a warning, except for a merge, which is permanent.
+
+For the architecture config.json is enough. An extra layer, which a loader would ignore silently, and a
+missing one, which it would fill with zeros, are errors here.
 """
 
 from __future__ import annotations
@@ -9,21 +13,78 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 
-from ktbridge.adapter.adapter import Adapter, Part
+from ktbridge.adapter.adapter import Adapter, Part, last_part
+from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.inventory import by_shape
 from ktbridge.adapter.checks.layers import numbers, other_layer, targeted
-from ktbridge.adapter.rules import many
+from ktbridge.adapter.manifest import trained_on
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, Severity
-from ktbridge.model import ModelConfig
+from ktbridge.errors import KtbridgeError, Problem, Severity
+from ktbridge.model import Checkpoint, Fingerprint, ModelConfig, fingerprint
+from ktbridge.model.identity import Weights, config_differences
 
+_NAMED = 6  # keys of config.json that a problem lists
 _SPARSE_ONLY = {"mlp.gate", "mlp.shared_expert_gate"}
 _DENSE_ONLY = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 Size = int | None
 # A module's (columns, rows): input and output size.
 Linear = tuple[Size, Size]
 _GATED = ("Qwen3.5-MoE", "Qwen3-Next")  # q_proj also writes the gate of the output
+
+
+class Base:
+    """A base model to compare with; its fingerprint is computed once, if an adapter needs it."""
+
+    def __init__(self, path: Path, name: str, checkpoint: Checkpoint | None = None) -> None:
+        self.path = path
+        self.name = name
+        self._source = path if checkpoint is None else checkpoint
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Raises KtbridgeError when the weights exist but can't be read."""
+        return fingerprint(self._source)
+
+
+def check_identity(
+    adapter: Adapter, base: Base, *, merging: bool = False, allowed: bool = False
+) -> Iterator[Problem]:
+    """Findings if ``base`` is not the model trained on; ``allowed``: another model is permitted."""
+    where, recorded = str(adapter.path), trained_on(adapter.manifest)
+    weights: Weights = "unknown"
+    if recorded is not None:
+        try:
+            ours = base.fingerprint
+        except KtbridgeError as error:
+            yield problem("KTB614", base.name, error.sentence)
+            ours = recorded
+        else:
+            weights = recorded.weights(ours)
+        keys = list(config_differences(recorded.config, ours.config))
+        listed = ", ".join(keys[:_NAMED])
+        if len(keys) > _NAMED:
+            listed += f" and {len(keys) - _NAMED} more"
+        severity: Severity = "warning" if allowed else "error"
+        meant = f"{adapter.base_model or 'the model'}, which it was trained on"
+        if weights == "other values":
+            found = f"{base.name} has the same names and shapes, and other values"
+            yield problem("KTB612", where, found, meant, severity=severity)
+        elif weights == "other tensors":
+            found = f"{base.name} has tensors of other names, dtypes or shapes"
+            found += f", and another {listed} in config.json" if keys else ""
+            expected = f"{meant}; it may be that, in another format"
+            level: Severity = severity if merging else "warning"
+            yield problem("KTB612", where, found, expected, severity=level)
+        elif keys:
+            found = f"differs in {listed}"
+            yield problem("KTB613", f"{base.path / 'config.json'}", found, f"as for {where}")
+    named, real = adapter.base_model, base.path.resolve()
+    same = (last_part(base.name), last_part(str(real)))
+    if weights == "unknown" and named and last_part(named) not in same:
+        yield problem("KTB601", where, f"names the base model {named!r}", base.name)
 
 
 def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
@@ -116,11 +177,11 @@ def _plus(one: Size, other: Size) -> Size:
     return None if one is None or other is None else one + other
 
 
-def check_base(adapter: Adapter, base: ModelConfig, for_engine: bool = False) -> Iterator[Problem]:
+def check_base(adapter: Adapter, base: ModelConfig, use: Use) -> Iterator[Problem]:
     """Every mismatch between the adapter and the base model's architecture.
 
-    A module that SGLang-KT can't apply is an error if SGLang-KT will serve it (``for_engine``),
-    otherwise a warning, because other engines apply it.
+    A module that SGLang-KT can't apply is an error if SGLang-KT will serve it, otherwise a warning,
+    because other engines apply it.
     """
     if base.family is None:
         yield problem(
@@ -130,7 +191,7 @@ def check_base(adapter: Adapter, base: ModelConfig, for_engine: bool = False) ->
         if base.family is not None:
             yield from _expert_layers(adapter, base)
         yield from _expert_sizes(adapter, base)
-    yield from _nonexperts(adapter, base, "error" if for_engine else "warning")
+    yield from _nonexperts(adapter, base, "error" if use is Use.SERVED_BY_KT else "warning")
 
 
 def _expert_layers(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:

@@ -1,8 +1,4 @@
-"""Checks of adapter_config.json and the manifest: what engines ignore, misread or need.
-
-``serving`` is True if the directory is about to be served as it is; a raw adapter may still have
-features that conversion resolves (rsLoRA, a second alpha, a regular expression as target_modules).
-"""
+"""Checks of adapter_config.json and the manifest: what engines ignore, misread or need."""
 
 from __future__ import annotations
 
@@ -12,8 +8,9 @@ from dataclasses import replace
 from shlex import quote
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, convert_step, is_number, last_part
+from ktbridge.adapter.checks import Use
+from ktbridge.adapter.lora_config import fold_patterns
 from ktbridge.adapter.manifest import MANIFEST_FILE
-from ktbridge.adapter.scales import fold_patterns
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
@@ -80,30 +77,30 @@ def _peft_layout(parts: list[Part]) -> str:
     return "peft-0.18" if before and not now else "peft-fused"
 
 
-def check_config(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+def check_config(adapter: Adapter, use: Use) -> Iterator[Problem]:
     """Every finding about one directory's configuration and manifest."""
     where = str(adapter.path / CONFIG_FILE)
-    yield from _basics(adapter, where, serving)
+    yield from _basics(adapter, where, use)
     yield from _unread(adapter, where)
     if not is_foreign(adapter):  # there patterns describe expert LoRA, which has a rule of its own
         yield from _patterns(adapter, where)
-    yield from _manifest_agrees(adapter, serving)
+    yield from _manifest_agrees(adapter, use)
     if adapter.base_model is None:
         yield problem("KTB116", where, "names no base model")
-    if adapter.config.get("use_rslora") and (serving or adapter.nonexpert):
-        if serving:
+    if adapter.config.get("use_rslora") and (use.served or adapter.nonexpert):
+        if use.served:
             found, step = "use_rslora is true", convert_step(adapter)
             yield problem("KTB107", where, found, "use_rslora false", next_step=step)
         else:
             step = "nothing: ktbridge convert folds it where that is exact"
             found = "use_rslora is true for the non-expert LoRA"
             yield problem("KTB107", where, found, severity="info", next_step=step)
-    yield from _targets(adapter, where, serving)
+    yield from _targets(adapter, where, use)
 
 
-def _basics(adapter: Adapter, where: str, serving: bool) -> Iterator[Problem]:
+def _basics(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     config = adapter.config
-    if "peft_type" not in config and serving and adapter.nonexpert:
+    if "peft_type" not in config and use.served and adapter.nonexpert:
         yield problem("KTB101", where, "has no peft_type", "LORA", next_step=convert_step(adapter))
     elif str(config.get("peft_type", "LORA")).upper() != "LORA":
         yield problem("KTB101", where, f"peft_type is {config['peft_type']!r}", "LORA")
@@ -186,7 +183,7 @@ def _manifest_alpha(adapter: Adapter) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def _manifest_agrees(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+def _manifest_agrees(adapter: Adapter, use: Use) -> Iterator[Problem]:
     manifest = adapter.manifest
     if manifest is None:
         return
@@ -212,19 +209,19 @@ def _manifest_agrees(adapter: Adapter, serving: bool) -> Iterator[Problem]:
     alpha, own = _manifest_alpha(adapter), adapter.config.get("lora_alpha")
     if alpha is not None and is_number(own) and float(own) != alpha:
         found = f"alpha is {alpha:g} here and {own:g} in {CONFIG_FILE}"
-        if serving:
+        if use.served:
             yield problem("KTB104", where, found, "one alpha")
         elif adapter.experts and adapter.nonexpert:
             step = f"nothing: experts keep {alpha:g}, everything else keeps {own:g}"
             yield problem("KTB104", where, found, severity="info", next_step=step)
 
 
-def _targets(adapter: Adapter, where: str, serving: bool) -> Iterator[Problem]:
+def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     targets = adapter.config.get("target_modules")
     is_list = isinstance(targets, list) and all(isinstance(item, str) for item in targets)
     if not is_list:
         # The expert loader reads r and lora_alpha only.
-        if serving and adapter.nonexpert:
+        if use.served and adapter.nonexpert:
             found = f"target_modules is {targets!r}"
             step = convert_step(adapter)
             yield problem("KTB106", where, found[:200], "a list of module names", next_step=step)
@@ -241,7 +238,7 @@ def _targets(adapter: Adapter, where: str, serving: bool) -> Iterator[Problem]:
     if absent:
         found = f"targets {', '.join(sorted(absent)[:6])}, for which there are no tensors"
         yield problem("KTB117", where, found)
-    if serving and adapter.layout != "expert" and not is_foreign(adapter):
+    if use.served and adapter.layout != "expert" and not is_foreign(adapter):
         stray = sorted(m for m in modules if not any(_names(target, m) for target in targets))
         if stray:
             found = f"does not target {stray[0]}" + _and_more(stray, "modules")

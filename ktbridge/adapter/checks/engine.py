@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from shlex import quote
 
 from ktbridge.adapter.adapter import Adapter, Part, last_part
+from ktbridge.adapter.checks import many
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
 from ktbridge.adapter.manifest import MANIFEST_FILE
-from ktbridge.adapter.rules import many
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig

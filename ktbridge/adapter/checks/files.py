@@ -1,34 +1,40 @@
-"""Check one directory's files: which ones an engine loads, modes, dates, the manifest's list."""
+"""Check directories' files: which ones an engine loads, modes, dates, and what the manifest says of them.
+
+A hash can't be parallelised, so hashing is the longest task of a validation: ``Hashes`` starts first and
+reads the files in background threads.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE, Adapter, convert_step
-from ktbridge.adapter.checks.hashes import resave_step, size_of
-from ktbridge.adapter.manifest import MANIFEST_FILE, fused_record
+from ktbridge.adapter.checks import Use
+from ktbridge.adapter.manifest import MANIFEST_FILE, fused_tensors
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, Severity
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, Severity
 from ktbridge.model import TensorFile
+from ktbridge.model.jsonfile import read_json_file
 
 _TRAINER_STATE = "trainer_state.json"  # in every Trainer checkpoint
 # Needed to resume training. No engine reads the pickles (optimizer.pt, training_args.bin).
 _OF_A_CHECKPOINT = re.compile(r"(?:trainable|optimizer|model)(?:-\d+-of-\d+)?\.safetensors")
 _NO_TIME = 315_619_200  # 2 January 1980: the fixed timestamp of zip, Nix and image builders
+_BUFFER = 1 << 18  # small enough to stay in the cache between reading and hashing
 
 
-def check_files(adapter: Adapter, serving: bool, for_engine: bool = False) -> Iterator[Problem]:
-    """Every finding about files, except their content.
-
-    A checkpoint's files beside the adapter are an error only if an engine loads the directory as it
-    is (``for_engine``).
-    """
+def check_files(adapter: Adapter, use: Use) -> Iterator[Problem]:
+    """Every finding about files, except their content."""
     ours = {file.name for file in adapter.files}
-    if serving:
-        yield from _loaded(adapter, ours, for_engine)
+    if use.served:
+        yield from _loaded(adapter, ours, use)
     if adapter.layout == "merged":
         for weights in adapter.files:
             if os.stat(weights.path).st_mtime <= _NO_TIME:
@@ -49,7 +55,7 @@ def check_files(adapter: Adapter, serving: bool, for_engine: bool = False) -> It
     yield from _artifacts(adapter)
 
 
-def _loaded(adapter: Adapter, ours: set[str], for_engine: bool) -> Iterator[Problem]:
+def _loaded(adapter: Adapter, ours: set[str], use: Use) -> Iterator[Problem]:
     """Extra files that an engine loads, and adapter files that it doesn't load.
 
     Expert loaders read only adapter_model.safetensors, the non-expert loader every safetensors file.
@@ -63,7 +69,7 @@ def _loaded(adapter: Adapter, ours: set[str], for_engine: bool) -> Iterator[Prob
             yield problem("KTB007", str(path), found, severity="info", next_step=step)
         elif checkpoint and _OF_A_CHECKPOINT.fullmatch(path.name):
             found = "belongs to the checkpoint, and would be loaded as part of the adapter"
-            level: Severity = "error" if for_engine else "info"
+            level: Severity = "error" if use is Use.SERVED_BY_KT else "info"
             step = f"serve a copy without it: {convert_step(adapter)}"
             yield problem("KTB007", str(path), found, severity=level, next_step=step)
         else:
@@ -100,7 +106,7 @@ def _artifacts(adapter: Adapter) -> Iterator[Problem]:
 
 
 def _listed(where: str, file: TensorFile, listed: object) -> Iterator[Problem]:
-    actual = fused_record(entry[:3] for entry in file.entries.values())["tensors"]
+    actual = fused_tensors(entry[:3] for entry in file.entries.values())
     if listed == actual:
         return
     if not isinstance(listed, dict):
@@ -110,3 +116,113 @@ def _listed(where: str, file: TensorFile, listed: object) -> Iterator[Problem]:
     else:
         found = f"lists {len(listed)} tensors, the file has {len(actual)}"
     yield problem("KTB013", where, found)
+
+
+class Hashes:
+    """Hash several directories' artifacts in the background; leaving the context cancels the rest."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(2)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.done = self.total = 0
+        self._steps: dict[Path, str | None] = {}
+        self._jobs: dict[Path, list[tuple[Path, object, Future[str | None]]]] = {}
+
+    def __enter__(self) -> Hashes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def start(self, directory: Path) -> None:
+        """Start hashing the files whose hash is in the directory's manifest."""
+        if directory in self._jobs:
+            return
+        jobs = self._jobs[directory] = []
+        try:
+            manifest = read_json_file(directory / MANIFEST_FILE)
+        except KtbridgeError:
+            return  # no manifest; an unreadable one is reported when it is parsed
+        self._steps[directory] = resave_step(manifest)
+        for path, expected, size in listed_hashes(directory, manifest):
+            self.total += size
+            jobs.append((path, expected, self._pool.submit(self._hash, path)))
+
+    def check(
+        self, directory: Path, on_bytes: Callable[[], None] | None = None
+    ) -> Iterator[Problem]:
+        """Wait for one directory's hashes; yield a problem per file whose content differs.
+
+        ``on_bytes()`` is called periodically meanwhile: ``done`` of ``total`` bytes are hashed.
+        """
+        for path, expected, future in self._jobs.get(directory, []):
+            while on_bytes is not None and not wait([future], timeout=0.2).done:
+                on_bytes()
+            try:
+                actual = future.result()
+            except OSError as error:
+                found = f"can't be read: {error.strerror}"
+                step: str | None = f"chmod a+r {shlex.quote(str(path))}"
+                yield problem("KTB011", str(path), found, "a readable file", next_step=step)
+                continue
+            yield from _mismatch(path, actual, expected, self._steps[directory])
+
+    def _hash(self, path: Path) -> str | None:
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(_BUFFER))
+        with open(path, "rb", buffering=0) as file:
+            while (count := file.readinto(buffer)) and not self._stop.is_set():
+                digest.update(buffer[:count])
+                with self._lock:
+                    self.done += count
+        return None if self._stop.is_set() else digest.hexdigest()
+
+
+def require_hashes(directory: Path) -> None:
+    """Hash the files listed with a hash in a directory's manifest; ProblemsError if one is damaged."""
+    with Hashes() as hashes:
+        hashes.start(directory)
+        problems = list(hashes.check(directory))
+    if problems:
+        raise ProblemsError(f"{directory} does not match its manifest", problems)
+
+
+def listed_hashes(
+    directory: Path, manifest: Mapping[str, object] | None
+) -> Iterator[tuple[Path, object, int]]:
+    """(file, SHA-256 in the manifest, size) of every file that can be compared.
+
+    A size that differs from the manifest is reported as KTB011; hashing that file adds nothing.
+    """
+    artifacts = (manifest or {}).get("artifacts")
+    for name, record in artifacts.items() if isinstance(artifacts, dict) else ():
+        if name != os.path.basename(name) or not isinstance(record, dict):
+            continue
+        path = directory / name
+        size = size_of(path)
+        if "sha256" in record and size is not None and size == record.get("size"):
+            yield path, record["sha256"], size
+
+
+def _mismatch(
+    path: Path, actual: str | None, expected: object, next_step: str | None
+) -> Iterator[Problem]:
+    if actual is not None and actual != expected:
+        found = f"has SHA-256 {actual[:16]}…"
+        yield problem("KTB012", str(path), found, f"{expected!s:.16}…", next_step=next_step)
+
+
+def resave_step(manifest: Mapping[str, object] | None) -> str | None:
+    """Next step for a manifest mismatch; None (the rule's step) for files that training saved."""
+    converted = (manifest or {}).get("layout")
+    return "convert the adapter again from the raw directory" if converted else None
+
+
+def size_of(path: Path) -> int | None:
+    """The size of a regular file; None if it doesn't exist or the name is invalid."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except (OSError, ValueError):
+        return None

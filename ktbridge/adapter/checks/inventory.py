@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, convert_step, expert_slots
+from ktbridge.adapter.blocks import BITS
+from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import FOREIGN, check_foreign
 from ktbridge.adapter.checks.files import check_files
 from ktbridge.adapter.checks.layers import check_uneven
 from ktbridge.adapter.keys import FUSED_NAMES
-from ktbridge.adapter.rules import many
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig
@@ -39,21 +40,18 @@ _ELSEWHERE = {
 _TEXT_MODEL = re.compile(
     r"(?:base\.)?(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.)?layers\."
 )
-FLOATS = ("BF16", "F16", "F32")
 
 
-def check_inventory(
-    adapter: Adapter, serving: bool, base: ModelConfig | None = None, for_engine: bool = False
-) -> Iterator[Problem]:
+def check_inventory(adapter: Adapter, use: Use, base: ModelConfig | None) -> Iterator[Problem]:
     """Every finding about one directory's files, keys, pairs, shapes and dtypes."""
-    yield from check_files(adapter, serving, for_engine)
+    yield from check_files(adapter, use)
     yield from _leftovers(adapter)
     yield from check_foreign(adapter)
     yield from _experts(adapter)
-    if serving:
+    if use.served:
         yield from _expert_keys(adapter)
     yield from _nonexpert_pairs(adapter)
-    yield from _misplaced(adapter, serving)
+    yield from _misplaced(adapter, use)
     if base is None or "kv_lora_rank" not in base.text:  # latent attention has no v_proj
         yield from _attention_partners(adapter)
     yield from check_uneven(adapter)
@@ -174,7 +172,7 @@ def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
     yield from many("KTB202", single, "has no counterpart", "lora_A and lora_B")
 
 
-def _misplaced(adapter: Adapter, serving: bool) -> Iterator[Problem]:
+def _misplaced(adapter: Adapter, use: Use) -> Iterator[Problem]:
     vision: list[Part] = []
     draft: list[Part] = []
     head: list[Part] = []
@@ -196,7 +194,7 @@ def _misplaced(adapter: Adapter, serving: bool) -> Iterator[Problem]:
         yield from many("KTB206", towers[False], "is in another part of the model than others are")
     # A merge can apply it; engines don't.
     yield from many(
-        "KTB213", head, "adapts an embedding or head", severity=None if serving else "warning"
+        "KTB213", head, "adapts an embedding or head", severity=None if use.served else "warning"
     )
     yield from many("KTB201", nowhere, "belongs to no decoder layer")
 
@@ -220,7 +218,7 @@ def _attention_partners(adapter: Adapter) -> Iterator[Problem]:
 
 
 def _shapes(adapter: Adapter) -> Iterator[Problem]:
-    dtypes = [part for part in _all_parts(adapter) if part.entry.dtype not in FLOATS]
+    dtypes = [part for part in adapter.tensors() if part.entry.dtype not in BITS]
     if dtypes:
         yield from many("KTB303", dtypes, f"is {dtypes[0].entry.dtype}", "BF16, F16 or F32")
     serving_rank = adapter.config.get("r")
@@ -294,9 +292,3 @@ def by_shape(stack: ExpertStack) -> dict[tuple[int, ...], list[Part]]:
     for part in stack.sources:
         groups.setdefault(part.entry.shape, []).append(part)
     return groups
-
-
-def _all_parts(adapter: Adapter) -> Iterator[Part]:
-    yield from adapter.nonexpert.values()
-    for stack in adapter.experts.values():
-        yield from stack.sources

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.codes import problem
@@ -25,7 +24,7 @@ _MLP = ("mlp", "block_sparse_moe", "feed_forward")
 _MAX_QUANTIFIERS, _MAX_PATH = 6, 160
 
 
-def targeted(config: dict[str, Any], module: str, layer: int) -> bool:
+def targeted(config: dict[str, object], module: str, layer: int) -> bool:
     """Whether PEFT would have adapted ``module`` ("model.layers.3.self_attn.q_proj") of ``layer``.
 
     PEFT's rule: a list names paths or their ends, a string is an expression for the whole path;
@@ -40,7 +39,7 @@ def targeted(config: dict[str, Any], module: str, layer: int) -> bool:
     return (not chosen or layer in chosen) and _matches(targets, module) is True
 
 
-def _matches(pattern: Any, module: str) -> bool | None:
+def _matches(pattern: object, module: str) -> bool | None:
     if isinstance(pattern, str):
         expression = _expression(pattern)
         if expression is None or len(module) > _MAX_PATH:

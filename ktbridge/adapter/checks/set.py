@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice, last_part
+from ktbridge.adapter.blocks import scaled_exactly, to_bf16
 from ktbridge.adapter.checks.config import folded
-from ktbridge.adapter.values import scaled_exactly, to_bf16
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 
@@ -180,7 +180,7 @@ def _first_difference(one: ExpertStack, other: ExpertStack) -> int | None:
 
 
 def _same_nonexpert(one: Part, other: Part, factor: float) -> bool:
-    source, served = _slice(one), _slice(other)
+    source, served = one.slice, other.slice
     if source.shape != served.shape:
         return False
     data, target = _bytes(source, served.dtype), _bytes(served, served.dtype)
@@ -189,10 +189,6 @@ def _same_nonexpert(one: Part, other: Part, factor: float) -> bool:
         return data == target
     scaled = None if data is None else scaled_exactly(memoryview(data), served.dtype, factor)
     return scaled is not None and scaled == target
-
-
-def _slice(part: Part) -> Slice:
-    return Slice(part.file, part.entry.start, part.entry.end, part.entry.dtype, part.entry.shape)
 
 
 def _bytes(piece: Slice, dtype: str) -> bytes | None:

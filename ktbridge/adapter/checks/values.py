@@ -13,7 +13,6 @@ file's size.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.rules import many
+from ktbridge.adapter.checks import many
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import TensorFile
@@ -96,30 +95,18 @@ def _words(
     """The bytes ``start:end`` as integers, buffer by buffer, each with its start."""
     buffer = memoryview(bytearray(min(_BUFFER, max(end - start, 1))))
     unreported = 0
-    try:
-        with open(file.path, "rb", buffering=0) as source:
-            source.seek(start)
-            while start < end:
-                view = buffer[: min(len(buffer), end - start)]
-                filled = 0
-                while filled < len(view):
-                    got = source.readinto(view[filled:])
-                    if not got:
-                        raise KtbridgeError(
-                            f"{file.path} became shorter while it was being read",
-                            "wait until nothing writes to it, then run again",
-                        )
-                    filled += got
-                yield start, np.frombuffer(view, integer)
-                start += len(view)
-                unreported += len(view)
-                if unreported >= _REPORT_BYTES or start == end:
-                    on_bytes(unreported)
-                    unreported = 0
-    except OSError as error:
-        raise KtbridgeError(
-            f"{file.path} can't be read: {os.strerror(error.errno or 0)}"
-        ) from error
+    while start < end:
+        view = buffer[: min(len(buffer), end - start)]
+        try:
+            file.read_into(start, view)
+        except OSError as error:
+            raise KtbridgeError(f"{file.path} can't be read: {error.strerror}") from error
+        yield start, np.frombuffer(view, integer)
+        start += len(view)
+        unreported += len(view)
+        if unreported >= _REPORT_BYTES or start == end:
+            on_bytes(unreported)
+            unreported = 0
 
 
 @dataclass
@@ -179,11 +166,8 @@ def _runs(adapter: Adapter) -> Iterator[tuple[TensorFile, Run, list[Part]]]:
 
     A fused tensor is a run of its own, with one matrix per expert.
     """
-    parts = [*adapter.nonexpert.values()]
-    for stack in adapter.experts.values():
-        parts += stack.sources
     by_file: dict[TensorFile, list[Part]] = {file: [] for file in adapter.files}
-    for part in parts:
+    for part in adapter.tensors():
         if part.entry.dtype in FORMATS:
             by_file[part.file].append(part)
     for file, group in by_file.items():

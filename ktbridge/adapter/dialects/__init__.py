@@ -22,55 +22,51 @@ if TYPE_CHECKING:
 
 
 class Dialect(NamedTuple):
-    """One format. ``exact`` describes what a round trip preserves bit for bit, or why it doesn't."""
+    """One format. ``reader`` and ``writer`` are functions of this package ("kt.read_kt"), "" for none.
+
+    ``exact`` describes what a round trip preserves bit for bit, or why it doesn't.
+    """
 
     name: str
-    reads: bool
-    writes: bool
+    reader: str
+    writer: str
     loaded_by: str
     exact: str
 
 
 _SCALE = "bits as they are; refused where one scale for both halves would round"
 DIALECTS: tuple[Dialect, ...] = (
-    Dialect("raw", True, True, "ktbridge, KTransformers", "bits as they are"),
-    Dialect("kt-split", True, True, "SGLang-KT up to 0.7.0.post3", "bits as they are"),
-    Dialect("kt-merged", True, True, "SGLang-KT 0.7.2", _SCALE),
+    Dialect("raw", "kt.read_kt", "kt.write_raw", "ktbridge, KTransformers", "bits as they are"),
     Dialect(
-        "peft-fused", True, True, "PEFT 0.19 and later, vLLM's 3-D MoE",
+        "kt-split", "kt.read_kt", "kt.write_split", "SGLang-KT up to 0.7.0.post3",
+        "bits as they are",
+    ),
+    Dialect("kt-merged", "kt.read_kt", "kt.write_merged", "SGLang-KT 0.7.2", _SCALE),
+    Dialect(
+        "peft-fused", "peft.read_peft", "peft_layout.write_peft",
+        "PEFT 0.19 and later, vLLM's 3-D MoE",
         "bits as they are, plus zeros that reading takes out again; a trained A that gate and up "
         "share is read as two copies, and written as one again",
     ),
     Dialect(
-        "peft-0.18", True, False, "PEFT 0.17 and 0.18",
+        "peft-0.18", "peft.read_peft", "", "PEFT 0.17 and 0.18",
         "bits as they are; not written, because current PEFT misreads it",
     ),
     Dialect(
-        "unsloth-legacy", True, False, "older Unsloth",
+        "unsloth-legacy", "peft.read_peft", "", "older Unsloth",
         "bits as they are; not written, because nothing distinguishes it from peft-fused",
     ),
-    Dialect("vllm", True, True, "vLLM with per-expert LoRA", _SCALE),
-    Dialect("sglang-3d", True, True, "SGLang 0.5.2x and later on GPUs", _SCALE),
-    Dialect("gguf", True, True, "llama.cpp", _SCALE),
+    Dialect("vllm", "kt.read_kt", "kt.write_vllm", "vLLM with per-expert LoRA", _SCALE),
+    Dialect(
+        "sglang-3d", "kt.read_sglang_3d", "kt.write_sglang_3d",
+        "SGLang 0.5.2x and later on GPUs", _SCALE,
+    ),
+    Dialect("gguf", "gguf.read_gguf", "gguf.write_gguf", "llama.cpp", _SCALE),
 )  # fmt: skip
-READABLE = tuple(dialect.name for dialect in DIALECTS if dialect.reads)
-WRITABLE = tuple(dialect.name for dialect in DIALECTS if dialect.writes)
-
-_READERS = {
-    **dict.fromkeys(("kt", "raw", "kt-split", "kt-merged", "vllm"), "kt.read_kt"),
-    "sglang-3d": "kt.read_sglang_3d",
-    **dict.fromkeys(("peft", "peft-fused", "peft-0.18", "unsloth-legacy"), "peft.read_peft"),
-    "gguf": "gguf.read_gguf",
-}
-_WRITERS = {
-    "raw": "kt.write_raw",
-    "kt-split": "kt.write_split",
-    "kt-merged": "kt.write_merged",
-    "vllm": "kt.write_vllm",
-    "sglang-3d": "kt.write_sglang_3d",
-    "peft-fused": "peft_write.write_peft",
-    "gguf": "gguf.write_gguf",
-}
+READABLE = tuple(dialect.name for dialect in DIALECTS if dialect.reader)
+WRITABLE = tuple(dialect.name for dialect in DIALECTS if dialect.writer)
+# What ``detect_format`` can't tell apart is left to their reader.
+_GROUPS = {"kt": "kt.read_kt", "peft": "peft.read_peft"}
 _SIGNS = {
     "peft": re.compile(rb"\.experts\.(?:base_layer\.)?lora_[AB]\."),
     "sglang-3d": re.compile(rb"\.experts\.(?:gate|up|down)_proj\.lora_[AB]\."),
@@ -79,12 +75,14 @@ _SIGNS = {
 
 def reader_of(name: str) -> Reader:
     """The reader of a readable format, or of what ``detect_format`` returned."""
-    return cast("Reader", _function(_READERS[name]))
+    readers = {dialect.name: dialect.reader for dialect in DIALECTS}
+    return cast("Reader", _function((readers | _GROUPS)[name]))
 
 
 def writer_of(name: str) -> Writer:
     """The writer of a writable format."""
-    return cast("Writer", _function(_WRITERS[name]))
+    writers = {dialect.name: dialect.writer for dialect in DIALECTS}
+    return cast("Writer", _function(writers[name]))
 
 
 def _function(name: str) -> object:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ktbridge.adapter.adapter import CONFIG_FILE, is_number
-from ktbridge.adapter.blocks import BITS, Block, Output, Rows, piece
+from ktbridge.adapter.blocks import BITS, Block
 from ktbridge.adapter.dialects.source import (
     Request,
     Source,
@@ -35,10 +34,12 @@ from ktbridge.adapter.dialects.source import (
 )
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
 from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.manifest import MANIFEST_FILE, read_json_object
+from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.adapter.outputs import Output, Rows, piece
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.model import ModelConfig
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import take_stamps
 from ktbridge.model.tensorfile import DTYPE_BITS
 
@@ -69,8 +70,9 @@ _MODULES = (
     "mlp.gate",
     "mlp.shared_expert_gate",
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")),
+    "linear_attn.out_proj",
 )
-_SHARED = ("shared_expert", "shared_experts")
 _NAME = re.compile(r"blk\.([0-9]{1,6})\.([a-z_0-9]+)\.weight\.lora_([ab])")
 _EXPERTS = {f"ffn_{name}_exps": name for name in ("gate", "up", "down")}
 _MOVED = "llama.cpp rearranges this module's weights, and an adapter to it would have to follow"
@@ -138,7 +140,7 @@ def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
     return [output], problems
 
 
-def _header(metadata: dict[str, Any], name: str, rows: Rows) -> bytes:
+def _header(metadata: dict[str, object], name: str, rows: Rows) -> bytes:
     """What precedes the first tensor: ``metadata`` by key, and a row per tensor."""
     package = _package()
     with TemporaryDirectory() as folder:
@@ -216,11 +218,12 @@ def _strict_reader(package: Any) -> Any:
 
 
 def _source(
-    package: Any, file: Path, request: Request, fields: dict[str, Any], tensors: list[Any]
+    package: Any, file: Path, request: Request, fields: dict[str, object], tensors: list[Any]
 ) -> Source:
     config = _beside(request.path, CONFIG_FILE)
-    base_model = config.get("base_model_name_or_path") or fields.get("ktbridge.base_model") or None
-    base = local_config(request.base_model, str(base_model))
+    named = config.get("base_model_name_or_path") or fields.get("ktbridge.base_model")
+    base_model = str(named) if named else None
+    base = local_config(request.base_model, base_model)
     prefix = fields.get("ktbridge.module_prefix")
     if not isinstance(prefix, str):
         prefix = base.prefix if base else "model."
@@ -271,11 +274,11 @@ def _source(
     return source
 
 
-def _beside(path: Path, name: str) -> dict[str, Any]:
+def _beside(path: Path, name: str) -> dict[str, object]:
     """A JSON file of our own directories; other GGUF adapters are single files."""
     if not path.is_dir() or not (path / MANIFEST_FILE).is_file() or not (path / name).is_file():
         return {}
-    return read_json_object(path / name)
+    return read_json_file(path / name)
 
 
 def _layers(tensors: list[Any]) -> int:
@@ -311,22 +314,15 @@ def _names(package: Any, architecture: str, layers: int) -> dict[str, str]:
         )
     table = package.get_tensor_name_map(arch, layers)
     names: dict[str, str] = {}
-    shared = _SHARED[1] if architecture in ("deepseek2", "glm4moe") else _SHARED[0]
+    shared = "shared_experts" if architecture in ("deepseek2", "glm4moe") else "shared_expert"
+    of_shared = [f"mlp.{shared}.{name}_proj" for name in ("gate", "up", "down")]
     for layer in range(layers):
-        for module in _candidates(shared):
+        for module in (*_MODULES, *of_shared):
             hf = f"model.layers.{layer}.{module}"
             name = table.get_name(hf)
             if name is not None:
                 names[hf] = name
     return names
-
-
-def _candidates(shared: str) -> Iterator[str]:
-    yield from _MODULES
-    for name in ("gate", "up", "down"):
-        yield f"mlp.{shared}.{name}_proj"
-    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"):
-        yield f"linear_attn.{name}"
 
 
 def _plain(key: Key) -> str:

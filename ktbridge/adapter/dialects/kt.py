@@ -15,22 +15,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 
-from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter, ExpertStack, Part
-from ktbridge.adapter.blocks import Block, Output, Piece, block_of, block_of_tensor, piece
-from ktbridge.adapter.dialects.directory import file_nonexpert, open_foreign
+from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter, Part
+from ktbridge.adapter.blocks import block_of, block_of_stack
+from ktbridge.adapter.checks import Use
 from ktbridge.adapter.dialects.source import (
     Request,
     Source,
     check_source,
     expert_alpha,
     fail_if,
+    file_nonexpert,
+    open_foreign,
     refusal,
 )
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
-from ktbridge.adapter.lora_config import build_config, kept_fields
-from ktbridge.adapter.scales import apply_alpha, fold_patterns
+from ktbridge.adapter.lora_config import apply_alpha, build_config, fold_patterns
+from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
@@ -61,7 +62,9 @@ def read_kt(request: Request) -> Source:
         if stack.fused is None and len(stack.parts) != stack.count:
             found = f"{projection}_proj.lora_{half} lacks {stack.count - len(stack.parts)} experts"
             fail_if(path, [*findings, problem("KTB203", f"{path}: layer {layer}", found)])
-        source.experts[slot] = _stacked(adapter, layer, f"{projection}_lora_{half.lower()}", stack)
+        blocks = tuple(block_of(part.file, part.entry) for part in stack.sources)
+        where = f"{path}: layer {layer} {projection}_proj.lora_{half}"
+        source.experts[slot] = blocks[0] if stack.fused else block_of_stack(blocks, where)
     for key, part in adapter.nonexpert.items():
         factor = factors.get(part.key.module, 1.0) if part.key.half == "B" else 1.0
         source.nonexpert[key] = block_of(part.file, part.entry).times(factor, part.where)
@@ -92,58 +95,36 @@ def _scaled(request: Request) -> tuple[Adapter, dict[str, float], list[Problem]]
     findings += apply_alpha(adapter, alpha)
     factors, folded = fold_patterns(adapter)
     findings += folded
-    findings += check_structure(adapter, serving=False)
+    findings += check_structure(adapter, Use.INPUT)
     return adapter, factors, findings
-
-
-def _stacked(adapter: Adapter, layer: int, name: str, stack: ExpertStack) -> Block:
-    """All experts of a slot: one tensor of the input, or one per expert."""
-    if stack.fused is not None:
-        return block_of(stack.fused.file, stack.fused.entry)
-    parts = tuple(block_of(part.file, part.entry) for part in stack.sources)
-    fetch = partial(adapter.expert_tensor, layer, name, mapped=False)
-    whole = block_of_tensor(parts[0].dtype, (len(parts), *parts[0].shape), fetch)
-    return whole._replace(parts=parts)
 
 
 def _numbers(adapter: Adapter, request: Request) -> Source:
     """A source without tensors: ranks, alphas and origin."""
-    rslora = bool(adapter.config.get("use_rslora"))
-    has_alpha = adapter.config.get("lora_alpha") is not None
-    other_rank = adapter.nonexpert_rank
-    other_alpha = adapter.nonexpert_alpha if has_alpha else adapter.alpha
-    # Without experts, the manifest's expert entries are ignored.
-    rank, alpha = (adapter.rank, adapter.alpha) if adapter.experts else (other_rank, other_alpha)
     vllm = request.format == "vllm"
-    if vllm and rslora and request.lora_alpha is None:
-        alpha = expert_alpha(alpha / rank**0.5, rank)
-    return Source(
-        path=adapter.path,
-        format="vllm" if vllm else adapter.layout,
-        rank=rank,
-        alpha=alpha,
-        nonexpert_rank=other_rank,
-        nonexpert_alpha=other_alpha,
-        use_rslora=rslora,
-        base_model=adapter.base_model,
-        kept=kept_fields(adapter.config),
-        files=[] if vllm else adapter.files,
-        stamps=adapter.stamps,
-        manifest=adapter.manifest,
-    )
+    source = Source.of(adapter, "vllm" if vllm else adapter.layout, 0, 0.0)
+    # Without experts, the manifest's expert entries are ignored.
+    source.rank, source.alpha = source.nonexpert_rank, source.nonexpert_alpha
+    if adapter.experts:
+        source.rank, source.alpha = adapter.rank, adapter.alpha
+    if vllm and source.use_rslora and request.lora_alpha is None:
+        source.alpha = expert_alpha(source.alpha / source.rank**0.5, source.rank)
+    source.files = [] if vllm else adapter.files
+    return source
 
 
 def read_sglang_3d(request: Request) -> Source:
     """An adapter whose experts are stacked tensors under the modules' own names."""
     path = request.path
-    opened = open_foreign(path, request.lora_alpha)
-    alpha = opened.alpha
-    if opened.config.get("use_rslora"):
-        alpha = expert_alpha(alpha / opened.rank**0.5, opened.rank)
-    source = opened.new_source("sglang-3d", opened.rank, alpha)
+    adapter, parts, warnings = open_foreign(request)
+    rank, alpha = adapter.nonexpert_rank, adapter.nonexpert_alpha
+    if adapter.config.get("use_rslora"):
+        alpha = expert_alpha(alpha / rank**0.5, rank)
+    source = Source.of(adapter, "sglang-3d", rank, alpha)
+    source.findings, source.tensors_in = warnings, len(parts)
     rest: list[Part] = []
     findings: list[Problem] = []
-    for part in opened.parts:
+    for part in parts:
         match = _3D.fullmatch(part.entry.name)
         if match is None:
             rest.append(part)

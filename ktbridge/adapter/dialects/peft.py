@@ -28,19 +28,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from math import sqrt
-from typing import Any
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Part, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
 from ktbridge.adapter.blocks import Block, block_of
-from ktbridge.adapter.dialects.directory import Directory, file_nonexpert, open_foreign
 from ktbridge.adapter.dialects.peft_layout import (
     DOWN,
     GATE_UP,
+    Pair,
     arrangement,
     half_of,
     is_interleaved,
     padded,
+    swapped,
     unpack,
 )
 from ktbridge.adapter.dialects.source import (
@@ -49,8 +50,10 @@ from ktbridge.adapter.dialects.source import (
     check_source,
     expert_alpha,
     fail_if,
+    file_nonexpert,
     local_config,
     note,
+    open_foreign,
     refusal,
 )
 from ktbridge.codes import problem
@@ -61,37 +64,10 @@ from ktbridge.model import ModelConfig
 _PLAIN_PATTERN = re.compile(r"(?:[\w^$|-]|\\?\.|\.\*|\\d\+?|\[0-9\]\+?)*")
 
 
-class Pair:
-    """A and B of one parameter of one layer, as stored."""
-
-    def __init__(self, a: Part, b: Part) -> None:
-        self.a, self.b = a, b
-
-    @property
-    def columns(self) -> int:
-        return self.a.entry.shape[1]
-
-    @property
-    def rows(self) -> int:
-        return self.b.entry.shape[0]
-
-
-def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
-    """Whether in and out are swapped (PEFT 0.17/0.18); None if shapes are ambiguous.
-
-    With both parameters, gate_up's input is down's output, and gate_up's output twice down's
-    input. With one of them, the hidden size decides (0: unknown), unless its matrices are square.
-    """
-    gate_up, down = pairs.get(GATE_UP), pairs.get(DOWN)
-    if gate_up and down:
-        now = gate_up.columns == down.rows and gate_up.rows == 2 * down.columns
-        old = gate_up.rows == down.columns and gate_up.columns == 2 * down.rows
-        return old if now != old else None
-    pair = gate_up or down
-    if pair is None or pair.columns == pair.rows or hidden not in (pair.columns, pair.rows):
-        return None
-    inner = pair.columns if gate_up else pair.rows
-    return inner != hidden
+# layer -> (path of its experts' module, parameter -> its A and B)
+Layers = dict[int, tuple[str, dict[str, Pair]]]
+# parameter -> layer -> stacked A [E,R,in] and B [E,out,R]
+Stacks = dict[str, dict[int, tuple[Block, Block]]]
 
 
 def read_peft(request: Request) -> Source:
@@ -101,23 +77,24 @@ def read_peft(request: Request) -> Source:
     ProblemsError with every mismatch.
     """
     path, dialect = request.path, request.format
-    opened = open_foreign(path, request.lora_alpha)
-    base = local_config(request.base_model, opened.adapter.base_model)
+    adapter, parts, warnings = open_foreign(request)
+    base = local_config(request.base_model, adapter.base_model)
     findings: list[Problem] = []
-    layers, rest = _pairs(opened, findings)
+    layers, rest = _pairs(adapter, parts, findings)
     fail_if(path, findings)
     if not layers:  # an ordinary PEFT adapter
-        source = opened.new_source(dialect, opened.rank, opened.alpha)
-        _file_rest(opened, source, rest, findings)
+        source = Source.of(adapter, dialect, adapter.nonexpert_rank, adapter.nonexpert_alpha)
+        source.findings, source.tensors_in = warnings, len(parts)
+        _file_rest(adapter, source, rest, findings)
         return source
-    dialect, exchanged = _orientation(opened, layers, rest, base, dialect)
+    dialect, exchanged = _orientation(adapter, layers, rest, base, dialect)
     order = "e*R+k" if dialect == "unsloth-legacy" else "k*E+e"
-    stacks: dict[str, dict[int, tuple[Block, Block]]] = defaultdict(dict)
+    stacks: Stacks = defaultdict(dict)
     scales: dict[str, set[float]] = defaultdict(set)
     experts: set[int] = set()
     for layer, (module, pairs) in sorted(layers.items()):
         for parameter, pair in pairs.items():
-            rank, scale, problems = _rank_and_scale(opened.config, f"{module}.{parameter}", pair)
+            rank, scale, problems = _rank_and_scale(adapter.config, f"{module}.{parameter}", pair)
             findings += problems
             if has_errors(problems):
                 continue
@@ -134,40 +111,39 @@ def read_peft(request: Request) -> Source:
         expected = f"{base.num_experts} experts" if base else "one number"
         findings.append(problem("KTB204", str(path), found, expected))
     fail_if(path, findings)
-    source = _arranged(opened, dialect, stacks, scales, base, findings)
+    source = _arranged(adapter, dialect, stacks, scales, base, findings)
+    source.findings, source.tensors_in = warnings, len(parts)
     source.prefix = re.split(r"layers\.[0-9]+\.", next(iter(layers.values()))[0], maxsplit=1)[0]
-    _file_rest(opened, source, rest, findings)
+    _file_rest(adapter, source, rest, findings)
     return source
 
 
-def _file_rest(
-    opened: Directory, source: Source, rest: list[Part], findings: list[Problem]
-) -> None:
-    _check_nonexpert_patterns(opened, rest, findings)
+def _file_rest(adapter: Adapter, source: Source, rest: list[Part], findings: list[Problem]) -> None:
+    _check_nonexpert_patterns(adapter, rest, findings)
     file_nonexpert(source, rest, findings)
-    fail_if(opened.path, [*findings, *check_source(source)])
+    fail_if(adapter.path, [*findings, *check_source(source)])
     source.findings += findings
 
 
 def _pairs(
-    opened: Directory, findings: list[Problem]
-) -> tuple[dict[int, tuple[str, dict[str, Pair]]], list[Part]]:
+    adapter: Adapter, parts: list[Part], findings: list[Problem]
+) -> tuple[Layers, list[Part]]:
     """layer -> (module path, parameter -> its A and B); and every other tensor."""
     found: dict[int, dict[str, dict[str, Part]]] = defaultdict(lambda: defaultdict(dict))
     modules: dict[int, str] = {}
     rest: list[Part] = []
-    for part in opened.parts:
+    for part in parts:
         if part.key.kind != "peft-fused":
             rest.append(part)
             continue
         inner = part.key.module.endswith(".base_layer")
         found[part.key.layer]["inner" if inner else "outer"][part.key.half] = part
         modules[part.key.layer] = part.key.module.removesuffix(".base_layer")
-    layers: dict[int, tuple[str, dict[str, Pair]]] = {}
+    layers: Layers = {}
     for layer, places in found.items():
         pairs: dict[str, Pair] = {}
         for place, halves in places.items():
-            parameter = _parameter(opened, modules[layer], place, places)
+            parameter = _parameter(adapter, modules[layer], place, places)
             if len(halves) != 2:
                 where = next(iter(halves.values())).where
                 findings.append(problem("KTB202", where, "has no counterpart", "lora_A and lora_B"))
@@ -184,15 +160,15 @@ def _pairs(
                 pairs[parameter] = Pair(halves["A"], halves["B"])
         layers[layer] = (modules[layer], pairs)
     if -1 in layers:
-        findings.append(problem("KTB201", str(opened.path), "has experts outside decoder layers"))
+        findings.append(problem("KTB201", str(adapter.path), "has experts outside decoder layers"))
     return layers, rest
 
 
-def _parameter(opened: Directory, module: str, place: str, places: Any) -> str | None:
+def _parameter(adapter: Adapter, module: str, place: str, places: Collection[str]) -> str | None:
     """gate_up_proj is inside down_proj; a single one must be listed in target_parameters."""
     if "inner" in places:
         return GATE_UP if place == "inner" else DOWN
-    targets = opened.config.get("target_parameters")
+    targets = adapter.config.get("target_parameters")
     if not isinstance(targets, list):
         return None
     named = {
@@ -205,7 +181,7 @@ def _parameter(opened: Directory, module: str, place: str, places: Any) -> str |
 
 
 def _orientation(
-    opened: Directory, layers: Any, rest: list[Part], base: ModelConfig | None, dialect: str
+    adapter: Adapter, layers: Layers, rest: list[Part], base: ModelConfig | None, dialect: str
 ) -> tuple[str, bool]:
     """The dialect, and whether in and out are swapped; UsageError if ambiguous."""
     hidden = base.hidden_size if base else 0
@@ -214,7 +190,7 @@ def _orientation(
             hidden = part.entry.shape[-1]
     verdicts = {swapped(pairs, hidden) for _, pairs in layers.values()}
     verdict = verdicts.pop() if len(verdicts) == 1 else None
-    if dialect == "peft" and (opened.manifest or {}).get("layout") == "peft-fused":
+    if dialect == "peft" and (adapter.manifest or {}).get("layout") == "peft-fused":
         dialect = "peft-fused"  # our own directory
     if dialect == "peft":
         if verdict:
@@ -227,22 +203,22 @@ def _orientation(
                 "neither keys nor shapes identify which of three dialects wrote its expert LoRA"
             )
             flags = "--from peft-fused, --from peft-0.18 or --from unsloth-legacy"
-        raise UsageError(f"{opened.path} is ambiguous: {reason}", f"pass {flags}")
+        raise UsageError(f"{adapter.path} is ambiguous: {reason}", f"pass {flags}")
     if dialect == "peft-fused" and verdict is True:
         raise UsageError(
-            f"{opened.path} has in and out exchanged, as PEFT 0.17 and 0.18 wrote them",
+            f"{adapter.path} has in and out exchanged, as PEFT 0.17 and 0.18 wrote them",
             "pass --from peft-0.18",
         )
     if dialect == "peft-0.18" and verdict is False:
         raise UsageError(
-            f"{opened.path} has in and out as PEFT 0.19 and later write them",
+            f"{adapter.path} has in and out as PEFT 0.19 and later write them",
             "pass --from peft-fused",
         )
     return dialect, dialect == "peft-0.18" or (dialect == "unsloth-legacy" and bool(verdict))
 
 
 def _rank_and_scale(
-    config: dict[str, Any], name: str, pair: Pair
+    config: dict[str, object], name: str, pair: Pair
 ) -> tuple[int, float, list[Problem]]:
     rank = _pattern(config, "rank_pattern", name, config["r"])
     alpha = _pattern(config, "alpha_pattern", name, config["lora_alpha"])
@@ -255,7 +231,7 @@ def _rank_and_scale(
     return rank, alpha / (sqrt(rank) if config.get("use_rslora") else rank), []
 
 
-def _pattern(config: dict[str, Any], field: str, name: str, default: Any) -> Any:
+def _pattern(config: Mapping[str, object], field: str, name: str, default: object) -> object:
     """PEFT's get_pattern_key: the first pattern that matches the end of the name."""
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict):
@@ -272,16 +248,17 @@ def _pattern(config: dict[str, Any], field: str, name: str, default: Any) -> Any
 
 
 def _arranged(
-    opened: Directory, dialect: str, stacks: Any, scales: dict[str, set[float]],
+    adapter: Adapter, dialect: str, stacks: Stacks, scales: dict[str, set[float]],
     base: ModelConfig | None, findings: list[Problem],
 ) -> Source:  # fmt: skip
     """Split gate_up, and give all one rank and scale; report where zero padding is needed."""
-    interleaved = is_interleaved(base, opened.adapter.base_model)
-    gate_up: dict[int, tuple[Block, Block]] = stacks.get(GATE_UP, {})
-    down: dict[int, tuple[Block, Block]] = stacks.get(DOWN, {})
-    parts: dict[str, dict[int, tuple[Block, Block]]] = {}
+    interleaved = is_interleaved(base, adapter.base_model)
+    recorded = (adapter.manifest or {}).get("experts")
+    hint = recorded if isinstance(recorded, dict) else {}  # of our own manifest
+    gate_up, down = stacks.get(GATE_UP, {}), stacks.get(DOWN, {})
+    parts: Stacks = {}
     scale_of: dict[str, float] = {}
-    how = arrangement(gate_up, interleaved, opened.hint)
+    how = arrangement(gate_up, interleaved, hint)
     for name in ("gate", "up") if gate_up else ():
         if how in ("gate", "up") and name != how:
             continue
@@ -293,25 +270,25 @@ def _arranged(
     if down:
         parts["down"] = down
         scale_of["down"] = max(scales[DOWN])
-    if how in ("gate", "up") and not opened.hint:
+    if how in ("gate", "up") and not hint:
         other = "up" if how == "gate" else "gate"
         found = f"the B of every {other}_proj is all zero and adds nothing: it is left out"
-        findings.append(note(str(opened.path), found))
+        findings.append(note(str(adapter.path), found))
     ranks = {name: next(iter(layers.values()))[0].shape[1] for name, layers in parts.items()}
     rank = max(ranks.values())
     if len({s for values in scales.values() for s in values}) > 1:
         listed = ", ".join(f"{name} {scale:g}" for name, scale in scale_of.items())
         found = f"alpha/rank differs between expert parameters: {listed}"
         step = "train with one alpha/rank, or merge the adapter with PEFT"
-        findings.append(refusal(str(opened.path / CONFIG_FILE), found, step, "one scale"))
+        findings.append(refusal(str(adapter.path / CONFIG_FILE), found, step, "one scale"))
     low = sorted(name for name, value in ranks.items() if value < rank)
     if low:
         found = (
             f"{', '.join(low)} has rank {ranks[low[0]]} and is padded with zeros to {rank}, "
             "because KT has one rank for all experts; its product stays the same"
         )
-        findings.append(note(str(opened.path), found))
-    source = opened.new_source(dialect, rank, expert_alpha(next(iter(scale_of.values())), rank))
+        findings.append(note(str(adapter.path), found))
+    source = Source.of(adapter, dialect, rank, expert_alpha(next(iter(scale_of.values())), rank))
     for name, layers in parts.items():
         for layer, (a, b) in layers.items():
             source.experts[layer, name, "A"] = padded(a, 1, rank)
@@ -319,15 +296,15 @@ def _arranged(
     return source
 
 
-def _check_nonexpert_patterns(opened: Directory, rest: list[Part], findings: list[Problem]) -> None:
+def _check_nonexpert_patterns(adapter: Adapter, rest: list[Part], findings: list[Problem]) -> None:
     """The raw layout has one rank and alpha for all non-expert modules."""
     for field in ("rank_pattern", "alpha_pattern"):
-        default = opened.config["r" if field == "rank_pattern" else "lora_alpha"]
+        default = adapter.config["r" if field == "rank_pattern" else "lora_alpha"]
         modules = {part.key.module for part in rest if part.key.kind == "lora"}
         other = [
-            m for m in sorted(modules) if _pattern(opened.config, field, m, default) != default
+            m for m in sorted(modules) if _pattern(adapter.config, field, m, default) != default
         ]
         if other:
             found = f"{field} gives {other[0]} another value than {default}"
             step = "train non-expert modules with one rank and alpha"
-            findings.append(refusal(str(opened.path / CONFIG_FILE), found, step))
+            findings.append(refusal(str(adapter.path / CONFIG_FILE), found, step))

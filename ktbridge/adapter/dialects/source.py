@@ -1,4 +1,7 @@
-"""One adapter of any format: tensors by role, not yet read; what readers make and writers take."""
+"""One adapter of any format: tensors by role, not yet read; what readers make and writers take.
+
+``open_foreign`` and ``file_nonexpert`` are what the readers of other tools' directories share.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE
-from ktbridge.adapter.blocks import BITS, Block, Output, Piece, piece
-from ktbridge.adapter.keys import HALVES, PROJECTIONS, parse_key
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
+from ktbridge.adapter.blocks import BITS, Block, block_of
+from ktbridge.adapter.checks import Use
+from ktbridge.adapter.checks.config import check_config
+from ktbridge.adapter.keys import HALVES, PROJECTIONS, parse_key, peft_key
+from ktbridge.adapter.lora_config import Numbers, common_scale, kept_fields, plain_alpha
 from ktbridge.adapter.manifest import trained_on
-from ktbridge.adapter.scales import Numbers, common_scale, plain_alpha
+from ktbridge.adapter.outputs import Output, Piece, piece
+from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, has_errors
 from ktbridge.model import Fingerprint, ModelConfig, TensorFile, read_model_config
@@ -34,7 +41,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Source:
-    """An adapter of any dialect.
+    """An adapter of any dialect; ``Source.of`` makes one without tensors from an opened directory.
 
     ``experts``: (layer, projection, half) -> stacked block: gate/up A [E,r,H], B [E,I,r]; down
     A [E,r,I], B [E,H,r]; all served at ``alpha/rank``. ``nonexpert``: PEFT key with
@@ -55,14 +62,32 @@ class Source:
     base_model: str | None = None
     base_models: tuple[str | None, ...] = ()
     prefix: str | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, object] = field(default_factory=dict)
     experts: dict[Slot, Block] = field(default_factory=dict)
     nonexpert: dict[str, Block] = field(default_factory=dict)
     files: list[TensorFile] = field(default_factory=list)
     stamps: Stamps = field(default_factory=dict)
-    manifest: dict[str, Any] | None = None
+    manifest: dict[str, object] | None = None
     tensors_in: int = 0
     findings: list[Problem] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, adapter: Adapter, name: str, rank: int, alpha: float) -> Source:
+        """Numbers and origin of a directory in format ``name``; rank and alpha are the experts'."""
+        configured = adapter.config.get("lora_alpha") is not None
+        return cls(
+            path=adapter.path,
+            format=name,
+            rank=rank,
+            alpha=alpha,
+            nonexpert_rank=adapter.nonexpert_rank,
+            nonexpert_alpha=adapter.nonexpert_alpha if configured else adapter.alpha,
+            use_rslora=bool(adapter.config.get("use_rslora")),
+            base_model=adapter.base_model,
+            kept=kept_fields(adapter.config),
+            stamps=adapter.stamps,
+            manifest=adapter.manifest,
+        )
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -215,6 +240,62 @@ def _check_nonexpert(source: Source, key: str, block: Block) -> Iterator[Problem
     elif block.shape[0 if half == "A" else 1] != source.nonexpert_rank:
         found = f"has rank {block.shape[0 if half == 'A' else 1]}"
         yield problem("KTB301", place, found, f"rank {source.nonexpert_rank}")
+
+
+# Fields that specific dialects handle; every other field that changes results is refused.
+_OWN = ("rank_pattern", "alpha_pattern", "target_parameters", "target_modules")
+
+
+def open_foreign(request: Request) -> tuple[Adapter, list[Part], list[Problem]]:
+    """A directory that another tool wrote, all its tensors, and findings that are no errors.
+
+    ``request.lora_alpha`` is used where the configuration has none. Raises ProblemsError with
+    everything that makes it unreadable, or that changes its result in a way no dialect can represent
+    (DoRA, biases, saved modules, ...).
+    """
+    adapter, found = scan_adapter(request.path)
+    # Readers parse keys; the checks of files and configuration are shared.
+    findings = [item for item in found if item.code < "KTB014"]
+    if adapter is None:
+        raise ProblemsError(f"{request.path} can't be converted", found)
+    config = adapter.config
+    if config.get("lora_alpha") is None and request.lora_alpha is not None:
+        config = {**config, "lora_alpha": request.lora_alpha}
+    adapter.config = {key: value for key, value in config.items() if key not in _OWN}
+    findings += [item for item in check_config(adapter, Use.INPUT) if item.severity == "error"]
+    adapter.config = config
+    if config.get("r") is None or not is_number(config.get("lora_alpha")):
+        where = str(adapter.path / CONFIG_FILE)
+        if not has_errors(findings):
+            findings.append(problem("KTB103", where, "has no usable r and lora_alpha"))
+    parts = [
+        Part(file, entry, parse_key(entry.name))
+        for file in adapter.files
+        for entry in file.entries.values()
+    ]
+    odd = [part for part in parts if part.entry.dtype not in BITS]
+    if odd:
+        found_dtype = f"is {odd[0].entry.dtype} ({len(odd)} tensors)"
+        findings.append(problem("KTB303", odd[0].where, found_dtype, "BF16, F16 or F32"))
+    fail_if(request.path, findings)
+    return adapter, parts, findings
+
+
+def file_nonexpert(source: Source, parts: list[Part], findings: list[Problem]) -> None:
+    """Move ordinary LoRA tensors into ``source``; report each remaining tensor as a problem."""
+    strange = []
+    for part in parts:
+        if part.key.kind != "lora":
+            strange.append(part)
+            continue
+        key = peft_key(part.key.module, part.key.half)
+        if key in source.nonexpert:
+            findings.append(problem("KTB014", part.where, "gives a tensor again"))
+        source.nonexpert[key] = block_of(part.file, part.entry)
+    if strange:
+        count = f" ({len(strange)} tensors like it)" if len(strange) > 1 else ""
+        found = f"has no place in a {source.format} adapter{count}"
+        findings.append(problem("KTB201", strange[0].where, found))
 
 
 def expert_alpha(scale: float, rank: int) -> float:

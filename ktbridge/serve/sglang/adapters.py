@@ -19,12 +19,13 @@ from typing import Literal
 
 from ktbridge.adapter import convert_adapter, read_adapter, write_raw_adapter
 from ktbridge.adapter.adapter import Layout
-from ktbridge.adapter.checks.hashes import require_hashes
+from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
-from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, read_json_object, trained_on
+from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, trained_on
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.request import OPTION_OF_LAYOUT, RequestedLayout, ServeRequest
 
 # Part of every key: bump it when the conversion's output changes, to invalidate old results.
@@ -247,7 +248,7 @@ def convert(conversion: Conversion) -> bool:
 def is_intact(directory: Path, layout: str) -> bool:
     """Whether a converted directory matches its manifest, by size and hash."""
     with suppress(KtbridgeError, OSError):
-        manifest = read_json_object(directory / MANIFEST_FILE)
+        manifest = read_json_file(directory / MANIFEST_FILE)
         artifacts = manifest.get("artifacts")
         if manifest.get("layout") != layout or not isinstance(artifacts, dict) or not artifacts:
             return False

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ktbridge.adapter.publish import why_not_writable
+from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.sft.config import optimize_rule

@@ -11,8 +11,7 @@ import pytest
 from rawadapter import write_config, write_raw
 
 from ktbridge.adapter import Adapter, ConvertReport, convert_adapter, read_adapter
-from ktbridge.adapter.blocks import Block
-from ktbridge.adapter.values import as_float32
+from ktbridge.adapter.blocks import Block, as_float32
 from ktbridge.errors import ProblemsError
 
 FORMATS = ("kt-merged", "raw", "vllm", "sglang-3d", "peft-fused", "gguf")
@@ -155,17 +154,6 @@ def test_per_expert_rslora_is_doubted_aloud(tmp_path: Path, to: str) -> None:
     assert ("warning", True) in [
         (item.severity, "--lora-alpha" in item.next_step) for item in doubts
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "code"), [({"other_rank": 2}, "KTB702"), ({"other_alpha": 5.0}, "KTB703")]
-)
-def test_one_refusal_for_one_scale(tmp_path: Path, options: dict[str, Any], code: str) -> None:
-    raw = write_raw(tmp_path / "raw", **options)
-    for to in ("kt-merged", "vllm", "sglang-3d"):
-        with pytest.raises(ProblemsError) as error:
-            convert_adapter(raw, to=to, output_dir=tmp_path / "out")
-        assert [p.code for p in error.value.problems if p.severity == "error"] == [code]
 
 
 def test_configurations_and_rounding_are_alike(tmp_path: Path) -> None:

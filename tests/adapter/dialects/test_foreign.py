@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from rawadapter import write_config, write_raw
 from safetensors.numpy import load_file, save_file
 
 from ktbridge.adapter import Adapter, convert_adapter, read_adapter
+from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.dialects import DIALECTS
-from ktbridge.adapter.values import as_float32
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 
 E, R, H, INTER = 3, 2, 8, 6
@@ -194,14 +193,6 @@ def test_rslora_of_vllm_reaches_the_experts_and_of_kt_does_not(tmp_path: Path) -
         adapter = read_adapter(tmp_path / f"raw-{flag}")
         scales[flag] = (adapter.alpha / adapter.rank, adapter.nonexpert_scale)
     assert scales == {"vllm": (4.0, 4.0), "kt-merged": (2.0, 4.0)}
-
-
-def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_raw(tmp_path / "raw")
-    monkeypatch.chdir(tmp_path)
-    text = str(convert_adapter.__doc__).partition("Example::")[2]
-    exec(textwrap.dedent(text), {"convert_adapter": convert_adapter})
-    assert {path.name for path in tmp_path.iterdir()} == {"raw", "expert", "rest", "peft"}
 
 
 def test_rslora_of_other_tools_reaches_the_experts(tmp_path: Path) -> None:

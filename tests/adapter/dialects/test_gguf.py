@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rawadapter import random_bits, write_config, write_raw
 
 from ktbridge.adapter import convert_adapter, read_adapter
-from ktbridge.adapter.values import as_float32
+from ktbridge.adapter.blocks import as_float32
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 
 gguf = pytest.importorskip("gguf")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ktbridge.adapter import Adapter, Tensor, convert_adapter, read_adapter, write_raw_adapter
-from ktbridge.adapter.values import as_float32
+from ktbridge.adapter.blocks import as_float32
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

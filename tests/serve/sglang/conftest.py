@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from rawadapter import write_config, write_raw
+from tensorfiles import write_tensor_file
 from tinyserver import read_document
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.model import Tensor
-from ktbridge.model.tensorfile import write_tensor_file
 
 HIDDEN, INNER, EXPERTS, LAYERS = 16, 8, 3, 2
 

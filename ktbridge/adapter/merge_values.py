@@ -1,0 +1,182 @@
+"""The values of merged weights: a checkpoint's shards with deltas added, as steps of the writer.
+
+A changed matrix is processed in blocks of rows that fit a core's cache: widened to float32, the delta
+added, rounded once to nearest even. Workers share nothing but the files, so memory is bounded by
+``workers * (block of BLOCK values * 16 bytes + the two factors of one pair in float32)``, whatever the
+size of a shard. Everything else keeps the base's bytes, the header included.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktbridge.adapter.adapter import Slice
+from ktbridge.adapter.blocks import Span, as_float32
+from ktbridge.adapter.merge_plan import Delta, Matrix, Pair
+from ktbridge.adapter.writer import Buffer, Copy, Target, Task
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import TensorFile
+
+BLOCK = 1 << 17  # values of one block: 512 KB in float32
+# OpenBLAS computes a product of up to 2**18 multiplications in the calling thread; its own threads
+# would compete with ours, and busy-wait on a loaded machine.
+_PRODUCT = 1 << 18
+_STORED: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+
+
+class Merger:
+    """Makes the steps that write merged shards; counts what they compute."""
+
+    def __init__(self) -> None:
+        self._counts: list[tuple[int, int]] = []
+        self._local = threading.local()
+
+    @property
+    def values(self) -> int:
+        """Values of the adapted weights so far."""
+        return sum(values for values, _ in self._counts)
+
+    @property
+    def changed(self) -> int:
+        """Those of them that are no longer the base's."""
+        return sum(changed for _, changed in self._counts)
+
+    def steps(self, file: TensorFile, deltas: Sequence[Delta]) -> Iterator[Copy | Task]:
+        """The steps for one shard: the base's bytes except where ``deltas`` change them."""
+        position = 0
+        for delta in deltas:
+            yield from _unchanged(file, position, delta.entry.start)
+            size = delta.entry.nbytes // len(delta.matrices)
+            for matrix in delta.matrices:
+                yield Task(0, size, partial(self._merge, file, delta, matrix))
+            position = delta.entry.end
+        yield from _unchanged(file, position, file.size)
+
+    def _merge(
+        self, file: TensorFile, delta: Delta, matrix: Matrix
+    ) -> Iterator[tuple[int, Buffer]]:
+        """One matrix with its delta, block by block."""
+        factors = [_factors(pair, delta) for pair in matrix.pairs]
+        stored = np.dtype(_STORED[delta.entry.dtype])
+        step = max(1, min(delta.rows, BLOCK // max(1, delta.columns)))
+        changed = 0
+        for first in range(0, delta.rows, step):
+            rows = min(step, delta.rows - first)
+            buffers = self._buffers(rows * delta.columns, stored)
+            old, wide, spare, new = (buffer.reshape(rows, delta.columns) for buffer in buffers)
+            place = matrix.start + first * delta.columns * stored.itemsize
+            file.read_into(place, old.data.cast("B"))
+            _widen(old, wide)
+            for pair, (a, b) in zip(matrix.pairs, factors, strict=True):
+                _add(wide, spare, pair, a, b, first, delta.transposed)
+            # A sum is infinite or NaN if any value is (or nearly so), and costs less than checking each.
+            if not np.isfinite(wide.sum(dtype=np.float32)) and not np.isfinite(wide).all():
+                raise _not_finite(delta)
+            _narrow(wide, spare, new)
+            if delta.entry.dtype == "F16" and not np.isfinite(new).all():
+                raise _not_finite(delta)
+            changed += int(np.count_nonzero(new != old))
+            yield place, new.data.cast("B")
+        self._counts.append((delta.rows * delta.columns, changed))
+
+    def _buffers(self, count: int, stored: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
+        """This worker's buffers for a block: input, two in float32, and output.
+
+        Reused across blocks: fresh memory of this size costs a page fault every 4 KB.
+        """
+        held = getattr(self._local, "buffers", None)
+        if held is None or held[1].size < count or held[0].dtype != stored:
+            kinds = (stored, np.float32, np.float32, stored)
+            held = tuple(np.empty(count, kind) for kind in kinds)
+            self._local.buffers = held
+        return tuple(buffer[:count] for buffer in held)
+
+
+def _unchanged(file: TensorFile, start: int, end: int) -> Iterator[Copy]:
+    if start < end:
+        yield Copy(Span(file, start, end, "U8"), "U8", (Target(0, start),))
+
+
+def _factors(pair: Pair, delta: Delta) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """A [r, in] and scale * B [out, r] in float32; transposed to [in, r], [r, out] if W is."""
+    a, b = _matrix(pair.a), _matrix(pair.b) * np.float32(pair.scale)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise KtbridgeError(
+            f"{pair.a.file.path} has NaN or infinite values for {delta.label} of layer {delta.layer}",
+            "run ktbridge validate on the adapter",
+        )
+    if delta.transposed:
+        return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
+    return a, b
+
+
+def _matrix(part: Slice) -> NDArray[np.float32]:
+    return as_float32(part.file.read(part.start, part.end), part.dtype).reshape(part.shape)
+
+
+def _widen(old: NDArray[Any], wide: NDArray[np.float32]) -> None:
+    if old.dtype == np.uint16:  # bfloat16: the upper half of a float32
+        bits = wide.view(np.uint32)
+        np.copyto(bits, old)
+        np.left_shift(bits, 16, out=bits)
+    else:
+        np.copyto(wide, old)
+
+
+def _narrow(wide: NDArray[np.float32], spare: NDArray[np.float32], new: NDArray[Any]) -> None:
+    """Round to the dtype of ``new``, to nearest even; the other buffers are overwritten.
+
+    bfloat16: adding 0x7fff, and one more if the bit that will be the last is odd, carries into the
+    upper half exactly when the number must go up.
+    """
+    if new.dtype == np.uint16:
+        bits, odd = wide.view(np.uint32), spare.view(np.uint32)
+        np.right_shift(bits, 16, out=odd)
+        np.bitwise_and(odd, 1, out=odd)
+        np.add(odd, 0x7FFF, out=odd)
+        np.add(bits, odd, out=bits)
+        np.right_shift(bits, 16, out=bits)
+        np.copyto(new, bits, casting="unsafe")
+        return
+    with np.errstate(over="ignore"):  # the caller checks the result
+        np.copyto(new, wide, casting="same_kind")
+
+
+def _add(
+    wide: NDArray[np.float32],
+    spare: NDArray[np.float32],
+    pair: Pair,
+    a: NDArray[np.float32],
+    b: NDArray[np.float32],
+    first: int,
+    transposed: bool,
+) -> None:
+    """Add a pair's delta to a block of stored rows that starts at ``first``."""
+    if transposed:
+        chosen = wide[:, pair.first :: pair.step][:, : b.shape[1]]
+        left, right = a[first : first + len(wide)], b
+    else:
+        skipped = max(0, pair.first - first)
+        chosen = wide[skipped:]
+        start = first + skipped - pair.first
+        left, right = b[start : start + len(chosen)], a
+        chosen = chosen[: len(left)]
+    rows = max(1, _PRODUCT // max(1, right.size))
+    for start in range(0, len(left), rows):
+        part = left[start : start + rows]
+        target = spare.reshape(-1)[: len(part) * right.shape[1]].reshape(len(part), -1)
+        np.matmul(part, right, out=target)
+        chosen[start : start + rows] += target
+
+
+def _not_finite(delta: Delta) -> KtbridgeError:
+    return KtbridgeError(
+        f"{delta.entry.name} with its delta has values that {delta.entry.dtype} can't hold",
+        "check the base model and the adapter's alpha",
+    )
