@@ -36,7 +36,7 @@ def command(
     from ktbridge.cli._train_dry import show_plan
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
     from ktbridge.sft.config import load_config
-    from ktbridge.sft.distributed import world
+    from ktbridge.sft.launch import world
 
     parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:

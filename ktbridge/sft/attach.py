@@ -18,8 +18,8 @@ from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.master_linear import convert_masters
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.targets import adaptable, chosen_modules
+from ktbridge.sft.base_model import Start, read_start
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.start import Start, read_start
 
 
 def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:

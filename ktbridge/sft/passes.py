@@ -22,8 +22,8 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.sft.compat import training_metrics
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.distributed import agree, world
-from ktbridge.sft.distributed.group import exchange
+from ktbridge.sft.distributed.group import agree, exchange
+from ktbridge.sft.launch import world
 
 Notes = Callable[[Problem], None]
 Batch = dict[str, Any]

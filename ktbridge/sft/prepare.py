@@ -21,11 +21,10 @@ from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.model import resolve_model
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.sft.arguments import check_reporters
+from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
-from ktbridge.sft.devices import places
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.shape import read_shape

@@ -17,7 +17,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Rows
-from ktbridge.sft.distributed import world
+from ktbridge.sft.launch import world
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"

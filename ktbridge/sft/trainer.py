@@ -7,11 +7,10 @@ the GPU where there is one.
 
 from __future__ import annotations
 
-import json
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,13 @@ from ktbridge.experts import checkpointing
 from ktbridge.experts.inject import expert_layers
 from ktbridge.experts.loading import load_for_kernels
 from ktbridge.sft import distributed
-from ktbridge.sft.arguments import reporters, trainer_arguments
+from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.curve import plot_loss
-from ktbridge.sft.data import REFUSED_FILE, refused_file
-from ktbridge.sft.devices import choose, places
-from ktbridge.sft.dpo import DpoTrainer
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
-from ktbridge.sft.output import write_output
+from ktbridge.sft.output import Log, RunLock, files_beside, write_output
 from ktbridge.sft.passes import Passes, tokens_per_pass
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
@@ -43,15 +38,9 @@ from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.progress import Reporter
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
-from ktbridge.sft.run_lock import RunLock
-from ktbridge.sft.supervised import SftTrainer
+from ktbridge.sft.stages import LOSSES, STAGES, DpoTrainer, SftTrainer
 
-LOG_FILE = "trainer_log.jsonl"
-PLOT_FILE = "training_loss.png"
-Log = Sequence[Mapping[str, Any]]
 Trainer = SftTrainer | DpoTrainer
-LOSSES = {"sft": "loss per assistant token (nats)", "dpo": "loss per pair (nats)"}
-TRAINERS: dict[str, type[Trainer]] = {"sft": SftTrainer, "dpo": DpoTrainer}
 
 
 @dataclass(frozen=True)
@@ -164,9 +153,8 @@ def _train(
 
     log = [record for record in trainer.state.log_history if "loss" in record]
     if main:
-        write_output(
-            model, config, ready.base, _beside(config, ready, log), trainer.checkpoints.last()
-        )
+        files = files_beside(config, log, LOSSES[config.stage], ready.fitted.refused)
+        write_output(model, config, ready.base, files, trainer.checkpoints.last())
         forget_replaced(config)
     distributed.barrier()
     result = _result(config, ready, trainer, log, seconds, placed)
@@ -228,7 +216,7 @@ def make_trainer(
 
     ``tokens``: how many of a pass the GPU has room for, where that is known.
     """
-    trainer = TRAINERS[config.stage](
+    trainer = STAGES[config.stage](
         model=model,
         args=trainer_arguments(config, choose(config), scratch, ready.fitted.packed),
         train_dataset=ready.fitted.dataset,
@@ -242,16 +230,6 @@ def make_trainer(
         Passes(trainer, tokens_per_pass(config, choose(config), tokens), on_note),
     )
     return trainer
-
-
-def _beside(config: TrainConfig, ready: Prepared, log: Log) -> dict[str, bytes]:
-    """The files that appear with the adapter: the log, the loss plot, the rows that were refused."""
-    files = {LOG_FILE: "".join(json.dumps(record) + "\n" for record in log).encode()}
-    if config.plot_loss:
-        files[PLOT_FILE] = plot_loss(log, LOSSES[config.stage])
-    if ready.fitted.refused:
-        files[REFUSED_FILE] = refused_file(ready.fitted.refused)
-    return files
 
 
 def _result(

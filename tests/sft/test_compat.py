@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from trl import DPOTrainer, SFTTrainer
 
 from ktbridge.sft import compat
-from ktbridge.sft.dpo import DpoTrainer
 from ktbridge.sft.run_trainer import RunTrainer
-from ktbridge.sft.supervised import SftTrainer
+from ktbridge.sft.stages import DpoTrainer, SftTrainer
 
 OVERRIDDEN = {
     name: value

@@ -11,7 +11,7 @@ from ktbridge.adapter import read_adapter
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config
-from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE
+from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
 from ktbridge.sft.config.schema import options
 
 GOOD = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}

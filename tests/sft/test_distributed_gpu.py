@@ -27,10 +27,10 @@ from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
-from ktbridge.sft.distributed import average, from_main, start, world
+from ktbridge.sft.distributed import from_main, start, world
 from ktbridge.sft.distributed import optimizer as distributed_optimizer
-from ktbridge.sft.distributed.average import average_gradients
 from ktbridge.sft.distributed.group import exchange
+from ktbridge.sft.distributed.optimizer import average_gradients
 
 # trl's and transformers' advice, which `ktbridge train` silences too
 quiet = pytest.mark.filterwarnings("ignore")
@@ -225,7 +225,7 @@ def test_all_ranks_have_their_experts_in_the_same_place(warm, run_dir):
 
 def averages():
     here = start(60, use_cpu=True)
-    average._BUCKET = 4 * 30
+    distributed_optimizer._BUCKET = 4 * 30
     sizes = [(2, 5), (3, 4), (7,), (4, 25), (1,)]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     for place, parameter in enumerate(parameters):
@@ -235,7 +235,7 @@ def averages():
     means = [5.0, 6.0, 1.0, 8.0, 9.0]
     for parameter, mean in zip(parameters, means, strict=True):
         assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
-    counts = [len(bucket) for bucket in average._buckets(parameters)]
+    counts = [len(bucket) for bucket in distributed_optimizer._buckets(parameters)]
     assert counts == [3, 1, 1]
     print("means")
 

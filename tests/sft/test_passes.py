@@ -89,7 +89,7 @@ def train(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from ktbridge.sft import trainer
 
     widths: list[tuple[int, ...]] = []
-    for cls in trainer.TRAINERS.values():
+    for cls in trainer.STAGES.values():
         monkeypatch.setattr(cls, "compute_loss", _noted(cls.compute_loss, widths))
 
     def run(name: str, *overrides: str, **options: Any) -> Outcome:

@@ -24,8 +24,7 @@ from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import fit_rows, load_rows
 from ktbridge.sft.plan import Target, disk, make_plan, measure, outside
-from ktbridge.sft.plan.activations import Batch, layer_bytes
-from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes
+from ktbridge.sft.plan.layer_bytes import Batch, Pass, blocks, layer_bytes, saved_bytes
 from ktbridge.sft.plan.lengths import Lengths, read_lengths
 from ktbridge.sft.plan.memory import (
     Setting,

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.chat import IGNORED, ChatTemplate, TrainingText, labels, shared
-from ktbridge.sft.data.messages import Message, Pair
-from ktbridge.sft.data.notes import TOO_MANY, Forms, reasons, refused_note, stop_note
-from ktbridge.sft.data.rows import Refused, Rows, unusable
+from ktbridge.sft.data.chat import (
+    IGNORED,
+    ChatTemplate,
+    Forms,
+    TrainingText,
+    labels,
+    shared,
+    stop_note,
+)
+from ktbridge.sft.data.layout import Message, Pair
+from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
 if TYPE_CHECKING:
     from datasets import Dataset

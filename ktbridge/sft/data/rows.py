@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -12,10 +12,8 @@ from typing import Any
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.files import Line, read_lines
-from ktbridge.sft.data.layout import read_conversation, read_pair
-from ktbridge.sft.data.messages import Message, Pair
-from ktbridge.sft.data.sources import Source, find_sources
+from ktbridge.sft.data.layout import Message, Pair, read_conversation, read_pair
+from ktbridge.sft.data.sources import Line, Source, find_sources, read_lines
 
 SHOWN = 20
 """Rows listed one by one in an error."""
@@ -24,6 +22,10 @@ ALIKE = 3
 STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
 """Reasons that another stage doesn't have."""
 REFUSED_FILE = "refused_rows.jsonl"
+REASONS = 3
+"""Reasons listed one by one in a summary."""
+LOUD, TOO_MANY = 0.1, 0.5
+"""Shares of refused rows from which a run warns, and is refused unless allowed."""
 
 
 @dataclass(frozen=True)
@@ -187,3 +189,24 @@ def _notes(
             f"{again} of {total} rows have the id of an earlier one (first {name!r}), and are used too",
             next_step="Remove them if they are the same rows.",
         )
+
+
+def refused_note(refused: list[Refused], total: int) -> Iterator[Problem]:
+    """A warning where many rows are left out; a few are only counted in the summary line."""
+    if len(refused) > LOUD * total:
+        yield problem(
+            "KTD008",
+            "dataset",
+            f"{len(refused):,} of {total:,} rows ({len(refused) / total:.0%}) can't be used: "
+            f"{reasons(refused)}",
+            f"at most {LOUD:.0%}",
+            f"Read {REFUSED_FILE} in output_dir, or the lines that --dry-run lists.",
+        )
+
+
+def reasons(refused: list[Refused]) -> str:
+    """The commonest reasons with their counts: "15 with tools, 2 for other reasons"."""
+    found = Counter(item.why.partition(":")[0] for item in refused).most_common()
+    parts = [f"{count:,} {why}" for why, count in found[:REASONS]]
+    others = sum(count for _, count in found[REASONS:])
+    return ", ".join([*parts, *([f"{others:,} for other reasons"] if others else [])])

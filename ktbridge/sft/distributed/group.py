@@ -14,8 +14,7 @@ import torch
 from torch import distributed
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.sft.distributed.launch import launch_problems
-from ktbridge.sft.distributed.world import World, world
+from ktbridge.sft.launch import World, launch_problems, world
 
 TIMEOUT = 1800
 """Default seconds to wait for another process (``ddp_timeout``)."""

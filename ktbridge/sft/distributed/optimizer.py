@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import distributed, nn
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import expert_layers
-from ktbridge.sft.distributed.average import average_gradients
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
 from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
-from ktbridge.sft.distributed.world import world
+from ktbridge.sft.launch import world
 
 _MAIN_STATE = "optimizer.safetensors"
 """Rank 0's file has the name that marks a checkpoint as resumable."""
@@ -225,3 +225,45 @@ def _sharded(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[st
                     stride=parameter.stride(),
                 )
     return state
+
+
+_BUCKET = 64 << 20  # bytes: a link reaches full bandwidth with fewer, and a GPU has room for this
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Put the mean over all ranks in the place of each float32 ``.grad``, as DDP and FSDP2 do of theirs.
+
+    All ranks give the same parameters in the same order; a missing gradient counts as 0. They meet on
+    ``device``, wherever they are themselves: NCCL on a GPU, gloo on the CPU. Between a whole backward pass
+    and clipping. Does nothing for a process that is alone. Raises ``KtbridgeError`` when a rank is lost.
+    """
+    if world().size == 1:
+        return
+    for bucket in _buckets(parameters):
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [each.grad for each in bucket if each.grad is not None]
+        flat = torch.empty(sum(map(torch.numel, gradients)), dtype=torch.float32, device=device)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for part, gradient in zip(parts, gradients, strict=True):
+            part.copy_(gradient.flatten(), non_blocking=True)
+        with explain_lost_rank():
+            distributed.all_reduce(flat)
+        flat /= world().size
+        for part, gradient in zip(parts, gradients, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """``parameters`` in their order, in runs of at most ``_BUCKET`` bytes of float32, or of one."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and size + 4 * parameter.numel() > _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += 4 * parameter.numel()
+    if bucket:
+        yield bucket

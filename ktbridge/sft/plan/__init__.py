@@ -22,12 +22,11 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.advice import advise
 from ktbridge.sft.plan.choices import choose, compare
 from ktbridge.sft.plan.declared import declare, weights_missing
-from ktbridge.sft.plan.disk import disk_reads
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
 from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
 from ktbridge.sft.plan.shape import read_shape
-from ktbridge.sft.plan.target import Target, existing, this_machine
+from ktbridge.sft.plan.target import Target, disk_reads, existing, this_machine
 from ktbridge.units import size_text
 
 __all__ = [
