@@ -88,7 +88,7 @@ def trainer_arguments(
         if packed:
             arguments.include_num_input_tokens_seen = "all"  # there is no padding to exclude
     if device.type == "cuda":
-        arguments = on_one_gpu(arguments)
+        on_one_gpu(arguments)
     return arguments
 
 

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
@@ -69,9 +69,9 @@ def check_model(config: TrainConfig, base: Path) -> tuple[Trainable, list[Proble
     return _trainable(config, model, names), _left_out(config, model, found)
 
 
-def _trainable(config: TrainConfig, model: Any, names: Sequence[str]) -> Trainable:
+def _trainable(config: TrainConfig, model: PreTrainedModel, names: Sequence[str]) -> Trainable:
     """Numbers of LoRA weights: r (in + out) for a module, that for each expert's three projections."""
-    sizes = (model.get_submodule(name).weight.shape for name in names)
+    sizes = (model.get_parameter(f"{name}.weight").shape for name in names)
     experts = [module for _, module in experts_modules(model)]
     # down_proj is [E, H, I] or [E, I, H]; gate and up have as many weights.
     expert_sizes = (m.down_proj.shape[0] * 3 * sum(m.down_proj.shape[1:]) for m in experts)
@@ -83,7 +83,7 @@ def _trainable(config: TrainConfig, model: Any, names: Sequence[str]) -> Trainab
     )
 
 
-def _adaptable(model: Any, base: Path) -> Adaptable:
+def _adaptable(model: PreTrainedModel, base: Path) -> Adaptable:
     try:
         return adaptable(model)
     except KtbridgeError:
@@ -117,7 +117,7 @@ def _check_packed(config: TrainConfig, base: Path) -> None:
     )
 
 
-def _left_out(config: TrainConfig, model: Any, found: Adaptable) -> list[Problem]:
+def _left_out(config: TrainConfig, model: PreTrainedModel, found: Adaptable) -> list[Problem]:
     """What ``lora_target: all`` doesn't mean in this family, and nothing else named."""
     if "all" not in config.lora_target:
         return []

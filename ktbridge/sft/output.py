@@ -10,11 +10,11 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from torch import nn
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.raw_adapter import save_raw_adapter
@@ -95,7 +95,7 @@ def files_beside(
 
 
 def write_output(
-    model: Any,
+    model: nn.Module,
     config: TrainConfig,
     base: Path,
     files: Mapping[str, bytes],
@@ -131,7 +131,7 @@ def write_output(
         ) from error
 
 
-def _rescued(model: Any, base: Path, files: Mapping[str, bytes], name: str) -> Path | None:
+def _rescued(model: nn.Module, base: Path, files: Mapping[str, bytes], name: str) -> Path | None:
     """The directory outside ``output_dir`` that received the adapter, or None."""
     for parent in _elsewhere():
         for number in range(_LARGEST_RETRY):

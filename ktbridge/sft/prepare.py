@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import (
     is_flash_attn_2_available,
     is_flash_attn_3_available,
@@ -28,7 +29,7 @@ from ktbridge.sft.data import Fitted, fit_rows, load_rows
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.shape import read_shape
-from ktbridge.sft.resume import Resumption, checkpoints_dir, find_checkpoint, identity
+from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 
 Result = TypeVar("Result")
 _FLASH = {
@@ -42,9 +43,9 @@ class Prepared:
     """A run that is ready to load its weights."""
 
     base: Path
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     fitted: Fitted
-    identity: dict[str, Any]
+    identity: Identity
     resumption: Resumption
     steps: int
     """Optimizer steps of the whole run, those before its checkpoint with them."""
@@ -175,7 +176,7 @@ def _check_storage(config: TrainConfig, base: Path) -> None:
         )
 
 
-def _tokenizer(base: Path) -> Any:
+def _tokenizer(base: Path) -> PreTrainedTokenizerBase:
     """The base's tokenizer; without its files transformers would silently make an empty one."""
     if not any(any(base.glob(names)) for names in ("*token*", "vocab*", "*.model")):
         raise KtbridgeError(

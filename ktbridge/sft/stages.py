@@ -11,6 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from peft import PeftModel
+from torch import nn
 from trl import DPOTrainer, SFTTrainer
 
 from ktbridge.sft.passes import Batch, Row
@@ -56,7 +58,7 @@ def _conversation(ids: list[int], labels: list[int]) -> Row:
 
 
 @contextmanager
-def as_base(model: Any) -> Iterator[None]:
+def as_base(model: PeftModel) -> Iterator[None]:
     """Context: a wrapped PeftModel acts as the base alone: neither LoRA, no dropout, no noise."""
     training = model.training
     model.eval()
@@ -81,15 +83,15 @@ class DpoTrainer(RunTrainer, DPOTrainer):
         # With it trl takes the reference from the batch, where compute_loss puts it.
         self.precompute_ref_logps = True
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, object]:
         chosen, rejected = self.reference_logps(model, inputs)
         filled = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         return super().compute_loss(model, filled, *args, **kwargs)
 
     @torch.no_grad()
-    def reference_logps(
-        self, model: Any, inputs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def reference_logps(self, model: nn.Module, inputs: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The base's log-probabilities of the B chosen and the B rejected answers, each [B]."""
         ids, answer = inputs["input_ids"], inputs["completion_mask"]
         with as_base(self.accelerator.unwrap_model(model)):
@@ -144,5 +146,5 @@ def _pair(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[i
     return Row(features, 2 * (len(prompt) + longest), len(answer) - (not prompt))
 
 
-STAGES: dict[str, type[SftTrainer | DpoTrainer]] = {"sft": SftTrainer, "dpo": DpoTrainer}
+STAGES: dict[str, type[RunTrainer]] = {"sft": SftTrainer, "dpo": DpoTrainer}
 LOSSES = {"sft": "loss per assistant token (nats)", "dpo": "loss per pair (nats)"}

@@ -86,10 +86,10 @@ class Outcome:
 @pytest.fixture
 def train(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A whole run in this process: ``train(name, *overrides)``."""
-    from ktbridge.sft import trainer
+    from ktbridge.sft import stages, trainer
 
     widths: list[tuple[int, ...]] = []
-    for cls in trainer.STAGES.values():
+    for cls in stages.STAGES.values():
         monkeypatch.setattr(cls, "compute_loss", _noted(cls.compute_loss, widths))
 
     def run(name: str, *overrides: str, **options: Any) -> Outcome:
@@ -222,9 +222,10 @@ def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
     train: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ktbridge.sft import trainer
+    from ktbridge.sft.stages import SftTrainer
 
     expected = train("whole", "max_steps=4")
-    compute_loss, calls = trainer.SftTrainer.compute_loss, []
+    compute_loss, calls = SftTrainer.compute_loss, []
 
     def room_for(tokens: int) -> Any:
         def small(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +238,7 @@ def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
 
         return small
 
-    monkeypatch.setattr(trainer.SftTrainer, "compute_loss", room_for(50))
+    monkeypatch.setattr(SftTrainer, "compute_loss", room_for(50))
     command = ["train", str(run_dir / "run.yaml"), "--json", "max_steps=4", "tokens_per_pass=5000"]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.stderr
@@ -253,7 +254,7 @@ def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
     assert_same(found, expected, BY_TOKEN)
 
     # A row that is too long by itself ends the run, as ever.
-    monkeypatch.setattr(trainer.SftTrainer, "compute_loss", room_for(30))
+    monkeypatch.setattr(SftTrainer, "compute_loss", room_for(30))
     with pytest.raises(KtbridgeError, match="the GPU ran out of memory in step 1") as caught:
         trainer.train(
             load_config(run_dir / "run.yaml", ["tokens_per_pass=100", "output_dir=other"])

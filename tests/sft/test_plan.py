@@ -23,7 +23,8 @@ from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import fit_rows, load_rows
-from ktbridge.sft.plan import Target, disk, make_plan, measure, outside
+from ktbridge.sft.plan import Target, make_plan, measure, outside
+from ktbridge.sft.plan import target as plan_target
 from ktbridge.sft.plan.layer_bytes import Batch, Pass, blocks, layer_bytes, saved_bytes
 from ktbridge.sft.plan.lengths import Lengths, read_lengths
 from ktbridge.sft.plan.memory import (
@@ -389,7 +390,7 @@ def test_the_disk_that_experts_are_read_from_is_timed(run_yaml, tmp_path, briefl
     """Told in place of the first step's reading; without a pace under --no-measure."""
     plan = make_plan(load_config(run_yaml), ROOMY, measure=False)
     memory = plan.total("RAM") + plan.total("page cache") - mapped(plan) // 2
-    monkeypatch.setattr(disk, "read_rate", lambda shard: 2e5)
+    monkeypatch.setattr(plan_target, "read_rate", lambda shard: 2e5)
 
     def told(*options):
         command = [str(run_yaml), "--memory", f"{memory / 1000:.3f}kB", *options]
@@ -409,7 +410,7 @@ def test_the_disk_that_experts_are_read_from_is_timed(run_yaml, tmp_path, briefl
     def refuse(shard):
         raise OSError("no direct reads here")
 
-    monkeypatch.setattr(disk, "read_rate", refuse)
+    monkeypatch.setattr(plan_target, "read_rate", refuse)
     assert "past the page cache: no direct reads here)" in told()
 
 
@@ -417,11 +418,11 @@ def test_a_disk_has_a_rate_or_cant_be_asked(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "shard").write_bytes(bytes(20_000_001))
     try:
-        assert disk.read_rate(tmp_path / "shard") > 1e6
+        assert plan_target.read_rate(tmp_path / "shard") > 1e6
     except OSError as error:
         pytest.skip(f"this file system reads through the page cache alone: {error}")
     with pytest.raises(OSError, match="is empty"):
-        disk.read_rate(tmp_path / "empty")
+        plan_target.read_rate(tmp_path / "empty")
 
 
 def test_a_machine_with_several_gpus_is_told_of_other_processes(run_yaml):

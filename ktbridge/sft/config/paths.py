@@ -12,7 +12,6 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -31,7 +30,7 @@ _INPUTS = (
 )  # fmt: skip
 
 
-def typed(key: str, value: Any) -> Any:
+def typed(key: str, value: object) -> object:
     """``value`` as it was typed for ``key`` on a command line, its paths made absolute.
 
     A path is relative to the working directory. An input that isn't there is left as it is: it may be a name,

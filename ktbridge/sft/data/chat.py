@@ -280,7 +280,7 @@ def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
     return result
 
 
-def shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+def shared(first: Sequence[object], second: Sequence[object]) -> int:
     """Length of the common prefix."""
     if first == second[: len(first)]:
         return len(first)

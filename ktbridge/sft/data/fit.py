@@ -206,7 +206,7 @@ class _Conversations:
         return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
 
     @staticmethod
-    def plain(messages: list[Message]) -> dict[str, Any]:
+    def plain(messages: list[Message]) -> dict[str, list[Message]]:
         return {"messages": messages}
 
 
@@ -283,7 +283,7 @@ class _Pairs:
         return Dataset.from_list([self.plain(pair) for pair in self._pairs])
 
     @staticmethod
-    def plain(pair: Pair) -> dict[str, Any]:
+    def plain(pair: Pair) -> dict[str, list[Message]]:
         return {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
 
 

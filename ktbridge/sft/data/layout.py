@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 Message = dict[str, str]
 
@@ -44,12 +43,12 @@ class Tags:
     tools: tuple[str, ...] = TOOL_ROLES
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
     """Whether a field is empty: exporters write such columns for every row."""
     return value is None or value in ("", "[]", "{}", [], {})
 
 
-def read_messages(values: Any, tags: Tags, unused: set[str]) -> list[Message]:
+def read_messages(values: object, tags: Tags, unused: set[str]) -> list[Message]:
     """A list of messages in a file's format; unread keys are added to ``unused``.
 
     Raises ValueError with the reason, as a short phrase, when one of them can't be trained on.
@@ -66,7 +65,7 @@ def ending_in_answer(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def message(role: str, content: Any) -> Message:
+def message(role: str, content: object) -> Message:
     """One message of plain text. Raises ValueError for anything else, and for a text with nothing in it."""
     content = _text(role, content)
     if not content.strip():
@@ -78,7 +77,7 @@ def message(role: str, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
-def _read_message(value: Any, tags: Tags, unused: set[str]) -> Message:
+def _read_message(value: object, tags: Tags, unused: set[str]) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"a message that is a {type(value).__name__}, not an object")
     role_key = tags.role or ("role" if "role" in value else "from")
@@ -98,7 +97,7 @@ def _read_message(value: Any, tags: Tags, unused: set[str]) -> Message:
     return message(roles[role], value.get(content_key))
 
 
-def _text(role: str, content: Any) -> str:
+def _text(role: str, content: object) -> str:
     if isinstance(content, list):  # OpenAI's content parts
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -151,7 +150,7 @@ class Layout:
     tags: Tags = field(default_factory=Tags)
 
 
-def read_conversation(row: Any, layout: Layout, unused: set[str]) -> list[Message]:
+def read_conversation(row: object, layout: Layout, unused: set[str]) -> list[Message]:
     """The messages of one row, the last one the assistant's; keys not read are added to ``unused``.
 
     Raises ValueError with the reason, as a short phrase, when the row can't be trained on.
@@ -159,28 +158,28 @@ def read_conversation(row: Any, layout: Layout, unused: set[str]) -> list[Messag
     fields = _Fields(row, layout)
     if not is_empty(fields.get("chosen")) and not is_empty(fields.get("rejected")):
         raise ValueError("a preference pair: stage dpo trains on it")
-    kind = layout.formatting or _detect_format(fields)
+    kind = layout.formatting or fields.detect_format()
     if kind == "alpaca":
         if not fields.has("prompt") or not fields.has("response"):
-            raise ValueError(_keys(row))
+            raise fields.of_no_known_form()
         messages = _alpaca_prompt(fields)
         messages.append(message("assistant", fields.take("response")))
     elif kind == "messages":
         messages = _with_system(fields, read_messages(fields.take("messages"), layout.tags, unused))
     else:
-        raise ValueError(_keys(row))
+        raise fields.of_no_known_form()
     unused |= fields.left()
     return ending_in_answer(messages)
 
 
-def read_pair(row: Any, layout: Layout, unused: set[str]) -> Pair:
+def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
     """The preference pair of one row; as ``read_conversation`` otherwise."""
     fields = _Fields(row, layout)
     chosen, rejected = fields.take("chosen"), fields.take("rejected")
     if is_empty(chosen) or is_empty(rejected):
         raise ValueError("no pair of answers: stage dpo needs chosen and rejected")
     better, worse = _answer(chosen, layout, unused), _answer(rejected, layout, unused)
-    kind = layout.formatting or ("" if "prompt" in row else _detect_format(fields))
+    kind = layout.formatting or ("" if fields.has_key("prompt") else fields.detect_format())
     if kind == "alpaca":
         prompt = _alpaca_prompt(fields)
     elif kind == "messages":
@@ -199,7 +198,7 @@ def read_pair(row: Any, layout: Layout, unused: set[str]) -> Pair:
 class _Fields:
     """The fields of one row, and which of them have been read."""
 
-    def __init__(self, row: Any, layout: Layout) -> None:
+    def __init__(self, row: object, layout: Layout) -> None:
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__} instead of an object")
         self._columns = dict(layout.columns)
@@ -215,14 +214,17 @@ class _Fields:
     def has(self, name: str) -> bool:
         return self._columns.get(name) in self._row
 
-    def get(self, name: str) -> Any:
+    def has_key(self, key: str) -> bool:
+        return key in self._row
+
+    def get(self, name: str) -> object:
         return self._row.get(self._columns[name]) if name in self._columns else None
 
-    def take(self, name: str) -> Any:
+    def take(self, name: str) -> object:
         self._read.add(self._columns.get(name, ""))
         return self.get(name)
 
-    def take_key(self, key: str) -> Any:
+    def take_key(self, key: str) -> object:
         self._read.add(key)
         return self._row.get(key)
 
@@ -233,33 +235,33 @@ class _Fields:
             if key not in self._read and not is_empty(value)
         }
 
+    def detect_format(self) -> str:
+        if self.has("messages"):
+            return "messages"
+        return "alpaca" if self.has("prompt") else ""
 
-def _detect_format(fields: _Fields) -> str:
-    if fields.has("messages"):
-        return "messages"
-    return "alpaca" if fields.has("prompt") else ""
-
-
-def _keys(row: dict[str, Any]) -> str:
-    keys = ", ".join(sorted(map(str, row))) or "(none)"
-    return f"no known form: keys {keys}, not messages, conversations, or instruction and output"
+    def of_no_known_form(self) -> ValueError:
+        keys = ", ".join(sorted(map(str, self._row))) or "(none)"
+        return ValueError(
+            f"no known form: keys {keys}, not messages, conversations, or instruction and output"
+        )
 
 
 def _alpaca_prompt(fields: _Fields) -> list[Message]:
     """LLaMA-Factory's reading: system, then history's pairs, then instruction and input on two lines."""
-    parts = [fields.take("prompt") or "", fields.take("query") or ""]
+    question, more = fields.take("prompt") or "", fields.take("query") or ""
     history = fields.take("history") or []
-    if not all(isinstance(part, str) for part in parts):
+    if not isinstance(question, str) or not isinstance(more, str):
         raise ValueError("instruction or input that is not text")
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
         raise ValueError("history that is not a list of [question, answer]")
     messages = []
-    for question, answer in history:
-        messages.append(message("user", question))
+    for earlier, answer in history:
+        messages.append(message("user", earlier))
         messages.append(message("assistant", answer))
-    messages.append(message("user", "\n".join(filter(None, parts))))
+    messages.append(message("user", "\n".join(filter(None, (question, more)))))
     return _with_system(fields, messages)
 
 
@@ -272,13 +274,13 @@ def _with_system(fields: _Fields, messages: list[Message]) -> list[Message]:
     return [message("system", system), *messages]
 
 
-def _answer(value: Any, layout: Layout, unused: set[str]) -> list[Message]:
+def _answer(value: object, layout: Layout, unused: set[str]) -> list[Message]:
     if isinstance(value, str):
         return [message("assistant", value)]
     return read_messages([value] if isinstance(value, dict) else value, layout.tags, unused)
 
 
-def _trl_prompt(value: Any, layout: Layout, unused: set[str]) -> list[Message]:
+def _trl_prompt(value: object, layout: Layout, unused: set[str]) -> list[Message]:
     if is_empty(value):
         return []
     if isinstance(value, str):

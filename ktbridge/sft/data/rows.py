@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
@@ -37,7 +36,7 @@ class Refused:
 
     where: str
     why: str
-    row: Any
+    row: object
 
 
 @dataclass
@@ -129,7 +128,7 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     """One dataset into ``rows``."""
     used, refused, total = len(rows.places), len(rows.refused), rows.total
     unused: Counter[str] = Counter()
-    ids: Counter[Any] = Counter()
+    ids: Counter[int | str] = Counter()
     lines = (line for path in source.paths for line in read_lines(path))
     for line in islice(lines, config.max_samples):
         rows.total += 1
@@ -170,7 +169,7 @@ def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: se
 
 
 def _notes(
-    source: Source, unused: Counter[str], ids: Counter[Any], total: int
+    source: Source, unused: Counter[str], ids: Counter[int | str], total: int
 ) -> Iterable[Problem]:
     if unused:
         fields = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))

@@ -230,7 +230,7 @@ class Line:
     """One raw row of a file: its location, and its value or why there is none."""
 
     where: str
-    row: Any
+    row: object
     broken: str = ""
 
 
@@ -268,7 +268,7 @@ def _is_json_lines(path: Path) -> bool:
     return not _line("", line).broken
 
 
-def _whole(path: Path) -> list[Any] | None:
+def _whole(path: Path) -> list[object] | None:
     """The rows of a file that is one JSON value; None when it is several, one per line."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))

@@ -70,18 +70,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     setting, pace = chosen.setting or setting, chosen.pace
     parts = predict(setting)
 
-    checks: list[tuple[Verdict, tuple[Where, ...]]] = []
-    if cuda:
-        gpu: tuple[Where, ...] = ("GPU",)
-        checks.append((Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), gpu))
-    own = total(parts, "RAM")
-    cached = own + total(parts, "page cache")
-    checks.append((Verdict("memory of its own", own, target.memory), ("RAM",)))
-    if cached > own:
-        held = Verdict("memory with the experts in the page cache", cached, target.memory)
-        checks.append((held, ("page cache", "RAM")))
-    checks += _disk_checks(setting, parts, target, base)
-
+    checks = [*_checks(setting, parts, target, base)]
     return Plan(
         model=str(base),
         model_type=shape.config.model_type,
@@ -92,11 +81,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=(
-            *_from_config(setting, missing),
-            *_notes(setting, target),
-            *(_pace_notes(pace, target) if pace else ()),
-        ),
+        notes=tuple(_notes(setting, target, missing, pace)),
         rows=lengths.rows,
         sequences=lengths.sequences,
         longest=lengths.longest,
@@ -111,10 +96,19 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     )
 
 
-def _disk_checks(
+def _checks(
     setting: Setting, parts: list[Part], target: Target, base: Path
 ) -> Iterator[tuple[Verdict, tuple[Where, ...]]]:
-    """One disk for everything, unless the model's directory is on another than the output's."""
+    """What must fit where, each with the places whose parts it counts."""
+    if setting.cuda:
+        yield Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), ("GPU",)
+    own = total(parts, "RAM")
+    cached = own + total(parts, "page cache")
+    yield Verdict("memory of its own", own, target.memory), ("RAM",)
+    if cached > own:
+        held = Verdict("memory with the experts in the page cache", cached, target.memory)
+        yield held, ("page cache", "RAM")
+    # One disk for everything, unless the model's directory is on another than the output's.
     need, download = total(parts, "disk"), setting.shape.to_download
     places = [existing(Path(setting.config.output_dir)), base]
     if download and target.disk is not None and len({place.stat().st_dev for place in places}) > 1:
@@ -124,59 +118,47 @@ def _disk_checks(
     yield Verdict("disk", need, target.disk), ("disk",)
 
 
-def _from_config(setting: Setting, missing: str) -> Iterator[str]:
-    """Notes that the weights were not read, and what the plan lacks therefore."""
-    if not missing:
-        return
+def _notes(setting: Setting, target: Target, missing: str, pace: Pace | None) -> Iterator[str]:
+    """Notes on the accuracy of the numbers; ``missing``: which weights were not read."""
     shape = setting.shape
-    note = (
-        f"made from config.json alone ({missing} in {shape.path}): sizes are those of transformers' model, "
-        f"{size_text(shape.to_download)} to be downloaded"
-    )
-    if any(shape.config.text.get(name) for name in DRAFT_LAYERS):
-        note += ", not counting layers for multi-token prediction, which training doesn't load"
-    yield note
-
-
-def _pace_notes(pace: Pace, target: Target) -> Iterator[str]:
-    yield from pace.notes
-    if target.elsewhere:
-        yield "the pace is this machine's, where the kernels were timed, not the other's"
-
-
-def _notes(setting: Setting, target: Target) -> list[str]:
-    """Notes on the accuracy of the numbers."""
-    notes = []
-    shape, config = setting.shape, setting.config
+    if missing:
+        note = (
+            f"made from config.json alone ({missing} in {shape.path}): sizes are those of transformers' "
+            f"model, {size_text(shape.to_download)} to be downloaded"
+        )
+        if any(shape.config.text.get(name) for name in DRAFT_LAYERS):
+            note += ", not counting layers for multi-token prediction, which training doesn't load"
+        yield note
     if setting.lengths.turns_unknown:
-        notes.append(
+        yield (
             "rows of several turns are counted as one sequence each; where the chat template rewrites "
             "earlier answers (Qwen3 does), each answer makes a sequence of its own, and there are more steps"
         )
     if not setting.lengths.counted:
-        notes.append(
+        yield (
             "rows were not counted by the model's tokenizer (no tokenizer.json that can be read): a token "
             "is taken as 3 bytes"
         )
-    if config.kt_config.kt_backend == "kt-kernel":
-        notes.append(
+    if setting.config.kt_config.kt_backend == "kt-kernel":
+        yield (
             "kt-kernel keeps two copies of the experts in the process's own memory, where kt_backend: auto "
             "maps the checkpoint; its speed is not measured, the pace is our kernels'"
         )
     if setting.cuda and target.gpus > 1:
         each = size_text(LIBRARIES + CUDA_HOST)
-        notes.append(
+        yield (
             f"there are {target.gpus} GPUs, and this is the plan of one process: with more, rank 0 needs "
             f"what is listed here, each other process {each} of memory and its GPU's parts "
             "(docs/several-gpus.md)"
         )
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):
-        notes.append(
-            "linear attention is counted as transformers computes it without extra kernels"
-        )
+        yield "linear attention is counted as transformers computes it without extra kernels"
     if not shape.mappable:
-        notes.append(
+        yield (
             "the experts can't be mapped as this checkpoint stores them; scripts/quantize_experts.py or "
             "scripts/dequantize_checkpoint.py writes one whose experts cost no memory of the process's own"
         )
-    return notes
+    if pace:
+        yield from pace.notes
+        if target.elsewhere:
+            yield "the pace is this machine's, where the kernels were timed, not the other's"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.config.values import Values
 from ktbridge.sft.plan.memory import Setting, predict
 from ktbridge.sft.plan.parts import Advice, Verdict, Where, total
 
@@ -47,7 +47,7 @@ def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
         yield " ".join(shown), price, replace(setting, config=made, lengths=lengths)
 
 
-def _overrides(config: TrainConfig) -> Iterator[tuple[dict[str, Any], str]]:
+def _overrides(config: TrainConfig) -> Iterator[tuple[Values, str]]:
     if config.kt_config.kt_backend == "kt-kernel":
         yield {"kt_config.kt_backend": "auto"}, "none: our kernels map the checkpoint"
     if config.disable_gradient_checkpointing:
@@ -89,5 +89,5 @@ def _by_hand(setting: Setting, failed: list[tuple[Verdict, tuple[Where, ...]]]) 
         yield Advice("use_cpu=true", "GPU", gpu, "attention on the CPU: many times slower")
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

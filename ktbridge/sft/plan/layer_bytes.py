@@ -11,6 +11,7 @@ counted in tiles of 16 x 32 bfloat16 (1 KB), an expert's tokens in strips of 16 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +125,7 @@ def _attention(shape: ModelShape, layer: LayerShape, batch: Batch) -> tuple[int,
     return kept, width * 6 * out
 
 
-def _latent(text: dict[str, Any], heads: int, batch: Batch) -> tuple[int, int]:
+def _latent(text: Mapping[str, Any], heads: int, batch: Batch) -> tuple[int, int]:
     """Multi-head latent attention: heads of keys are wider than those of values."""
     plain, rotary = int(text["qk_nope_head_dim"]), int(text["qk_rope_head_dim"])
     key, value = plain + rotary, int(text["v_head_dim"])
@@ -135,7 +136,7 @@ def _latent(text: dict[str, Any], heads: int, batch: Batch) -> tuple[int, int]:
     return kept, 4 * heads * (3 * batch.length + 2 * key)
 
 
-def _linear_attention(text: dict[str, Any], width: int) -> tuple[int, int]:
+def _linear_attention(text: Mapping[str, Any], width: int) -> tuple[int, int]:
     """Gated delta rule in float32, by chunks of 64, as transformers writes it without kernels."""
     heads = int(text.get("linear_num_value_heads") or 0)
     key, value = (int(text.get(f"linear_{what}_head_dim") or 0) for what in ("key", "value"))
