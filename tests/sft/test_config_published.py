@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 from click.testing import CliRunner
+from configurations import GOOD, notes_of, written
 from tinymoe import tiny_model, tiny_tokenizer
 
 from ktbridge.adapter import read_adapter
@@ -13,22 +14,6 @@ from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
 from ktbridge.sft.config.schema import options
-
-GOOD = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}
-
-
-def notes_of(config):
-    """{key: problem} of what was noted."""
-    assert all(note.severity == "warning" and note.next_step for note in config.notes)
-    return {note.where.rpartition(": ")[2]: note for note in config.notes}
-
-
-def written(directory, **values):
-    """A configuration file with the dataset it names."""
-    (directory / "rows.jsonl").write_text('{"messages": []}\n')
-    path = directory / "run.yaml"
-    path.write_text(yaml.safe_dump({**GOOD, **values}))
-    return path
 
 
 @pytest.mark.parametrize("table", [IN_BLOCK, OUTSIDE], ids=["block", "outside"])

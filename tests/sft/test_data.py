@@ -7,6 +7,7 @@ import pytest
 import torch
 from findings import codes
 from tinymoe import tiny_model, tiny_tokenizer
+from trainrun import write_lines
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ktbridge.errors import KtbridgeError, ProblemsError
@@ -23,8 +24,7 @@ def settings(*dataset, **changes):
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, rows)
 
 
 def turns(messages):

@@ -22,6 +22,7 @@ from manyranks import (
     write_run,
 )
 from torch import nn
+from trainrun import losses, quiet, train
 
 from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes
@@ -32,8 +33,6 @@ from ktbridge.sft.distributed import optimizer as distributed_optimizer
 from ktbridge.sft.distributed.group import exchange
 from ktbridge.sft.distributed.optimizer import average_gradients
 
-# trl's and transformers' advice, which `ktbridge train` silences too
-quiet = pytest.mark.filterwarnings("ignore")
 # So that tensors show gradients as they were: Adam makes much of the rounding of one that is nearly 0.
 SGD = ("optim=sgd", "learning_rate=2")
 STREAM = ("kt_experts=stream", "kt_num_gpu_experts=0")
@@ -41,15 +40,12 @@ STREAM = ("kt_experts=stream", "kt_num_gpu_experts=0")
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, base_dir):
-    from ktbridge.sft import trainer
-
     path = write_run(tmp_path_factory.mktemp("run"), base_dir)
     batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
     with pytest.MonkeyPatch.context() as patch:
         allow_on_cpu(patch.setattr)
         for name, more in (("alone", ()), ("alone-sgd", SGD)):
-            overrides = [f"output_dir={path / name}", batch, *STREAM, *more]
-            trainer.train(load_config(path / "run.yaml", overrides))
+            train(path, f"output_dir={path / name}", batch, *STREAM, *more)
     return path
 
 
@@ -162,11 +158,8 @@ def test_where_experts_are_computed_may_change_when_a_run_goes_on(launch, run_di
         assert resumed.returncode == 0, resumed.stderr
         told = json.loads(resumed.stdout)
         assert (told["first_step"], told["experts"]) == (3, "stream" if then[0] else "cpu")
-        logs = (run_dir / each / "trainer_log.jsonl" for each in (name, "whole"))
-        losses = [
-            [json.loads(line)["loss"] for line in log.read_text().splitlines()] for log in logs
-        ]
-        assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+        ours, whole_run = ([loss for _, loss in losses(run_dir / each)] for each in (name, "whole"))
+        assert ours == pytest.approx(whole_run, rel=2e-2)
 
 
 # --- what all ranks agree on ---------------------------------------------------------------------------
