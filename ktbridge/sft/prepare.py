@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,6 +27,7 @@ from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
+from ktbridge.sft.plan.lengths import optimizer_steps
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 
@@ -88,7 +88,7 @@ def prepare(
     own = identity(config, base, rows)
     resumption = find_checkpoint(config, own)
     fitted = fit_rows(rows, tokenizer, config, on_rows)
-    steps = count_steps(config, len(fitted.dataset), processes)
+    steps = optimizer_steps(config, len(fitted.dataset), processes)
     trainable, model_notes = checked
     if resumption.step > steps:
         raise UsageError(
@@ -137,15 +137,6 @@ def _problems(where: str, error: KtbridgeError) -> tuple[Problem, ...]:
     if isinstance(error, ProblemsError) and error.problems:
         return error.problems
     return (problem("KTC014", where, error.sentence.rstrip("."), next_step=error.next_step),)
-
-
-def count_steps(config: TrainConfig, rows: int, processes: int = 1) -> int:
-    """Optimizer steps over ``rows`` rows; the last batch of an epoch and its last step may be smaller."""
-    if config.max_steps > 0:
-        return config.max_steps
-    batches = math.ceil(rows / (config.per_device_train_batch_size * processes))
-    each_epoch = math.ceil(batches / config.gradient_accumulation_steps)
-    return math.ceil(config.num_train_epochs * each_epoch)
 
 
 def _check_attention(config: TrainConfig) -> None:
@@ -205,19 +196,10 @@ def _stage_notes(config: TrainConfig) -> list[Problem]:
     notes = []
     if config.lora_dropout:
         found = f"{config.lora_dropout}, which dpo doesn't use"
-        notes.append(_note("lora_dropout", found, "0: policy and reference must see the same"))
+        expected = "0: policy and reference must see the same"
+        notes.append(problem("KTC012", "lora_dropout", found, expected, ""))
     if config.adapter_name_or_path:
         found = "an adapter to go on from, while dpo's reference is the base model without it"
-        notes.append(
-            _note(
-                "adapter_name_or_path",
-                found,
-                "",
-                "To stay near the adapter instead, merge it into the base first (`ktbridge merge`).",
-            )
-        )
+        step = "To stay near the adapter instead, merge it into the base first (`ktbridge merge`)."
+        notes.append(problem("KTC012", "adapter_name_or_path", found, "", step))
     return notes
-
-
-def _note(key: str, found: str, expected: str = "", next_step: str = "") -> Problem:
-    return problem("KTC012", key, found, expected, next_step)

@@ -23,6 +23,7 @@ from ktbridge.sft.config.schema import STORAGE_BACKENDS, TrainConfig
 from ktbridge.sft.config.values import Values, one_of
 
 RULE_KEY = "kt_optimize_rule"
+_EXPERTS = "a safetensors checkpoint with the experts"
 _OUTPUTS = ("output_dir", "logging_dir")
 _INPUTS = (
     "model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "resume_from_checkpoint",
@@ -64,13 +65,9 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
         adapter = at(main["adapter_name_or_path"])
         main["adapter_name_or_path"] = str(adapter)
         if not adapter.is_dir():
-            findings.error(
-                "adapter_name_or_path",
-                f"there is no directory {str(adapter)!r}",
-                "one raw adapter, as `ktbridge train` leaves it",
-                "`ktbridge convert --to raw` makes one of other layouts.",
-                code=NOT_THERE,
-            )
+            step = "`ktbridge convert --to raw` makes one of other layouts."
+            expected = "one raw adapter, as `ktbridge train` leaves it"
+            _not_there(findings, "adapter_name_or_path", adapter, expected, step)
     _resolve_dataset(main, root, findings)
     _resolve_weight_path(main, kt, root, findings)
     _apply_rule(main, kt, root, findings)
@@ -94,12 +91,8 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
             code=NOT_THERE,
         )
     elif not path.exists() and name.startswith(("/", ".", "~")):
-        findings.error(
-            "model_name_or_path",
-            f"there is no directory {str(path)!r}",
-            "a model's directory, or its id in the local Hub cache",
-            code=NOT_THERE,
-        )
+        expected = "a model's directory, or its id in the local Hub cache"
+        _not_there(findings, "model_name_or_path", path, expected)
 
 
 def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
@@ -110,12 +103,8 @@ def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
         (place / requested for place in (root, Path.cwd()) if (place / requested).is_dir()), None
     )
     if own and folder is None:
-        findings.error(
-            "dataset_dir",
-            f"there is no directory {str(root / requested)!r}",
-            "the directory of dataset_info.json",
-            code=NOT_THERE,
-        )
+        expected = "the directory of dataset_info.json"
+        _not_there(findings, "dataset_dir", root / requested, expected)
     main["dataset_dir"] = str(folder) if folder else None
     found = []
     for name in main.get("dataset", ()):
@@ -156,30 +145,31 @@ def _resolve_weight_path(main: Values, kt: Values, root: Path, findings: Finding
     path = root / Path(kt["kt_weight_path"]).expanduser()
     kt["kt_weight_path"] = str(path)
     if not path.is_dir():
-        findings.error(
-            "kt_config.kt_weight_path",
-            f"there is no directory {str(path)!r}",
-            "a safetensors checkpoint with the experts",
-            "Leave it out to train from the experts of model_name_or_path.",
-            code=NOT_THERE,
-        )
+        step = "Leave it out to train from the experts of model_name_or_path."
+        _not_there(findings, "kt_config.kt_weight_path", path, _EXPERTS, step)
     elif os.path.realpath(path) == os.path.realpath(main.get("model_name_or_path", "")):
         kt["kt_weight_path"] = None
     elif not _has_experts(path):
         found = f"{path} holds no safetensors with experts; files in KTransformers' own order aren't read"
-        expected = "a safetensors checkpoint with the experts"
         if kt.get("kt_backend") == "kt-kernel":
             step = "Leave it out, or name a BF16 checkpoint: kt-kernel packs the experts itself."
-            findings.error("kt_config.kt_weight_path", found, expected, step)
+            findings.error("kt_config.kt_weight_path", found, _EXPERTS, step)
             return
         kt["kt_weight_path"] = None
         findings.note(
             "kt_config.kt_weight_path",
             found,
-            expected,
+            _EXPERTS,
             "Leave it out: the experts of model_name_or_path are trained on. To save memory, name an INT8 "
             "checkpoint that scripts/quantize_experts.py made of them.",
         )
+
+
+def _not_there(
+    findings: Findings, key: str, path: Path, expected: str, next_step: str = ""
+) -> None:
+    found = f"there is no directory {str(path)!r}"
+    findings.error(key, found, expected, next_step, code=NOT_THERE)
 
 
 def _has_experts(path: Path) -> bool:

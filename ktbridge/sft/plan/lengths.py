@@ -131,11 +131,11 @@ def _packed(lengths: Sequence[int], cut: int) -> Sequence[int]:
     return [cut - left for left in free]
 
 
-def optimizer_steps(config: TrainConfig, sequences: int) -> int:
-    """As transformers counts: an epoch's last batches make a step of their own."""
+def optimizer_steps(config: TrainConfig, sequences: int, processes: int = 1) -> int:
+    """As transformers counts: an epoch's last batch and its last step may be smaller."""
     if config.max_steps > 0:
         return config.max_steps
-    batches = math.ceil(sequences / config.per_device_train_batch_size)
+    batches = math.ceil(sequences / (config.per_device_train_batch_size * processes))
     an_epoch = max(1, math.ceil(batches / config.gradient_accumulation_steps))
     return math.ceil(config.num_train_epochs * an_epoch)
 
