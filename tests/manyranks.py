@@ -3,6 +3,8 @@
 What they run is a function of a test's own file: ``python FILE FUNCTION ARGUMENT …``.
 """
 
+import os
+import signal
 import socket
 from pathlib import Path
 
@@ -101,6 +103,28 @@ def launcher(warm, run_dir):
         return warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2")
 
     return run
+
+
+def command_in_a_rank(arguments, look=None, stop=0):
+    """`ktbridge` in one of several processes: ``look(model)`` after each step.
+
+    ``stop``: the step in which the second rank gets Ctrl-C.
+    """
+    from ktbridge.cli import main
+    from ktbridge.sft.launch import world
+    from ktbridge.sft.progress import Reporter
+
+    ours = Reporter.on_step_end
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == stop and world().rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        if look:
+            look(kwargs["model"])
+        return ours(self, args, state, control, **kwargs)
+
+    Reporter.on_step_end = on_step_end
+    main(arguments, prog_name="ktbridge")
 
 
 def is_sharded(parameter):

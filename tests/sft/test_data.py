@@ -195,18 +195,10 @@ def described(tmp_path, entry, *rows, **changes):
 
 def test_names_are_looked_up_in_dataset_info(tmp_path):
     said = {"role": "bot", "content": "r"}
-    tags = {
-        "role_tag": "role",
-        "content_tag": "content",
-        "user_tag": "me",
-        "assistant_tag": "bot",
-        "system_tag": "sys",
-    }
-    entry = {
-        "formatting": "sharegpt",
-        "columns": {"messages": "talk", "system": None},
-        "tags": tags,
-    }
+    tags = {"role_tag": "role", "content_tag": "content"}
+    tags |= {"user_tag": "me", "assistant_tag": "bot", "system_tag": "sys"}
+    columns = {"messages": "talk", "system": None}
+    entry = {"formatting": "sharegpt", "columns": columns, "tags": tags}
     talk = [{"role": "sys", "content": "s"}, {"role": "me", "content": "q"}, said]
     rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
     assert [turns(rows.conversations[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]

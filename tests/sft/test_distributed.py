@@ -18,6 +18,7 @@ from manyranks import (
     EXAMPLES,
     GLOBAL_BATCH,
     assert_same_run,
+    command_in_a_rank,
     finished,
     is_sharded,
     launched,
@@ -150,23 +151,13 @@ def launch(warm, run_dir):
 
 
 def interrupted(*arguments):
-    """`ktbridge` in one of several processes, of which the second gets Ctrl-C in step 2."""
-    from ktbridge.cli import main
-    from ktbridge.sft.progress import Reporter
-
-    ours = Reporter.on_step_end
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2 and world().rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        own = [name for name, value in kwargs["model"].named_parameters() if not is_sharded(value)]
+    def look(model):
+        own = [name for name, value in model.named_parameters() if not is_sharded(value)]
         # All that isn't an expert is sharded, and the experts are the first process's.
         assert all(".experts.kt." in name for name in own)
         assert bool(own) == (world().rank == 0)
-        return ours(self, args, state, control, **kwargs)
 
-    Reporter.on_step_end = on_step_end
-    main(arguments, prog_name="ktbridge")
+    command_in_a_rank(arguments, look, stop=2)
 
 
 @quiet

@@ -4,8 +4,6 @@ This file is also what those processes run: ``python test_distributed_gpu.py FUN
 """
 
 import json
-import os
-import signal
 import sys
 from dataclasses import replace
 
@@ -15,6 +13,7 @@ from gpuexperts import allow_on_cpu
 from manyranks import (
     GLOBAL_BATCH,
     assert_same_run,
+    command_in_a_rank,
     finished,
     is_sharded,
     launcher,
@@ -58,24 +57,15 @@ def launch(warm, run_dir):
 
 
 def watched(*arguments, stop=0):
-    """`ktbridge` in one of several processes, which looks after each step at what all ranks have.
-
-    ``stop``: the step in which the second rank gets Ctrl-C.
-    """
-    from ktbridge.cli import main
-    from ktbridge.sft.progress import Reporter
-
+    """`ktbridge` in one of several processes, which looks after each step at what all ranks have."""
     allow_on_cpu()
-    ours, made = Reporter.on_step_end, []
+    made = []
 
     def counted(*given):
         made.append(given)
         average_gradients(*given)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == stop and world().rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        model = kwargs["model"]
+    def look(model):
         expert = [value for name, value in model.named_parameters() if ".experts.kt." in name]
         assert expert
         assert not any(map(is_sharded, expert))
@@ -83,11 +73,9 @@ def watched(*arguments, stop=0):
         assert exchange(sums) == [sums] * world().size  # bit by bit the same everywhere
         assert len(made) == 1  # once in a step, whether it clips or not
         made.clear()
-        return ours(self, args, state, control, **kwargs)
 
     distributed_optimizer.average_gradients = counted
-    Reporter.on_step_end = on_step_end
-    main(arguments, prog_name="ktbridge")
+    command_in_a_rank(arguments, look, stop)
 
 
 def stopped(*arguments):
@@ -95,19 +83,7 @@ def stopped(*arguments):
 
 
 def owned(*arguments):
-    """`ktbridge` in one of several processes, of which the second gets Ctrl-C in step 2."""
-    from ktbridge.cli import main
-    from ktbridge.sft.progress import Reporter
-
-    ours = Reporter.on_step_end
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2 and world().rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return ours(self, args, state, control, **kwargs)
-
-    Reporter.on_step_end = on_step_end
-    main(arguments, prog_name="ktbridge")
+    command_in_a_rank(arguments, stop=2)
 
 
 # --- whole runs ----------------------------------------------------------------------------------------
