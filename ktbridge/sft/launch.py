@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
+_UNSET = ("", "no", "false")
+
 
 @dataclass(frozen=True)
 class World:
@@ -33,9 +35,6 @@ def world() -> World:
 def is_main() -> bool:
     """Whether this process owns what the CPU kernels compute, logs, shows progress and writes."""
     return world().rank == 0
-
-
-_UNSET = ("", "no", "false")
 
 
 def launch_problems() -> list[Problem]:
