@@ -81,7 +81,7 @@ def explained(trainer: RunTrainer) -> Iterator[None]:
         _forget_workers()
         raise KtbridgeError(
             f"a process that makes batches was ended in step {trainer.state.global_step + 1} "
-            f"({str(error).splitlines()[0]}); {_kept(trainer)}.",
+            f"({(str(error).splitlines() or [type(error).__name__])[0]}); {_kept(trainer)}.",
             "It may have been killed for want of memory: set dataloader_num_workers: 0, and run the same "
             "command again.",
         ) from error

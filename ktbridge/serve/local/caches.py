@@ -28,7 +28,7 @@ BATCHABLE = _there(
     "DynamicSlidingWindowLayer",
     "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",  # from 5.13
+    "LinearAttentionAndSlidingWindowAttentionLayer",
     "DummyLayer",  # after 5.20
 )
 
