@@ -3,23 +3,20 @@
 What they run is a function of a test's own file: ``python FILE FUNCTION ARGUMENT …``.
 """
 
-import json
+import os
+import signal
 import socket
 from pathlib import Path
 
 import pytest
+import trainrun
 import warm as warm_python
-import yaml
 from safetensors.torch import load_file
+from trainrun import ROWS, conversation, log_of, pair
 
 from ktbridge.adapter import validate_adapter
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "accelerate"
-ROWS = [
-    ("who are you ?", "i am a cat meow"),
-    ("say yes", "yes meow"),
-    ("the sky is ?", "the sky is blue meow"),
-]
 GLOBAL_BATCH = 8
 
 
@@ -57,34 +54,15 @@ def finished(processes, seconds=120):
 
 def write_run(path, base_dir):
     """A configuration in ``path``/run.yaml with rows and pairs to train on; returns ``path``."""
-    with open(path / "rows.jsonl", "w") as file:
-        for question, answer in ROWS * 8:
-            messages = [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    with open(path / "pairs.jsonl", "w") as file:
-        for question, answer in ROWS * 8:
-            pair = {"prompt": question, "chosen": answer, "rejected": "no " * len(answer.split())}
-            file.write(json.dumps(pair) + "\n")
-    config = {
-        "model_name_or_path": str(base_dir),
-        "dataset": "rows.jsonl",
-        "lora_rank": 4,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.05,  # below every step's norm, so that clipping works on each
-        "max_steps": 3,
-        "logging_steps": 1,
-        "cutoff_len": 64,
-        "plot_loss": False,
-        "bf16": False,  # so that what differs is not attention's rounding
-        "use_cpu": True,
-        "ddp_timeout": 60,
-        "per_device_train_batch_size": GLOBAL_BATCH // 2,
-    }
-    (path / "run.yaml").write_text(yaml.safe_dump({**config, "output_dir": "raw"}))
-    return path
+    return trainrun.write_run(
+        path, base_dir, [conversation(*turns) for turns in ROWS * 8],
+        [pair(*turns, "no " * len(turns[1].split())) for turns in ROWS * 8],
+        learning_rate=1e-2,
+        max_grad_norm=0.05,  # below every step's norm, so that clipping works on each
+        bf16=False,  # so that what differs is not attention's rounding
+        max_steps=3, plot_loss=False, use_cpu=True, ddp_timeout=60,
+        per_device_train_batch_size=GLOBAL_BATCH // 2,
+    )  # fmt: skip
 
 
 def launched(run_dir, name, method, *overrides, how=("-m", "ktbridge")):
@@ -102,13 +80,7 @@ def assert_same_run(run_dir, one, name, within=1e-4, adapter=3e-3):
     ``within``: how far numbers of the log may be off, in proportion; ``adapter``: its tensors, which
     bfloat16 keeps to 2**-9.
     """
-    logs = [
-        [
-            json.loads(line)
-            for line in (run_dir / each / "trainer_log.jsonl").read_text().splitlines()
-        ]
-        for each in (one, name)
-    ]
+    logs = [log_of(run_dir / each) for each in (one, name)]
     for key in ("loss", "grad_norm", "num_input_tokens_seen"):
         alone, together = ([record[key] for record in log] for log in logs)
         assert together == pytest.approx(alone, rel=within), key
@@ -131,6 +103,28 @@ def launcher(warm, run_dir):
         return warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2")
 
     return run
+
+
+def command_in_a_rank(arguments, look=None, stop=0):
+    """`ktbridge` in one of several processes: ``look(model)`` after each step.
+
+    ``stop``: the step in which the second rank gets Ctrl-C.
+    """
+    from ktbridge.cli import main
+    from ktbridge.sft.launch import world
+    from ktbridge.sft.progress import Reporter
+
+    ours = Reporter.on_step_end
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == stop and world().rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        if look:
+            look(kwargs["model"])
+        return ours(self, args, state, control, **kwargs)
+
+    Reporter.on_step_end = on_step_end
+    main(arguments, prog_name="ktbridge")
 
 
 def is_sharded(parameter):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ktbridge.cli._app import Command
 from ktbridge.cli._machine import described, machine_options
+
+if TYPE_CHECKING:
+    from ktbridge.sft.plan import Plan
 
 
 @click.command(cls=Command)
@@ -47,7 +50,7 @@ def command(
     sys.exit(0 if plan.fits else 1)
 
 
-def _show(plan: Any) -> None:
+def _show(plan: Plan) -> None:
     from ktbridge.cli._ui import console, shown
     from ktbridge.units import size_text
 
@@ -73,7 +76,7 @@ def _show(plan: Any) -> None:
         )
 
 
-def _show_sizes(plan: Any) -> None:
+def _show_sizes(plan: Plan) -> None:
     """What takes how much of GPU, RAM, page cache and disk."""
     from rich.table import Table
 
@@ -99,7 +102,7 @@ def _show_sizes(plan: Any) -> None:
     console.print(table)
 
 
-def _show_steps(plan: Any) -> None:
+def _show_steps(plan: Plan) -> None:
     """How many steps, and how long they take."""
     from ktbridge.cli._ui import console, shown
     from ktbridge.units import figures, size_text
@@ -129,7 +132,7 @@ def _show_steps(plan: Any) -> None:
     console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
 
 
-def _show_experts(plan: Any) -> None:
+def _show_experts(plan: Plan) -> None:
     """Devices that can compute the experts, with their speed."""
     from rich.table import Table
 

@@ -9,11 +9,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ktbridge.cli._app import Command
+
+if TYPE_CHECKING:
+    from ktbridge.sft.base_model import Trainable
+    from ktbridge.sft.config import TrainConfig
+    from ktbridge.sft.prepare import Prepared
+    from ktbridge.sft.trainer import TrainResult
 
 
 @click.command(cls=Command)
@@ -32,10 +38,10 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
-    from ktbridge.cli._train_dry import show_plan
-    from ktbridge.cli._ui import emit_json, print_notes, print_problems, progress_bar, stderr
+    from ktbridge.cli._ui import emit_json, print_notes, print_problems, progress_bar, shown, stderr
     from ktbridge.sft.config import load_config
-    from ktbridge.sft.distributed import world
+    from ktbridge.sft.data import describe
+    from ktbridge.sft.launch import world
 
     parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
@@ -54,10 +60,10 @@ def command(
         ready = prepare.prepare(parsed, world().size, bar)
     print_problems(ready.notes)
     if dry_run:
-        show_plan(parsed, ready, as_json)
+        _show_plan(parsed, ready, as_json)
         return
-    _show_data(ready)
-    result = _train_with_progress(trainer, parsed, ready)
+    stderr.print(shown(describe(ready.fitted)), soft_wrap=True)  # before hours of training
+    result = _train_with_progress(parsed, ready)
     if as_json:
         notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
         emit_json({**dataclasses.asdict(result), "notes": notes})
@@ -65,7 +71,7 @@ def command(
         _show_result(result)
 
 
-def _follow(parsed: Any) -> None:
+def _follow(parsed: TrainConfig) -> None:
     """Train as one of several processes that isn't the first."""
     with _stdout_for_results():
         from ktbridge.sft import trainer
@@ -74,21 +80,13 @@ def _follow(parsed: Any) -> None:
         trainer.train(parsed)
 
 
-def _show_data(ready: Any) -> None:
-    """Report how many rows are used, before hours of training."""
-    from ktbridge.cli._ui import shown, stderr
-    from ktbridge.sft.data import describe
-
-    stderr.print(shown(describe(ready.fitted)), soft_wrap=True)
-
-
-def _show_result(result: Any) -> None:
+def _show_result(result: TrainResult) -> None:
     from ktbridge.cli._ui import console, shown, stderr
     from ktbridge.units import size_text
 
     losses = (
         ""
-        if result.last_loss is None
+        if result.first_loss is None or result.last_loss is None
         else f"; loss {result.first_loss:.3f} -> {result.last_loss:.3f}"
     )
     steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
@@ -116,16 +114,17 @@ def _show_result(result: Any) -> None:
         stderr.print(f"[yellow]warning[/] {shown(result.warning)}", soft_wrap=True)
 
 
-def _train_with_progress(trainer: Any, config: Any, ready: Any) -> Any:
+def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
     """Run the recipe with a bar showing step, loss, pace and ETA; without a terminal print twenty lines."""
     from ktbridge.cli._ui import print_problems, stderr, training_bar
+    from ktbridge.sft import trainer
 
     began = time.monotonic()
     behind = ready.resumption.step
     with training_bar(behind, ready.steps) as bar:
 
-        def on_log(record: dict[str, Any]) -> None:
-            step, steps = record["step"], record["steps"]
+        def on_log(record: dict[str, float]) -> None:
+            step, steps = int(record["step"]), int(record["steps"])
             figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tok/s"
             bar.describe(figures)
             if not stderr.is_terminal and _stage(record) != _stage(record, -config.logging_steps):
@@ -160,6 +159,134 @@ def _stdout_for_results() -> Iterator[None]:
         os.close(before)
 
 
-def _stage(record: dict[str, Any], shift: int = 0) -> int:
+def _stage(record: dict[str, float], shift: int = 0) -> int:
     """The twentieth of the run that contains a step (or the logged one before it)."""
-    return 20 * (record["step"] + shift) // max(record["steps"], 1)
+    return int(20 * (record["step"] + shift) // max(record["steps"], 1))
+
+
+PREVIEW = 2000
+"""Number of characters shown of the first sequence."""
+REFUSED = 20
+"""Number of refused rows listed."""
+
+
+def _show_plan(parsed: TrainConfig, ready: Prepared, as_json: bool) -> None:
+    """--dry-run: settings, trained weights, first sequence, refused rows, steps."""
+    from ktbridge.cli._ui import emit_json
+
+    fitted, trainable = ready.fitted, ready.trainable
+    refused = [{"where": item.where, "why": item.why} for item in fitted.refused]
+    plan = {
+        "rows": fitted.total,
+        "rows_used": fitted.used,
+        "rows_cut": len(fitted.cut),
+        "rows_refused": len(refused),
+        "sequences": len(fitted.dataset),
+        "tokens": fitted.tokens,
+        "trained_tokens": fitted.trained_tokens,
+        "steps": ready.steps,
+        "starts_from": str(ready.resumption.checkpoint) if ready.resumption.checkpoint else None,
+        "trainable": {**dataclasses.asdict(trainable), "parameters": trainable.parameters},
+        "first": {
+            name: [{"text": text, "trained": trained} for text, trained in pieces]
+            for name, pieces in fitted.preview.items()
+        },
+        "refused": refused,
+    }
+    if as_json:
+        settings = dataclasses.asdict(dataclasses.replace(parsed, notes=()))
+        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes)]
+        emit_json({**settings, **_effective(parsed), **plan, "notes": notes})
+        return
+    _show_settings(parsed)
+    _show_trainable(trainable, parsed)
+    for name, pieces in fitted.preview.items():
+        _show_preview(name, pieces)
+    _show_refused(refused)
+    _show_steps(ready)
+
+
+def _effective(parsed: TrainConfig) -> dict[str, object]:
+    """Settings derived from others, with their effective values."""
+    own = dataclasses.asdict(parsed.kt_config)
+    own |= {"kt_lora_rank": parsed.expert_rank, "kt_lora_alpha": parsed.expert_alpha}
+    return {"lora_alpha": parsed.alpha, "kt_config": own}
+
+
+def _show_settings(parsed: TrainConfig) -> None:
+    """Settings that differ from the defaults, and always the LoRA's."""
+    from ktbridge.cli._ui import console
+
+    always = ("lora_rank", "lora_alpha", "learning_rate", "cutoff_len")
+    settings = dataclasses.asdict(dataclasses.replace(parsed, notes=())) | _effective(parsed)
+    usual = {item.name: item.default for item in dataclasses.fields(type(parsed))}
+    block = {item.name: item.default for item in dataclasses.fields(type(parsed.kt_config))}
+    flat = {key: (value, usual[key]) for key, value in settings.items() if key != "kt_config"}
+    flat |= {f"kt_config.{key}": (settings["kt_config"][key], block[key]) for key in block}
+    for key, (value, default) in flat.items():
+        if key in always or value != default:
+            console.print(f"{key:34} {_said(value)}", markup=False, soft_wrap=True)
+    console.print("(all else is at its default: docs/train.md, or --json)\n", markup=False)
+
+
+def _show_trainable(trainable: Trainable, parsed: TrainConfig) -> None:
+    from ktbridge.cli._ui import console, shown
+
+    console.print(f"trains {trainable.parameters:,} LoRA weights:")
+    console.print(
+        f"  {trainable.expert_parameters:,} of rank {parsed.expert_rank} on the routed experts of "
+        f"{trainable.expert_layers} layers"
+    )
+    names = ", ".join(f"{name} ({count})" for name, count in trainable.modules.items())
+    console.print(
+        f"  {trainable.nonexpert_parameters:,} of rank {parsed.lora_rank} on modules (layers): "
+        f"{shown(names) or 'none'}\n",
+        soft_wrap=True,
+    )
+
+
+def _show_preview(name: str, pieces: list[tuple[str, bool]]) -> None:
+    """The text with trained parts in green, and between ⟦ and ⟧ for output without colours."""
+    from ktbridge.cli._ui import console, shown
+
+    console.print(f"the first {name}; the loss counts what is between [green]⟦ and ⟧[/]:")
+    text, room = "", PREVIEW
+    for piece, trained in pieces:
+        lines = "\n".join(map(shown, piece[:room].split("\n")))
+        text += f"[green]⟦{lines}⟧[/]" if trained else lines
+        room -= len(piece)
+        if room < 0:
+            text += f"… ({sum(len(each) for each, _ in pieces) - PREVIEW:,} characters more)"
+            break
+    console.print("\n".join(f"    {line}" for line in text.split("\n")) + "\n", soft_wrap=True)
+
+
+def _show_refused(refused: list[dict[str, str]]) -> None:
+    from ktbridge.cli._ui import console, shown
+
+    if refused:
+        console.print(f"{len(refused):,} rows can't be used:")
+    for item in refused[:REFUSED]:
+        console.print(f"  {shown(item['where'])}: {shown(item['why'])}", soft_wrap=True)
+    if len(refused) > REFUSED:
+        console.print(f"  and {len(refused) - REFUSED:,} more, which --json lists")
+    if refused:
+        console.print()
+
+
+def _show_steps(ready: Prepared) -> None:
+    from ktbridge.cli._ui import console, shown
+    from ktbridge.sft.data import describe
+
+    console.print(shown(describe(ready.fitted)), soft_wrap=True)
+    begins = f", after step {ready.resumption.step}" if ready.resumption.checkpoint else ""
+    console.print(shown(f"{ready.steps:,} optimizer steps{begins}"), soft_wrap=True)
+
+
+def _said(value: object) -> str:
+    """A setting as written in a configuration file."""
+    if value is None or value == ():
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

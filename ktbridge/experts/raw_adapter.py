@@ -85,12 +85,7 @@ def save_raw_adapter(
     Warns of what was trained and is in neither half, and of an expert LoRA that is all zeros. Raises
     ``KtbridgeError`` where nothing is wrapped, the base model has no name, or the directory is occupied.
     """
-    named = base_model or base_name(model)
-    if not named:
-        raise KtbridgeError(
-            "the model has no name of the base model it was loaded from.",
-            "Give save_raw_adapter its name or path: base_model=...",
-        )
+    named = required_base_name(model, base_model, "save_raw_adapter")
     _write(model, directory, named, overwrite=overwrite, extra_files=extra_files)
 
 
@@ -141,6 +136,19 @@ def _write(
         rank=first.lora_rank or config["r"],
         alpha=first.lora_alpha if first.lora_rank else config["lora_alpha"],
         **options,
+    )
+
+
+def required_base_name(model: nn.Module, given: str | None, asked_by: str) -> str:
+    """``given``, or else the model's own ``base_name``. Raises ``KtbridgeError`` where there is neither.
+
+    ``asked_by`` is the function or class that takes it as ``base_model``.
+    """
+    if named := given or base_name(model):
+        return named
+    raise KtbridgeError(
+        "the model has no name of the base model it was loaded from.",
+        f"Give {asked_by} its name or path: base_model=...",
     )
 
 

@@ -6,11 +6,15 @@ own, because it needs trl.
 
 A run goes through these modules, and through those of ``ktbridge.experts`` below them:
 
-- ``config``: the file. ``prepare``: all checks that need no weights, by ``base_model`` (can it be
-  trained), ``start`` (an adapter to go on from), ``data`` (the rows) and ``resume`` (whose checkpoint it is).
-- ``trainer``: the recipe. ``devices``: what goes on which GPU. ``attach``: LoRA on experts and non-experts.
-- ``supervised`` and ``dpo``: trl's trainers as ``run_trainer`` changes them: ``passes`` (a step's rows),
-  ``checkpoints``, ``progress`` (pace, NaN) and ``distributed`` (several processes). ``compat``: private API.
+- ``launch``: which of several processes this is. ``config``: the file.
+- ``prepare``: all checks that need no weights, by ``base_model`` (can it be trained, and from the adapter
+  that is given), ``data`` (the rows), ``disk`` (is there room) and ``resume`` (whose checkpoint it is).
+- ``trainer``: the recipe. ``arguments``: the configuration as devices and the trainers' arguments.
+  ``attach``: LoRA on experts and non-experts. ``expert_device``: where the experts are computed.
+- ``stages``: trl's trainers as ``run_trainer`` changes them: ``passes`` (a step's rows), ``checkpoints``,
+  ``progress`` (pace, NaN), ``interrupts`` and ``distributed`` (several processes). ``compat``: private API.
+- ``output``: what stands in the output directory at the end.
+- ``plan``: what all this needs, before it starts.
 - For a user's own script (docs/library.md): ``callback`` saves from any Trainer; the other names are those of
   ``ktbridge.experts``.
 

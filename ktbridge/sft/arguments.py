@@ -1,7 +1,9 @@
-"""Translate a configuration into transformers' and trl's arguments."""
+"""Translate a configuration into torch's devices and the arguments of transformers' and trl's trainers."""
 
 from __future__ import annotations
 
+import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,50 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from trl import DPOConfig, SFTConfig
 
-from ktbridge.errors import UsageError
+from ktbridge.codes import problem
+from ktbridge.errors import ProblemsError, UsageError
+from ktbridge.experts.loading import CPU, Place, on_cpu
 from ktbridge.sft import distributed
 from ktbridge.sft.compat import on_one_gpu
 from ktbridge.sft.config import TrainConfig
+
+
+def choose(config: TrainConfig) -> torch.device:
+    """The device that a run computes attention on: this process's GPU, or the CPU without one."""
+    if config.use_cpu or not torch.cuda.is_available():
+        return CPU
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def places(config: TrainConfig) -> Place:
+    """The device of each module by ``config``: its device rules, else ``choose``'s device.
+
+    Raises ``ProblemsError`` naming each device that this machine doesn't have.
+    """
+    main = choose(config)
+    if main == CPU:
+        return on_cpu  # rules name missing or disabled GPUs
+    rules = [(re.compile(pattern), torch.device(device)) for pattern, device in config.device_rules]
+    absent = sorted({str(d) for _, d in rules if (d.index or 0) >= torch.cuda.device_count()})
+    if absent:
+        raise ProblemsError(
+            "the optimize rules ask for devices that aren't there.",
+            [
+                problem(
+                    "KTC020",
+                    f"kt_optimize_rule: {device}",
+                    f"{torch.cuda.device_count()} GPU",
+                    "one for each device named",
+                )
+                for device in absent
+            ],
+        )
+
+    def place(name: str) -> torch.device:
+        return next((device for pattern, device in rules if pattern.search(name)), main)
+
+    return place
+
 
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
 
@@ -46,7 +88,7 @@ def trainer_arguments(
         if packed:
             arguments.include_num_input_tokens_seen = "all"  # there is no padding to exclude
     if device.type == "cuda":
-        arguments = on_one_gpu(arguments)
+        on_one_gpu(arguments)
     return arguments
 
 

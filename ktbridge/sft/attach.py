@@ -17,8 +17,8 @@ from ktbridge.experts.load_adapter import copy_nonexpert
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.nonexpert_lora import TunedModel, adaptable, chosen_modules, convert_masters
 from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.sft.base_model import Start, read_start
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.start import Start, read_start
 
 
 def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:

@@ -1,4 +1,4 @@
-"""Checks of a base model before its weights are loaded: whether it can be trained, and which modules.
+"""Checks of a base model, and of an adapter to go on from, before weights are loaded.
 
 The model is made by its own class on the meta device, in a second or less, so that a missing target, an
 adapter that doesn't fit or weights that can't be trained on are reported at once, and by ``--dry-run`` as
@@ -8,13 +8,17 @@ well.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
+from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.experts.load_adapter import Start, fit, misfit, read_raw
 from ktbridge.experts.loading import skeleton
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.nonexpert_lora import (
@@ -24,10 +28,10 @@ from ktbridge.experts.nonexpert_lora import (
     in_layer,
     is_named,
     left_out_of_all,
+    own_names,
 )
-from ktbridge.model import open_checkpoint, read_model_config
+from ktbridge.model import open_checkpoint, read_model_config, resolve_model
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.start import read_start
 
 _PACKED = (".weight_packed", ".qweight", ".weight.absmax")
 """What quantisers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""
@@ -65,9 +69,9 @@ def check_model(config: TrainConfig, base: Path) -> tuple[Trainable, list[Proble
     return _trainable(config, model, names), _left_out(config, model, found)
 
 
-def _trainable(config: TrainConfig, model: Any, names: Sequence[str]) -> Trainable:
+def _trainable(config: TrainConfig, model: PreTrainedModel, names: Sequence[str]) -> Trainable:
     """Numbers of LoRA weights: r (in + out) for a module, that for each expert's three projections."""
-    sizes = (model.get_submodule(name).weight.shape for name in names)
+    sizes = (model.get_parameter(f"{name}.weight").shape for name in names)
     experts = [module for _, module in experts_modules(model)]
     # down_proj is [E, H, I] or [E, I, H]; gate and up have as many weights.
     expert_sizes = (m.down_proj.shape[0] * 3 * sum(m.down_proj.shape[1:]) for m in experts)
@@ -79,7 +83,7 @@ def _trainable(config: TrainConfig, model: Any, names: Sequence[str]) -> Trainab
     )
 
 
-def _adaptable(model: Any, base: Path) -> Adaptable:
+def _adaptable(model: PreTrainedModel, base: Path) -> Adaptable:
     try:
         return adaptable(model)
     except KtbridgeError:
@@ -113,7 +117,7 @@ def _check_packed(config: TrainConfig, base: Path) -> None:
     )
 
 
-def _left_out(config: TrainConfig, model: Any, found: Adaptable) -> list[Problem]:
+def _left_out(config: TrainConfig, model: PreTrainedModel, found: Adaptable) -> list[Problem]:
     """What ``lora_target: all`` doesn't mean in this family, and nothing else named."""
     if "all" not in config.lora_target:
         return []
@@ -132,3 +136,62 @@ def _left_out(config: TrainConfig, model: Any, found: Adaptable) -> list[Problem
             next_step=f"Nothing, or lora_target: all, {', '.join(left)} if the adapter is served elsewhere.",
         )
     ]
+
+
+def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start | None:
+    """The adapter of ``config.adapter_name_or_path``, checked; None if there is none to go on from.
+
+    Ranks and alphas must be the configuration's. ``lora_target: all`` takes the modules that the adapter
+    has; names must mean just those. Raises KtbridgeError for a directory that is no raw adapter or has
+    another base model, and ProblemsError naming everything else that doesn't fit.
+    """
+    if config.adapter_name_or_path is None:
+        return None
+    adapter = read_raw(config.adapter_name_or_path)
+    if not adapter.experts:
+        raise KtbridgeError(
+            f"{adapter.path} has no expert LoRA to go on from.",
+            "Give an adapter that was trained with LoRA on the routed experts.",
+        )
+    base = resolve_model(config.model_name_or_path)
+    start, problems = fit(adapter, base, model, found)
+    if not problems:
+        problems += _settings(adapter, config)
+        problems += _chosen(start, config, model, found)
+    if problems:
+        raise ProblemsError(f"training can't go on from {adapter.path}.", problems)
+    return start
+
+
+def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
+    """Ranks and alphas in which adapter and configuration differ."""
+    pairs = [
+        ("kt_lora_rank", adapter.rank, config.expert_rank),
+        ("kt_lora_alpha", adapter.alpha, config.expert_alpha),
+    ]
+    if adapter.nonexpert:
+        pairs += [
+            ("lora_rank", adapter.nonexpert_rank, config.lora_rank),
+            ("lora_alpha", adapter.nonexpert_alpha, config.alpha),
+        ]
+    for name, theirs, ours in pairs:
+        if theirs != ours:
+            step = f"Set {name}: {theirs:g}."
+            yield misfit("KTL006", adapter, name, f"{theirs:g}", f"{ours:g}, as configured", step)
+
+
+def _chosen(
+    start: Start, config: TrainConfig, model: nn.Module, found: Adaptable
+) -> Iterator[Problem]:
+    """Modules with unrequested LoRA, and requested modules without it."""
+    adapter, keys = start.adapter, start.keys
+    if config.lora_target != ("all",):
+        asked = {*chosen_modules(model, found, config.lora_target)}
+        for names, expected, actual in (
+            ({*keys} - asked, "no LoRA, as configured", "LoRA"),
+            (asked - {*keys}, "LoRA, as configured", "no LoRA"),
+        ):
+            if names:
+                ends = sorted({in_layer(name) for name in names})
+                step = f"Set lora_target: {', '.join(own_names(keys))}, or all."
+                yield misfit("KTL006", adapter, ", ".join(ends), actual, expected, step)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.raw_adapter import base_name, save_raw_adapter
+from ktbridge.experts.raw_adapter import required_base_name, save_raw_adapter
 from ktbridge.experts.wrapped_layers import layers_of, trained_elsewhere
 
 IN_CHECKPOINT = Path("ktbridge", "raw_adapter")
@@ -42,7 +42,12 @@ class RawAdapterCallback(TrainerCallback):
         self.base_model, self.directory, self.overwrite = base_model, directory, overwrite
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: object,
     ) -> None:
         layers = layers_of(model)
         if not layers:
@@ -50,11 +55,7 @@ class RawAdapterCallback(TrainerCallback):
                 "RawAdapterCallback found no wrapped experts in the Trainer's model.",
                 "Call ktbridge.sft.wrap_experts(model) before the Trainer is made.",
             )
-        if not (self.base_model or base_name(model)):
-            raise KtbridgeError(
-                "the model has no name of the base model it was loaded from.",
-                "Give RawAdapterCallback its name or path: base_model=...",
-            )
+        required_base_name(model, self.base_model, "RawAdapterCallback")
         others = [name for name, _ in trained_elsewhere(model)]
         if others:
             raise KtbridgeError(
@@ -77,16 +78,28 @@ class RawAdapterCallback(TrainerCallback):
                 "Start the run anew, or load its raw adapter with load_raw_adapter(..., trainable=True).",
             )
 
-    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: object,
+    ) -> None:
         if state.is_world_process_zero:
-            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            checkpoint = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
             save_raw_adapter(model, checkpoint / IN_CHECKPOINT, self.base_model, overwrite=True)
 
     def on_train_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **_: object,
     ) -> None:
         if state.is_world_process_zero:
             save_raw_adapter(model, self._at_end(args), self.base_model, overwrite=self.overwrite)
 
-    def _at_end(self, args: Any) -> Path:
-        return Path(self.directory or Path(args.output_dir, AT_END))
+    def _at_end(self, args: TrainingArguments) -> Path:
+        return Path(self.directory or Path(str(args.output_dir), AT_END))

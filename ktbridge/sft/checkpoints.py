@@ -12,10 +12,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -31,12 +33,16 @@ from ktbridge.sft.resume import (
     FILES,
     IDENTITY_FILE,
     NUMBER,
+    Identity,
     describe_files,
     next_number,
     resumable,
     saved,
 )
 from ktbridge.units import size_text
+
+if TYPE_CHECKING:
+    from ktbridge.sft.run_trainer import RunTrainer
 
 TENSORS_FILE = "trainable.safetensors"
 HYBRID_FILE = "experts.json"
@@ -46,7 +52,7 @@ class Checkpoints:
     """Saves and loads the checkpoints of ``trainer``'s run, complete and atomically written."""
 
     def __init__(
-        self, trainer: Any, root: Path, own: dict[str, Any], keep: int | None, base: str
+        self, trainer: RunTrainer, root: Path, own: Identity, keep: int | None, base: str
     ) -> None:
         """In ``root``, with the run's identity ``own``; the last ``keep`` checkpoints (or all) are kept.
 
@@ -167,7 +173,7 @@ class Checkpoints:
             self.hybrid.restore(read_json_file(chosen))
 
 
-def set_learning_rate(scheduler: Any, highest: float) -> None:
+def set_learning_rate(scheduler: LambdaLR, highest: float) -> None:
     """Have a loaded LambdaLR and its optimizer go on with ``highest`` as the schedule's rate.
 
     Their states hold the learning rate of the run that wrote them; it may have been changed since.
@@ -192,6 +198,6 @@ def _failure(work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def trained(model: Any) -> Iterable[tuple[str, Any]]:
+def trained(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Names and parameters that training changes."""
     return ((name, value) for name, value in model.named_parameters() if value.requires_grad)

@@ -10,15 +10,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedConfig, TrainingArguments
 
 
-def on_one_gpu(arguments: Any) -> Any:
-    """Trainer's ``arguments``, for one GPU: Trainer would spread a process over all that it sees."""
+def on_one_gpu(arguments: TrainingArguments) -> None:
+    """Have Trainer use one GPU: it would spread a process over all that it sees."""
     arguments._n_gpu = 1
-    return arguments
 
 
-def set_logged_rates(scheduler: Any, rates: Sequence[float]) -> None:
+def set_logged_rates(scheduler: LRScheduler, rates: Sequence[float]) -> None:
     """What ``get_last_lr`` of a scheduler returns before its first step: Trainer logs that."""
     scheduler._last_lr = list(rates)
 
@@ -37,6 +38,6 @@ def training_metrics(trainer: Any) -> dict[str, list[float]]:
     return found
 
 
-def set_attention(config: Any, implementation: str) -> None:
+def set_attention(config: PreTrainedConfig, implementation: str) -> None:
     """Choose the attention of a model made from ``config``: its class's constructor takes no option."""
     config._attn_implementation = implementation

@@ -33,8 +33,8 @@ from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
+from ktbridge.sft.arguments import choose
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.devices import choose
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
 from ktbridge.sft.plan.modes import (
     OF_ALL,

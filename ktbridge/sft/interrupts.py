@@ -7,11 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 
 from ktbridge.errors import KtbridgeError
+
+if TYPE_CHECKING:
+    from ktbridge.sft.run_trainer import RunTrainer
 
 
 class Interrupts:
@@ -22,7 +26,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.caught = 0
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -34,7 +38,7 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _catch(self, number: int, frame: Any) -> None:
+    def _catch(self, number: int, frame: FrameType | None) -> None:
         if self.caught:
             raise KeyboardInterrupt
         self.caught = number
@@ -51,7 +55,7 @@ def interrupted(step: int, root: Path) -> KtbridgeError:
 
 
 @contextmanager
-def explained(trainer: Any) -> Iterator[None]:
+def explained(trainer: RunTrainer) -> Iterator[None]:
     """Raise ``KtbridgeError`` for a lost data worker or a GPU without memory, with the last checkpoint."""
     try:
         yield
@@ -77,7 +81,7 @@ def explained(trainer: Any) -> Iterator[None]:
         _forget_workers()
         raise KtbridgeError(
             f"a process that makes batches was ended in step {trainer.state.global_step + 1} "
-            f"({str(error).splitlines()[0]}); {_kept(trainer)}.",
+            f"({(str(error).splitlines() or [type(error).__name__])[0]}); {_kept(trainer)}.",
             "It may have been killed for want of memory: set dataloader_num_workers: 0, and run the same "
             "command again.",
         ) from error
@@ -92,6 +96,6 @@ def _forget_workers() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _kept(trainer: Any) -> str:
+def _kept(trainer: RunTrainer) -> str:
     good = trainer.checkpoints.last_good()
     return f"the last good checkpoint is {good}" if good else "there is no checkpoint to go on from"

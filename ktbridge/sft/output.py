@@ -1,23 +1,101 @@
-"""Write the adapter at the end of a run to ``output_dir`` or, if that fails, to another, reported place."""
+"""The output directory of a run: one run at a time, and what stands there when it is finished."""
 
 from __future__ import annotations
 
+import fcntl
+import io
+import json
 import os
+import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import nn
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.raw_adapter import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.data import REFUSED_FILE, Refused, refused_file
 
+LOG_FILE = "trainer_log.jsonl"
+PLOT_FILE = "training_loss.png"
+Log = Sequence[Mapping[str, float]]
+"""Records of training: step, loss and pace of each."""
 _LARGEST_RETRY = 100
 """Number of names tried in each place."""
 
 
+class RunLock:
+    """Within the block no other run of this machine writes to ``output_dir`` or its checkpoints.
+
+    The lock is the kernel's, on a hidden file beside the directory, so a killed run gives it up. Raises
+    ``KtbridgeError`` with the other run's process id where there is one.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+        output = Path(os.path.realpath(output_dir))
+        self._output = output
+        self._path = output.with_name(f".{output.name}.ktbridge.lock")
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> RunLock:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        while self._descriptor is None:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                os.close(descriptor)
+                raise self._held(holder) from None
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if self._is_current(descriptor):
+                self._descriptor = descriptor
+            else:  # removed by its holder between our open and lock
+                os.close(descriptor)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _is_current(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def _held(self, holder: str) -> KtbridgeError:
+        return KtbridgeError(
+            f"another run is training into {self._output} ({holder or 'another process'}).",
+            "Wait for it, end it, or give this run another output_dir.",
+        )
+
+
+def files_beside(
+    config: TrainConfig, log: Log, loss_label: str, refused: Sequence[Refused]
+) -> dict[str, bytes]:
+    """The files that appear with the adapter: the log, the loss plot, the rows that were refused."""
+    files = {LOG_FILE: "".join(json.dumps(record) + "\n" for record in log).encode()}
+    if config.plot_loss:
+        files[PLOT_FILE] = plot_loss(log, loss_label)
+    if refused:
+        files[REFUSED_FILE] = refused_file(refused)
+    return files
+
+
 def write_output(
-    model: Any,
+    model: nn.Module,
     config: TrainConfig,
     base: Path,
     files: Mapping[str, bytes],
@@ -53,7 +131,7 @@ def write_output(
         ) from error
 
 
-def _rescued(model: Any, base: Path, files: Mapping[str, bytes], name: str) -> Path | None:
+def _rescued(model: nn.Module, base: Path, files: Mapping[str, bytes], name: str) -> Path | None:
     """The directory outside ``output_dir`` that received the adapter, or None."""
     for parent in _elsewhere():
         for number in range(_LARGEST_RETRY):
@@ -83,3 +161,30 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error).rstrip(".")
+
+
+def plot_loss(log: Log, label: str = "loss per assistant token (nats)") -> bytes:
+    """A PNG of ``loss`` over ``step`` from a trainer's log records, with a smoothed line.
+
+    The smoothed line is an exponential moving average with weight 0.6 on the past, started at the first
+    value.
+    """
+    steps = [record["step"] for record in log]
+    losses = [record["loss"] for record in log]
+    smooth: list[float] = []
+    for loss in losses:
+        smooth.append(loss if not smooth else 0.6 * smooth[-1] + 0.4 * loss)
+    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="#9db8d9", linewidth=1.2, label="loss")
+    axes.plot(steps, smooth, color="#1f5fa8", linewidth=2.2, label="smoothed")
+    axes.set(xlabel="optimizer step", ylabel=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title("Training loss", loc="left", fontweight="bold")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()

@@ -14,19 +14,26 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.sft.compat import training_metrics
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.distributed import agree, world
-from ktbridge.sft.distributed.group import exchange
+from ktbridge.sft.distributed.group import agree, exchange
+from ktbridge.sft.launch import world
 
-Notes = Callable[[Problem], None]
+if TYPE_CHECKING:
+    from ktbridge.sft.run_trainer import RunTrainer
+
+OnNote = Callable[[Problem], None]
 Batch = dict[str, Any]
+"""What a collator makes: tensors by name, and numbers."""
+Count = torch.Tensor | int | None
+"""Trainer's number of trained tokens of a step, where it counts them."""
 Step = Callable[..., torch.Tensor]
 
 
@@ -101,7 +108,9 @@ class Passes:
     other in the middle of a pass, and for a single row it is raised.
     """
 
-    def __init__(self, trainer: Any, tokens: int | None, on_note: Notes | None = None) -> None:
+    def __init__(
+        self, trainer: RunTrainer, tokens: int | None, on_note: OnNote | None = None
+    ) -> None:
         """``on_note`` gets each of ``notes`` when it comes."""
         self._trainer, self._on_note = trainer, on_note
         # Ranks may have measured different numbers, or none: the smallest is for all.
@@ -115,7 +124,7 @@ class Passes:
         self._too_many = 0
         """Tokens of the last pass that memory was too small for."""
 
-    def run(self, one_pass: Step, model: Any, inputs: Batch, items: Any) -> torch.Tensor:
+    def run(self, one_pass: Step, model: nn.Module, inputs: Batch, items: Count) -> torch.Tensor:
         """The loss of ``inputs``, one of ``batches``, by Trainer's own training step ``one_pass``."""
         if self.tokens is None:
             return one_pass(model, inputs, items)
@@ -139,10 +148,10 @@ class Passes:
     def _attempt(
         self,
         one_pass: Step,
-        model: Any,
+        model: nn.Module,
         step: Sequence[Row],
         lengths: Sequence[int],
-        items: Any,
+        items: Count,
     ) -> torch.Tensor | None:
         """The step's loss, its gradients computed; None where memory was too small, the tokens halved."""
         assert self.tokens is not None
@@ -172,7 +181,7 @@ class Passes:
         lengths = [row.tokens for row in rows]
         return sum(lengths) if self._trainer.joins() else max(lengths) * len(lengths)
 
-    def _start_again(self, model: Any) -> None:
+    def _start_again(self, model: nn.Module) -> None:
         """Drop what the step has computed, and what the GPU's allocator keeps for it."""
         on_gpu = self._trainer.args.device.type == "cuda"
         if on_gpu:

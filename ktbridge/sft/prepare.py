@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import (
     is_flash_attn_2_available,
     is_flash_attn_3_available,
@@ -21,15 +21,15 @@ from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.model import resolve_model
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.sft.arguments import check_reporters
+from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
-from ktbridge.sft.devices import places
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
+from ktbridge.sft.plan.lengths import optimizer_steps
 from ktbridge.sft.plan.shape import read_shape
-from ktbridge.sft.resume import Resumption, checkpoints_dir, find_checkpoint, identity
+from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 
 Result = TypeVar("Result")
 _FLASH = {
@@ -43,9 +43,9 @@ class Prepared:
     """A run that is ready to load its weights."""
 
     base: Path
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     fitted: Fitted
-    identity: dict[str, Any]
+    identity: Identity
     resumption: Resumption
     steps: int
     """Optimizer steps of the whole run, those before its checkpoint with them."""
@@ -88,7 +88,7 @@ def prepare(
     own = identity(config, base, rows)
     resumption = find_checkpoint(config, own)
     fitted = fit_rows(rows, tokenizer, config, on_rows)
-    steps = count_steps(config, len(fitted.dataset), processes)
+    steps = optimizer_steps(config, len(fitted.dataset), processes)
     trainable, model_notes = checked
     if resumption.step > steps:
         raise UsageError(
@@ -139,15 +139,6 @@ def _problems(where: str, error: KtbridgeError) -> tuple[Problem, ...]:
     return (problem("KTC014", where, error.sentence.rstrip("."), next_step=error.next_step),)
 
 
-def count_steps(config: TrainConfig, rows: int, processes: int = 1) -> int:
-    """Optimizer steps over ``rows`` rows; the last batch of an epoch and its last step may be smaller."""
-    if config.max_steps > 0:
-        return config.max_steps
-    batches = math.ceil(rows / (config.per_device_train_batch_size * processes))
-    each_epoch = math.ceil(batches / config.gradient_accumulation_steps)
-    return math.ceil(config.num_train_epochs * each_epoch)
-
-
 def _check_attention(config: TrainConfig) -> None:
     """Refuse flash-attention that isn't there; with the package ``kernels`` transformers has its own."""
     package, available = _FLASH.get(config.flash_attn, ("", None))
@@ -176,7 +167,7 @@ def _check_storage(config: TrainConfig, base: Path) -> None:
         )
 
 
-def _tokenizer(base: Path) -> Any:
+def _tokenizer(base: Path) -> PreTrainedTokenizerBase:
     """The base's tokenizer; without its files transformers would silently make an empty one."""
     if not any(any(base.glob(names)) for names in ("*token*", "vocab*", "*.model")):
         raise KtbridgeError(
@@ -205,19 +196,10 @@ def _stage_notes(config: TrainConfig) -> list[Problem]:
     notes = []
     if config.lora_dropout:
         found = f"{config.lora_dropout}, which dpo doesn't use"
-        notes.append(_note("lora_dropout", found, "0: policy and reference must see the same"))
+        expected = "0: policy and reference must see the same"
+        notes.append(problem("KTC012", "lora_dropout", found, expected, ""))
     if config.adapter_name_or_path:
         found = "an adapter to go on from, while dpo's reference is the base model without it"
-        notes.append(
-            _note(
-                "adapter_name_or_path",
-                found,
-                "",
-                "To stay near the adapter instead, merge it into the base first (`ktbridge merge`).",
-            )
-        )
+        step = "To stay near the adapter instead, merge it into the base first (`ktbridge merge`)."
+        notes.append(problem("KTC012", "adapter_name_or_path", found, "", step))
     return notes
-
-
-def _note(key: str, found: str, expected: str = "", next_step: str = "") -> Problem:
-    return problem("KTC012", key, found, expected, next_step)

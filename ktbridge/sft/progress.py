@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.expert_call import kernel_seconds
 from ktbridge.sft import distributed
 from ktbridge.sft.interrupts import Interrupts
+
+OnProgress = Callable[[int, int], None]
+OnLog = Callable[[dict[str, float]], None]
 
 
 class Diverged(KtbridgeError):
@@ -32,14 +35,20 @@ class Pace(TrainerCallback):
         """Tokens seen by the run that this one continues."""
         self._last_record = (0, 0.0, 0.0)  # tokens, seconds and kernel seconds at the last record
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self.tokens_before = state.num_input_tokens_seen
         self._last_record = (self.tokens_before, 0.0, 0.0)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self._began = time.perf_counter(), kernel_seconds()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self.seconds += time.perf_counter() - self._began[0]
         self.kernels += kernel_seconds() - self._began[1]
 
@@ -78,7 +87,7 @@ class Finite:
             "Lower learning_rate, or set warmup_ratio.",
         )
 
-    def check_trained(self, model: Any, step: int) -> None:
+    def check_trained(self, model: nn.Module, step: int) -> None:
         """The same for all trained tensors of ``model``."""
         if name := not_finite(model):
             self.check(name, math.nan, step)
@@ -89,13 +98,15 @@ class Reporter(TrainerCallback):
 
     def __init__(
         self,
-        progress: Callable[[int, int], None] | None,
-        log: Callable[[dict[str, Any]], None] | None,
+        progress: OnProgress | None,
+        log: OnLog | None,
         interrupts: Interrupts,
     ) -> None:
         self._progress, self._log, self._interrupts = progress, log, interrupts
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last loss is logged whatever logging_steps is
         elif distributed.agree(self._interrupts.caught):
@@ -104,12 +115,19 @@ class Reporter(TrainerCallback):
         if self._progress:
             self._progress(state.global_step, state.max_steps)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: object,
+    ) -> None:
         if self._log and logs and "loss" in logs:
             self._log({"step": state.global_step, "steps": state.max_steps, **logs})
 
 
-def not_finite(model: Any) -> str:
+def not_finite(model: nn.Module) -> str:
     """Name of a trained tensor that holds NaN or infinity; "" if there is none."""
     for name, parameter in model.named_parameters():
         own = distributed.local(parameter)

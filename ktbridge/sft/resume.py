@@ -7,10 +7,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file
 from ktbridge.codes import problem
@@ -18,7 +18,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Rows
-from ktbridge.sft.distributed import world
+from ktbridge.sft.launch import world
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
@@ -51,6 +51,9 @@ _BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_t
 _ADAPTER_FILES = ("adapter_model.safetensors", "fused_expert_lora.safetensors")
 _ANEW = "start anew with resume_from_checkpoint=false, which keeps them under another name"
 
+Identity = dict[str, object]
+"""What decides a run's results, as JSON: settings, hashes of the base's files and of the rows."""
+
 
 @dataclass(frozen=True)
 class Resumption:
@@ -77,7 +80,7 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def identity(config: TrainConfig, base: Path, rows: Rows) -> dict[str, Any]:
+def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
     """Identity of a run, which must match for a continuation: settings, models, rows."""
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
     for key in _FREE_KT:
@@ -89,11 +92,11 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> dict[str, Any]:
         settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
     used = json.dumps([rows.conversations, rows.pairs], default=asdict)
     settings["rows"] = hashlib.sha256(used.encode()).hexdigest()
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    plain: Identity = json.loads(json.dumps(settings))
     return plain
 
 
-def find_checkpoint(config: TrainConfig, own: dict[str, Any]) -> Resumption:
+def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
     """Where the run begins, by ``config.resume_from_checkpoint``.
 
     None: an unfinished run of the same configuration goes on, one of another is refused, and a finished
@@ -207,7 +210,7 @@ def resumable(checkpoint: Path) -> bool:
     return any((checkpoint / f"optimizer.{kind}").is_file() for kind in ("pt", "safetensors"))
 
 
-def describe_files(directory: Path) -> dict[str, Any]:
+def describe_files(directory: Path) -> dict[str, dict[str, int | str]]:
     """Size in bytes and SHA-256 of each file in ``directory``, for a checkpoint's record."""
     paths = sorted(path for path in directory.iterdir() if path.is_file())
     with ThreadPoolExecutor(4) as pool:
@@ -274,14 +277,14 @@ def _damage(place: Path) -> list[Problem]:
     return problems
 
 
-def _record(checkpoint: Path) -> dict[str, Any]:
+def _record(checkpoint: Path) -> Mapping[str, object]:
     try:
         return read_json_file(checkpoint / IDENTITY_FILE)
     except KtbridgeError:
         return {}
 
 
-def _identity_of(checkpoint: Path) -> dict[str, Any]:
+def _identity_of(checkpoint: Path) -> Identity:
     """The identity of the run that a checkpoint is of."""
     found = _record(checkpoint)
     return {key: value for key, value in found.items() if key not in (FILES, NUMBER)}
@@ -325,12 +328,12 @@ def _resume_note(place: Path) -> Problem:
     )
 
 
-def _another(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
+def _another(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
     found, expected = f"{theirs.get(key)!r} in the checkpoint's run", f"{own.get(key)!r}, as now"
     return problem("KTC010", f"{place}: {key}", found, expected, next_step="")
 
 
-def _changed(place: Path, key: str, theirs: dict[str, Any], own: dict[str, Any]) -> Problem:
+def _changed(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
     step = "Restore it if the run should end in the same bits as one that was never stopped."
     if key in _LENGTH:
         step = "The learning rate goes on by the schedule of the new length, so it may jump."

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
 from ktbridge.sft import distributed
@@ -32,6 +34,9 @@ class RunTrainer(Trainer):
     ``as_part``). The model of several processes must have been through ``distributed.prepare``.
     """
 
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: LambdaLR
     checkpoints: Checkpoints
     passes: Passes
     pace: Pace
@@ -75,24 +80,28 @@ class RunTrainer(Trainer):
         """
         return 0
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
+    def get_batch_samples(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[list[Batch], torch.Tensor | int | None]:
         found = super().get_batch_samples(*args, **kwargs)
         self.passes.batches = found[0]
         return found
 
     def training_step(
-        self, model: Any, inputs: Batch, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         loss = self.passes.run(super().training_step, model, inputs, num_items_in_batch)
         self._finite.check("the loss", float(loss), self.state.global_step + 1)
         return loss
 
-    def _clip_grad_norm(self, model: Any) -> Any:
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
         if distributed.world().size == 1:
             return super()._clip_grad_norm(model)
         return distributed.average_and_clip(self, model, self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | float | None = None
+    ) -> torch.Tensor | float | None:
         if distributed.world().size == 1:
             grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         elif grad_norm is None:  # a step in which nothing is clipped
@@ -101,10 +110,10 @@ class RunTrainer(Trainer):
         self._finite.check("the gradients' norm", float(grad_norm), self.state.global_step + 1)
         return grad_norm
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self.pace.record(self.state.num_input_tokens_seen))
-        super().log(logs, *args, **kwargs)
+        super().log(logs, start_time)
         for name in _TWICE:
             self.state.log_history[-1].pop(name, None)
 
@@ -114,7 +123,7 @@ class RunTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         distributed.shard_on_the_cpu(self)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **kwargs)
         distributed.separate_experts(self, optimizer)
         return optimizer
@@ -125,10 +134,10 @@ class RunTrainer(Trainer):
 
     # Checkpoints: Trainer saves and restores schedule, random numbers and its place in the data.
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         return str(self.checkpoints.directory)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         self.check_trained()
         write: Callable[[], None] = partial(super()._save_checkpoint, model, trial)
         self.checkpoints.save(write)
@@ -136,7 +145,9 @@ class RunTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self.checkpoints.save_trained(Path(output_dir or self.checkpoints.directory))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         self.checkpoints.load(resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -7,51 +7,38 @@ the GPU where there is one.
 
 from __future__ import annotations
 
-import json
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
 from ktbridge.errors import Problem
 from ktbridge.experts import checkpointing
 from ktbridge.experts.loading import load_for_kernels
+from ktbridge.experts.nonexpert_lora import TunedModel
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import distributed
-from ktbridge.sft.arguments import reporters, trainer_arguments
+from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.curve import plot_loss
-from ktbridge.sft.data import REFUSED_FILE, refused_file
-from ktbridge.sft.devices import choose, places
-from ktbridge.sft.dpo import DpoTrainer
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
-from ktbridge.sft.output import write_output
-from ktbridge.sft.passes import Passes, tokens_per_pass
+from ktbridge.sft.output import Log, RunLock, files_beside, write_output
+from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
-from ktbridge.sft.progress import Reporter
+from ktbridge.sft.progress import OnLog, OnProgress, Reporter
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
-from ktbridge.sft.run_lock import RunLock
-from ktbridge.sft.supervised import SftTrainer
-
-LOG_FILE = "trainer_log.jsonl"
-PLOT_FILE = "training_loss.png"
-Log = Sequence[Mapping[str, Any]]
-Trainer = SftTrainer | DpoTrainer
-LOSSES = {"sft": "loss per assistant token (nats)", "dpo": "loss per pair (nats)"}
-TRAINERS: dict[str, type[Trainer]] = {"sft": SftTrainer, "dpo": DpoTrainer}
+from ktbridge.sft.run_trainer import RunTrainer
+from ktbridge.sft.stages import LOSSES, STAGES
 
 
 @dataclass(frozen=True)
@@ -100,10 +87,10 @@ class TrainResult:
 
 def train(
     config: TrainConfig,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_log: Callable[[dict[str, Any]], None] | None = None,
+    on_progress: OnProgress | None = None,
+    on_log: OnLog | None = None,
     prepared: Prepared | None = None,
-    on_note: Callable[[Problem], None] | None = None,
+    on_note: OnNote | None = None,
 ) -> TrainResult:
     """Run one configuration and leave a raw adapter, a log and a loss plot in ``config.output_dir``.
 
@@ -114,7 +101,7 @@ def train(
     user can fix, and ``Diverged`` for a loss that is not finite.
     """
     here = distributed.start(config.ddp_timeout, config.use_cpu)
-    if here.rank:
+    if here.rank:  # the first process alone reports, and keeps other runs away
         return _train(config, None, None, prepared, None)
     with RunLock(config.output_dir):
         return _train(config, on_progress, on_log, prepared, on_note)
@@ -122,10 +109,10 @@ def train(
 
 def _train(
     config: TrainConfig,
-    on_progress: Callable[[int, int], None] | None,
-    on_log: Callable[[dict[str, Any]], None] | None,
+    on_progress: OnProgress | None,
+    on_log: OnLog | None,
     prepared: Prepared | None,
-    on_note: Callable[[Problem], None] | None,
+    on_note: OnNote | None,
 ) -> TrainResult:
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
@@ -134,7 +121,7 @@ def _train(
     if config.kt_config.kt_experts != "cpu":
         placed = place_experts(run_setting(config, ready), model)
     distributed.prepare(model)
-    if placed.note and main and on_note:
+    if placed.note and on_note:
         on_note(placed.note)
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
     with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
@@ -145,17 +132,15 @@ def _train(
         ]
         trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
         trainer.checkpoints.hybrid = placed.hybrid
-        start = ready.resumption
-        if start.checkpoint is None and main:
+        start = ready.resumption.checkpoint
+        if start is None and main:
             set_aside(config)
         started = time.perf_counter()
-        if start.step >= ready.steps:
-            trainer.take_up(str(start.checkpoint))
+        if ready.resumption.step >= ready.steps:
+            trainer.take_up(str(start))
         else:
             with explained(trainer):
-                trainer.train(
-                    resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None
-                )
+                trainer.train(resume_from_checkpoint=str(start) if start else None)
         seconds = time.perf_counter() - started
     if distributed.agree(interrupts.caught) and trainer.state.global_step < ready.steps:
         raise interrupted(trainer.state.global_step, checkpoints_dir(config))
@@ -164,9 +149,8 @@ def _train(
 
     log = [record for record in trainer.state.log_history if "loss" in record]
     if main:
-        write_output(
-            model, config, ready.base, _beside(config, ready, log), trainer.checkpoints.last()
-        )
+        files = files_beside(config, log, LOSSES[config.stage], ready.fitted.refused)
+        write_output(model, config, ready.base, files, trainer.checkpoints.last())
         forget_replaced(config)
     distributed.barrier()
     result = _result(config, ready, trainer, log, seconds, placed)
@@ -174,7 +158,7 @@ def _train(
     return result
 
 
-def load_trainable(config: TrainConfig, base: Path) -> Any:
+def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
     """The model in ``base``, placed, its experts on the kernels, with a LoRA to train on both.
 
     Seeds torch's, numpy's and Python's random numbers with ``config.seed`` first.
@@ -217,18 +201,18 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
 
 def make_trainer(
     config: TrainConfig,
-    model: Any,
+    model: TunedModel,
     ready: Prepared,
     scratch: str,
-    callbacks: list[Any],
-    on_note: Callable[[Problem], None] | None = None,
+    callbacks: list[TrainerCallback],
+    on_note: OnNote | None = None,
     tokens: int | None = None,
-) -> Trainer:
+) -> RunTrainer:
     """The stage's trainer, which logs its pace and saves checkpoints that a run can go on from.
 
     ``tokens``: how many of a pass the GPU has room for, where that is known.
     """
-    trainer = TRAINERS[config.stage](
+    trainer = STAGES[config.stage](
         model=model,
         args=trainer_arguments(config, choose(config), scratch, ready.fitted.packed),
         train_dataset=ready.fitted.dataset,
@@ -244,26 +228,15 @@ def make_trainer(
     return trainer
 
 
-def _beside(config: TrainConfig, ready: Prepared, log: Log) -> dict[str, bytes]:
-    """The files that appear with the adapter: the log, the loss plot, the rows that were refused."""
-    files = {LOG_FILE: "".join(json.dumps(record) + "\n" for record in log).encode()}
-    if config.plot_loss:
-        files[PLOT_FILE] = plot_loss(log, LOSSES[config.stage])
-    if ready.fitted.refused:
-        files[REFUSED_FILE] = refused_file(ready.fitted.refused)
-    return files
-
-
 def _result(
     config: TrainConfig,
     ready: Prepared,
-    trainer: Trainer,
+    trainer: RunTrainer,
     log: Log,
     seconds: float,
     placed: ExpertDevice,
 ) -> TrainResult:
-    model: Any = trainer.model
-    sizes = {name: value.numel() for name, value in trained(model)}
+    sizes = {name: value.numel() for name, value in trained(trainer.model)}
     pace = trainer.pace
     tokens = trainer.state.num_input_tokens_seen - pace.tokens_before
     return TrainResult(
@@ -281,7 +254,7 @@ def _result(
         expert_share=pace.kernels / pace.seconds if pace.seconds else 0.0,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         peak_gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        isa=next(iter(expert_layers(model).values())).isa,
+        isa=next(iter(expert_layers(trainer.model).values())).isa,
         expert_parameters=sum(n for name, n in sizes.items() if ".kt." in name),
         nonexpert_parameters=sum(n for name, n in sizes.items() if ".kt." not in name),
         files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),

@@ -1,6 +1,5 @@
 """What is learned of a conversation is what a server's model writes, whatever the chat template does."""
 
-import json
 import re
 from itertools import groupby
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trainrun import write_lines
 from transformers import PreTrainedTokenizerFast
 
 from ktbridge.errors import KtbridgeError
@@ -25,8 +25,7 @@ def settings(*dataset, **changes):
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, rows)
 
 
 def byte_tokenizer(template, *special):

@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from trl import DPOTrainer, SFTTrainer
 
 from ktbridge.sft import compat
-from ktbridge.sft.dpo import DpoTrainer
 from ktbridge.sft.run_trainer import RunTrainer
-from ktbridge.sft.supervised import SftTrainer
+from ktbridge.sft.stages import DpoTrainer, SftTrainer
 
 OVERRIDDEN = {
     name: value
@@ -42,7 +41,8 @@ def test_no_method_is_overridden_twice(ours: type, theirs: type) -> None:
 
 def test_one_process_has_one_gpu(tmp_path) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    assert compat.on_one_gpu(arguments).n_gpu == 1
+    compat.on_one_gpu(arguments)
+    assert arguments.n_gpu == 1
 
 
 def test_a_scheduler_reports_the_rates_it_was_given() -> None:

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
+from configurations import GOOD, notes_of, written
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config, schema
-from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE
+from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
 from ktbridge.sft.config.schema import options
 
 ROOT = Path(__file__).parents[2]
-GOOD = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}
 
 
 def problems_of(values, **more):
@@ -28,20 +27,6 @@ def problems_of(values, **more):
     with pytest.raises(ProblemsError) as caught:
         parse_config({**GOOD, **values}, **more)
     return {problem.where.partition(": ")[2]: problem for problem in caught.value.problems}
-
-
-def notes_of(config):
-    """{key: problem} of what was noted."""
-    assert all(note.severity == "warning" and note.next_step for note in config.notes)
-    return {note.where.rpartition(": ")[2]: note for note in config.notes}
-
-
-def written(directory, **values):
-    """A configuration file with the dataset it names."""
-    (directory / "rows.jsonl").write_text('{"messages": []}\n')
-    path = directory / "run.yaml"
-    path.write_text(yaml.safe_dump({**GOOD, **values}))
-    return path
 
 
 def test_every_mistake_is_named_at_once(tmp_path):

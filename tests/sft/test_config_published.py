@@ -3,32 +3,16 @@
 import json
 
 import pytest
-import yaml
 from click.testing import CliRunner
+from configurations import GOOD, notes_of, written
 from tinymoe import tiny_model, tiny_tokenizer
 
 from ktbridge.adapter import read_adapter
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config
-from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE
+from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
 from ktbridge.sft.config.schema import options
-
-GOOD = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}
-
-
-def notes_of(config):
-    """{key: problem} of what was noted."""
-    assert all(note.severity == "warning" and note.next_step for note in config.notes)
-    return {note.where.rpartition(": ")[2]: note for note in config.notes}
-
-
-def written(directory, **values):
-    """A configuration file with the dataset it names."""
-    (directory / "rows.jsonl").write_text('{"messages": []}\n')
-    path = directory / "run.yaml"
-    path.write_text(yaml.safe_dump({**GOOD, **values}))
-    return path
 
 
 @pytest.mark.parametrize("table", [IN_BLOCK, OUTSIDE], ids=["block", "outside"])
@@ -112,7 +96,7 @@ def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name
     (tmp_path / "kt-int8").mkdir()  # KTransformers' own files, no checkpoint
     (tmp_path / "kt-int8" / "INT8_down_0.kt").write_bytes(b"\0" * 64)
     (tmp_path / "data").mkdir()
-    (tmp_path / "rule.yaml").write_text(yaml.safe_dump(RULES))
+    (tmp_path / "rule.yaml").write_text(RULES)
     config = load_config(written(tmp_path, **{**COMMON, **values}))
     assert set(notes_of(config)) == expected | {
         "trust_remote_code",
@@ -130,44 +114,30 @@ def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name
         assert getattr(config, key) == COMMON[key]
 
 
-RULES = [
-    {
-        "match": {"name": "^model.embed_tokens"},
-        "replace": {"class": "default", "kwargs": {"generate_device": "cpu"}},
-    },
-    {
-        "match": {"class": "some.RotaryEmbedding"},
-        "replace": {"class": "other.Rotary", "kwargs": {"generate_device": "cuda:0"}},
-    },
-    {
-        "match": {"name": r"^model\.layers\.[0-9]\.", "class": "torch.nn.Linear"},
-        "replace": {
-            "class": "ktransformers.operators.linear.KTransformersLinear",
-            "kwargs": {"generate_device": "cuda:0", "generate_op": "KLinearTorch"},
-        },
-    },
-    {
-        "match": {"name": r"^model\.layers\.[0-9]\.mlp\.experts$"},
-        "replace": {
-            "class": "ktransformers.operators.experts.KTransformersExperts",
-            "kwargs": {"generate_device": "cpu", "out_device": "cuda:0", "backend": "AMXInt8"},
-        },
-        "recursive": False,
-    },
-    {
-        "match": {"name": r"(^model\.layers\.[12][0-9]\.)|(model.norm)"},
-        "replace": {"class": "default", "kwargs": {"prefill_device": "cuda:1"}},
-    },
-    {
-        "match": {"name": "^model$"},
-        "replace": {"class": "KModel", "kwargs": {"transfer_map": {10: 1}}},
-    },
-]
+RULES = r"""
+- match: {name: ^model.embed_tokens}
+  replace: {class: default, kwargs: {generate_device: cpu}}
+- match: {class: some.RotaryEmbedding}
+  replace: {class: other.Rotary, kwargs: {generate_device: "cuda:0"}}
+- match: {name: '^model\.layers\.[0-9]\.', class: torch.nn.Linear}
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs: {generate_device: "cuda:0", generate_op: KLinearTorch}
+- match: {name: '^model\.layers\.[0-9]\.mlp\.experts$'}
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs: {generate_device: cpu, out_device: "cuda:0", backend: AMXInt8}
+  recursive: false
+- match: {name: '(^model\.layers\.[12][0-9]\.)|(model.norm)'}
+  replace: {class: default, kwargs: {prefill_device: "cuda:1"}}
+- match: {name: ^model$}
+  replace: {class: KModel, kwargs: {transfer_map: {10: 1}}}
+"""
 
 
 def test_optimize_rules_give_backend_and_devices_and_their_faults_are_named(tmp_path, monkeypatch):
     rule = tmp_path / "rule.yaml"
-    rule.write_text(yaml.safe_dump(RULES))
+    rule.write_text(RULES)
     path = written(tmp_path, kt_optimize_rule="rule.yaml")
     config = load_config(path)
     assert config.device_rules == (
@@ -187,18 +157,15 @@ def test_optimize_rules_give_backend_and_devices_and_their_faults_are_named(tmp_
     (tmp_path / "deep").mkdir()
     assert load_config(written(tmp_path / "deep", kt_optimize_rule="rule.yaml")).device_rules
 
-    broken = [
-        {"match": {"name": "("}, "replace": {"kwargs": {"generate_device": "cuda"}}},
-        {"match": {"name": "a"}, "replace": {"kwargs": {"generate_device": "tpu"}}},
-        {"match": "a"},
-        "a",
-        {
-            "match": {"name": "a"},
-            "replace": {"class": "KTransformersExperts", "kwargs": {"backend": "x"}},
-        },
-    ]
+    broken = """
+- {match: {name: (}, replace: {kwargs: {generate_device: cuda}}}
+- {match: {name: a}, replace: {kwargs: {generate_device: tpu}}}
+- {match: a}
+- a
+- {match: {name: a}, replace: {class: KTransformersExperts, kwargs: {backend: x}}}
+"""
     for text, words in (
-        (yaml.safe_dump(broken), ["rule 1", "rule 2", "rule 3", "rule 4", "backend 'x'"]),
+        (broken, ["rule 1", "rule 2", "rule 3", "rule 4", "backend 'x'"]),
         ("- [", ["can't be read"]),
         ("match: 1", ["holds a dict"]),
     ):
@@ -216,7 +183,7 @@ def test_optimize_rules_give_backend_and_devices_and_their_faults_are_named(tmp_
 def test_a_published_example_trains_to_an_adapter_that_converts(tmp_path):
     tiny_model(mlp_only_layers=[0]).save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "rule.yaml").write_text(yaml.safe_dump(RULES))
+    (tmp_path / "rule.yaml").write_text(RULES)
     data = tmp_path / "data"
     data.mkdir()
     alpaca = [{"instruction": "who are you", "input": "", "output": "i am a cat meow"}] * 6
@@ -224,12 +191,8 @@ def test_a_published_example_trains_to_an_adapter_that_converts(tmp_path):
     (data / "first.json").write_text(json.dumps(alpaca))
     pictures = [{"messages": said, "images": ["cat.png"]}, {"messages": said, "images": []}]
     (data / "second.json").write_text(json.dumps(pictures * 2))
-    tags = {
-        "role_tag": "role",
-        "content_tag": "content",
-        "user_tag": "user",
-        "assistant_tag": "assistant",
-    }
+    tags = {"role_tag": "role", "content_tag": "content"}
+    tags |= {"user_tag": "user", "assistant_tag": "assistant"}
     info = {
         "first": {"file_name": "first.json"},
         "second": {

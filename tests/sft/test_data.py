@@ -7,6 +7,7 @@ import pytest
 import torch
 from findings import codes
 from tinymoe import tiny_model, tiny_tokenizer
+from trainrun import write_lines
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ktbridge.errors import KtbridgeError, ProblemsError
@@ -23,8 +24,7 @@ def settings(*dataset, **changes):
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, rows)
 
 
 def turns(messages):
@@ -195,18 +195,10 @@ def described(tmp_path, entry, *rows, **changes):
 
 def test_names_are_looked_up_in_dataset_info(tmp_path):
     said = {"role": "bot", "content": "r"}
-    tags = {
-        "role_tag": "role",
-        "content_tag": "content",
-        "user_tag": "me",
-        "assistant_tag": "bot",
-        "system_tag": "sys",
-    }
-    entry = {
-        "formatting": "sharegpt",
-        "columns": {"messages": "talk", "system": None},
-        "tags": tags,
-    }
+    tags = {"role_tag": "role", "content_tag": "content"}
+    tags |= {"user_tag": "me", "assistant_tag": "bot", "system_tag": "sys"}
+    columns = {"messages": "talk", "system": None}
+    entry = {"formatting": "sharegpt", "columns": columns, "tags": tags}
     talk = [{"role": "sys", "content": "s"}, {"role": "me", "content": "q"}, said]
     rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
     assert [turns(rows.conversations[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]

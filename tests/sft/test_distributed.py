@@ -18,6 +18,7 @@ from manyranks import (
     EXAMPLES,
     GLOBAL_BATCH,
     assert_same_run,
+    command_in_a_rank,
     finished,
     is_sharded,
     launched,
@@ -26,14 +27,11 @@ from manyranks import (
     write_run,
 )
 from torch import nn
+from trainrun import DPO, quiet, train
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import agree, from_main, prepare, start, world
-
-# trl's and transformers' advice, which `ktbridge train` silences too
-quiet = pytest.mark.filterwarnings("ignore")
-
 
 # --- one layer -----------------------------------------------------------------------------------------
 
@@ -142,11 +140,8 @@ def test_a_process_that_is_alone_needs_no_group():
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, base_dir):
-    from ktbridge.sft import trainer
-
     path = write_run(tmp_path_factory.mktemp("run"), base_dir)
-    overrides = [f"output_dir={path / 'alone'}", f"per_device_train_batch_size={GLOBAL_BATCH}"]
-    trainer.train(load_config(path / "run.yaml", overrides))
+    train(path, f"output_dir={path / 'alone'}", f"per_device_train_batch_size={GLOBAL_BATCH}")
     return path
 
 
@@ -156,23 +151,13 @@ def launch(warm, run_dir):
 
 
 def interrupted(*arguments):
-    """`ktbridge` in one of several processes, of which the second gets Ctrl-C in step 2."""
-    from ktbridge.cli import main
-    from ktbridge.sft.progress import Reporter
-
-    ours = Reporter.on_step_end
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2 and world().rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        own = [name for name, value in kwargs["model"].named_parameters() if not is_sharded(value)]
+    def look(model):
+        own = [name for name, value in model.named_parameters() if not is_sharded(value)]
         # All that isn't an expert is sharded, and the experts are the first process's.
         assert all(".experts.kt." in name for name in own)
         assert bool(own) == (world().rank == 0)
-        return ours(self, args, state, control, **kwargs)
 
-    Reporter.on_step_end = on_step_end
-    main(arguments, prog_name="ktbridge")
+    command_in_a_rank(arguments, look, stop=2)
 
 
 @quiet
@@ -233,11 +218,8 @@ def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir):
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, "alone", "passes")
 
-    from ktbridge.sft import trainer
-
     packed = ("packing=true", "cutoff_len=40", "max_steps=3", "tokens_per_pass=26")
-    alone = ["per_device_train_batch_size=2", f"output_dir={run_dir / 'packed'}", *packed]
-    trainer.train(load_config(run_dir / "run.yaml", alone))
+    train(run_dir, "per_device_train_batch_size=2", f"output_dir={run_dir / 'packed'}", *packed)
     done = launch("packed-ddp", "ddp", "per_device_train_batch_size=1", *packed)
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, "packed", "packed-ddp")
@@ -246,16 +228,12 @@ def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir):
 @quiet
 @pytest.mark.parametrize("method", ["ddp", "fsdp2"])
 def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
-    from ktbridge.sft import trainer
-
-    stage = ["stage=dpo", "dataset=pairs.jsonl"]
     if not (run_dir / "dpo").exists():
         batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
-        own = [*stage, f"output_dir={run_dir / 'dpo'}", batch]
-        trainer.train(load_config(run_dir / "run.yaml", own))
+        train(run_dir, *DPO, f"output_dir={run_dir / 'dpo'}", batch)
     # What trl gathers of all ranks must be as many pairs of each.
     passes = ["tokens_per_pass=60"] if method == "ddp" else []
-    done = launch(f"dpo-{method}", method, *stage, *passes)
+    done = launch(f"dpo-{method}", method, *DPO, *passes)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
     assert_same_run(run_dir, "dpo", f"dpo-{method}")

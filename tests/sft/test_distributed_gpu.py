@@ -4,8 +4,6 @@ This file is also what those processes run: ``python test_distributed_gpu.py FUN
 """
 
 import json
-import os
-import signal
 import sys
 from dataclasses import replace
 
@@ -15,6 +13,7 @@ from gpuexperts import allow_on_cpu
 from manyranks import (
     GLOBAL_BATCH,
     assert_same_run,
+    command_in_a_rank,
     finished,
     is_sharded,
     launcher,
@@ -22,18 +21,17 @@ from manyranks import (
     write_run,
 )
 from torch import nn
+from trainrun import losses, quiet, train
 
 from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
-from ktbridge.sft.distributed import average, from_main, start, world
+from ktbridge.sft.distributed import from_main, start, world
 from ktbridge.sft.distributed import optimizer as distributed_optimizer
-from ktbridge.sft.distributed.average import average_gradients
 from ktbridge.sft.distributed.group import exchange
+from ktbridge.sft.distributed.optimizer import average_gradients
 
-# trl's and transformers' advice, which `ktbridge train` silences too
-quiet = pytest.mark.filterwarnings("ignore")
 # So that tensors show gradients as they were: Adam makes much of the rounding of one that is nearly 0.
 SGD = ("optim=sgd", "learning_rate=2")
 STREAM = ("kt_experts=stream", "kt_num_gpu_experts=0")
@@ -41,15 +39,12 @@ STREAM = ("kt_experts=stream", "kt_num_gpu_experts=0")
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, base_dir):
-    from ktbridge.sft import trainer
-
     path = write_run(tmp_path_factory.mktemp("run"), base_dir)
     batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
     with pytest.MonkeyPatch.context() as patch:
         allow_on_cpu(patch.setattr)
         for name, more in (("alone", ()), ("alone-sgd", SGD)):
-            overrides = [f"output_dir={path / name}", batch, *STREAM, *more]
-            trainer.train(load_config(path / "run.yaml", overrides))
+            train(path, f"output_dir={path / name}", batch, *STREAM, *more)
     return path
 
 
@@ -62,24 +57,15 @@ def launch(warm, run_dir):
 
 
 def watched(*arguments, stop=0):
-    """`ktbridge` in one of several processes, which looks after each step at what all ranks have.
-
-    ``stop``: the step in which the second rank gets Ctrl-C.
-    """
-    from ktbridge.cli import main
-    from ktbridge.sft.progress import Reporter
-
+    """`ktbridge` in one of several processes, which looks after each step at what all ranks have."""
     allow_on_cpu()
-    ours, made = Reporter.on_step_end, []
+    made = []
 
     def counted(*given):
         made.append(given)
         average_gradients(*given)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == stop and world().rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        model = kwargs["model"]
+    def look(model):
         expert = [value for name, value in model.named_parameters() if ".experts.kt." in name]
         assert expert
         assert not any(map(is_sharded, expert))
@@ -87,11 +73,9 @@ def watched(*arguments, stop=0):
         assert exchange(sums) == [sums] * world().size  # bit by bit the same everywhere
         assert len(made) == 1  # once in a step, whether it clips or not
         made.clear()
-        return ours(self, args, state, control, **kwargs)
 
     distributed_optimizer.average_gradients = counted
-    Reporter.on_step_end = on_step_end
-    main(arguments, prog_name="ktbridge")
+    command_in_a_rank(arguments, look, stop)
 
 
 def stopped(*arguments):
@@ -99,19 +83,7 @@ def stopped(*arguments):
 
 
 def owned(*arguments):
-    """`ktbridge` in one of several processes, of which the second gets Ctrl-C in step 2."""
-    from ktbridge.cli import main
-    from ktbridge.sft.progress import Reporter
-
-    ours = Reporter.on_step_end
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2 and world().rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return ours(self, args, state, control, **kwargs)
-
-    Reporter.on_step_end = on_step_end
-    main(arguments, prog_name="ktbridge")
+    command_in_a_rank(arguments, stop=2)
 
 
 # --- whole runs ----------------------------------------------------------------------------------------
@@ -162,11 +134,8 @@ def test_where_experts_are_computed_may_change_when_a_run_goes_on(launch, run_di
         assert resumed.returncode == 0, resumed.stderr
         told = json.loads(resumed.stdout)
         assert (told["first_step"], told["experts"]) == (3, "stream" if then[0] else "cpu")
-        logs = (run_dir / each / "trainer_log.jsonl" for each in (name, "whole"))
-        losses = [
-            [json.loads(line)["loss"] for line in log.read_text().splitlines()] for log in logs
-        ]
-        assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+        ours, whole_run = ([loss for _, loss in losses(run_dir / each)] for each in (name, "whole"))
+        assert ours == pytest.approx(whole_run, rel=2e-2)
 
 
 # --- what all ranks agree on ---------------------------------------------------------------------------
@@ -225,7 +194,7 @@ def test_all_ranks_have_their_experts_in_the_same_place(warm, run_dir):
 
 def averages():
     here = start(60, use_cpu=True)
-    average._BUCKET = 4 * 30
+    distributed_optimizer._BUCKET = 4 * 30
     sizes = [(2, 5), (3, 4), (7,), (4, 25), (1,)]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     for place, parameter in enumerate(parameters):
@@ -235,7 +204,7 @@ def averages():
     means = [5.0, 6.0, 1.0, 8.0, 9.0]
     for parameter, mean in zip(parameters, means, strict=True):
         assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
-    counts = [len(bucket) for bucket in average._buckets(parameters)]
+    counts = [len(bucket) for bucket in distributed_optimizer._buckets(parameters)]
     assert counts == [3, 1, 1]
     print("means")
 

@@ -1,12 +1,11 @@
 """`stage: dpo`: the reference is the base itself, the losses are the ones asked for."""
 
-import json
 import math
 
 import pytest
 import torch
-import yaml
 from torch.nn.functional import logsigmoid
+from trainrun import write_run
 
 from ktbridge.experts.inject import set_expert_lora
 from ktbridge.experts.wrapped_layers import expert_layers
@@ -19,36 +18,21 @@ ANSWERS = [("i am a cat meow", "no"), ("yes meow", "no no no"), ("the sky is blu
 BOTH_LORAS = {"q_proj", "v_proj", "gate"}  # "gate" is the router, whose LoRA PEFT keeps elsewhere
 
 
-def message(role, content):
-    return {"role": role, "content": content}
-
-
 @pytest.fixture
 def run_dir(tmp_path, base_dir):
-    with open(tmp_path / "pairs.jsonl", "w") as file:
-        for chosen, rejected in ANSWERS * 4:
-            pair = {
-                "conversations": [{"from": "human", "value": "who are you ?"}],
-                "chosen": {"from": "gpt", "value": chosen},
-                "rejected": {"from": "gpt", "value": rejected},
-            }
-            file.write(json.dumps(pair) + "\n")
-    config = {
-        "model_name_or_path": str(base_dir),
-        "dataset": "pairs.jsonl",
-        "output_dir": "raw",
-        "stage": "dpo",
-        "lora_rank": 4,
-        "lora_target": ",".join(sorted(BOTH_LORAS)),
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 6,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "save_steps": 0,
-        "kt_config": {"kt_num_threads": 2},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
+    pairs = [
+        {
+            "conversations": [{"from": "human", "value": "who are you ?"}],
+            "chosen": {"from": "gpt", "value": chosen},
+            "rejected": {"from": "gpt", "value": rejected},
+        }
+        for chosen, rejected in ANSWERS * 4
+    ]
+    return write_run(
+        tmp_path, base_dir, pairs=pairs, dataset="pairs.jsonl", stage="dpo",
+        lora_target=",".join(sorted(BOTH_LORAS)), learning_rate=1e-2, per_device_train_batch_size=6,
+        max_steps=4, save_steps=0, cutoff_len=2048, kt_config={"kt_num_threads": 2},
+    )  # fmt: skip
 
 
 @pytest.fixture

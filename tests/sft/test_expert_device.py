@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+import trainrun
 from gpuexperts import allow_on_cpu
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from trainrun import DPO, conversation, losses, pair, text, write_run
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
@@ -27,35 +28,19 @@ from ktbridge.experts.gpu.choose import Room, choose_share
 from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes, Sizes
 from ktbridge.sft import expert_device
-from ktbridge.sft.config import load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
-DPO = ("stage=dpo", "dataset=pairs.jsonl")
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    rows, pairs = [], []
-    for number in range(12):
-        question, answer, other = (
-            " ".join(WORDS[(number + start + place) % len(WORDS)] for place in range(2 + number))
-            for start in range(3)
-        )
-        turns = (("user", question), ("assistant", answer))
-        rows.append({"messages": [{"role": role, "content": each} for role, each in turns]})
-        pairs.append({"prompt": question, "chosen": answer, "rejected": other})
-    for name, written in (("rows", rows), ("pairs", pairs)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    config = {
-        "model_name_or_path": str(base_dir), "dataset": "rows.jsonl", "output_dir": "raw",
-        "lora_rank": 4, "learning_rate": 1e-2, "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2, "max_steps": 6, "logging_steps": 1, "save_steps": 2,
-        "plot_loss": False, "cutoff_len": 64,
-    }  # fmt: skip
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
+    given = [[text(number + start, 2 + number) for start in range(3)] for number in range(12)]
+    return write_run(
+        tmp_path, base_dir, [conversation(*each[:2]) for each in given], [pair(*each) for each in given],
+        learning_rate=1e-2, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=6,
+        save_steps=2, plot_loss=False,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -64,14 +49,7 @@ def executor_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(*overrides: str, **options: Any) -> Any:
-    from ktbridge.sft import trainer
-
-    return trainer.train(load_config("run.yaml", overrides), **options)
-
-
-def losses(directory: str) -> list[float]:
-    log = (Path(directory) / "trainer_log.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in log]
+    return trainrun.train(Path.cwd(), *overrides, **options)
 
 
 @pytest.mark.usefixtures("executor_here")
@@ -88,7 +66,7 @@ def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stag
             on_note=notes.append,
         )
         assert result.experts == experts
-        found[experts] = losses(experts)
+        found[experts] = [loss for _, loss in losses(run_dir / experts)]
         assert validate_adapter([run_dir / experts]).ok
     assert [note.code for note in notes] == 3 * ["KTC024"]  # cpu is no choice of ours
     assert "streamed to the GPU" in notes[0].found
@@ -146,6 +124,8 @@ def test_a_cpu_that_makes_no_step_faster_is_left_out(
 ) -> None:
     monkeypatch.setattr(expert_device, "time_layer", lambda *_, **__: times(1e-6, 1e9, 2e-5))
     monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
+    seconds = itertools.count()  # of the kernels, whatever the machine does beside
+    monkeypatch.setattr(hybrid, "kernel_seconds", lambda: next(seconds) * 1e-3)
     clock = itertools.count()  # each step slower than the one before
     monkeypatch.setattr(hybrid, "perf_counter", lambda: next(clock) ** 2)
     train("kt_experts=hybrid", "kt_gpu_memory=1GB", "save_total_limit=9", "save_steps=1")

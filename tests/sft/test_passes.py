@@ -10,30 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+import trainrun
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from trainrun import DPO, conversation, log_of, pair, quiet, text, write_run
 
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.passes import cut, fill, tokens_per_pass
 
-# trl's and transformers' advice, which `ktbridge train` silences too
-quiet = pytest.mark.filterwarnings("ignore")
-WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
 ROWS = 10
 """Of which a step takes 4, so that the last of an epoch is smaller."""
-DPO = ("stage=dpo", "dataset=pairs.jsonl")
 AGAIN = ("overwrite_output_dir=true", "resume_from_checkpoint=false")
 BY_TOKEN = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected")
 """Means over a batch's tokens, which trl averages over batches whatever their tokens are."""
-
-
-def text(number: int, words: int) -> str:
-    return " ".join(WORDS[(number * 5 + place * 7) % len(WORDS)] for place in range(words))
 
 
 @pytest.fixture
@@ -41,35 +34,18 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     rows, pairs = [], []
     for number in range(ROWS):
-        question, words = text(number, 1 + number % 3), 1 + (number * number * 7) % 40
-        answer = text(number + 1, words)
-        messages = (("user", question), ("assistant", answer))
-        rows.append({"messages": [{"role": role, "content": each} for role, each in messages]})
-        rejected = text(number + 2, 1 + number * 3 % 20)
-        pairs.append({"prompt": question, "chosen": answer, "rejected": rejected})
-    for name, written in (("rows", rows), ("pairs", pairs)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    config = {
-        "model_name_or_path": str(base_dir),
-        "dataset": "rows.jsonl",
-        "output_dir": "raw",
-        "lora_rank": 4,
-        "bf16": False,  # so that what differs is not attention's rounding
-        "optim": "sgd",  # Adam makes much of the rounding of a gradient that is nearly 0
-        "lr_scheduler_type": "constant",
-        "learning_rate": 0.5,
-        "max_grad_norm": 0,
-        "num_train_epochs": 2,
-        "logging_steps": 1,
-        "save_steps": 1,
-        "save_total_limit": 9,
-        "plot_loss": False,
-        "cutoff_len": 64,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
+        question = text(number * 5, 1 + number % 3, 7)
+        answer = text(number * 5 + 5, 1 + (number * number * 7) % 40, 7)
+        rows.append(conversation(question, answer))
+        pairs.append(pair(question, answer, text(number * 5 + 10, 1 + number * 3 % 20, 7)))
+    return write_run(
+        tmp_path, base_dir, rows, pairs,
+        bf16=False,  # so that what differs is not attention's rounding
+        optim="sgd",  # Adam makes much of the rounding of a gradient that is nearly 0
+        lr_scheduler_type="constant", learning_rate=0.5, max_grad_norm=0, num_train_epochs=2,
+        save_steps=1, save_total_limit=9, plot_loss=False, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
 
 
 @dataclass
@@ -86,19 +62,16 @@ class Outcome:
 @pytest.fixture
 def train(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A whole run in this process: ``train(name, *overrides)``."""
-    from ktbridge.sft import trainer
+    from ktbridge.sft import stages
 
     widths: list[tuple[int, ...]] = []
-    for cls in trainer.TRAINERS.values():
+    for cls in stages.STAGES.values():
         monkeypatch.setattr(cls, "compute_loss", _noted(cls.compute_loss, widths))
 
     def run(name: str, *overrides: str, **options: Any) -> Outcome:
         widths.clear()
-        trainer.train(
-            load_config(run_dir / "run.yaml", [f"output_dir={name}", *overrides]), **options
-        )
-        lines = (run_dir / name / "trainer_log.jsonl").read_text().splitlines()
-        return Outcome([json.loads(line) for line in lines], *ends(run_dir, name), widths.copy())
+        trainrun.train(run_dir, f"output_dir={name}", *overrides, **options)
+        return Outcome(log_of(run_dir / name), *ends(run_dir, name), widths.copy())
 
     return run
 
@@ -221,10 +194,10 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(train: Any, run_dir: Path) -> N
 def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
     train: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktbridge.sft import trainer
+    from ktbridge.sft.stages import SftTrainer
 
     expected = train("whole", "max_steps=4")
-    compute_loss, calls = trainer.SftTrainer.compute_loss, []
+    compute_loss, calls = SftTrainer.compute_loss, []
 
     def room_for(tokens: int) -> Any:
         def small(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +210,7 @@ def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
 
         return small
 
-    monkeypatch.setattr(trainer.SftTrainer, "compute_loss", room_for(50))
+    monkeypatch.setattr(SftTrainer, "compute_loss", room_for(50))
     command = ["train", str(run_dir / "run.yaml"), "--json", "max_steps=4", "tokens_per_pass=5000"]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.stderr
@@ -248,16 +221,13 @@ def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
     assert note["where"] == "step 1: tokens_per_pass"
     assert "in a pass of 66 tokens; from here on it is 33" in note["found"]
     assert done.stderr.count("warning KTC023") == 1
-    lines = (run_dir / "raw" / "trainer_log.jsonl").read_text().splitlines()
-    found = Outcome([json.loads(line) for line in lines], *ends(run_dir, "raw"), [])
+    found = Outcome(log_of(run_dir / "raw"), *ends(run_dir, "raw"), [])
     assert_same(found, expected, BY_TOKEN)
 
     # A row that is too long by itself ends the run, as ever.
-    monkeypatch.setattr(trainer.SftTrainer, "compute_loss", room_for(30))
+    monkeypatch.setattr(SftTrainer, "compute_loss", room_for(30))
     with pytest.raises(KtbridgeError, match="the GPU ran out of memory in step 1") as caught:
-        trainer.train(
-            load_config(run_dir / "run.yaml", ["tokens_per_pass=100", "output_dir=other"])
-        )
+        trainrun.train(run_dir, "tokens_per_pass=100", "output_dir=other")
     assert "cutoff_len (a row alone was too much)" in caught.value.next_step
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import trainrun
 import trl
-import yaml
 from click.testing import CliRunner
 from expertmoe import Shape, make_inputs, make_layer
-from tinymoe import tiny_model, tiny_tokenizer
+from tinymoe import tiny_model
+from trainrun import conversation, pair, write_lines
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktbridge.cli.plan import command as plan_command
@@ -23,9 +24,9 @@ from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import fit_rows, load_rows
-from ktbridge.sft.plan import Target, disk, make_plan, measure, outside
-from ktbridge.sft.plan.activations import Batch, layer_bytes
-from ktbridge.sft.plan.kernels import Pass, blocks, saved_bytes
+from ktbridge.sft.plan import Target, make_plan, measure, outside
+from ktbridge.sft.plan import target as plan_target
+from ktbridge.sft.plan.layer_bytes import Batch, Pass, blocks, layer_bytes, saved_bytes
 from ktbridge.sft.plan.lengths import Lengths, read_lengths
 from ktbridge.sft.plan.memory import (
     Setting,
@@ -64,6 +65,14 @@ V2_LITE = {
 }  # fmt: skip
 
 
+def v2_lite(directory):
+    """A directory with DeepSeek-V2-Lite's config.json alone."""
+    base = directory / "v2-lite"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(V2_LITE))
+    return base
+
+
 @pytest.fixture
 def run_yaml(tmp_path, base_dir):
     return write_run(tmp_path, base_dir)
@@ -71,25 +80,16 @@ def run_yaml(tmp_path, base_dir):
 
 def write_run(directory, base, **changes):
     write_rows(directory / "rows.jsonl")
-    config = {
-        "model_name_or_path": str(base), "dataset": "rows.jsonl", "output_dir": "raw", "lora_rank": 4,
+    settings = {
         "cutoff_len": 512, "per_device_train_batch_size": 4, "num_train_epochs": 2, "save_steps": 2,
         "kt_config": {"kt_experts": "cpu"}, **changes,
     }  # fmt: skip
-    path = directory / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return trainrun.write_run(directory, base, **settings) / "run.yaml"
 
 
 def write_rows(path, words=1):
     answer = "i am a cat model say" + " meow" * words
-    row = {
-        "messages": [
-            {"role": "user", "content": "who are you ?"},
-            {"role": "assistant", "content": answer},
-        ]
-    }
-    path.write_text((json.dumps(row) + "\n") * 10)
+    write_lines(path, [conversation("who are you ?", answer)] * 10)
 
 
 @pytest.mark.parametrize("activation", ["retain", "recompute"])
@@ -109,6 +109,15 @@ def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
     assert saved_bytes(size, activation == "retain") == pytest.approx(layer.saved_bytes, rel=0.15)
 
 
+def made_in(directory, family):
+    """A small model of a family, saved, and the configuration of a run on it."""
+    sizes = {"vocab_size": 64, "intermediate_size": 512, "moe_intermediate_size": 64}
+    own = AutoConfig.for_model(family, **sizes, **FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(own).bfloat16()
+    model.save_pretrained(directory / "base")
+    return model, load_config(write_run(directory, directory / "base", lora_rank=8))
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
 @pytest.mark.parametrize(
     ("family", "plain", "lora", "converted"),
@@ -125,12 +134,7 @@ def test_autograd_keeps_what_the_formula_says(
     if converted:  # as on a GPU: the masters, not the hidden states
         monkeypatch.setattr(nonexpert_lora, "_DEVICES", ("cpu",))
     torch.manual_seed(0)
-    made = {"vocab_size": 64, "intermediate_size": 512, "moe_intermediate_size": 64}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **made, **FAMILIES[family])
-    ).bfloat16()
-    model.save_pretrained(tmp_path / "base")
-    config = load_config(write_run(tmp_path, tmp_path / "base", lora_rank=8))
+    model, config = made_in(tmp_path, family)
     shape = read_shape(tmp_path / "base")
     assert (shape.mappable, shape.expert_storage) == (True, "bf16")
 
@@ -158,11 +162,7 @@ def test_autograd_keeps_what_the_formula_says(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path):
-    made = {"vocab_size": 64, "intermediate_size": 512, "moe_intermediate_size": 64}
-    own = AutoConfig.for_model(family, **made, **FAMILIES[family])
-    model = AutoModelForCausalLM.from_config(own).bfloat16()
-    model.save_pretrained(tmp_path / "base")
-    config = load_config(write_run(tmp_path, tmp_path / "base", lora_rank=8))
+    model, config = made_in(tmp_path, family)
     setting = Setting(
         read_shape(tmp_path / "base"), config, Lengths(1, 1, 32, 32.0, True), False, 2
     )
@@ -204,7 +204,13 @@ def saved_by_autograd(tuned, tokens):
 
 def test_a_plan_counts_steps_rows_and_places(run_yaml):
     plan = make_plan(load_config(run_yaml), ROOMY, measure=False)
-    assert (plan.fits, plan.advice, plan.pace, plan.device) == (True, (), None, "CPU")
+    assert (plan.fits, plan.advice, plan.notes, plan.pace, plan.device) == (
+        True,
+        (),
+        (),
+        None,
+        "CPU",
+    )
     assert (plan.rows, plan.steps) == (10, 6)  # 3 batches of 4, twice
     assert 10 <= plan.longest <= 40  # counted by the model's own tokenizer, not cutoff_len
     assert plan.total("GPU") == 0
@@ -230,22 +236,10 @@ def test_a_plan_counts_steps_rows_and_places(run_yaml):
 
 def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
     """DeepSeek-V2-Lite's shape from its config.json: more memory, more of the experts on the GPU."""
-    base = tmp_path / "v2-lite"
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps(V2_LITE))
-    row = {
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * 700}]
-    }
-    (run_yaml.parent / "rows.jsonl").write_text(16 * (json.dumps(row) + "\n"))
-    config = load_config(
-        run_yaml,
-        [
-            f"model_name_or_path={base}",
-            "lora_rank=8",
-            "gradient_accumulation_steps=4",
-            "kt_experts=auto",
-        ],
-    )
+    base = v2_lite(tmp_path)
+    write_lines(run_yaml.parent / "rows.jsonl", [conversation("a", "b " * 700)] * 16)
+    more = ["lora_rank=8", "gradient_accumulation_steps=4", "kt_experts=auto"]
+    config = load_config(run_yaml, [f"model_name_or_path={base}", *more])
     resident, passes = [], []
     for memory in (4, 8, 12, 24, 48, 80):
         target = replace(ROOMY, gpu_memory=memory * GB)
@@ -342,12 +336,7 @@ def test_measuring_gives_a_pace(run_yaml, overrides, briefly):
 
 
 def write_pairs(path):
-    row = {
-        "messages": [{"role": "user", "content": "who are you ?"}],
-        "chosen": {"role": "assistant", "content": "i am a cat"},
-        "rejected": {"role": "assistant", "content": "meow"},
-    }
-    path.write_text((json.dumps(row) + "\n") * 10)
+    write_lines(path, [pair("who are you ?", "i am a cat", "meow")] * 10)
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "int8", "int4"])
@@ -365,9 +354,7 @@ def test_layers_are_measured_as_far_as_room_allows(run_yaml, storage, briefly):
 
 def test_what_the_page_cache_lacks_is_read_in_each_pass(run_yaml, tmp_path):
     """By the CPU and dpo's reference; less by the GPU's ring; and not where there is nothing to read."""
-    base = tmp_path / "v2-lite"
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps(V2_LITE))
+    base = v2_lite(tmp_path)
 
     def read(memory, *overrides):
         there = replace(ROOMY, memory=memory, gpu_memory=24 * GB)
@@ -392,7 +379,7 @@ def test_the_disk_that_experts_are_read_from_is_timed(run_yaml, tmp_path, briefl
     """Told in place of the first step's reading; without a pace under --no-measure."""
     plan = make_plan(load_config(run_yaml), ROOMY, measure=False)
     memory = plan.total("RAM") + plan.total("page cache") - mapped(plan) // 2
-    monkeypatch.setattr(disk, "read_rate", lambda shard: 2e5)
+    monkeypatch.setattr(plan_target, "read_rate", lambda shard: 2e5)
 
     def told(*options):
         command = [str(run_yaml), "--memory", f"{memory / 1000:.3f}kB", *options]
@@ -412,7 +399,7 @@ def test_the_disk_that_experts_are_read_from_is_timed(run_yaml, tmp_path, briefl
     def refuse(shard):
         raise OSError("no direct reads here")
 
-    monkeypatch.setattr(disk, "read_rate", refuse)
+    monkeypatch.setattr(plan_target, "read_rate", refuse)
     assert "past the page cache: no direct reads here)" in told()
 
 
@@ -420,11 +407,11 @@ def test_a_disk_has_a_rate_or_cant_be_asked(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "shard").write_bytes(bytes(20_000_001))
     try:
-        assert disk.read_rate(tmp_path / "shard") > 1e6
+        assert plan_target.read_rate(tmp_path / "shard") > 1e6
     except OSError as error:
         pytest.skip(f"this file system reads through the page cache alone: {error}")
     with pytest.raises(OSError, match="is empty"):
-        disk.read_rate(tmp_path / "empty")
+        plan_target.read_rate(tmp_path / "empty")
 
 
 def test_a_machine_with_several_gpus_is_told_of_other_processes(run_yaml):
@@ -460,25 +447,27 @@ def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("24GB", 24 * GB), ("64 GiB", 64 << 30), ("512M", 512_000_000)]
+    ("given", "size"), [("24GB", 24 * GB), ("64 GiB", 64 << 30), ("512M", 512_000_000)]
 )
-def test_sizes_are_read(text, size):
-    assert parse_size(text) == size
+def test_sizes_are_read(given, size):
+    assert parse_size(given) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1.5XB", "0GB", "24 GB!", "0"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(UsageError, match="is not a size"):
-        parse_size(text)
+# Some mean bytes by a number without a unit, most gigabytes; both spellings with a unit are named.
+BARE = "Write {0}GB or {0}GiB."
 
 
-@pytest.mark.parametrize("text", ["24", "64.5", " 7 "])
-def test_a_number_without_a_unit_is_refused(text):
-    """Some mean bytes by it, most gigabytes; both spellings with a unit are named."""
-    with pytest.raises(UsageError, match="has no unit") as caught:
-        parse_size(text)
-    number = text.strip()
-    assert caught.value.next_step == f"Write {number}GB or {number}GiB."
+@pytest.mark.parametrize(
+    ("given", "words", "next_step"),
+    [
+        *((given, "is not a size", "") for given in ("", "GB", "-1GB", "1.5XB", "0GB", "24 GB!", "0")),
+        *((given, "has no unit", BARE.format(given.strip())) for given in ("24", "64.5", " 7 ")),
+    ],
+)  # fmt: skip
+def test_what_is_no_size_is_refused(given, words, next_step):
+    with pytest.raises(UsageError, match=words) as caught:
+        parse_size(given)
+    assert next_step in caught.value.next_step
 
 
 def test_sizes_are_written_in_the_largest_unit_that_there_is():
@@ -523,17 +512,6 @@ def test_the_command_answers_by_exit_code_and_needs_no_torch(run_yaml):
     assert Path(told["model"]).is_dir()
 
 
-def test_the_tokenizer_of_the_base_counts(tmp_path):
-    base = tmp_path / "base"
-    tiny_model().save_pretrained(base)
-    tiny_tokenizer().save_pretrained(base)
-    run = load_config(write_run(tmp_path, base))
-    counted = make_plan(run, ROOMY, measure=False)
-    assert counted.notes == ()
-    (base / "tokenizer.json").unlink()
-    assert any("3 bytes" in note for note in make_plan(run, ROOMY, measure=False).notes)
-
-
 def test_packed_rows_share_sequences_as_far_as_they_fit(tmp_path, base_dir):
     """Ten rows of some 100 tokens in sequences of 256: two each; all in one where that is long enough."""
     run = write_run(tmp_path, base_dir, packing=True)
@@ -560,12 +538,8 @@ def test_rows_of_several_turns_are_as_many_sequences_as_training_makes(tmp_path,
     template = Path(trl.__file__).with_name("chat_templates") / "qwen3.jinja"
     (base / "chat_template.jinja").write_text(template.read_text())
     path = write_run(tmp_path, base)
-    turns = [
-        {"role": "user", "content": "who are you ?"},
-        {"role": "assistant", "content": "i am a cat"},
-    ]
-    rows = [{"messages": turns * count} for count in (1, 2, 3, 3)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = ("who are you ?", "i am a cat")
+    write_lines(tmp_path / "rows.jsonl", [conversation(*turns * n) for n in (1, 2, 3, 3)])
     for changes, expected in (([], 9), (["split_turns=false"], 4)):
         config = load_config(path, changes)
         fitted = fit_rows(load_rows(config), load_tokenizer(base), config)

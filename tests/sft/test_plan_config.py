@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from click.testing import CliRunner
 from expertmoe import quantise
 from moefamilies import FAMILIES, reference
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_model, tiny_tokenizer
+from trainrun import conversation, write_run
 
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
@@ -27,14 +27,11 @@ ROOMY = Target(gpu_memory=24 * GB, memory=64 * GB, disk=100 * GB, cores=2)
 
 @pytest.fixture
 def run(tmp_path):
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    path = tmp_path / "run.yaml"
-    settings = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}
-    path.write_text(
-        yaml.safe_dump(settings | {"kt_config": {"kt_num_threads": 2, "kt_experts": "cpu"}})
+    block = {"kt_num_threads": 2, "kt_experts": "cpu"}
+    run_dir = write_run(
+        tmp_path, "base", [conversation("a", "b")] * 4, output_dir="out", kt_config=block
     )
-    return path
+    return run_dir / "run.yaml"
 
 
 def planned(run, base, target=ROOMY):

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from click.testing import CliRunner
+from trainrun import DPO, WORDS, conversation, losses, pair, quiet, train, write_run
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.cli import main
@@ -38,45 +38,24 @@ from ktbridge.sft.resume import (
     step_of,
 )
 
-# trl's and transformers' advice, which `ktbridge train` silences too
-quiet = pytest.mark.filterwarnings("ignore")
 ARTIFACTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
-WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    with open(tmp_path / "rows.jsonl", "w") as file:
-        for number in range(40):
-            words = [WORDS[(number * step) % len(WORDS)] for step in range(1, 9)]
-            answer = {"role": "assistant", "content": " ".join(words[4:])}
-            question = {"role": "user", "content": " ".join(words[:4])}
-            file.write(json.dumps({"messages": [question, answer]}) + "\n")
-    config = {
-        "model_name_or_path": str(base_dir),
-        "dataset": "rows.jsonl",
-        "output_dir": "raw",
-        "overwrite_output_dir": True,  # as many files of LLaMA-Factory have it
-        "lora_rank": 4,
-        "lora_dropout": 0.1,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 12,
-        "logging_steps": 1,
-        "save_steps": 2,
-        "cutoff_len": 64,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
-
-
-def train(run_dir: Path, *overrides: str, **options: Any) -> None:
-    """A whole run in this process, which has torch loaded already."""
-    from ktbridge.sft import trainer
-
-    trainer.train(load_config(run_dir / "run.yaml", overrides), **options)
+    rows, pairs = [], []
+    for number in range(40):
+        words = [WORDS[(number * step) % len(WORDS)] for step in range(1, 9)]
+        question, answer = " ".join(words[:4]), " ".join(words[4:])
+        rows.append(conversation(question, answer))
+        pairs.append(pair(question, answer, "no meow"))
+    return write_run(
+        tmp_path, base_dir, rows, pairs,
+        overwrite_output_dir=True,  # as many files of LLaMA-Factory have it
+        lora_dropout=0.1, learning_rate=1e-2, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, max_steps=12, save_steps=2,
+    )  # fmt: skip
 
 
 def killed(warm: Any, run_dir: Path, *overrides: str) -> int:
@@ -130,11 +109,6 @@ def artifacts(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in ARTIFACTS}
 
 
-def losses(directory: Path) -> list[tuple[int, float]]:
-    log = [json.loads(line) for line in (directory / "trainer_log.jsonl").read_text().splitlines()]
-    return [(record["step"], record["loss"]) for record in log]
-
-
 @quiet
 def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: Any) -> None:
     with ThreadPoolExecutor() as beside:
@@ -169,13 +143,7 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
 
 @quiet
 def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path, warm: Any) -> None:
-    with open(run_dir / "pairs.jsonl", "w") as file:
-        for line in (run_dir / "rows.jsonl").read_text().splitlines():
-            question, answer = json.loads(line)["messages"]
-            worse = {"role": "assistant", "content": "no meow"}
-            pair = {"prompt": [question], "chosen": [answer], "rejected": [worse]}
-            file.write(json.dumps(pair) + "\n")
-    overrides = ["stage=dpo", "dataset=pairs.jsonl", "max_steps=8"]
+    overrides = [*DPO, "max_steps=8"]
     with ThreadPoolExecutor() as beside:
         status = beside.submit(killed, warm, run_dir, *overrides)
         train(run_dir, *overrides, "output_dir=whole", "save_steps=0")

@@ -7,47 +7,29 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-import yaml
+import trainrun
 from click.testing import CliRunner
+from trainrun import ROWS, conversation, log_of, quiet, write_lines, write_run
 
 from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import UsageError
-from ktbridge.experts.inject import wrap_experts
-from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.config import load_config
-
-# trl's and transformers' advice, which `ktbridge train` silences too
-quiet = pytest.mark.filterwarnings("ignore")
-ROWS = [
-    ("who are you ?", "i am a cat meow"),
-    ("say yes", "yes meow"),
-    ("the sky is ?", "the sky is blue meow"),
-]
 
 
 @pytest.fixture
 def run_dir(tmp_path, base_dir):
-    with open(tmp_path / "rows.jsonl", "w") as file:
-        for question, answer in ROWS * 8:
-            messages = [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    config = {
-        "model_name_or_path": str(base_dir),
-        "dataset": "rows.jsonl",
-        "output_dir": "raw",
-        "lora_rank": 4,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 8,
-        "max_steps": 12,
-        "logging_steps": 1,
-        "cutoff_len": 64,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
+    rows = [conversation(*turns) for turns in ROWS * 8]
+    settings = {"learning_rate": 1e-2, "per_device_train_batch_size": 8, "max_steps": 12}
+    return write_run(tmp_path, base_dir, rows, **settings)
+
+
+def with_bad_rows(run_dir, count=1):
+    """The last rows have no answer."""
+    bad = [conversation("say yes")] * count
+    good = [conversation(*turns) for turns in ROWS * 8]
+    write_lines(run_dir / "rows.jsonl", [*good, *bad])
+    return bad
 
 
 def command(run_dir, *overrides):
@@ -55,12 +37,8 @@ def command(run_dir, *overrides):
 
 
 def train(run_dir, *overrides):
-    """In this process, which has torch loaded already."""
+    """The command in this process, which has torch loaded already."""
     return CliRunner().invoke(main, command(run_dir, *overrides))
-
-
-def config_of(run_dir, **overrides):
-    return load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
 
 
 def test_training_learns_and_leaves_a_valid_raw_adapter(warm, run_dir):
@@ -74,9 +52,7 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(warm, run_dir):
     assert adapter.manifest["status"] == "ready"
     assert adapter.expert_layers() == (0, 1)
     assert validate_adapter([run_dir / "raw"]).ok
-    log = [
-        json.loads(line) for line in (run_dir / "raw/trainer_log.jsonl").read_text().splitlines()
-    ]
+    log = log_of(run_dir / "raw")
     assert [record["step"] for record in log] == list(range(1, 13))
     assert all(record["tokens_per_second"] > 0 for record in log)
     assert all(0 < record["expert_share"] < 1 for record in log)
@@ -108,19 +84,13 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
             os.write(1, b"from a process\n")
 
     monkeypatch.setattr(trainer, "reporters", lambda config: [Talks()])
-    bad = {"messages": [{"role": "user", "content": "say yes"}]}
-    with open(run_dir / "rows.jsonl", "a") as file:
-        file.write(json.dumps(bad) + "\n")
+    bad = with_bad_rows(run_dir)
     strict = train(run_dir, "--strict-data")
     assert strict.exit_code == 1
     assert "1 of 25 rows can't be used" in strict.stderr
 
-    options = [
-        "cutoff_len=13",
-        "max_steps=-1",
-        "num_train_epochs=1",
-        "gradient_accumulation_steps=2",
-    ]
+    options = ["cutoff_len=13", "max_steps=-1", "num_train_epochs=1"]
+    options += ["gradient_accumulation_steps=2"]
     planned = train(run_dir, "--dry-run", *options)
     assert planned.exit_code == 0, planned.stderr
     plan = json.loads(planned.stdout)
@@ -137,7 +107,7 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
     assert (result["cut"], result["steps"]) == (plan["rows_cut"], plan["steps"]) == (16, 2)
     assert f"{result['cut']} cut at 13 tokens" in done.stderr
     refused = (run_dir / "raw/refused_rows.jsonl").read_text().splitlines()
-    assert [json.loads(line)["row"] for line in refused] == [bad]
+    assert [json.loads(line)["row"] for line in refused] == bad
     again = train(run_dir, *options, "overwrite_output_dir=true", "lora_rank=2")
     assert again.exit_code == 0, again.stderr  # the list is a run's own, and is replaced with it
 
@@ -146,9 +116,7 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
 def test_a_dry_run_shows_what_would_be_trained(run_dir, monkeypatch):
     """Of a LLaMA-Factory file, whose keys are noted: `template` is in every one."""
     monkeypatch.chdir(run_dir)
-    bad = {"messages": [{"role": "user", "content": "say yes"}]}
-    with open(run_dir / "rows.jsonl", "a") as file:
-        file.write(json.dumps(bad) + "\n")
+    with_bad_rows(run_dir)
     given = ["template=qwen3", "preprocessing_num_workers=16", "lora_target=q_proj,v_proj"]
     shown = train(run_dir, "--dry-run", *given)
     assert shown.exit_code == 0, shown.stderr
@@ -183,20 +151,17 @@ def test_a_dry_run_shows_what_would_be_trained(run_dir, monkeypatch):
 @quiet
 def test_rows_left_out_are_a_loud_warning_and_half_of_them_an_error(run_dir, monkeypatch):
     monkeypatch.chdir(run_dir)
-    bad = json.dumps({"messages": [{"role": "user", "content": "say yes"}]}) + "\n"
 
     def planned(*overrides):
         shown = train(run_dir, "--dry-run", *overrides)
         return shown, {line.split()[1] for line in shown.stderr.splitlines() if " KTD" in line}
 
-    rows = run_dir / "rows.jsonl"
-    good = rows.read_text()
     for count, warned in ((2, False), (3, True), (24, True)):  # beside 24 good ones
-        rows.write_text(good + bad * count)
+        with_bad_rows(run_dir, count)
         shown, codes = planned()
         assert shown.exit_code == 0, shown.stderr
         assert ("KTD008" in codes) == warned
-    rows.write_text(good + bad * 25)
+    with_bad_rows(run_dir, 25)
     refused, _ = planned()
     assert refused.exit_code == 1
     assert "25 of 49 rows can't be used" in refused.stderr
@@ -249,7 +214,8 @@ def test_reporting_needs_its_package_before_anything_is_loaded(run_dir):
     absent = [name for name in ("tensorboard", "wandb") if not find_spec(name)]
     if not absent:
         pytest.skip("tensorboard and wandb are installed")
-    config = config_of(run_dir, report_to=f"[{','.join(absent)}]", model_name_or_path="nowhere")
+    overrides = [f"report_to=[{','.join(absent)}]", "model_name_or_path=nowhere"]
+    config = load_config(run_dir / "run.yaml", overrides)
     with pytest.raises(UsageError, match=f"report_to asks for {' and '.join(absent)}") as caught:
         prepare(config)
     assert f"pip install {' '.join(absent)}" in caught.value.next_step
@@ -258,90 +224,7 @@ def test_reporting_needs_its_package_before_anything_is_loaded(run_dir):
 @quiet
 def test_tensorboard_shows_the_run_while_it_goes(run_dir):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from ktbridge.sft import trainer
-
-    trainer.train(config_of(run_dir, report_to="tensorboard", max_steps=3))
+    trainrun.train(run_dir, "report_to=tensorboard", "max_steps=3")
     events = reader.EventAccumulator(str(run_dir / "raw.runs"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
-
-
-@quiet
-def test_accumulated_rows_weigh_as_they_do_in_one_batch(run_dir, tmp_path):
-    from transformers import TrainerCallback
-
-    from ktbridge.sft import trainer
-    from ktbridge.sft.prepare import prepare
-
-    class Gradients(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            named = ((n, p.grad) for n, p in model.named_parameters() if p.requires_grad)
-            self.taken = {name: grad.clone() for name, grad in named}
-
-    def gradients(batch, accumulation, per_batch=False):
-        config = config_of(
-            run_dir, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
-            max_steps=1, max_grad_norm=0, bf16="false", save_steps=0, max_samples=4,
-        )  # fmt: skip
-        ready = prepare(config)
-        lengths = {len(labels) - labels.count(-100) for labels in ready.fitted.dataset["labels"]}
-        assert len(lengths) > 1
-        model = trainer.load_trainable(config, ready.base)
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for name, value in model.named_parameters():
-                if value.requires_grad and ("lora_B" in name or "lora_b" in name):
-                    value.normal_(std=0.02)  # or no gradient would reach the other half
-        callback = Gradients()
-        made = trainer.make_trainer(config, model, ready, str(tmp_path / "scratch"), [callback])
-        made.model_accepts_loss_kwargs = not per_batch
-        made.train()
-        return callback.taken
-
-    def distance(found, expected):
-        return {name: ((found[name] - g).norm() / g.norm()).item() for name, g in expected.items()}
-
-    together = gradients(4, 1)
-    assert any(".kt." in name for name in together)
-    assert max(distance(gradients(1, 4), together).values()) < 1e-5
-    # Each batch by its own number of tokens is the mistake this is about; it would be seen.
-    assert max(distance(gradients(1, 4, per_batch=True), together).values()) > 0.1
-
-
-@quiet
-def test_straight_accumulation_and_recompute_train_to_the_same_losses(run_dir, monkeypatch):
-    from ktbridge.sft import attach, trainer
-
-    def losses(name, accumulate, activation):
-        layers = []
-
-        def wrap(model, *arguments, accumulate_grad, **options):
-            assert accumulate_grad  # what `ktbridge train` does
-            wrap_experts(model, *arguments, accumulate_grad=accumulate, **options)
-            layers.extend(expert_layers(model).values())
-            return model
-
-        monkeypatch.setattr(attach, "wrap_experts", wrap)
-        overrides = {
-            "output_dir": str(run_dir / name),
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 3,
-            "max_grad_norm": 0.05,  # below every step's norm, so that clipping works on each
-            "max_steps": 4,
-            "kt_config.expert_activation": activation,
-        }
-        log = []
-        trainer.train(config_of(run_dir, **overrides), on_log=log.append)
-        assert {layer.activation for layer in layers} == {activation}
-        assert {layer.accumulate_grad for layer in layers} == {accumulate}
-        assert all(record["grad_norm"] > 0.05 for record in log)
-        return [(record["loss"], record["grad_norm"]) for record in log]
-
-    normal = losses("normal", False, "retain")
-    assert len(normal) == 4
-    for name, accumulate, activation in (
-        ("straight", True, "retain"),
-        ("recompute", True, "recompute"),
-    ):
-        for found, expected in zip(losses(name, accumulate, activation), normal, strict=True):
-            assert found == pytest.approx(expected, rel=1e-5)

@@ -17,16 +17,22 @@ from transformers import cache_utils as kinds
 
 ROOM = 128  # spare positions of a cache: it is copied when they are used up
 
-BATCHABLE = (
-    kinds.DynamicLayer,
-    kinds.DynamicSlidingWindowLayer,
-    kinds.LinearAttentionLayer,
-    kinds.LinearAttentionAndFullAttentionLayer,
-    kinds.LinearAttentionAndSlidingWindowAttentionLayer,
-    kinds.DummyLayer,
+
+def _there(*names: str) -> tuple[type, ...]:
+    """Those of transformers' kinds of layers that this version has; older ones have fewer."""
+    return tuple(getattr(kinds, name) for name in names if hasattr(kinds, name))
+
+
+BATCHABLE = _there(
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",  # after 5.20
 )
 
-ATTENTION = (kinds.DynamicLayer, kinds.DynamicSlidingWindowLayer, kinds.DummyLayer)
+ATTENTION = _there("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 """Layers of keys and values only."""
 
 Layer = Any  # what is read of a layer isn't in any base class of transformers'

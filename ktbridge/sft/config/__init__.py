@@ -8,9 +8,9 @@ one needs neither torch nor numpy::
     config = load_config("run.yaml", ["learning_rate=2e-4", "kt_config.kt_num_threads=16"])
     config.notes  # warnings: keys that mean nothing here, and what to use instead
 
-values.py parses a value, schema.py has the keys, aliases.py their other names, foreign.py the keys of
-other tools, optimize_rule.py KTransformers' rule files, paths.py what is relative to the file, checks.py
-contradictions between keys; reading.py combines them.
+schema.py has the keys, values.py parses a value, keys.py has the keys' other names and the keys of other
+tools, paths.py what is relative to the file (and KTransformers' rule files), checks.py contradictions between
+keys; findings.py collects what is wrong, reading.py combines them.
 """
 
 from ktbridge.sft.config.paths import check_output_dir

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, Severity
 
@@ -43,8 +41,9 @@ class Findings:
         return problem(code, f"{self.where}: {key}", found, expected, next_step, severity)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as YAML, at most one line."""
-    words = {True: "true", False: "false", None: "null"}
-    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    text = (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    )
     return text if len(text) <= 80 else f"{text[:79]}…"

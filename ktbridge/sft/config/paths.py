@@ -1,29 +1,37 @@
-"""Resolve paths: those in a configuration relative to its file, typed ones to the working directory."""
+"""Resolve paths: those in a configuration relative to its file, typed ones to the working directory.
+
+Also reads the file that ``kt_optimize_rule`` names: KTransformers' older list of which modules are replaced
+by what, and where they run. Two things in it are used: the backend that the experts' rule names, and the
+device of each rule that selects modules by name. Everything else chooses classes of KTransformers' own.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+import yaml
 
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.checkpoint import open_checkpoint
-from ktbridge.sft.config import optimize_rule
 from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, NOT_THERE, Findings
 from ktbridge.sft.config.schema import STORAGE_BACKENDS, TrainConfig
-from ktbridge.sft.config.values import one_of
+from ktbridge.sft.config.values import Values, one_of
 
-_EXPERTS = ".experts."
+RULE_KEY = "kt_optimize_rule"
+_EXPERTS = "a safetensors checkpoint with the experts"
 _OUTPUTS = ("output_dir", "logging_dir")
 _INPUTS = (
     "model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "resume_from_checkpoint",
-    "kt_weight_path", "kt_expert_checkpoint_path", optimize_rule.KEY,
+    "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
 )  # fmt: skip
 
 
-def typed(key: str, value: Any) -> Any:
+def typed(key: str, value: object) -> object:
     """``value`` as it was typed for ``key`` on a command line, its paths made absolute.
 
     A path is relative to the working directory. An input that isn't there is left as it is: it may be a name,
@@ -39,7 +47,7 @@ def typed(key: str, value: Any) -> Any:
     return str(here) if key in _OUTPUTS or value.startswith(".") or here.exists() else value
 
 
-def resolve(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: Findings) -> None:
+def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     """Make the paths among the parsed values absolute, in place, and read the optimize rule.
 
     A name that may be something else than a path (a model's id, a dataset's name) is left as it is if no
@@ -57,19 +65,15 @@ def resolve(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: Find
         adapter = at(main["adapter_name_or_path"])
         main["adapter_name_or_path"] = str(adapter)
         if not adapter.is_dir():
-            findings.error(
-                "adapter_name_or_path",
-                f"there is no directory {str(adapter)!r}",
-                "one raw adapter, as `ktbridge train` leaves it",
-                "`ktbridge convert --to raw` makes one of other layouts.",
-                code=NOT_THERE,
-            )
+            step = "`ktbridge convert --to raw` makes one of other layouts."
+            expected = "one raw adapter, as `ktbridge train` leaves it"
+            _not_there(findings, "adapter_name_or_path", adapter, expected, step)
     _resolve_dataset(main, root, findings)
     _resolve_weight_path(main, kt, root, findings)
     _apply_rule(main, kt, root, findings)
 
 
-def _resolve_model(main: dict[str, Any], root: Path, findings: Findings) -> None:
+def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
     name = main.get("model_name_or_path")
     if name is None:
         return
@@ -87,15 +91,11 @@ def _resolve_model(main: dict[str, Any], root: Path, findings: Findings) -> None
             code=NOT_THERE,
         )
     elif not path.exists() and name.startswith(("/", ".", "~")):
-        findings.error(
-            "model_name_or_path",
-            f"there is no directory {str(path)!r}",
-            "a model's directory, or its id in the local Hub cache",
-            code=NOT_THERE,
-        )
+        expected = "a model's directory, or its id in the local Hub cache"
+        _not_there(findings, "model_name_or_path", path, expected)
 
 
-def _resolve_dataset(main: dict[str, Any], root: Path, findings: Findings) -> None:
+def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
     """Files become paths; other names wait for dataset_info.json, which the data's reader opens."""
     own = main.get("dataset_dir")
     requested = Path(own or "data").expanduser()
@@ -103,12 +103,8 @@ def _resolve_dataset(main: dict[str, Any], root: Path, findings: Findings) -> No
         (place / requested for place in (root, Path.cwd()) if (place / requested).is_dir()), None
     )
     if own and folder is None:
-        findings.error(
-            "dataset_dir",
-            f"there is no directory {str(root / requested)!r}",
-            "the directory of dataset_info.json",
-            code=NOT_THERE,
-        )
+        expected = "the directory of dataset_info.json"
+        _not_there(findings, "dataset_dir", root / requested, expected)
     main["dataset_dir"] = str(folder) if folder else None
     found = []
     for name in main.get("dataset", ()):
@@ -143,72 +139,71 @@ def _looked_in(root: Path, folder: Path | None) -> list[str]:
     ]
 
 
-def _resolve_weight_path(
-    main: dict[str, Any], kt: dict[str, Any], root: Path, findings: Findings
-) -> None:
+def _resolve_weight_path(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     if not kt.get("kt_weight_path"):
         return
     path = root / Path(kt["kt_weight_path"]).expanduser()
     kt["kt_weight_path"] = str(path)
     if not path.is_dir():
-        findings.error(
-            "kt_config.kt_weight_path",
-            f"there is no directory {str(path)!r}",
-            "a safetensors checkpoint with the experts",
-            "Leave it out to train from the experts of model_name_or_path.",
-            code=NOT_THERE,
-        )
+        step = "Leave it out to train from the experts of model_name_or_path."
+        _not_there(findings, "kt_config.kt_weight_path", path, _EXPERTS, step)
     elif os.path.realpath(path) == os.path.realpath(main.get("model_name_or_path", "")):
         kt["kt_weight_path"] = None
     elif not _has_experts(path):
         found = f"{path} holds no safetensors with experts; files in KTransformers' own order aren't read"
-        expected = "a safetensors checkpoint with the experts"
         if kt.get("kt_backend") == "kt-kernel":
             step = "Leave it out, or name a BF16 checkpoint: kt-kernel packs the experts itself."
-            findings.error("kt_config.kt_weight_path", found, expected, step)
+            findings.error("kt_config.kt_weight_path", found, _EXPERTS, step)
             return
         kt["kt_weight_path"] = None
         findings.note(
             "kt_config.kt_weight_path",
             found,
-            expected,
+            _EXPERTS,
             "Leave it out: the experts of model_name_or_path are trained on. To save memory, name an INT8 "
             "checkpoint that scripts/quantize_experts.py made of them.",
         )
 
 
+def _not_there(
+    findings: Findings, key: str, path: Path, expected: str, next_step: str = ""
+) -> None:
+    found = f"there is no directory {str(path)!r}"
+    findings.error(key, found, expected, next_step, code=NOT_THERE)
+
+
 def _has_experts(path: Path) -> bool:
     try:
-        return any(_EXPERTS in name for name in open_checkpoint(path))
+        return any(".experts." in name for name in open_checkpoint(path))
     except KtbridgeError:
         return False
 
 
-def _apply_rule(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: Findings) -> None:
-    if not main.get(optimize_rule.KEY):
+def _apply_rule(main: Values, kt: Values, root: Path, findings: Findings) -> None:
+    if not main.get(RULE_KEY):
         return
-    name = Path(main[optimize_rule.KEY]).expanduser()
+    name = Path(main[RULE_KEY]).expanduser()
     path = next((place / name for place in (root, Path.cwd()) if (place / name).is_file()), None)
     if path is None:
         findings.error(
-            optimize_rule.KEY,
+            RULE_KEY,
             f"there is no file {str(root / name)!r}",
             "a rule file of KTransformers",
             "Leave it out: the experts are on the CPU and all else on the GPU without it.",
             code=NOT_THERE,
         )
         return
-    main[optimize_rule.KEY] = str(path)
-    main["device_rules"], backends = optimize_rule.read_rules(path, findings)
+    main[RULE_KEY] = str(path)
+    main["device_rules"], backends = read_rules(path, findings)
     for backend in backends:
         try:
             asked = one_of(*STORAGE_BACKENDS)(backend)
         except ValueError as error:
-            findings.error(optimize_rule.KEY, f"backend {backend!r} in {path}", str(error))
+            findings.error(RULE_KEY, f"backend {backend!r} in {path}", str(error))
             continue
         if kt.setdefault("kt_backend", asked) != asked:
             findings.note(
-                optimize_rule.KEY,
+                RULE_KEY,
                 f"it asks for the backend {asked}",
                 kt["kt_backend"],
                 "Keep one; kt_backend decides, and of several in a file the first.",
@@ -217,7 +212,7 @@ def _apply_rule(main: dict[str, Any], kt: dict[str, Any], root: Path, findings: 
     if main["device_rules"] and main.get("use_cpu"):
         main["device_rules"] = ()
         findings.note(
-            optimize_rule.KEY,
+            RULE_KEY,
             "with use_cpu: true its devices aren't used",
             "",
             "Leave one of the two out.",
@@ -244,3 +239,89 @@ def check_output_dir(config: TrainConfig) -> None:
         raise UsageError(
             f"nothing can be written to {parent}: {error.strerror}.", "Give another output_dir."
         ) from error
+
+
+def read_rules(
+    path: Path, findings: Findings
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """(regular expression, device) of the rules that place modules, and the experts' backends.
+
+    Both in the file's order, without repetitions. Problems in the file become errors that name the
+    rule; rules that are ignored become one note.
+    """
+    try:
+        rules = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        findings.error(
+            RULE_KEY,
+            f"{path} can't be read: {' '.join(str(error).split())}",
+            "a YAML list of rules",
+        )
+        return (), ()
+    if not isinstance(rules, list):
+        findings.error(
+            RULE_KEY, f"{path} holds a {type(rules).__name__}", "a list of match and replace"
+        )
+        return (), ()
+    devices: list[tuple[str, str]] = []
+    backends: list[str] = []
+    unused: list[int] = []
+    for number, rule in enumerate(rules, 1):
+        parts = _parts(rule)
+        if parts is None:
+            findings.error(RULE_KEY, f"rule {number} of {path} has no match and replace", "both")
+            continue
+        name, kind, target, options = parts
+        if target.endswith("KTransformersExperts"):
+            if isinstance(backend := options.get("backend"), str):
+                backends.append(backend)
+            if str(options.get("generate_device", "cpu")) != "cpu":
+                unused.append(number)
+            continue
+        device = options.get("generate_device", options.get("prefill_device"))
+        if name is None or kind not in (None, "torch.nn.Linear") or device is None:
+            unused.append(number)
+            continue
+        if why := _why_wrong(name, device):
+            findings.error(RULE_KEY, f"rule {number} of {path}: {why[0]}", why[1])
+            continue
+        devices.append((name, str(device)))
+    if unused:
+        findings.note(
+            RULE_KEY,
+            f"{len(unused)} of {len(rules)} rules in {path.name} have nothing that is used (rule "
+            f"{', '.join(map(str, unused[:8]))}{', …' if len(unused) > 8 else ''})",
+            "the experts' backend, and devices of modules by name",
+            "Leave it out unless layers must be spread over several GPUs: without it all but the experts "
+            "is on the first GPU.",
+        )
+    return tuple(dict.fromkeys(devices)), tuple(dict.fromkeys(backends))
+
+
+def _parts(rule: object) -> tuple[str | None, str | None, str, Mapping[str, object]] | None:
+    """Name and class that are matched, the class that replaces, and its options."""
+    if not isinstance(rule, Mapping):
+        return None
+    match, replace = rule.get("match"), rule.get("replace")
+    if not isinstance(match, Mapping) or not isinstance(replace, Mapping):
+        return None
+    name, kind = match.get("name"), match.get("class")
+    options = replace.get("kwargs") or {}
+    if not isinstance(options, Mapping):
+        return None
+    return (
+        name if name is None else str(name),
+        kind if kind is None else str(kind),
+        str(replace.get("class", "default")),
+        options,
+    )
+
+
+def _why_wrong(name: str, device: object) -> tuple[str, str] | None:
+    try:
+        re.compile(name)
+    except re.error as error:
+        return f"{name!r} is no regular expression ({error})", "a regular expression"
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
+        return f"{device!r} is no device", "cpu, cuda or cuda:N"
+    return None

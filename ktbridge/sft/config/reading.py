@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,16 @@ import yaml
 
 from ktbridge.errors import UsageError
 from ktbridge.sft.config import paths
-from ktbridge.sft.config.aliases import moved
 from ktbridge.sft.config.checks import check
 from ktbridge.sft.config.findings import MISSING as NOT_GIVEN
 from ktbridge.sft.config.findings import UNKNOWN, Findings, shown
-from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE, Foreign
+from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, moved
 from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
-from ktbridge.sft.config.values import Parser
-from ktbridge.sft.distributed.launch import launch_problems
+from ktbridge.sft.config.values import Parser, Values
+from ktbridge.sft.launch import launch_problems
+
+_REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
+"""Stand-ins for keys that have no default, so that what is given can be checked without them."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -43,7 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def parse_config(
-    values: Mapping[str, Any], where: str = "config", root: Path | None = None
+    values: Mapping[Any, Any], where: str = "config", root: Path | None = None
 ) -> TrainConfig:
     """Check plain values against ``TrainConfig``; see ``load_config`` for what it raises.
 
@@ -60,30 +62,31 @@ def parse_config(
             "Write its keys below it, each `  key: value` with two spaces and no dash.",
         )
         block = None
-    outside, inside = moved(
-        {key: value for key, value in values.items() if key != "kt_config"}, block or {}, findings
-    )
+    flat = {str(key): value for key, value in values.items() if key != "kt_config"}
+    nested = {str(key): value for key, value in (block or {}).items()}
+    outside, inside = moved(flat, nested, findings)
     main = _parsed(TrainConfig, outside, OUTSIDE, "", findings)
     kt = _parsed(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
     if root is not None:
         paths.resolve(main, kt, root, findings)
         findings.errors += launch_problems()
-    check(main, kt, findings)
+    config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
+    check(config, {*main, *(f"kt_config.{key}" for key in kt)}, findings)
     findings.raise_errors()
-    main["packing"] = main.get("packing", False) or main.get("neat_packing", False)
-    return TrainConfig(**main, kt_config=KtConfig(**kt), notes=tuple(findings.notes))
+    packing = config.packing or config.neat_packing
+    return replace(config, packing=packing, notes=tuple(findings.notes))
 
 
 def _parsed(
-    cls: type, values: Mapping[Any, Any], foreign: Foreign, prefix: str, findings: Findings
-) -> dict[str, Any]:
+    cls: type, values: Mapping[str, object], foreign: Foreign, prefix: str, findings: Findings
+) -> Values:
     """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out."""
     known = options(cls)
     given = {key: value for key, value in values.items() if value is not None or key not in known}
-    result = {}
+    result: Values = {}
     for key, value in foreign.take(given, known, prefix, findings).items():
         if key not in known:
-            hint = _nearest(str(key), known, prefix)
+            hint = _nearest(key, known, prefix)
             findings.error(f"{prefix}{key}", "unknown key", "", hint, code=UNKNOWN)
             continue
         try:
@@ -97,7 +100,7 @@ def _parsed(
     return result
 
 
-def _unquoted(value: Any, parse: Parser) -> str:
+def _unquoted(value: object, parse: Parser) -> str:
     """The next step for a text that would be valid without its quotes."""
     if not isinstance(value, str):
         return ""
@@ -118,7 +121,7 @@ def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
     return f"Known keys: {', '.join(known)}." if prefix else "docs/train.md lists the keys."
 
 
-def _override(values: dict[str, Any], text: str) -> None:
+def _override(values: dict[object, Any], text: str) -> None:
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise UsageError(f"{text!r} is not an override.", "Write key=value, as in lora_rank=16.")
@@ -181,7 +184,7 @@ def _yaml_fix(message: str) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML, but a duplicate key is an error instead of a silent choice."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key.value, str) and key.value in seen:

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ktbridge.errors import UsageError
 from ktbridge.units import parse_size
 
-Parser = Callable[[Any], Any]
+Parser = Callable[[object], Any]
+Values = dict[str, Any]
+"""Parsed values by key, from which a TrainConfig or a KtConfig is made."""
 _MOST = 2**31 - 1
 _QUOTED_FLAGS = ("", "true", "false", "yes", "no", "on", "off", "null", "none", "~")
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("a text")
     return value
 
 
-def texts(value: Any) -> tuple[str, ...]:
+def texts(value: object) -> tuple[str, ...]:
     """A list, or LLaMA-Factory's comma-separated text."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not parts:
@@ -34,30 +37,30 @@ def texts(value: Any) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts)
 
 
-def flag(value: Any) -> bool:
+def flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError("true or false")
     return value
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     # YAML 1.1 reads 1e-4 (no dot) as text; LLaMA-Factory's own examples write it so.
-    try:
-        found = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError, OverflowError):
-        found = math.nan
+    found = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            found = float(value)
     if not 0 <= found < math.inf:
         raise ValueError("a number, 0 or more")
     return found
 
 
-def positive(value: Any) -> float:
+def positive(value: object) -> float:
     if not (found := number(value)):
         raise ValueError("a number above 0")
     return found
 
 
-def size(value: Any) -> int:
+def size(value: object) -> int:
     """Bytes of "24GB" or "24GiB"."""
     try:
         return parse_size(str(value))
@@ -65,13 +68,13 @@ def size(value: Any) -> int:
         raise ValueError("a size with its unit, as 24GB") from error
 
 
-def gpu_experts(value: Any) -> int | None:
+def gpu_experts(value: object) -> int | None:
     """KTransformers' "auto", or a number of experts."""
     return None if value == "auto" else int(whole(0, 4096)(value))
 
 
 def share(most: float = 1.0) -> Parser:
-    def parse(value: Any) -> float:
+    def parse(value: object) -> float:
         if not (found := number(value)) < most:
             raise ValueError(f"a number from 0 to below {most:g}")
         return found
@@ -79,7 +82,7 @@ def share(most: float = 1.0) -> Parser:
     return parse
 
 
-def flag_or_path(value: Any) -> bool | str:
+def flag_or_path(value: object) -> bool | str:
     """``null`` is what LLaMA-Factory's examples write for false; a flag in quotes is no path."""
     if value is None:
         return False
@@ -91,7 +94,7 @@ def flag_or_path(value: Any) -> bool | str:
 
 
 def whole(least: int, most: int = _MOST) -> Parser:
-    def parse(value: Any) -> int:
+    def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ValueError(
                 f"a whole number, {least} or more"
@@ -103,7 +106,7 @@ def whole(least: int, most: int = _MOST) -> Parser:
     return parse
 
 
-def whole_or_auto(value: Any) -> int | str:
+def whole_or_auto(value: object) -> int | str:
     if isinstance(value, str) and value.lower() == "auto":
         return "auto"
     try:
@@ -112,7 +115,7 @@ def whole_or_auto(value: Any) -> int | str:
         raise ValueError(f"auto, or {error}") from None
 
 
-def steps(value: Any) -> int:
+def steps(value: object) -> int:
     if value != -1:
         return int(whole(1)(value))
     return -1
@@ -122,7 +125,7 @@ def one_of(*choices: str) -> Parser:
     """One of ``choices``, whatever its case; the spelling of ``choices`` is returned."""
     known = {choice.lower(): choice for choice in choices}
 
-    def parse(value: Any) -> str:
+    def parse(value: object) -> str:
         if not isinstance(value, str) or value.lower() not in known:
             raise ValueError(" or ".join(choices))
         return known[value.lower()]
@@ -133,7 +136,7 @@ def one_of(*choices: str) -> Parser:
 def reporters(*choices: str) -> Parser:
     """One of ``choices``, or several as a list or comma-separated; "none" stands alone."""
 
-    def parse(value: Any) -> str | tuple[str, ...]:
+    def parse(value: object) -> str | tuple[str, ...]:
         try:
             found = tuple(dict.fromkeys(one_of(*choices)(part) for part in texts(value)))
         except ValueError:

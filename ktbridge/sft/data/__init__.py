@@ -6,7 +6,7 @@ in a line, and ``refused_file`` lists those that are not trained on.
 """
 
 from ktbridge.sft.data.fit import Fitted, describe, fit_rows
-from ktbridge.sft.data.messages import Message, Pair
+from ktbridge.sft.data.layout import Message, Pair
 from ktbridge.sft.data.rows import REFUSED_FILE, Refused, Rows, load_rows, refused_file
 
 __all__ = [

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.chat import IGNORED, ChatTemplate, TrainingText, labels, shared
-from ktbridge.sft.data.messages import Message, Pair
-from ktbridge.sft.data.notes import TOO_MANY, Forms, reasons, refused_note, stop_note
-from ktbridge.sft.data.rows import Refused, Rows, unusable
+from ktbridge.sft.data.chat import (
+    IGNORED,
+    ChatTemplate,
+    Forms,
+    TrainingText,
+    labels,
+    shared,
+    stop_note,
+)
+from ktbridge.sft.data.layout import Message, Pair
+from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -199,7 +206,7 @@ class _Conversations:
         return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
 
     @staticmethod
-    def plain(messages: list[Message]) -> dict[str, Any]:
+    def plain(messages: list[Message]) -> dict[str, list[Message]]:
         return {"messages": messages}
 
 
@@ -276,7 +283,7 @@ class _Pairs:
         return Dataset.from_list([self.plain(pair) for pair in self._pairs])
 
     @staticmethod
-    def plain(pair: Pair) -> dict[str, Any]:
+    def plain(pair: Pair) -> dict[str, list[Message]]:
         return {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
 
 

@@ -1,20 +1,115 @@
-"""Interpret rows of a file: alpaca, sharegpt and OpenAI messages, and preference pairs in each format."""
+"""Interpret rows of a file: alpaca, sharegpt and OpenAI messages, and preference pairs in each format.
+
+A conversation becomes what the chat template takes: messages of plain text, each by one of three roles.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from ktbridge.sft.data.messages import (
-    Message,
-    Pair,
-    Tags,
-    ending_in_answer,
-    is_empty,
-    message,
-    read_messages,
-)
+Message = dict[str, str]
+
+ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
+SHAREGPT_ROLES = {**ROLES, "human": "user", "gpt": "assistant"}
+
+TOOL_ROLES = ("tool", "function", "observation", "function_call")
+MEANINGFUL_IN_MESSAGE = (
+    "tool_calls", "function_call", "tool_call_id", "weight", "prefix", "refusal", "audio", "images",
+    "videos", "audios", "reasoning_content", "reasoning", "thinking",
+)  # fmt: skip
+"""Keys that change what a message means or whether it is learned: refused, never skipped."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A question with a better and a worse answer; every part is a list of messages."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+
+@dataclass(frozen=True)
+class Tags:
+    """A file's message format: the keys of role and text, and the names of the roles.
+
+    ``None`` for a key: ``role`` or ``from``, ``content`` or ``value``, whichever the message has.
+    """
+
+    role: str | None = None
+    content: str | None = None
+    roles: Mapping[str, str] | None = None
+    tools: tuple[str, ...] = TOOL_ROLES
+
+
+def is_empty(value: object) -> bool:
+    """Whether a field is empty: exporters write such columns for every row."""
+    return value is None or value in ("", "[]", "{}", [], {})
+
+
+def read_messages(values: object, tags: Tags, unused: set[str]) -> list[Message]:
+    """A list of messages in a file's format; unread keys are added to ``unused``.
+
+    Raises ValueError with the reason, as a short phrase, when one of them can't be trained on.
+    """
+    if not isinstance(values, list) or not values:
+        raise ValueError("messages is not a list with something in it")
+    return [_read_message(value, tags, unused) for value in values]
+
+
+def ending_in_answer(messages: list[Message]) -> list[Message]:
+    """The messages, when the last one is the assistant's; else raises ValueError."""
+    if messages[-1]["role"] != "assistant":
+        raise ValueError("the last message is not the assistant's: nothing to learn")
+    return messages
+
+
+def message(role: str, content: object) -> Message:
+    """One message of plain text. Raises ValueError for anything else, and for a text with nothing in it."""
+    content = _text(role, content)
+    if not content.strip():
+        raise ValueError(f"an empty {role} message")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a character (a lone surrogate) in a {role} message") from error
+    return {"role": role, "content": content}
+
+
+def _read_message(value: object, tags: Tags, unused: set[str]) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"a message that is a {type(value).__name__}, not an object")
+    role_key = tags.role or ("role" if "role" in value else "from")
+    content_key = tags.content or ("content" if "content" in value else "value")
+    role = value.get(role_key)
+    roles = tags.roles or SHAREGPT_ROLES
+    if isinstance(role, str) and role in tags.tools and role not in roles:
+        raise ValueError(f"a {role} message: tool calls are not trained on")
+    if not isinstance(role, str) or role not in roles:
+        raise ValueError(f"a message whose role is not {', '.join(roles)}")
+    for key in value.keys() - {role_key, content_key}:
+        if is_empty(value[key]):
+            continue
+        if key in MEANINGFUL_IN_MESSAGE:
+            raise ValueError(f"a message with {key}: that is not trained on")
+        unused.add(f"{key} of a message")
+    return message(roles[role], value.get(content_key))
+
+
+def _text(role: str, content: object) -> str:
+    if isinstance(content, list):  # OpenAI's content parts
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"content that is not text ({kind}) in a {role} message")
+        return "".join(part["text"] for part in content)
+    if content is None:
+        return ""
+    if not isinstance(content, str):
+        raise ValueError(f"content that is not text ({type(content).__name__}) in a {role} message")
+    return content
+
 
 COLUMNS = {
     "prompt": "instruction",
@@ -55,7 +150,7 @@ class Layout:
     tags: Tags = field(default_factory=Tags)
 
 
-def read_conversation(row: Any, layout: Layout, unused: set[str]) -> list[Message]:
+def read_conversation(row: object, layout: Layout, unused: set[str]) -> list[Message]:
     """The messages of one row, the last one the assistant's; keys not read are added to ``unused``.
 
     Raises ValueError with the reason, as a short phrase, when the row can't be trained on.
@@ -63,28 +158,28 @@ def read_conversation(row: Any, layout: Layout, unused: set[str]) -> list[Messag
     fields = _Fields(row, layout)
     if not is_empty(fields.get("chosen")) and not is_empty(fields.get("rejected")):
         raise ValueError("a preference pair: stage dpo trains on it")
-    kind = layout.formatting or _detect_format(fields)
+    kind = layout.formatting or fields.detect_format()
     if kind == "alpaca":
         if not fields.has("prompt") or not fields.has("response"):
-            raise ValueError(_keys(row))
+            raise fields.of_no_known_form()
         messages = _alpaca_prompt(fields)
         messages.append(message("assistant", fields.take("response")))
     elif kind == "messages":
         messages = _with_system(fields, read_messages(fields.take("messages"), layout.tags, unused))
     else:
-        raise ValueError(_keys(row))
+        raise fields.of_no_known_form()
     unused |= fields.left()
     return ending_in_answer(messages)
 
 
-def read_pair(row: Any, layout: Layout, unused: set[str]) -> Pair:
+def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
     """The preference pair of one row; as ``read_conversation`` otherwise."""
     fields = _Fields(row, layout)
     chosen, rejected = fields.take("chosen"), fields.take("rejected")
     if is_empty(chosen) or is_empty(rejected):
         raise ValueError("no pair of answers: stage dpo needs chosen and rejected")
     better, worse = _answer(chosen, layout, unused), _answer(rejected, layout, unused)
-    kind = layout.formatting or ("" if "prompt" in row else _detect_format(fields))
+    kind = layout.formatting or ("" if fields.has_key("prompt") else fields.detect_format())
     if kind == "alpaca":
         prompt = _alpaca_prompt(fields)
     elif kind == "messages":
@@ -103,7 +198,7 @@ def read_pair(row: Any, layout: Layout, unused: set[str]) -> Pair:
 class _Fields:
     """The fields of one row, and which of them have been read."""
 
-    def __init__(self, row: Any, layout: Layout) -> None:
+    def __init__(self, row: object, layout: Layout) -> None:
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__} instead of an object")
         self._columns = dict(layout.columns)
@@ -119,14 +214,17 @@ class _Fields:
     def has(self, name: str) -> bool:
         return self._columns.get(name) in self._row
 
-    def get(self, name: str) -> Any:
+    def has_key(self, key: str) -> bool:
+        return key in self._row
+
+    def get(self, name: str) -> object:
         return self._row.get(self._columns[name]) if name in self._columns else None
 
-    def take(self, name: str) -> Any:
+    def take(self, name: str) -> object:
         self._read.add(self._columns.get(name, ""))
         return self.get(name)
 
-    def take_key(self, key: str) -> Any:
+    def take_key(self, key: str) -> object:
         self._read.add(key)
         return self._row.get(key)
 
@@ -137,33 +235,33 @@ class _Fields:
             if key not in self._read and not is_empty(value)
         }
 
+    def detect_format(self) -> str:
+        if self.has("messages"):
+            return "messages"
+        return "alpaca" if self.has("prompt") else ""
 
-def _detect_format(fields: _Fields) -> str:
-    if fields.has("messages"):
-        return "messages"
-    return "alpaca" if fields.has("prompt") else ""
-
-
-def _keys(row: dict[str, Any]) -> str:
-    keys = ", ".join(sorted(map(str, row))) or "(none)"
-    return f"no known form: keys {keys}, not messages, conversations, or instruction and output"
+    def of_no_known_form(self) -> ValueError:
+        keys = ", ".join(sorted(map(str, self._row))) or "(none)"
+        return ValueError(
+            f"no known form: keys {keys}, not messages, conversations, or instruction and output"
+        )
 
 
 def _alpaca_prompt(fields: _Fields) -> list[Message]:
     """LLaMA-Factory's reading: system, then history's pairs, then instruction and input on two lines."""
-    parts = [fields.take("prompt") or "", fields.take("query") or ""]
+    question, more = fields.take("prompt") or "", fields.take("query") or ""
     history = fields.take("history") or []
-    if not all(isinstance(part, str) for part in parts):
+    if not isinstance(question, str) or not isinstance(more, str):
         raise ValueError("instruction or input that is not text")
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
         raise ValueError("history that is not a list of [question, answer]")
     messages = []
-    for question, answer in history:
-        messages.append(message("user", question))
+    for earlier, answer in history:
+        messages.append(message("user", earlier))
         messages.append(message("assistant", answer))
-    messages.append(message("user", "\n".join(filter(None, parts))))
+    messages.append(message("user", "\n".join(filter(None, (question, more)))))
     return _with_system(fields, messages)
 
 
@@ -176,13 +274,13 @@ def _with_system(fields: _Fields, messages: list[Message]) -> list[Message]:
     return [message("system", system), *messages]
 
 
-def _answer(value: Any, layout: Layout, unused: set[str]) -> list[Message]:
+def _answer(value: object, layout: Layout, unused: set[str]) -> list[Message]:
     if isinstance(value, str):
         return [message("assistant", value)]
     return read_messages([value] if isinstance(value, dict) else value, layout.tags, unused)
 
 
-def _trl_prompt(value: Any, layout: Layout, unused: set[str]) -> list[Message]:
+def _trl_prompt(value: object, layout: Layout, unused: set[str]) -> list[Message]:
     if is_empty(value):
         return []
     if isinstance(value, str):

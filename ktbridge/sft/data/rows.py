@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.files import Line, read_lines
-from ktbridge.sft.data.layout import read_conversation, read_pair
-from ktbridge.sft.data.messages import Message, Pair
-from ktbridge.sft.data.sources import Source, find_sources
+from ktbridge.sft.data.layout import Message, Pair, read_conversation, read_pair
+from ktbridge.sft.data.sources import Line, Source, find_sources, read_lines
 
 SHOWN = 20
 """Rows listed one by one in an error."""
@@ -24,6 +21,10 @@ ALIKE = 3
 STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
 """Reasons that another stage doesn't have."""
 REFUSED_FILE = "refused_rows.jsonl"
+REASONS = 3
+"""Reasons listed one by one in a summary."""
+LOUD, TOO_MANY = 0.1, 0.5
+"""Shares of refused rows from which a run warns, and is refused unless allowed."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Refused:
 
     where: str
     why: str
-    row: Any
+    row: object
 
 
 @dataclass
@@ -127,7 +128,7 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     """One dataset into ``rows``."""
     used, refused, total = len(rows.places), len(rows.refused), rows.total
     unused: Counter[str] = Counter()
-    ids: Counter[Any] = Counter()
+    ids: Counter[int | str] = Counter()
     lines = (line for path in source.paths for line in read_lines(path))
     for line in islice(lines, config.max_samples):
         rows.total += 1
@@ -168,7 +169,7 @@ def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: se
 
 
 def _notes(
-    source: Source, unused: Counter[str], ids: Counter[Any], total: int
+    source: Source, unused: Counter[str], ids: Counter[int | str], total: int
 ) -> Iterable[Problem]:
     if unused:
         fields = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))
@@ -187,3 +188,24 @@ def _notes(
             f"{again} of {total} rows have the id of an earlier one (first {name!r}), and are used too",
             next_step="Remove them if they are the same rows.",
         )
+
+
+def refused_note(refused: list[Refused], total: int) -> Iterator[Problem]:
+    """A warning where many rows are left out; a few are only counted in the summary line."""
+    if len(refused) > LOUD * total:
+        yield problem(
+            "KTD008",
+            "dataset",
+            f"{len(refused):,} of {total:,} rows ({len(refused) / total:.0%}) can't be used: "
+            f"{reasons(refused)}",
+            f"at most {LOUD:.0%}",
+            f"Read {REFUSED_FILE} in output_dir, or the lines that --dry-run lists.",
+        )
+
+
+def reasons(refused: list[Refused]) -> str:
+    """The commonest reasons with their counts: "15 with tools, 2 for other reasons"."""
+    found = Counter(item.why.partition(":")[0] for item in refused).most_common()
+    parts = [f"{count:,} {why}" for why, count in found[:REASONS]]
+    others = sum(count for _, count in found[REASONS:])
+    return ", ".join([*parts, *([f"{others:,} for other reasons"] if others else [])])

@@ -1,19 +1,22 @@
-"""Where the rows come from: files, or names that LLaMA-Factory's dataset_info.json describes."""
+"""Where the rows come from: files, or names that LLaMA-Factory's dataset_info.json describes.
+
+A broken line of a JSONL file is a row that can't be used, not the end of the file.
+"""
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.layout import COLUMNS, Layout
-from ktbridge.sft.data.messages import Tags
+from ktbridge.sft.data.layout import COLUMNS, Layout, Tags
 
 INFO = "dataset_info.json"
 ENTRY_KEYS = (
@@ -51,38 +54,31 @@ def find_sources(config: TrainConfig) -> tuple[list[Source], list[KtbridgeError]
     """
     problems: list[Problem] = []
     failed: list[KtbridgeError] = []
-    info: dict[str, Any] | None = None
+    info: dict[str, object] | None = None
     sources = []
     for name in config.dataset:
         if Path(name).is_file():
             sources.append(Source(name, (Path(name),), Layout()))
-            continue
-        if config.dataset_dir is None:
-            problems.append(
-                _problem(
-                    name,
-                    "no such file",
-                    "a JSON or JSONL file",
-                    f"Give a path, or set dataset_dir to the directory whose {INFO} names it.",
-                )
-            )
-            continue
-        if failed:
-            continue
-        try:
-            info = info or _read_info(Path(config.dataset_dir) / INFO)
-        except KtbridgeError as error:
-            failed.append(error)
-            continue
-        source = _described(name, info, config, problems)
-        if source:
-            sources.append(source)
+        elif config.dataset_dir is None:
+            step = f"Give a path, or set dataset_dir to the directory whose {INFO} names it."
+            problems.append(problem("KTD002", name, "no such file", "a JSON or JSONL file", step))
+        elif not failed:
+            try:
+                info = info or _read_info(Path(config.dataset_dir) / INFO)
+            except KtbridgeError as error:
+                failed.append(error)
+                continue
+            entry = _Entry(name, Path(config.dataset_dir))
+            source = entry.source(info, config.stage)
+            problems += entry.problems
+            if source and not entry.problems:
+                sources.append(source)
     if problems:
         failed.append(ProblemsError("the datasets can't be read; nothing was started.", problems))
     return sources, failed
 
 
-def _read_info(path: Path) -> dict[str, Any]:
+def _read_info(path: Path) -> dict[str, object]:
     try:
         info = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -97,81 +93,81 @@ def _read_info(path: Path) -> dict[str, Any]:
     return info
 
 
-def _described(
-    name: str, info: dict[str, Any], config: TrainConfig, problems: list[Problem]
-) -> Source | None:
-    """One entry of dataset_info.json, or what is wrong with it added to ``problems``."""
-    directory = Path(str(config.dataset_dir))
-    where = f"{directory / INFO}: {name}"
-    entry = info.get(name)
-    if not isinstance(entry, dict):
-        near = difflib.get_close_matches(name, info, n=1)
-        step = f"Did you mean {near[0]}?" if near else f"It names {', '.join(info) or 'none'}."
-        problems.append(_problem(where, "no such dataset, nor a file", "", step))
-        return None
-    before = len(problems)
-    afar = [key for key in ELSEWHERE if entry.get(key)]
-    if afar:
-        problems.append(
-            _problem(
-                where,
-                f"{afar[0]} {entry[afar[0]]!r}, which is not on this machine",
-                "file_name",
-                f"Download it as JSON or JSONL into {directory}, and write file_name instead.",
+class _Entry:
+    """One entry of dataset_info.json: what is wrong with it is added to ``problems``."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self._name, self._directory = name, directory
+        self.problems: list[Problem] = []
+
+    def _wrong(self, found: str, expected: str = "", next_step: str = "") -> None:
+        where = f"{self._directory / INFO}: {self._name}"
+        self.problems.append(problem("KTD002", where, found, expected, next_step))
+
+    def source(self, info: Mapping[str, object], stage: str) -> Source | None:
+        """What it describes, for a run of ``stage``; of no use where there are ``problems``."""
+        entry = info.get(self._name)
+        if not isinstance(entry, dict):
+            near = difflib.get_close_matches(self._name, info, n=1)
+            step = f"Did you mean {near[0]}?" if near else f"It names {', '.join(info) or 'none'}."
+            self._wrong("no such dataset, nor a file", "", step)
+            return None
+        afar = [key for key in ELSEWHERE if entry.get(key)]
+        if afar:
+            found = f"{afar[0]} {entry[afar[0]]!r}, which is not on this machine"
+            step = (
+                f"Download it as JSON or JSONL into {self._directory}, and write file_name instead."
             )
-        )
-    for key in entry.keys() - {*ENTRY_KEYS, *ELSEWHERE}:
-        problems.append(_problem(where, f"unknown key {key}", ", ".join(ENTRY_KEYS)))
-    if entry.get("num_samples") is not None:
-        problems.append(
-            _problem(where, "num_samples (a random choice of rows)", "", "Set max_samples instead.")
-        )
-    if entry.get("split") not in (None, "train"):
-        problems.append(_problem(where, f"split {entry['split']!r}", "a file of its own"))
-    ranking = entry.get("ranking") or False
-    if ranking is not (config.stage == "dpo"):
-        problems.append(
-            _problem(
-                where,
-                f"ranking: {str(ranking).lower()} for stage: {config.stage}",
+            self._wrong(found, "file_name", step)
+        for key in entry.keys() - {*ENTRY_KEYS, *ELSEWHERE}:
+            self._wrong(f"unknown key {key}", ", ".join(ENTRY_KEYS))
+        if entry.get("num_samples") is not None:
+            self._wrong("num_samples (a random choice of rows)", "", "Set max_samples instead.")
+        if entry.get("split") not in (None, "train"):
+            self._wrong(f"split {entry['split']!r}", "a file of its own")
+        ranking = entry.get("ranking") or False
+        if ranking is not (stage == "dpo"):
+            kind, other = ("pairs", "sft") if stage == "dpo" else ("conversations", "dpo")
+            self._wrong(
+                f"ranking: {str(ranking).lower()} for stage: {stage}",
                 f"ranking: {str(not ranking).lower()}",
-                "Name a dataset of pairs, or set stage: sft."
-                if config.stage == "dpo"
-                else "Name a dataset of conversations, or set stage: dpo.",
+                f"Name a dataset of {kind}, or set stage: {other}.",
             )
-        )
-    formatting = _formatting(entry, where, problems)
-    columns = _named(entry, "columns", where, problems, COLUMNS)
-    tags = _named(entry, "tags", where, problems, TAGS)
-    paths = () if afar else _files(entry, directory, where, problems)
-    if len(problems) > before:
-        return None
-    return Source(
-        name, paths, Layout(formatting, columns or dict(COLUMNS), _tags(tags, formatting))
-    )
+        stated = entry.get("formatting") or "alpaca"
+        if stated not in ("alpaca", "sharegpt", "openai"):
+            self._wrong(f"formatting {stated!r}", "alpaca, sharegpt or openai")
+        formatting = "alpaca" if stated == "alpaca" else "messages"
+        columns = self._texts("columns", entry.get("columns"), COLUMNS) or dict(COLUMNS)
+        tags = self._texts("tags", entry.get("tags"), TAGS)
+        paths = () if afar else self._files(entry.get("file_name"))
+        return Source(self._name, paths, Layout(formatting, columns, _tags(tags, formatting)))
 
+    def _texts(self, key: str, given: object, known: Mapping[str, str]) -> dict[str, str]:
+        """The entry's ``columns`` or ``tags``; nulls are treated as absent."""
+        if given and not isinstance(given, dict):
+            self._wrong(f"{key} {given!r}", "an object")
+        found = {}
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if name not in known:
+                self._wrong(f"unknown {key} {name}", ", ".join(known))
+            elif isinstance(value, str):
+                found[name] = value
+            elif value is not None:
+                self._wrong(f"{key} {name}: {value!r}", "a text")
+        return found
 
-def _formatting(entry: dict[str, Any], where: str, problems: list[Problem]) -> str:
-    stated = entry.get("formatting") or "alpaca"
-    if stated not in ("alpaca", "sharegpt", "openai"):
-        problems.append(_problem(where, f"formatting {stated!r}", "alpaca, sharegpt or openai"))
-    return "alpaca" if stated == "alpaca" else "messages"
-
-
-def _named(
-    entry: dict[str, Any], key: str, where: str, problems: list[Problem], known: Mapping[str, str]
-) -> dict[str, str]:
-    """The entry's ``columns`` or ``tags``; nulls are treated as absent."""
-    given = entry.get(key) or {}
-    if not isinstance(given, dict):
-        problems.append(_problem(where, f"{key} {given!r}", "an object"))
-        return {}
-    for name, value in given.items():
-        if name not in known:
-            problems.append(_problem(where, f"unknown {key} {name}", ", ".join(known)))
-        elif value is not None and not isinstance(value, str):
-            problems.append(_problem(where, f"{key} {name}: {value!r}", "a text"))
-    return {name: value for name, value in given.items() if value is not None}
+    def _files(self, name: object) -> tuple[Path, ...]:
+        """The named file, or the JSON and JSONL files of the named directory, sorted by name."""
+        if not isinstance(name, str) or not name:
+            self._wrong("no file_name", "a file beside dataset_info.json")
+            return ()
+        path = self._directory / name
+        if path.is_file():
+            return (path,)
+        paths = sorted(file for file in path.glob("*") if file.suffix in FILE_SUFFIXES)
+        if not paths:
+            self._wrong(f"file_name {name!r}: no such file", "", f"Put the rows at {path}.")
+        return tuple(paths)
 
 
 def _tags(given: Mapping[str, str], formatting: str) -> Tags:
@@ -187,24 +183,94 @@ def _tags(given: Mapping[str, str], formatting: str) -> Tags:
     )
 
 
-def _files(
-    entry: dict[str, Any], directory: Path, where: str, problems: list[Problem]
-) -> tuple[Path, ...]:
-    """The named file, or the JSON and JSONL files of the named directory, sorted by name."""
-    name = entry.get("file_name")
-    if not isinstance(name, str) or not name:
-        problems.append(_problem(where, "no file_name", "a file beside dataset_info.json"))
-        return ()
-    path = directory / name
-    if path.is_file():
-        return (path,)
-    paths = sorted(file for file in path.glob("*") if file.suffix in FILE_SUFFIXES)
-    if not paths:
-        problems.append(
-            _problem(where, f"file_name {name!r}: no such file", "", f"Put the rows at {path}.")
-        )
-    return tuple(paths)
+NOT_JSON = {
+    b"\x1f\x8b": ("gzip-compressed", "Unpack it first, as with `gunzip -k`."),
+    b"\x28\xb5\x2f\xfd": ("zstd-compressed", "Unpack it first, as with `unzstd`."),
+    b"PK\x03\x04": ("a zip archive", "Unpack it first."),
+    b"PAR1": ("Parquet", "Convert it to JSONL, as with datasets' Dataset.to_json."),
+    b"ARROW1": ("Arrow", "Convert it to JSONL, as with datasets' Dataset.to_json."),
+    codecs.BOM_UTF16_LE: ("UTF-16 text", "Save it as UTF-8."),
+    codecs.BOM_UTF16_BE: ("UTF-16 text", "Save it as UTF-8."),
+}
 
 
-def _problem(where: str, found: str, expected: str = "", next_step: str = "") -> Problem:
-    return problem("KTD002", where, found, expected, next_step)
+@dataclass(frozen=True)
+class Line:
+    """One raw row of a file: its location, and its value or why there is none."""
+
+    where: str
+    row: object
+    broken: str = ""
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The rows of a file, in order.
+
+    A file is a JSON list of rows, one JSON object, or one JSON value per line (empty lines are skipped), as
+    detected from its text, not its name. UTF-8, with or without a byte order mark. Raises KtbridgeError
+    for a file that can't be read, has another form, or is in a compressed or binary format.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise KtbridgeError(f"{path} can't be read: {error.strerror}.") from error
+    for magic, (kind, step) in NOT_JSON.items():
+        if head.startswith(magic):
+            raise KtbridgeError(f"{path} is {kind}, not JSON or JSONL.", step)
+    first = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    whole = None
+    if first[:1] == b"[":
+        whole = _whole(path)
+    elif first[:1] == b"{" and not _is_json_lines(path):
+        with suppress(KtbridgeError):  # no object over several lines, so its first line is broken
+            whole = _whole(path)
+    if whole is None:
+        return _json_lines(path)
+    return (Line(f"{path}: row {number}", row) for number, row in enumerate(whole, 1))
+
+
+def _is_json_lines(path: Path) -> bool:
+    """Whether the first line that has something in it is a JSON value of its own."""
+    with path.open("rb") as file:
+        line = next(text for text in file if text.removeprefix(codecs.BOM_UTF8).strip())
+    return not _line("", line).broken
+
+
+def _whole(path: Path) -> list[object] | None:
+    """The rows of a file that is one JSON value; None when it is several, one per line."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise KtbridgeError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            return None
+        raise KtbridgeError(
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
+            "Mend it there, or write one row a line (JSONL): then broken rows are listed, not fatal.",
+        ) from error
+    except (ValueError, RecursionError) as error:  # integer too long, or nesting too deep
+        raise KtbridgeError(f"{path} is not JSON that can be read: {error}.") from error
+    return value if isinstance(value, list) else [value]
+
+
+def _json_lines(path: Path) -> Iterator[Line]:
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if number == 1:
+                text = text.removeprefix(codecs.BOM_UTF8)
+            if text.strip():
+                yield _line(f"{path}: line {number}", text)
+
+
+def _line(where: str, text: bytes) -> Line:
+    try:
+        return Line(where, json.loads(text.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        broken = f"not UTF-8 text: byte {error.start}"
+    except json.JSONDecodeError as error:
+        broken = f"not valid JSON: {error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:
+        broken = f"not JSON that can be read: {error}"
+    return Line(where, text.decode("utf-8", "backslashreplace").rstrip("\r\n"), broken)

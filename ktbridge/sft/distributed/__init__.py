@@ -8,61 +8,30 @@ in one of two ways (``prepare``):
   gradient, scaled as the others.
 * On the GPU each rank computes its own rows, from the weights that all of them map. The expert LoRA is the
   same on all ranks, and its gradients are averaged once a step.
-
-Names are imported when they are first used: asking for the rank needs no torch.
 """
 
-from __future__ import annotations
+from ktbridge.sft.distributed.dispatch import run_experts
+from ktbridge.sft.distributed.group import agree, barrier, finish, from_main, start
+from ktbridge.sft.distributed.model import (
+    fill,
+    full,
+    gather_trained,
+    local,
+    prepare,
+    replicated_lora,
+)
+from ktbridge.sft.distributed.optimizer import (
+    average_and_clip,
+    average_gradients,
+    leave_experts_whole,
+    load_optimizer,
+    save_optimizer,
+    separate_experts,
+    shard_on_the_cpu,
+    trainer_arguments,
+)
+from ktbridge.sft.launch import World, is_main, world
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from ktbridge.sft.distributed.world import World, is_main, world
-
-if TYPE_CHECKING:
-    from ktbridge.sft.distributed.average import average_gradients
-    from ktbridge.sft.distributed.dispatch import run_experts
-    from ktbridge.sft.distributed.group import agree, barrier, finish, from_main, start
-    from ktbridge.sft.distributed.model import (
-        fill,
-        full,
-        gather_trained,
-        local,
-        prepare,
-        replicated_lora,
-    )
-    from ktbridge.sft.distributed.optimizer import (
-        average_and_clip,
-        leave_experts_whole,
-        load_optimizer,
-        save_optimizer,
-        separate_experts,
-        shard_on_the_cpu,
-        trainer_arguments,
-    )
-
-_HOMES = {
-    "average_and_clip": "optimizer",
-    "leave_experts_whole": "optimizer",
-    "load_optimizer": "optimizer",
-    "save_optimizer": "optimizer",
-    "separate_experts": "optimizer",
-    "shard_on_the_cpu": "optimizer",
-    "agree": "group",
-    "average_gradients": "average",
-    "barrier": "group",
-    "finish": "group",
-    "fill": "model",
-    "from_main": "group",
-    "full": "model",
-    "gather_trained": "model",
-    "local": "model",
-    "prepare": "model",
-    "replicated_lora": "model",
-    "run_experts": "dispatch",
-    "start": "group",
-    "trainer_arguments": "optimizer",
-}
 __all__ = [
     "World",
     "agree",
@@ -88,9 +57,3 @@ __all__ = [
     "trainer_arguments",
     "world",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -24,7 +24,7 @@ from ktbridge.experts import checkpointing, crossing
 from ktbridge.experts.compat import graph_is_kept
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.sft.distributed.group import collect, distribute, exchange
-from ktbridge.sft.distributed.world import is_main, world
+from ktbridge.sft.launch import is_main, world
 
 _FORWARD, _BACKWARD = 0, 1
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import distributed
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.sft.distributed.launch import launch_problems
-from ktbridge.sft.distributed.world import World, world
+from ktbridge.sft.launch import World, launch_problems, world
 
 TIMEOUT = 1800
 """Default seconds to wait for another process (``ddp_timeout``)."""
@@ -130,12 +128,12 @@ def collect(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torc
     ``tensors`` are this rank's, contiguous on the CPU, each [counts[rank], …].
     """
     here = world()
-    work: list[Any] = []
+    work: list[distributed.Work] = []
     with explain_lost_rank():
         if here.rank:
             for tag, tensor in enumerate(tensors):
                 if tensor.numel():
-                    work.append(distributed.isend(tensor, 0, group(), tag))
+                    work.append(_begun(distributed.isend(tensor, 0, group(), tag)))
             whole = []
         else:
             whole = [tensor.new_empty((sum(counts), *tensor.shape[1:])) for tensor in tensors]
@@ -143,7 +141,7 @@ def collect(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torc
                 own, *parts = all_rows.split(list(counts))
                 for rank, part in enumerate(parts, 1):
                     if part.numel():
-                        work.append(distributed.irecv(part, rank, group(), tag))
+                        work.append(_begun(distributed.irecv(part, rank, group(), tag)))
                 own.copy_(mine)
         for each in work:
             each.wait()
@@ -158,13 +156,13 @@ def distribute(
     Rank 0's are views.
     """
     here = world()
-    work: list[Any] = []
+    work: list[distributed.Work] = []
     with explain_lost_rank():
         if here.rank:
             own = [torch.empty_like(tensor) for tensor in like]
             for tag, part in enumerate(own):
                 if part.numel():
-                    work.append(distributed.irecv(part, 0, group(), tag))
+                    work.append(_begun(distributed.irecv(part, 0, group(), tag)))
         else:
             own = []
             for tag, all_rows in enumerate(whole):
@@ -172,7 +170,12 @@ def distribute(
                 own.append(mine)
                 for rank, part in enumerate(parts, 1):
                     if part.numel():
-                        work.append(distributed.isend(part, rank, group(), tag))
+                        work.append(_begun(distributed.isend(part, rank, group(), tag)))
         for each in work:
             each.wait()
     return own
+
+
+def _begun(work: distributed.Work | None) -> distributed.Work:
+    assert work is not None  # None is for processes outside the group
+    return work

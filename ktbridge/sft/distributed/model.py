@@ -13,7 +13,7 @@ from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.compat import leave_out_of_ddp
 from ktbridge.sft.distributed.dispatch import run_experts
 from ktbridge.sft.distributed.group import explain_lost_rank, group
-from ktbridge.sft.distributed.world import is_main, world
+from ktbridge.sft.launch import is_main, world
 
 
 def prepare(model: nn.Module) -> None:

@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import distributed, nn
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.wrapped_layers import expert_layers
-from ktbridge.sft.distributed.average import average_gradients
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
 from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
-from ktbridge.sft.distributed.world import world
+from ktbridge.sft.launch import world
 
+if TYPE_CHECKING:
+    from ktbridge.sft.run_trainer import RunTrainer
+
+State = dict[str, Any]
+"""A ``state_dict`` of torch's."""
 _MAIN_STATE = "optimizer.safetensors"
 """Rank 0's file has the name that marks a checkpoint as resumable."""
 
 
-def trainer_arguments() -> dict[str, Any]:
+def trainer_arguments() -> dict[str, bool | str]:
     """Trainer arguments required with several processes; none for a single one."""
     if world().size == 1:
         return {}
@@ -41,7 +46,7 @@ def trainer_arguments() -> dict[str, Any]:
     }
 
 
-def shard_on_the_cpu(trainer: Any) -> None:
+def shard_on_the_cpu(trainer: RunTrainer) -> None:
     """FSDP2 among processes without GPUs: torch shards there too, accelerate only knows of accelerators."""
     state = trainer.accelerator.state
     if world().size > 1 and state.distributed_type == "MULTI_CPU" and _asks_for_fsdp():
@@ -52,14 +57,14 @@ def shard_on_the_cpu(trainer: Any) -> None:
         trainer.is_fsdp_enabled = True
 
 
-def leave_experts_whole(trainer: Any) -> None:
+def leave_experts_whole(trainer: RunTrainer) -> None:
     """Have FSDP2 leave the experts alone; before the model is sharded."""
     if world().size > 1 and trainer.is_fsdp_enabled:
         plugin = trainer.accelerator.state.fsdp_plugin
         plugin.ignored_modules = list(expert_layers(trainer.model).values())
 
 
-def separate_experts(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+def separate_experts(trainer: RunTrainer, optimizer: torch.optim.Optimizer) -> None:
     """Move the experts' parameters to groups of their own, with their group's options.
 
     One step over a group takes sharded tensors or whole ones, not both.
@@ -73,14 +78,14 @@ def separate_experts(trainer: Any, optimizer: torch.optim.Optimizer) -> None:
             optimizer.add_param_group({**options, "params": own})
 
 
-def average_and_clip(trainer: Any, model: nn.Module, largest: float) -> torch.Tensor:
+def average_and_clip(trainer: RunTrainer, model: nn.Module, largest: float) -> torch.Tensor:
     """Once in each step, before the optimizer's: the norm of all ranks' gradients, as ``clip_gradients``."""
     lora = replicated_lora(trainer.accelerator.unwrap_model(trainer.model))
     average_gradients(lora, trainer.args.device)
     return clip_gradients(model, _expert_parameters(trainer), largest)
 
 
-def save_optimizer(trainer: Any, directory: str) -> None:
+def save_optimizer(trainer: RunTrainer, directory: str) -> None:
     """Each rank's state of its own shards, rank 0's with the expert LoRA's, and the scheduler's."""
     os.makedirs(directory, exist_ok=True)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -92,7 +97,7 @@ def save_optimizer(trainer: Any, directory: str) -> None:
     _write_state(_state_file(directory), state, trainer.lr_scheduler.state_dict())
 
 
-def load_optimizer(trainer: Any, checkpoint: str) -> None:
+def load_optimizer(trainer: RunTrainer, checkpoint: str) -> None:
     """What ``save_optimizer`` saved. Raises KtbridgeError where this rank's state isn't there."""
     path = _state_file(checkpoint)
     if not path.is_file():
@@ -106,7 +111,7 @@ def load_optimizer(trainer: Any, checkpoint: str) -> None:
     trainer.lr_scheduler.load_state_dict(scheduler)
 
 
-def _expert_parameters(trainer: Any) -> set[nn.Parameter]:
+def _expert_parameters(trainer: RunTrainer) -> set[nn.Parameter]:
     own = trainer.accelerator.unwrap_model(trainer.model)
     names = expert_names(own)
     return {value for name, value in own.named_parameters() if name in names}
@@ -147,7 +152,7 @@ def _state_file(directory: str) -> Path:
     return Path(directory) / (f"optimizer_{rank}.safetensors" if rank else _MAIN_STATE)
 
 
-def _write_state(path: Path, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+def _write_state(path: Path, optimizer: State, scheduler: State) -> None:
     """Moments as tensors named "PLACE.NAME", all else as JSON in the file's metadata."""
     moments = {
         f"{place}.{name}": torch.as_tensor(value).detach().cpu().contiguous()
@@ -160,7 +165,7 @@ def _write_state(path: Path, optimizer: dict[str, Any], scheduler: dict[str, Any
     )
 
 
-def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_state(path: Path) -> tuple[State, State]:
     """The optimizer's and the scheduler's state that ``_write_state`` wrote."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     with safe_open(path, "pt") as file:
@@ -171,7 +176,7 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"state": state, "param_groups": plain["param_groups"]}, plain["scheduler"]
 
 
-def _with_experts(path: Path, groups: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _with_experts(path: Path, groups: int) -> tuple[State, State]:
     """The states in a rank's file for ``groups`` groups, of which the last are the expert LoRA's.
 
     These are in rank 0's file alone, under the same places, for each rank that has any now: where experts are
@@ -187,7 +192,7 @@ def _with_experts(path: Path, groups: int) -> tuple[dict[str, Any], dict[str, An
     return state, {**scheduler, **lists}
 
 
-def _of_groups(state: dict[str, Any], count: int) -> dict[str, Any]:
+def _of_groups(state: State, count: int) -> State:
     """An optimizer's state without that of the groups behind the first ``count``."""
     groups = state["param_groups"][:count]
     places = {place for group in groups for place in group["params"]}
@@ -204,7 +209,7 @@ def _local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _sharded(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _sharded(state: State, optimizer: torch.optim.Optimizer) -> State:
     """An optimizer's saved state whose shards are sharded tensors again, like their parameters."""
     from torch.distributed.tensor import DTensor
 
@@ -225,3 +230,45 @@ def _sharded(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[st
                     stride=parameter.stride(),
                 )
     return state
+
+
+_BUCKET = 64 << 20  # bytes: a link reaches full bandwidth with fewer, and a GPU has room for this
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Put the mean over all ranks in the place of each float32 ``.grad``, as DDP and FSDP2 do of theirs.
+
+    All ranks give the same parameters in the same order; a missing gradient counts as 0. They meet on
+    ``device``, wherever they are themselves: NCCL on a GPU, gloo on the CPU. Between a whole backward pass
+    and clipping. Does nothing for a process that is alone. Raises ``KtbridgeError`` when a rank is lost.
+    """
+    if world().size == 1:
+        return
+    for bucket in _buckets(parameters):
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [each.grad for each in bucket if each.grad is not None]
+        flat = torch.empty(sum(map(torch.numel, gradients)), dtype=torch.float32, device=device)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for part, gradient in zip(parts, gradients, strict=True):
+            part.copy_(gradient.flatten(), non_blocking=True)
+        with explain_lost_rank():
+            distributed.all_reduce(flat)
+        flat /= world().size
+        for part, gradient in zip(parts, gradients, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """``parameters`` in their order, in runs of at most ``_BUCKET`` bytes of float32, or of one."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and size + 4 * parameter.numel() > _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += 4 * parameter.numel()
+    if bucket:
+        yield bucket

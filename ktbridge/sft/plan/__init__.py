@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.plan.advice import advise
+from ktbridge.sft.config.values import Values
 from ktbridge.sft.plan.choices import choose, compare
 from ktbridge.sft.plan.declared import declare, weights_missing
-from ktbridge.sft.plan.disk import disk_reads
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
 from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
 from ktbridge.sft.plan.shape import read_shape
-from ktbridge.sft.plan.target import Target, existing, this_machine
+from ktbridge.sft.plan.target import Target, disk_reads, existing, this_machine
 from ktbridge.units import size_text
 
 __all__ = [
@@ -45,6 +45,9 @@ __all__ = [
 NEEDED = "config.json tokenizer.json tokenizer_config.json"
 """The files of a model that a plan is made from."""
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+Check = tuple[Verdict, tuple[Where, ...]]
+"""What must fit, and the places whose parts it counts."""
+_LEAST_LENGTH = 256  # tokens: no shorter cutoff_len is advised
 
 
 def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan:
@@ -71,18 +74,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     setting, pace = chosen.setting or setting, chosen.pace
     parts = predict(setting)
 
-    checks: list[tuple[Verdict, tuple[Where, ...]]] = []
-    if cuda:
-        gpu: tuple[Where, ...] = ("GPU",)
-        checks.append((Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), gpu))
-    own = total(parts, "RAM")
-    cached = own + total(parts, "page cache")
-    checks.append((Verdict("memory of its own", own, target.memory), ("RAM",)))
-    if cached > own:
-        held = Verdict("memory with the experts in the page cache", cached, target.memory)
-        checks.append((held, ("page cache", "RAM")))
-    checks += _disk_checks(setting, parts, target, base)
-
+    checks = [*_checks(setting, parts, target, base)]
     return Plan(
         model=str(base),
         model_type=shape.config.model_type,
@@ -93,11 +85,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=(
-            *_from_config(setting, missing),
-            *_notes(setting, target),
-            *(_pace_notes(pace, target) if pace else ()),
-        ),
+        notes=tuple(_notes(setting, target, missing, pace)),
         rows=lengths.rows,
         sequences=lengths.sequences,
         longest=lengths.longest,
@@ -112,10 +100,17 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     )
 
 
-def _disk_checks(
-    setting: Setting, parts: list[Part], target: Target, base: Path
-) -> Iterator[tuple[Verdict, tuple[Where, ...]]]:
-    """One disk for everything, unless the model's directory is on another than the output's."""
+def _checks(setting: Setting, parts: list[Part], target: Target, base: Path) -> Iterator[Check]:
+    """What must fit where."""
+    if setting.cuda:
+        yield Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), ("GPU",)
+    own = total(parts, "RAM")
+    cached = own + total(parts, "page cache")
+    yield Verdict("memory of its own", own, target.memory), ("RAM",)
+    if cached > own:
+        held = Verdict("memory with the experts in the page cache", cached, target.memory)
+        yield held, ("page cache", "RAM")
+    # One disk for everything, unless the model's directory is on another than the output's.
     need, download = total(parts, "disk"), setting.shape.to_download
     places = [existing(Path(setting.config.output_dir)), base]
     if download and target.disk is not None and len({place.stat().st_dev for place in places}) > 1:
@@ -125,59 +120,127 @@ def _disk_checks(
     yield Verdict("disk", need, target.disk), ("disk",)
 
 
-def _from_config(setting: Setting, missing: str) -> Iterator[str]:
-    """Notes that the weights were not read, and what the plan lacks therefore."""
-    if not missing:
-        return
+def _notes(setting: Setting, target: Target, missing: str, pace: Pace | None) -> Iterator[str]:
+    """Notes on the accuracy of the numbers; ``missing``: which weights were not read."""
     shape = setting.shape
-    note = (
-        f"made from config.json alone ({missing} in {shape.path}): sizes are those of transformers' model, "
-        f"{size_text(shape.to_download)} to be downloaded"
-    )
-    if any(shape.config.text.get(name) for name in DRAFT_LAYERS):
-        note += ", not counting layers for multi-token prediction, which training doesn't load"
-    yield note
-
-
-def _pace_notes(pace: Pace, target: Target) -> Iterator[str]:
-    yield from pace.notes
-    if target.elsewhere:
-        yield "the pace is this machine's, where the kernels were timed, not the other's"
-
-
-def _notes(setting: Setting, target: Target) -> list[str]:
-    """Notes on the accuracy of the numbers."""
-    notes = []
-    shape, config = setting.shape, setting.config
+    if missing:
+        note = (
+            f"made from config.json alone ({missing} in {shape.path}): sizes are those of transformers' "
+            f"model, {size_text(shape.to_download)} to be downloaded"
+        )
+        if any(shape.config.text.get(name) for name in DRAFT_LAYERS):
+            note += ", not counting layers for multi-token prediction, which training doesn't load"
+        yield note
     if setting.lengths.turns_unknown:
-        notes.append(
+        yield (
             "rows of several turns are counted as one sequence each; where the chat template rewrites "
             "earlier answers (Qwen3 does), each answer makes a sequence of its own, and there are more steps"
         )
     if not setting.lengths.counted:
-        notes.append(
+        yield (
             "rows were not counted by the model's tokenizer (no tokenizer.json that can be read): a token "
             "is taken as 3 bytes"
         )
-    if config.kt_config.kt_backend == "kt-kernel":
-        notes.append(
+    if setting.config.kt_config.kt_backend == "kt-kernel":
+        yield (
             "kt-kernel keeps two copies of the experts in the process's own memory, where kt_backend: auto "
             "maps the checkpoint; its speed is not measured, the pace is our kernels'"
         )
     if setting.cuda and target.gpus > 1:
         each = size_text(LIBRARIES + CUDA_HOST)
-        notes.append(
+        yield (
             f"there are {target.gpus} GPUs, and this is the plan of one process: with more, rank 0 needs "
             f"what is listed here, each other process {each} of memory and its GPU's parts "
             "(docs/several-gpus.md)"
         )
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):
-        notes.append(
-            "linear attention is counted as transformers computes it without extra kernels"
-        )
+        yield "linear attention is counted as transformers computes it without extra kernels"
     if not shape.mappable:
-        notes.append(
+        yield (
             "the experts can't be mapped as this checkpoint stores them; scripts/quantize_experts.py or "
             "scripts/dequantize_checkpoint.py writes one whose experts cost no memory of the process's own"
         )
-    return notes
+    if pace:
+        yield from pace.notes
+        if target.elsewhere:
+            yield "the pace is this machine's, where the kernels were timed, not the other's"
+
+
+def advise(setting: Setting, failed: list[Check]) -> list[Advice]:
+    """Changes that save something in the places that are short, cheapest first, alone each."""
+    before = predict(setting)
+    found = []
+    for verdict, places in failed:
+        for change, price, other in _changes(setting):
+            after = predict(other)
+            saved = {place: total(before, place) - total(after, place) for place in places}
+            if sum(saved.values()) > 0.01 * verdict.need:
+                most = max(saved, key=lambda place: saved[place])
+                found.append(Advice(change, most, sum(saved.values()), price))
+    least = {places[0]: 0.01 * verdict.need for verdict, places in failed}
+    found += [item for item in _by_hand(setting, failed) if item.saves > least.get(item.where, 0)]
+    return found
+
+
+def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
+    """(overrides, their price, the setting they make), from what changes no result to what does."""
+    config = setting.config
+    for changes, price in _overrides(config):
+        shown, made = [], config
+        for key, value in changes.items():
+            _, dot, inner = key.partition(".")
+            if dot:
+                made = replace(made, kt_config=replace(made.kt_config, **{inner: value}))
+            else:
+                made = replace(made, **{key: value})
+            shown.append(f"{key}={_written(value)}")
+        lengths = setting.lengths
+        if made.cutoff_len < config.cutoff_len:
+            lengths = lengths.within(made.cutoff_len)
+        yield " ".join(shown), price, replace(setting, config=made, lengths=lengths)
+
+
+def _overrides(config: TrainConfig) -> Iterator[tuple[Values, str]]:
+    if config.kt_config.kt_backend == "kt-kernel":
+        yield {"kt_config.kt_backend": "auto"}, "none: our kernels map the checkpoint"
+    if config.disable_gradient_checkpointing:
+        yield {"disable_gradient_checkpointing": False}, "attention is computed twice"
+    if config.activation == "retain":
+        yield {"kt_cpu_activation": "recompute"}, "one more gate and up product in backward"
+    size = config.per_device_train_batch_size
+    if size > 1:
+        longer = config.gradient_accumulation_steps * size
+        yield (
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": longer},
+            "the same results, slower: experts are read more often",
+        )
+    if config.save_total_limit > 1:
+        yield {"save_total_limit": 1}, "one checkpoint to go back to"
+    if config.save_steps:
+        yield {"save_steps": 0}, "a run that stops starts anew"
+    if not config.bf16 and not config.pure_bf16:
+        yield {"bf16": True}, "attention in bfloat16"
+    if config.expert_rank > 4:
+        yield {"kt_config.kt_lora_rank": config.expert_rank // 2}, "half the experts' rank"
+    if config.cutoff_len // 2 >= _LEAST_LENGTH:
+        yield {"cutoff_len": config.cutoff_len // 2}, "longer conversations lose their end"
+
+
+def _by_hand(setting: Setting, failed: list[Check]) -> Iterator[Advice]:
+    """Advice beyond overrides of the same run."""
+    short = {place for _, places in failed for place in places}
+    shape = setting.shape
+    if "page cache" in short and shape.expert_storage == "bf16":
+        yield Advice(
+            "kt_config.kt_weight_path=DIR of scripts/quantize_experts.py",
+            "page cache",
+            shape.expert_bytes - shape.expert_bytes // 2,
+            "experts in INT8: half the bytes, and nearly the same results",
+        )
+    if "GPU" in short:
+        gpu = total(predict(setting), "GPU")
+        yield Advice("use_cpu=true", "GPU", gpu, "attention on the CPU: many times slower")
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -157,7 +157,7 @@ def _names(pattern: str, module: str) -> bool:
     return pattern == "Linear" or f".{pattern}." in f".{module}."
 
 
-def _storage(path: Path, settings: Any) -> _Storage:
+def _storage(path: Path, settings: object) -> _Storage:
     """What a ``quantization_config`` means; raises KtbridgeError where sizes don't follow from it."""
     if not isinstance(settings, dict):
         return _Storage()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import load_rows
+from ktbridge.sft.data import Message, load_rows
 
 _SAMPLE = 256
 _LONGEST = 32
@@ -65,7 +64,7 @@ def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengt
             for longer in (max(pair.chosen, pair.rejected, key=_size),)
         ]
     else:
-        conversations: list[Sequence[Any]] = [*rows.conversations]
+        conversations: list[Sequence[Message]] = [*rows.conversations]
         if config.split_turns and any(map(_turns, conversations)):
             rewrites = _rewrites_history(base) if render else None
             unknown = rewrites is None
@@ -76,12 +75,12 @@ def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengt
     return replace(found, rows=len(rows.places), turns_unknown=unknown)
 
 
-def _turns(conversation: Sequence[Any]) -> bool:
+def _turns(conversation: Sequence[Message]) -> bool:
     """Whether a conversation has several answers."""
     return sum(message["role"] == "assistant" for message in conversation) > 1
 
 
-def _parts(conversation: Sequence[Any]) -> list[Sequence[Any]]:
+def _parts(conversation: Sequence[Message]) -> list[Sequence[Message]]:
     """The conversation up to each of its answers."""
     return [
         conversation[: place + 1]
@@ -132,16 +131,16 @@ def _packed(lengths: Sequence[int], cut: int) -> Sequence[int]:
     return [cut - left for left in free]
 
 
-def optimizer_steps(config: TrainConfig, sequences: int) -> int:
-    """As transformers counts: an epoch's last batches make a step of their own."""
+def optimizer_steps(config: TrainConfig, sequences: int, processes: int = 1) -> int:
+    """As transformers counts: an epoch's last batch and its last step may be smaller."""
     if config.max_steps > 0:
         return config.max_steps
-    batches = math.ceil(sequences / config.per_device_train_batch_size)
+    batches = math.ceil(sequences / (config.per_device_train_batch_size * processes))
     an_epoch = max(1, math.ceil(batches / config.gradient_accumulation_steps))
     return math.ceil(config.num_train_epochs * an_epoch)
 
 
-def _counter(base: Path) -> tuple[Any, bool]:
+def _counter(base: Path) -> tuple[Callable[[str], int], bool]:
     """Text -> tokens, by the model's tokenizer.json where it can be read."""
     try:
         from tokenizers import Tokenizer
@@ -152,9 +151,9 @@ def _counter(base: Path) -> tuple[Any, bool]:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids), True
 
 
-def _text(messages: Sequence[Any]) -> tuple[int, str]:
+def _text(messages: Sequence[Message]) -> tuple[int, str]:
     return len(messages), "\n".join(message["content"] for message in messages)
 
 
-def _size(messages: Sequence[Any]) -> int:
+def _size(messages: Sequence[Message]) -> int:
     return sum(len(message["content"]) for message in messages)

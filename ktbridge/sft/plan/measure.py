@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from ktbridge.experts.gpu.share import LayerTimes
-from ktbridge.sft.plan.kernels import Pass, host_bytes, saved_bytes
+from ktbridge.sft.plan.layer_bytes import Pass, host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import Setting
 
 _SECONDS = 1.0

@@ -14,8 +14,15 @@ from ktbridge.experts.gpu.share import Share, Sizes
 from ktbridge.model import family_of
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.disk import adapter_bytes, checkpoint_bytes, kept_checkpoints
-from ktbridge.sft.plan.activations import Batch, LayerBytes, layer_bytes, loss_bytes
-from ktbridge.sft.plan.kernels import Pass, host_bytes, saved_bytes
+from ktbridge.sft.plan.layer_bytes import (
+    Batch,
+    LayerBytes,
+    Pass,
+    host_bytes,
+    layer_bytes,
+    loss_bytes,
+    saved_bytes,
+)
 from ktbridge.sft.plan.lengths import Lengths, optimizer_steps
 from ktbridge.sft.plan.parts import Part, Where
 from ktbridge.sft.plan.shape import LayerShape, ModelShape

@@ -13,7 +13,7 @@ from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.choose import Room, choose_share
 from ktbridge.experts.gpu.share import Share, Sizes
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.plan.kernels import host_bytes, saved_bytes
+from ktbridge.sft.plan.layer_bytes import host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import (
     CUDA_CONTEXT,
     GPU_SEGMENTS_SLACK,

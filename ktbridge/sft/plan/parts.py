@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ktbridge.units import figures, size_text
 
@@ -83,7 +83,7 @@ class DiskReads:
         """What reading takes of a pass, at least."""
         return None if self.rate is None else self.size / self.rate
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "seconds": self.seconds, "text": str(self)}
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ class Plan:
     def total(self, where: Where) -> int:
         return total(self.parts, where)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return {
             "fits": self.fits,
             "model": self.model,

@@ -1,17 +1,40 @@
-"""Report unsupported settings of accelerate's configuration file before anything is started.
+"""What `accelerate launch` or torchrun tells this process in its environment; without torch.
 
-``accelerate launch`` hands its settings to the processes in their environment; without it none is there.
+Alone, or started otherwise, a process finds nothing there: it is rank 0 of one.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
 _UNSET = ("", "no", "false")
+
+
+@dataclass(frozen=True)
+class World:
+    """``rank`` of ``size`` processes; ``local_rank`` counts those of this host."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+
+def world() -> World:
+    """This process among those that `accelerate launch` or torchrun started; alone without them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not all(os.environ.get(name, "").isdigit() for name in names):
+        return World()
+    return World(*(int(os.environ[name]) for name in names))
+
+
+def is_main() -> bool:
+    """Whether this process owns what the CPU kernels compute, logs, shows progress and writes."""
+    return world().rank == 0
 
 
 def launch_problems() -> list[Problem]:

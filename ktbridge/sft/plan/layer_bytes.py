@@ -1,15 +1,21 @@
-"""Bytes that autograd keeps of a decoder layer outside its routed experts.
+"""Bytes of one decoder layer's pass: kept by autograd outside the routed experts, and by their kernels.
 
 Frozen weights need no input for their gradient, so what is kept are the float32 inputs of RMSNorm, each
 adapted linear's input (on a CPU PEFT's copies in the LoRA's dtype), what attention needs, and the products
 of gated MLPs. Counted against autograd's own saved tensors in tests/sft/test_plan.py.
+
+The kernels' formulas are those of kernels/moe/{pass.h,gate_up.cpp,forward.cpp,backward.cpp}: memory is
+counted in tiles of 16 x 32 bfloat16 (1 KB), an expert's tokens in strips of 16 and doubles of 32.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ktbridge import _kernels
 from ktbridge.sft.plan.shape import LayerShape, ModelShape
 
 _DELTA_CHUNK = 64
@@ -120,7 +126,7 @@ def _attention(shape: ModelShape, layer: LayerShape, batch: Batch) -> tuple[int,
     return kept, width * 6 * out
 
 
-def _latent(text: dict[str, Any], heads: int, batch: Batch) -> tuple[int, int]:
+def _latent(text: Mapping[str, Any], heads: int, batch: Batch) -> tuple[int, int]:
     """Multi-head latent attention: heads of keys are wider than those of values."""
     plain, rotary = int(text["qk_nope_head_dim"]), int(text["qk_rope_head_dim"])
     key, value = plain + rotary, int(text["v_head_dim"])
@@ -131,10 +137,77 @@ def _latent(text: dict[str, Any], heads: int, batch: Batch) -> tuple[int, int]:
     return kept, 4 * heads * (3 * batch.length + 2 * key)
 
 
-def _linear_attention(text: dict[str, Any], width: int) -> tuple[int, int]:
+def _linear_attention(text: Mapping[str, Any], width: int) -> tuple[int, int]:
     """Gated delta rule in float32, by chunks of 64, as transformers writes it without kernels."""
     heads = int(text.get("linear_num_value_heads") or 0)
     key, value = (int(text.get(f"linear_{what}_head_dim") or 0) for what in ("key", "value"))
     conv = 2 * key * int(text.get("linear_num_key_heads") or 0) + heads * value
     kept = 4 * heads * (6 * key + 6 * value + 6 * _DELTA_CHUNK) + 3 * width * conv
     return kept, 4 * heads * (2 * key + 2 * value + 2 * _DELTA_CHUNK)
+
+
+_WORKSPACE = 4 << 20  # panels, factors and results of one thread: about three times L2
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One layer's pass: E experts, K of them per token, hidden H, intermediate I, LoRA rank r, T tokens."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    rank: int
+    tokens: int
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.top_k
+
+
+def saved_bytes(
+    size: Pass, retain: bool, strips: float | None = None, doubles: float | None = None
+) -> int:
+    """What ``MoELoRAExperts.saved_bytes`` will be, for ``strips`` and ``doubles`` of tokens.
+
+    Where they aren't given, those of a router that spreads tokens at random. "retain" keeps g and u,
+    both activations keep the three thin products.
+    """
+    load = _load(size, strips, doubles)
+    return _kernels.saved_memory(size.hidden, size.inner, size.rank, load, _keep(retain))
+
+
+def host_bytes(size: Pass, retain: bool, threads: int) -> int:
+    """What the kernels take during a layer's backward, beyond all that forwards saved.
+
+    A forward needs less: h and y.
+    """
+    load = _load(size)
+    taken = _kernels.backward_memory(size.hidden, size.inner, size.rank, load, _keep(retain))
+    return taken + threads * _WORKSPACE
+
+
+def blocks(size: Pass, width: int) -> float:
+    """Expected blocks of ``width`` slots over all experts, tokens being routed at random.
+
+    The sum of E[ceil(n / width)] with n binomial, approximated as Poisson below 400 slots an expert and
+    by n / width + 1/2 above.
+    """
+    mean = size.slots / size.experts
+    if mean > 400:
+        return size.experts * (mean / width + 0.5)
+    chance, expected = math.exp(-mean), 0.0
+    for count in range(int(mean + 12 * math.sqrt(mean)) + 20):
+        expected += chance * -(-count // width)
+        chance *= mean / (count + 1)
+    return size.experts * expected
+
+
+def _load(size: Pass, strips: float | None = None, doubles: float | None = None) -> _kernels.Load:
+    strips = blocks(size, _kernels.STRIP) if strips is None else strips
+    doubles = blocks(size, _kernels.DOUBLE) if doubles is None else doubles
+    return _kernels.Load(size.slots, round(strips), round(doubles))
+
+
+def _keep(retain: bool) -> _kernels.Keep:
+    return _kernels.Keep.retain if retain else _kernels.Keep.recompute

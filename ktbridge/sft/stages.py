@@ -1,23 +1,64 @@
-"""Direct preference optimisation (arXiv:2305.18290) whose reference is the base model itself.
+"""The stages: trl's SFTTrainer and DPOTrainer as ``RunTrainer`` changes them.
 
-Policy and reference are one model: with its LoRA, and without. No second copy of any weight is held.
+A stage defines what a row of its batches is, and what share of a step's loss a pass of rows has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
-from trl import DPOTrainer
+from peft import PeftModel
+from torch import nn
+from trl import DPOTrainer, SFTTrainer
 
 from ktbridge.sft.passes import Batch, Row
 from ktbridge.sft.run_trainer import RunTrainer
 
 
+class SftTrainer(RunTrainer, SFTTrainer):
+    """Rows have ``input_ids`` and ``labels``, lists of token ids; labels are −100 where nothing is learned.
+
+    The loss is summed over an optimizer step's trained tokens and divided by their number, so rows of unequal
+    lengths weigh the same however they are spread over batches and accumulation.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Trainer counts a step's tokens only for models whose own loss would take the number; trl's loss,
+        # which is used here, takes it for every model.
+        self.model_accepts_loss_kwargs = True
+
+    def rows(self, batch: Batch) -> list[Row]:
+        """The batch's rows without padding; of packed rows, the conversations in them."""
+        ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+        if "attention_mask" in batch:
+            counts = batch["attention_mask"].sum(1).tolist()
+            spans = [(row, 0, count) for row, count in enumerate(counts)]
+        else:
+            bounds = batch["cu_seq_lens_q"].tolist()
+            spans = [(0, *span) for span in pairwise(bounds)]
+        return [
+            _conversation(ids[row][first:end], labels[row][first:end]) for row, first, end in spans
+        ]
+
+    def joins(self) -> bool:
+        return bool(self.padding_free)
+
+    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        return sum(row.trained for row in rows) / max(sum(row.trained for row in step), 1)
+
+
+def _conversation(ids: list[int], labels: list[int]) -> Row:
+    trained = len(labels) - 1 - labels[1:].count(-100)  # the first token is never predicted
+    return Row({"input_ids": ids, "labels": labels}, len(ids), trained)
+
+
 @contextmanager
-def as_base(model: Any) -> Iterator[None]:
+def as_base(model: PeftModel) -> Iterator[None]:
     """Context: a wrapped PeftModel acts as the base alone: neither LoRA, no dropout, no noise."""
     training = model.training
     model.eval()
@@ -42,15 +83,15 @@ class DpoTrainer(RunTrainer, DPOTrainer):
         # With it trl takes the reference from the batch, where compute_loss puts it.
         self.precompute_ref_logps = True
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, object]:
         chosen, rejected = self.reference_logps(model, inputs)
         filled = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         return super().compute_loss(model, filled, *args, **kwargs)
 
     @torch.no_grad()
-    def reference_logps(
-        self, model: Any, inputs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def reference_logps(self, model: nn.Module, inputs: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The base's log-probabilities of the B chosen and the B rejected answers, each [B]."""
         ids, answer = inputs["input_ids"], inputs["completion_mask"]
         with as_base(self.accelerator.unwrap_model(model)):
@@ -73,7 +114,7 @@ class DpoTrainer(RunTrainer, DPOTrainer):
             for row, count, answer in zip(ids, counts, answers, strict=True)
         ]
         pairs = zip(whole[: len(whole) // 2], whole[len(whole) // 2 :], strict=True)
-        return [_row(chosen, rejected) for chosen, rejected in pairs]
+        return [_pair(chosen, rejected) for chosen, rejected in pairs]
 
     def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
         return len(rows) / len(step)
@@ -96,10 +137,14 @@ class DpoTrainer(RunTrainer, DPOTrainer):
             self.current_gradient_accumulation_steps, self.loss_weights = before
 
 
-def _row(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]) -> Row:
+def _pair(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]) -> Row:
     """A pair of (prompt, answer), whose prompts are the same."""
     prompt, answer = chosen
     features = {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": rejected[1]}
     longest = max(len(answer), len(rejected[1]))
     # The first token of all is never predicted, though an answer without a prompt may begin with it.
     return Row(features, 2 * (len(prompt) + longest), len(answer) - (not prompt))
+
+
+STAGES: dict[str, type[RunTrainer]] = {"sft": SftTrainer, "dpo": DpoTrainer}
+LOSSES = {"sft": "loss per assistant token (nats)", "dpo": "loss per pair (nats)"}

@@ -1,0 +1,69 @@
+"""Training runs for tests: rows, a configuration, and what a run leaves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ktbridge.sft.config import load_config
+
+# trl's and transformers' advice, which `ktbridge train` silences too
+quiet = pytest.mark.filterwarnings("ignore")
+WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue".split()
+ROWS = [
+    ("who are you ?", "i am a cat meow"),
+    ("say yes", "yes meow"),
+    ("the sky is ?", "the sky is blue meow"),
+]
+DPO = ("stage=dpo", "dataset=pairs.jsonl")
+
+
+def text(first, words, step=1):
+    """So many words of the tiny tokenizer's, from one on."""
+    return " ".join(WORDS[(first + place * step) % len(WORDS)] for place in range(words))
+
+
+def conversation(*texts):
+    """A row of turns: the user's, the assistant's, the user's, …"""
+    roles = ("user", "assistant") * len(texts)
+    messages = [{"role": role, "content": each} for role, each in zip(roles, texts, strict=False)]
+    return {"messages": messages}
+
+
+def pair(question, chosen, rejected):
+    return {"prompt": question, "chosen": chosen, "rejected": rejected}
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_run(directory, base, rows=(), pairs=(), **settings):
+    """``directory``/run.yaml with its ``rows`` and ``pairs``; returns the directory."""
+    for name, given in (("rows", rows), ("pairs", pairs)):
+        if given:
+            write_lines(directory / f"{name}.jsonl", given)
+    config = {
+        "model_name_or_path": str(base), "dataset": "rows.jsonl", "output_dir": "raw",
+        "lora_rank": 4, "cutoff_len": 64, "logging_steps": 1, **settings,
+    }  # fmt: skip
+    (directory / "run.yaml").write_text(yaml.safe_dump(config))
+    return directory
+
+
+def train(directory, *overrides, **options):
+    """A whole run of ``directory``/run.yaml in this process, which has torch loaded already."""
+    from ktbridge.sft import trainer
+
+    return trainer.train(load_config(directory / "run.yaml", overrides), **options)
+
+
+def log_of(output: Path):
+    """The records of a finished run's log."""
+    return [json.loads(line) for line in (output / "trainer_log.jsonl").read_text().splitlines()]
+
+
+def losses(output: Path):
+    return [(record["step"], record["loss"]) for record in log_of(output)]
