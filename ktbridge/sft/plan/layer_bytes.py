@@ -4,8 +4,8 @@ Frozen weights need no input for their gradient, so what is kept are the float32
 adapted linear's input (on a CPU PEFT's copies in the LoRA's dtype), what attention needs, and the products
 of gated MLPs. Counted against autograd's own saved tensors in tests/sft/test_plan.py.
 
-The kernels' formulas are those of kernels/moe/{pass.h,gate_up.cpp,forward.cpp,backward.cpp}: memory is
-counted in tiles of 16 x 32 bfloat16 (1 KB), an expert's tokens in strips of 16 and doubles of 32.
+The kernels themselves say how much they take for a number of strips of tokens; here those are estimated before
+any token is routed.
 """
 
 from __future__ import annotations
