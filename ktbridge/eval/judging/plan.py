@@ -57,8 +57,8 @@ def check_judge(bench: Bench, judge: Judge, may_be_remote: bool = False) -> None
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a judge said to one question: checks, a digit or a winner if ``state`` is ok."""
+class JudgeReply:
+    """What a judge replied to one question: checks, a digit or a winner if ``state`` is ok."""
 
     state: JudgeState
     checks: tuple[Check, ...] = ()
@@ -102,17 +102,17 @@ class Ask:
         """What the record of a pair says of it; {} for one answer."""
         return {"minus": self.minus, "swapped": self.swapped} if self.form == "pair" else {}
 
-    def read(self, reply: str) -> Said:
+    def read(self, reply: str) -> JudgeReply:
         """Parse the reply. Raises prompts.ReplyError if it is invalid."""
         if self.form == "pair":
-            return Said("ok", winner=prompts.parse_pair(reply))
+            return JudgeReply("ok", winner=prompts.parse_pair(reply))
         if self.form == "checks":
-            return Said("ok", checks=prompts.parse_checks(reply, len(self.item.judge)))
+            return JudgeReply("ok", checks=prompts.parse_checks(reply, len(self.item.judge)))
         digit = compat.parse_digit(reply)
         if digit is None:
             start = " ".join(reply[:40].split())
             raise prompts.ReplyError(f"not one digit from 0 to {compat.HIGHEST}: {start!r}")
-        return Said("ok", digit=digit)
+        return JudgeReply("ok", digit=digit)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.judging import bias
 from ktbridge.eval.judging.bias import Comparison
-from ktbridge.eval.judging.plan import Ask, Judge, Plan, Said, make_plan, ok_repeats
+from ktbridge.eval.judging.plan import Ask, Judge, Plan, JudgeReply, make_plan, ok_repeats
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import same_family, tally_anchors, tally_pairs, trust
 from ktbridge.eval.results.cards import Json, JudgeCard, JudgeFacts, JudgeState
@@ -102,14 +102,14 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
     judge = named_judge(named)
     plan = make_plan(bench, rows, judge, pairs=named["pairs"])
     records = read_ledger(directory, JUDGEMENTS)
-    said = {ask.key: _read(ask, records.get(ask.key)) for ask in plan.mixed()}
-    kept = {key: records[key] for key in said if key in records}
-    scores = _scores(plan, said)
-    compared, unread = _compare(plan.pairs, said, rows)
-    known, _ = _compare(plan.anchor_pairs, said, ())
-    outcomes = Counter(one.state for one in said.values())
+    replies = {ask.key: _read(ask, records.get(ask.key)) for ask in plan.mixed()}
+    kept = {key: records[key] for key in replies if key in records}
+    scores = _scores(plan, replies)
+    compared, unread = _compare(plan.pairs, replies, rows)
+    known, _ = _compare(plan.anchor_pairs, replies, ())
+    outcomes = Counter(one.state for one in replies.values())
     read = outcomes["ok"] + outcomes["parse-fail"]
-    verdicts = _verdicts(plan, said)
+    verdicts = _verdicts(plan, replies)
     clusters = {item.id: item.cluster for item in bench.items}
     family = same_family(judge, named["server"], read_run(directory)["arms"].values())
     facts: JudgeFacts = {
@@ -128,14 +128,14 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
         "position_bias": bias.position_bias(compared),
         "length_bias": bias.length_bias_of_pairs(compared)
         or bias.length_bias_of_scores(_lengths(scores, rows), clusters),
-        "anchors": tally_anchors(plan.anchors, said),
+        "anchors": tally_anchors(plan.anchors, replies),
         "anchor_pairs": tally_pairs(known),
         "pairs_unread": unread,
         "same_family": bool(family),
     }
     if named["version"] != VERSION:
         facts["outdated"] = f"its prompts are version {named['version']}, ours are {VERSION}"
-    verdict = trust(facts, plan, kept, family, _digits(plan, said))
+    verdict = trust(facts, plan, kept, family, _digits(plan, replies))
     return Judgements(
         {} if verdict.refused else scores,
         [] if verdict.refused or verdict.pairs_refused else _pair_rows(plan, compared),
@@ -144,43 +144,43 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
     )
 
 
-def _read(ask: Ask, record: JudgementRecord | None) -> Said:
+def _read(ask: Ask, record: JudgementRecord | None) -> JudgeReply:
     if record is None:
-        return Said("not-run")
+        return JudgeReply("not-run")
     if record["outcome"] != "ok":
-        return Said(record["outcome"])
+        return JudgeReply(record["outcome"])
     try:
         return ask.read(record["reply"])
     except ReplyError:
-        return Said("parse-fail")
+        return JudgeReply("parse-fail")
 
 
-def _scores(plan: Plan, said: Mapping[str, Said]) -> dict[str, dict[str, JudgeScore]]:
+def _scores(plan: Plan, replies: Mapping[str, JudgeReply]) -> dict[str, dict[str, JudgeScore]]:
     repeats: dict[tuple[str, str], list[JudgeScore]] = {}
     for ask in plan.scores:
-        repeats.setdefault((ask.item.id, ask.of), []).append(_score(ask, said[ask.key]))
+        repeats.setdefault((ask.item.id, ask.of), []).append(_score(ask, replies[ask.key]))
     scores: dict[str, dict[str, JudgeScore]] = {}
     for (item, arm), every in repeats.items():
         scores.setdefault(item, {})[arm] = _mean(every)
     return scores
 
 
-def _score(ask: Ask, said: Said) -> JudgeScore:
-    if said.state != "ok":
-        return JudgeScore(None, said.state)
-    if said.digit is not None:
+def _score(ask: Ask, reply: JudgeReply) -> JudgeScore:
+    if reply.state != "ok":
+        return JudgeScore(None, reply.state)
+    if reply.digit is not None:
         digit: JudgeCheck = {
             "id": "digit",
             "question": compat.rubric(ask.item.slice),
             "yes": None,
-            "evidence": str(said.digit),
+            "evidence": str(reply.digit),
         }
-        return JudgeScore(round(said.digit / compat.HIGHEST, 6), "ok", (digit,))
+        return JudgeScore(round(reply.digit / compat.HIGHEST, 6), "ok", (digit,))
     checks: tuple[JudgeCheck, ...] = tuple(
         {"id": f"q{n}", "question": question, "yes": one.yes, "evidence": one.evidence}
-        for n, (question, one) in enumerate(zip(ask.item.judge, said.checks, strict=True), 1)
+        for n, (question, one) in enumerate(zip(ask.item.judge, reply.checks, strict=True), 1)
     )
-    return JudgeScore(round(sum(said.verdicts) / len(checks), 6), "ok", checks)
+    return JudgeScore(round(sum(reply.verdicts) / len(checks), 6), "ok", checks)
 
 
 def _mean(repeats: Sequence[JudgeScore]) -> JudgeScore:
@@ -192,10 +192,10 @@ def _mean(repeats: Sequence[JudgeScore]) -> JudgeScore:
     return JudgeScore(round(sum(shares) / len(shares), 6), "ok", first.checks)
 
 
-def _verdicts(plan: Plan, said: Mapping[str, Said]) -> list[bool]:
+def _verdicts(plan: Plan, replies: Mapping[str, JudgeReply]) -> list[bool]:
     """Every yes/no verdict on the arms' answers; identical repeats count once."""
     asks = {(ask.of, ask.key): ask for ask in plan.scores if ask.form == "checks"}
-    return [verdict for ask in asks.values() for verdict in said[ask.key].verdicts]
+    return [verdict for ask in asks.values() for verdict in replies[ask.key].verdicts]
 
 
 def _lengths(
@@ -235,14 +235,14 @@ def _pair_rows(plan: Plan, compared: Sequence[Comparison]) -> list[JudgedPair]:
     ]
 
 
-def _digits(plan: Plan, said: Mapping[str, Said]) -> list[bool]:
+def _digits(plan: Plan, replies: Mapping[str, JudgeReply]) -> list[bool]:
     """For a bench with digits: whether each digit rates its answer as good."""
     asks = [ask for ask in (*plan.scores, *plan.anchors) if ask.form == "digit"]
-    return [verdict for ask in asks for verdict in said[ask.key].verdicts]
+    return [verdict for ask in asks for verdict in replies[ask.key].verdicts]
 
 
 def _compare(
-    asks: Sequence[Ask], said: Mapping[str, Said], rows: Rows
+    asks: Sequence[Ask], replies: Mapping[str, JudgeReply], rows: Rows
 ) -> tuple[list[Comparison], int]:
     """The pairs with a valid verdict in both orders, and the number of the others."""
     lengths = {
@@ -252,7 +252,7 @@ def _compare(
     }
     compared, unread = [], 0
     for ask, swapped in zip(asks[::2], asks[1::2], strict=True):
-        first, second = said[ask.key].winner, said[swapped.key].winner
+        first, second = replies[ask.key].winner, replies[swapped.key].winner
         if first is None or second is None:
             unread += 1
             continue

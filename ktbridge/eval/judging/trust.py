@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.eval.judging.bias import Comparison
-from ktbridge.eval.judging.plan import Ask, Judge, Plan, Said
+from ktbridge.eval.judging.plan import Ask, Judge, Plan, JudgeReply
 from ktbridge.eval.results.cards import (
     AnchorTallies,
     ArmCard,
@@ -52,20 +52,20 @@ class Trust:
     problems: tuple[Problem, ...]
 
 
-def tally_anchors(asks: Sequence[Ask], parsed: Mapping[str, Said]) -> AnchorTallies:
+def tally_anchors(asks: Sequence[Ask], parsed: Mapping[str, JudgeReply]) -> AnchorTallies:
     """How many of the known verdicts were right: {asked, right, good, bad, slices}, each of the last
     three (by kind; slice -> kind) holding {asked, right}. Anchors without a verdict don't count."""
     every = _no_tallies()
     slices: dict[str, KindTallies] = {}
     for ask in asks:
-        said = parsed[ask.key]
-        if said.state != "ok" or ask.anchor is None:
+        reply = parsed[ask.key]
+        if reply.state != "ok" or ask.anchor is None:
             continue
         here = slices.setdefault(ask.item.slice, _no_tallies())
         for number, expected in ask.anchor.expected.items():
             for tally in (every[ask.anchor.kind], here[ask.anchor.kind]):
                 tally["asked"] += 1
-                tally["right"] += said.verdicts[number] == expected
+                tally["right"] += reply.verdicts[number] == expected
     good, bad = _kinds(every)
     return {
         "asked": good["asked"] + bad["asked"],

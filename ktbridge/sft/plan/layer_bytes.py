@@ -4,7 +4,7 @@ Frozen weights need no input for their gradient, so what is kept are the float32
 adapted linear's input (on a CPU PEFT's copies in the LoRA's dtype), what attention needs, and the products
 of gated MLPs. Counted against autograd's own saved tensors in tests/sft/test_plan.py.
 
-The kernels themselves say how much they take for a number of strips of tokens; here those are estimated before
+The kernels compute how much they take for a number of strips of tokens, which is estimated here before
 any token is routed.
 """
 
