@@ -5,7 +5,7 @@
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
-# make test-peft      adapters of older PEFT releases, by these releases themselves (in build/peft)
+# make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
 # make check   lint, formatting, types
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -49,6 +49,7 @@ test-oldest:
 test-peft: $(VENV)/.dev
 	@for release in 0.18.1 0.19.1 0.20.0; do \
 	  test -d build/peft/$$release || $(PIP_INSTALL) --no-deps --target build/peft/$$release peft==$$release; done
+	@test -d build/peft/unsloth_zoo || $(PIP_INSTALL) --no-deps --target build/peft/unsloth_zoo unsloth_zoo==2026.3.1
 	@$(BIN)/python -m pytest tests/adapter/dialects/test_peft_versions.py
 
 test-gpu: $(VENV)/.dev

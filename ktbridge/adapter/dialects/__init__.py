@@ -49,12 +49,12 @@ DIALECTS: tuple[Dialect, ...] = (
         "share is read as two copies, and written as one again",
     ),
     Dialect(
-        "peft-0.18", "peft.read_peft", "", "PEFT 0.17 and 0.18",
+        "peft-0.18", "peft.read_peft", "", "PEFT 0.18",
         "bits as they are; not written, because current PEFT misreads it",
     ),
     Dialect(
-        "unsloth-legacy", "peft.read_peft", "", "older Unsloth",
-        "bits as they are; not written, because nothing distinguishes it from peft-fused",
+        "unsloth-legacy", "peft.read_peft", "", "Unsloth up to 2026.9.5",
+        "bits as they are; not written, because current Unsloth and PEFT misread it",
     ),
     Dialect("vllm", "kt.read_kt", "kt.write_vllm", "vLLM with per-expert LoRA", _SCALE),
     Dialect(

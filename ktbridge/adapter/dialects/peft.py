@@ -5,7 +5,7 @@ With E experts of rank R on a parameter W [E,out,in] of a module called ``expert
     peft-fused (PEFT >= 0.19)   A [E*R, in]   row e*R+k       B [out, R*E]  column k*E+e
     peft-0.18 (0.17 and 0.18)   A [E*R, out]  row e*R+k = B_e transposed
                                 B [in, R*E]   column k*E+e = A_e transposed
-    unsloth-legacy              as peft-fused, but B's column is e*R+k
+    unsloth-legacy              as peft-fused, but B's column is e*R+k (Unsloth up to 2026.9.5)
 
 ``gate_up_proj`` [E,2I,H] is wrapped first and so is the inner module, ``experts.base_layer``;
 ``down_proj`` [E,H,I] is the outer one, ``experts``. A single targeted parameter is ``experts``.
@@ -21,7 +21,8 @@ first, then "single" (a B half that is all zero adds nothing; its projection is 
 "shared", which gives gate and up a copy of A each. Our manifest records which one we wrote,
 because zeros in the data itself could mislead.
 
-PEFT's layout: ``peft.tuners.lora.layer.ParamWrapper``; Unsloth's: its ``_extract_lora_weights``.
+PEFT's layout: ``peft.tuners.lora.layer.ParamWrapper``; Unsloth's: ``_extract_lora_from_wrapper`` of
+unsloth_zoo. Both releases' own code is held against this by `make test-peft`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
 from ktbridge.model import ModelConfig
 
 # PEFT matches patterns as regular expressions; these can't take exponential time.
+_UNSLOTH_LAYOUT = "lora_B_layout"
+"""Key by which Unsloth since 2026.9.6 says how B is ordered: "rank_major" (PEFT's) or "grouped_by_expert"."""
 _PLAIN_PATTERN = re.compile(r"(?:[\w^$|-]|\\?\.|\.\*|\\d\+?|\[0-9\]\+?)*")
 
 
@@ -193,17 +196,7 @@ def _orientation(
     if dialect == "peft" and (adapter.manifest or {}).get("layout") == "peft-fused":
         dialect = "peft-fused"  # our own directory
     if dialect == "peft":
-        if verdict:
-            return "peft-0.18", True
-        if verdict is False:
-            reason = "PEFT and older Unsloth write the same keys and shapes with B in another order"
-            flags = "--from peft-fused or --from unsloth-legacy"
-        else:
-            reason = (
-                "neither keys nor shapes identify which of three dialects wrote its expert LoRA"
-            )
-            flags = "--from peft-fused, --from peft-0.18 or --from unsloth-legacy"
-        raise UsageError(f"{adapter.path} is ambiguous: {reason}", f"pass {flags}")
+        dialect = _writer(adapter, verdict)
     if dialect == "peft-fused" and verdict is True:
         raise UsageError(
             f"{adapter.path} has in and out exchanged, as PEFT 0.17 and 0.18 wrote them",
@@ -215,6 +208,34 @@ def _orientation(
             "pass --from peft-fused",
         )
     return dialect, dialect == "peft-0.18" or (dialect == "unsloth-legacy" and bool(verdict))
+
+
+def _writer(adapter: Adapter, exchanged: bool | None) -> str:
+    """The dialect, by marks in adapter_config.json and by shapes; UsageError if it is ambiguous."""
+    mapping = adapter.config.get("auto_mapping")
+    own = mapping if isinstance(mapping, dict) else {}
+    layouts = {
+        str(source[_UNSLOTH_LAYOUT])
+        for source in (adapter.config, own)
+        if _UNSLOTH_LAYOUT in source
+    }
+    if layouts == {"grouped_by_expert"}:
+        return "unsloth-legacy"
+    if own.get("unsloth_fixed") and layouts != {"rank_major"}:
+        raise UsageError(
+            f"{adapter.path} is ambiguous: Unsloth saved it, and up to 2026.9.5 it had B in another order",
+            "pass --from unsloth-legacy, or --from peft-fused for a later Unsloth",
+        )
+    if exchanged is None:
+        release = re.match(r"0\.(\d{1,3})\b", str(adapter.config.get("peft_version")))
+        if release is None:
+            raise UsageError(
+                f"{adapter.path} is ambiguous: neither shapes nor peft_version show whether PEFT before "
+                "0.19 wrote its expert LoRA",
+                "pass --from peft-fused or --from peft-0.18",
+            )
+        exchanged = int(release[1]) < 19
+    return "peft-0.18" if exchanged else "peft-fused"
 
 
 def _rank_and_scale(

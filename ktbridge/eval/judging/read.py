@@ -14,7 +14,7 @@ from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.judging import bias
 from ktbridge.eval.judging.bias import Comparison
-from ktbridge.eval.judging.plan import Ask, Judge, Plan, JudgeReply, make_plan, ok_repeats
+from ktbridge.eval.judging.plan import Ask, Judge, JudgeReply, Plan, make_plan, ok_repeats
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import same_family, tally_anchors, tally_pairs, trust
 from ktbridge.eval.results.cards import Json, JudgeCard, JudgeFacts, JudgeState

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.eval.judging.bias import Comparison
-from ktbridge.eval.judging.plan import Ask, Judge, Plan, JudgeReply
+from ktbridge.eval.judging.plan import Ask, Judge, JudgeReply, Plan
 from ktbridge.eval.results.cards import (
     AnchorTallies,
     ArmCard,

@@ -74,7 +74,7 @@ def delta(adapter: Adapter, layer: int, projection: str) -> np.ndarray:
 
 
 def back(path: Path, **options: Any) -> Adapter:
-    target = path.parent / "raw-back"
+    target = path.parent / f"{path.name}-raw"
     convert_adapter(path, to="raw", output_dir=target, **options)
     return read_adapter(target)
 
@@ -94,15 +94,28 @@ def test_the_three_dialects_that_share_keys(tmp_path: Path, dialect: str) -> Non
     assert (raw.rank, raw.alpha) == (R, 6.0)
 
 
-def test_only_exchanged_axes_are_told_by_shape(tmp_path: Path) -> None:
+def test_the_writer_is_found_by_shapes_and_by_marks(tmp_path: Path) -> None:
     parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
              "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
-    old = save(tmp_path / "old", peft_tensors("peft-0.18", parts))
-    new = save(tmp_path / "new", peft_tensors("peft-fused", parts))
-    assert back(old).expert_modules() == ("down_proj", "gate_proj", "up_proj")
+    expected = 3.0 * parts["down"][1] @ parts["down"][0]
+    unsloth = {"auto_mapping": {"unsloth_fixed": True}}
+    grouped, plain = ({"lora_B_layout": order} for order in ("grouped_by_expert", "rank_major"))
+    found = {
+        "peft-0.18": {},
+        "peft-fused": {},
+        "unsloth-legacy": {**unsloth, **grouped},
+    }
+    for dialect, marks in found.items():
+        path = save(tmp_path / dialect, peft_tensors(dialect, parts), **marks)
+        np.testing.assert_array_equal(delta(back(path), 4, "down"), expected)
+    now = {"auto_mapping": {"unsloth_fixed": True, **plain}}
+    newest = save(tmp_path / "newest", peft_tensors("peft-fused", parts), **now)
+    np.testing.assert_array_equal(delta(back(newest), 4, "down"), expected)
+    unmarked = save(tmp_path / "unmarked", peft_tensors("unsloth-legacy", parts), **unsloth)
     with pytest.raises(UsageError, match="ambiguous") as error:
-        convert_adapter(new, to="raw", output_dir=tmp_path / "out")
-    assert error.value.next_step == "pass --from peft-fused or --from unsloth-legacy"
+        convert_adapter(unmarked, to="raw", output_dir=tmp_path / "out")
+    assert "--from unsloth-legacy" in error.value.next_step
+    old, new = tmp_path / "peft-0.18", tmp_path / "peft-fused"
     for path, flag, right in ((old, "peft-fused", "peft-0.18"), (new, "peft-0.18", "peft-fused")):
         with pytest.raises(UsageError) as error:
             convert_adapter(path, to="raw", from_format=flag, output_dir=tmp_path / "out")
@@ -110,14 +123,18 @@ def test_only_exchanged_axes_are_told_by_shape(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_square_and_lone_parameters_need_the_flag(tmp_path: Path) -> None:
+def test_square_and_lone_parameters_need_a_version_or_the_flag(tmp_path: Path) -> None:
     down = (random(E, R, H), random(E, H, R))
     target = {"target_parameters": ["mlp.experts.down_proj"]}
     square = save(tmp_path / "square", peft_tensors("peft-0.18", {"down": down}), **target)
-    with pytest.raises(UsageError, match="neither keys nor shapes"):
+    with pytest.raises(UsageError, match="neither shapes nor peft_version"):
         convert_adapter(square, to="raw", output_dir=tmp_path / "out")
     raw = back(square, from_format="peft-0.18")
     np.testing.assert_array_equal(delta(raw, 4, "down"), 3.0 * down[1] @ down[0])
+    for dialect, version in (("peft-0.18", "0.18.1"), ("peft-fused", "0.20.0")):
+        tensors = peft_tensors(dialect, {"down": down})
+        named = save(tmp_path / version, tensors, **target, peft_version=version)
+        np.testing.assert_array_equal(delta(back(named), 4, "down"), 3.0 * down[1] @ down[0])
     # The base model's hidden size tells, where the matrices aren't square.
     lone = peft_tensors("peft-0.18", {"down": (random(E, R, INTER), random(E, H, R))})
     lone_path = save(tmp_path / "lone", lone, **target)

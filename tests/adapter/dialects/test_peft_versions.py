@@ -5,18 +5,24 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Optional
 
 import pytest
 
-from ktbridge.adapter import convert_adapter
+from ktbridge.adapter import convert_adapter, read_adapter
+from ktbridge.adapter.blocks import as_float32
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+save_file = pytest.importorskip("safetensors.torch").save_file
 RELEASES = Path(__file__).parents[3] / "build/peft"
 TOKENS = torch.arange(14).reshape(1, -1)
 # Trains nothing: random LoRA on attention and on all fused experts, saved as this release does.
@@ -99,3 +105,52 @@ def test_an_older_peft_loads_ours(tmp_path: Path) -> None:
         rtol=1e-4,
         atol=1e-4,
     )
+
+
+def test_unsloths_order_of_b_is_its_own_codes(tmp_path: Path) -> None:
+    """What Unsloth up to 2026.9.5 computes with an adapter's tensors, by its own function."""
+    source = RELEASES / "unsloth_zoo/unsloth_zoo/temporary_patches/moe_utils.py"
+    if not source.is_file():
+        pytest.skip(f"unsloth_zoo is not in {RELEASES}: make test-peft")
+    wanted = "_extract_lora_from_wrapper"
+    nodes = ast.parse(source.read_text()).body
+    node = next(n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == wanted)
+    names = {"torch": torch, "Optional": Optional, "Tuple": tuple}
+    # The package itself needs a GPU to be imported.
+    exec(compile(ast.Module([node], []), str(source), "exec"), names)
+    experts, rank, hidden, inner = 4, 3, 32, 24
+    stem = "base_model.model.model.layers.0.mlp.experts"
+    shapes = {f"{stem}.base_layer": (hidden, 2 * inner), stem: (inner, hidden)}
+    tensors, expected = {}, {}
+    for name, (wide, high) in shapes.items():
+        a, b = torch.randn(experts * rank, wide), torch.randn(high, experts * rank)
+        tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        wrapper = SimpleNamespace(
+            lora_A={"default": SimpleNamespace(weight=a)},
+            lora_B={"default": SimpleNamespace(weight=b)},
+            scaling={"default": 2.0},
+            num_experts=experts,
+        )
+        first, second, scaling, _ = names[wanted](wrapper)
+        expected[name] = scaling * (first @ second).transpose(1, 2)
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in/adapter_model.safetensors")
+    targets = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_parameters": targets}
+    config |= {"base_model_name_or_path": "models/base"}
+    (tmp_path / "in/adapter_config.json").write_text(json.dumps(config))
+    convert_adapter(
+        tmp_path / "in", to="raw", from_format="unsloth-legacy", output_dir=tmp_path / "raw"
+    )
+    adapter = read_adapter(tmp_path / "raw")
+
+    def delta(projection: str) -> torch.Tensor:
+        a, b = (
+            torch.from_numpy(as_float32(t.data, t.dtype).reshape(t.shape).copy())
+            for t in (adapter.expert_tensor(0, f"{projection}_lora_{half}") for half in "ab")
+        )
+        return adapter.alpha / adapter.rank * b @ a
+
+    gate_up = torch.cat([delta("gate"), delta("up")], 1)
+    torch.testing.assert_close(gate_up, expected[f"{stem}.base_layer"])
+    torch.testing.assert_close(delta("down"), expected[stem])
