@@ -11,7 +11,7 @@ time says more than the rates. Clients:
 
     ktbridge eval    what the command does until the report: preflight, keys, requests, answers on disk
     requests alone   the same without all but the requests
-    openai package   requests alone through AsyncOpenAI on the same HTTP client
+    openai package   requests alone through AsyncOpenAI
     lm-eval          local-chat-completions, generate_until; it stores nothing
 """
 

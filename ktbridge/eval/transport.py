@@ -1,22 +1,23 @@
-"""HTTP to one server, through the openai package's client on aiohttp.
+"""HTTP to one server, by aiohttp.
 
-Requests go to the package's HTTP client itself, not through ``AsyncOpenAI``: the objects that it builds
-for each request cost twice the CPU time of the request (scripts/bench_eval_client.py measures it), and
-we read replies ourselves. The package is imported when the first client is opened: the import takes
-longer than a report.
+The openai package's own client takes two to three times the CPU time of a request
+(scripts/bench_eval_client.py measures both), and we read replies ourselves. aiohttp is imported when the
+first client is opened: that takes longer than a report.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
-from collections.abc import AsyncIterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import ktbridge
 from ktbridge.errors import KtbridgeError
 from ktbridge.hosts import is_loopback_url
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession, StreamReader
 
 _CONNECT_TIMEOUT = 60.0  # seconds
 _LONGEST_BODY = 1 << 26  # bytes: no chat completion is as long
@@ -47,25 +48,15 @@ class Transport:
                 "the API key holds characters that no request can carry.",
                 "see what KTBRIDGE_API_KEY and KTBRIDGE_JUDGE_API_KEY hold",
             )
-        import aiohttp  # noqa: F401  the package would report its absence as a RuntimeError
-        import openai
-
-        # Loading the system's certificates takes longer than many runs; plain HTTP needs none.
-        plain = url.startswith("http:")
         self._url = url.rstrip("/")
-        self._http = openai.DefaultAioHttpClient(
-            headers={
-                "user-agent": f"ktbridge/{ktbridge.__version__}",
-                "accept": "application/json",
-                "accept-encoding": "identity",
-                "authorization": f"Bearer {key}",
-                "content-type": "application/json",
-            },
-            follow_redirects=False,
-            timeout=openai.Timeout(None, connect=_CONNECT_TIMEOUT),
-            trust_env=not is_loopback_url(url),
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else True,
-        )
+        self._headers = {
+            "User-Agent": f"ktbridge/{ktbridge.__version__}",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+            "Authorization": f"Bearer {key}",
+            "Content-Type": "application/json",
+        }
+        self._open: ClientSession | None = None
 
     async def models(self, timeout: float) -> Reply:
         """GET /models."""
@@ -77,42 +68,48 @@ class Transport:
         return await self._ask("POST", "/chat/completions", body, timeout)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        if self._open is not None:
+            await self._open.close()
 
-    async def _ask(self, method: str, path: str, body: bytes | None, timeout: float) -> Reply:
-        try:
-            return await asyncio.wait_for(self._send(method, path, body), timeout)
-        except asyncio.TimeoutError:  # not the builtin before Python 3.11
-            raise TimeoutError from None
-
-    async def _send(self, method: str, path: str, body: bytes | None) -> Reply:
+    def _session(self) -> ClientSession:
+        """Made by the first request: aiohttp wants a running event loop."""
         import aiohttp
 
+        if self._open is None:
+            self._open = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),  # callers bound what is in flight
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
+                trust_env=not is_loopback_url(self._url),
+                auto_decompress=False,
+            )
+        return self._open
+
+    async def _ask(self, method: str, path: str, body: bytes | None, timeout: float) -> Reply:
+        import aiohttp
+
+        session, url = self._session(), self._url + path
+        limits = aiohttp.ClientTimeout(timeout, sock_connect=_CONNECT_TIMEOUT)
         for again in (True, False):
-            request = self._http.build_request(method, self._url + path, content=body)
             try:
-                response = await self._http.send(request, stream=True)
-                try:
-                    return Reply(
-                        response.status_code, response.headers, await _read(response.aiter_raw())
-                    )
-                finally:
-                    await response.aclose()
-            except Exception as error:
-                # The package reports most of aiohttp's failures as time-outs; the cause is exact.
-                cause = error if isinstance(error, aiohttp.ClientError) else error.__cause__
-                if not isinstance(cause, aiohttp.ClientError | OSError):
-                    raise
-                # A kept connection that had been idle for too long is replaced by a new one.
-                dropped = isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError)
-                if not (dropped and again):
-                    raise _described(cause) from None
+                async with session.request(
+                    method, url, data=body, timeout=limits, allow_redirects=False
+                ) as response:
+                    headers = {name.lower(): value for name, value in response.headers.items()}
+                    return Reply(response.status, headers, await _read(response.content))
+            except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
+                if not again:  # a kept connection that had been idle for too long is replaced once
+                    raise _described(error) from None
+            except aiohttp.ClientError as error:
+                raise _described(error) from None
+            except asyncio.TimeoutError:  # not the builtin before Python 3.11
+                raise TimeoutError from None
         raise AssertionError
 
 
-async def _read(body: AsyncIterator[bytes]) -> bytes:
+async def _read(body: StreamReader) -> bytes:
     parts, size = [], 0
-    async for part in body:
+    async for part in body.iter_any():
         size += len(part)
         if size > _LONGEST_BODY:
             raise ConnectionError(f"a reply longer than {_LONGEST_BODY} bytes")
@@ -132,6 +129,6 @@ def _described(cause: Exception) -> OSError:
         return ConnectionError(f"not HTTP: {cause.message}")
     if isinstance(cause, aiohttp.ServerTimeoutError):
         return TimeoutError()
-    if isinstance(cause, OSError):
+    if isinstance(cause, OSError):  # aiohttp's ClientOSError is one
         return cause
     return ConnectionError(" ".join(str(cause).split()) or type(cause).__name__)

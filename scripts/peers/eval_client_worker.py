@@ -116,7 +116,7 @@ class OpenaiPackage(AskingClient):
         import openai
 
         async def run() -> int:
-            http = openai.DefaultAioHttpClient(trust_env=False)
+            http = openai.DefaultAsyncHttpxClient(trust_env=False)
             settings = {"api_key": "none", "max_retries": 0, "timeout": 60, "http_client": http}
             async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", **settings) as client:
 
