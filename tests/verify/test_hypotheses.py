@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from ktbridge.adapter import merge_adapter, read_adapter
 from ktbridge.experts.loading import load_model, load_tokenizer
@@ -54,11 +53,8 @@ class Bench:
         return whole_logprobs(merged, self.prompts, torch.bfloat16)
 
     def verdict(self, vector: list[float]) -> Verification:
-        return self.explained({"m": ("full", vector)})
-
-    def explained(self, served: Mapping[str, tuple[str, list[float]]]) -> Verification:
-        """What is found about the served model "m"."""
-        result = judge("m", served, self.references)
+        """What is found about a served model that should be the full adapter."""
+        result = judge("m", {"m": ("full", vector)}, self.references)
         self.passes = 0
         if not result.in_doubt:
             return result
@@ -67,8 +63,8 @@ class Bench:
             self.passes += 1
             return self.model.logprobs(variants)
 
-        facts = facts_of(read_adapter(self.adapter), self.model.can_leave_keys)
-        return explain(result, served["m"][1], self.references, facts, compute)
+        facts = facts_of(read_adapter(self.adapter))
+        return explain(result, vector, self.references, facts, compute)
 
 
 def whole_logprobs(path: Path, prompts: list[list[int]], dtype: torch.dtype) -> list[float]:
@@ -163,32 +159,6 @@ def test_rslora_left_out_is_a_scale(bench):
     result = bench.verdict(vector)
     assert result.scale == {"expert": 1, "nonexpert": pytest.approx(1 / root)}
     assert result.reason.startswith("attention ≈ ×0.5 ")
-
-
-def test_unrotated_keys_are_the_engines_mistake(bench, monkeypatch):
-    """transformers itself, made to rotate queries alone: every arm is wrong, and the adapter isn't."""
-    rotate = modeling_qwen3_moe.apply_rotary_pos_emb
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            modeling_qwen3_moe,
-            "apply_rotary_pos_emb",
-            lambda q, k, *rest: (rotate(q, k, *rest)[0], k),
-        )
-        base = whole_logprobs(bench.base, bench.prompts, torch.bfloat16)
-        full = bench.served(bench.changed(scaled(1)))
-        half = bench.served(bench.changed(without("self_attn")))
-    looks_like = "the engine leaves keys unrotated in prompts"
-    for served, more in (
-        ({"m": ("full", full)}, ""),
-        ({"b": ("base", base), "m": ("full", full)}, ""),
-        ({"m": ("full", half)}, ", and no LoRA in the attention"),
-    ):
-        result = bench.explained(served)
-        assert (result.verdict, result.ok, result.scale) == ("can't tell", False, None)
-        assert result.looks_like == looks_like + more
-        assert "sglang-kt before 0.7.0 with triton or flashinfer" in result.reason
-        assert result.hypotheses[0].distance < 3 * result.floor
-        assert bench.passes == 1
 
 
 def test_what_nothing_explains_stays_unexplained(bench):
