@@ -33,7 +33,6 @@ LAUNCH = Subject("Launching an engine", "serve", (
     Code("KTB962", "warning", "kt-kernel is of another version than the engine",
          "install matching versions"),
     Code("KTB963", "error", "a name is one that requests can't select", "choose another name"),
-    Code("KTB964", "error", "nodes, ranks and GPUs don't go together", "correct it"),
     Code("KTB965", "warning", "an environment variable may hide the log line that shows the LoRA was"
          " loaded", "unset it"),
     Code("KTB966", "error", "the engine, or kt-kernel beside it, is not installed",
