@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -125,6 +124,7 @@ CASES = {
     "right": (scaled(1), "applied", None),
     "alpha doubled": (scaled(2, "experts", "attn"), "wrong scale", "≈ ×2"),
     "experts at 3": (scaled(3, "experts"), "wrong scale", "experts ≈ ×"),
+    "alpha/r for rsLoRA's alpha/sqrt(r)": (scaled(0.5, "self_attn"), "wrong scale", "attention ≈ ×0.5"),
     "gate and up": (swapped, "not applied", "gate and up swapped"),
     "off by one": (rolled, "not applied", "experts permuted by one: each has the LoRA of the previous"),
     "no experts in 1": (without("layers.1.experts"), "not applied", "the experts' LoRA missing in layer 1"),
@@ -145,20 +145,13 @@ def test_each_mistake_is_named(bench, name):
         assert looks_like in result.looks_like
         assert result.told_by == "hypotheses"
         assert result.hypotheses[0].distance < 0.5 * min(result.arm.distances.values())
-    if name == "experts at 3":
-        assert result.scale == {
-            "expert": pytest.approx(3, rel=0.1),
-            "nonexpert": pytest.approx(1, 0.1),
-        }
-
-
-def test_rslora_left_out_is_a_scale(bench):
-    """alpha/sqrt(r) asked for and alpha/r served, in the half that PEFT applies rsLoRA to."""
-    root = math.sqrt(4)
-    vector = bench.served(bench.changed(scaled(1 / root, "self_attn")))
-    result = bench.verdict(vector)
-    assert result.scale == {"expert": 1, "nonexpert": pytest.approx(1 / root)}
-    assert result.reason.startswith("attention ≈ ×0.5 ")
+    scales = {
+        "alpha doubled": (2, 2),
+        "experts at 3": (3, 1),
+        "alpha/r for rsLoRA's alpha/sqrt(r)": (1, 0.5),
+    }
+    if name in scales:
+        assert tuple(result.scale.values()) == pytest.approx(scales[name], rel=0.1)
 
 
 def test_what_nothing_explains_stays_unexplained(bench):
