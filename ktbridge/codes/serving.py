@@ -42,11 +42,6 @@ LAUNCH = Subject("Launching an engine", "serve", (
          "use sglang-kt 0.7.0 or newer, or -- --attention-backend torch_native"),
 ))  # fmt: skip
 
-EMBEDDED = Subject("Embedded engine", "serve", (
-    Code("KTS001", "error", "a tensor of the non-expert LoRA has no place in the base model, or another"
-         " shape", _ITS_BASE),
-))  # fmt: skip
-
 VERIFY = Subject("Verifying a server", "serve", (
     Code("KTV001", "error", "a tensor of the adapter has no place in the base model, or another shape: no"
          " reference can be computed", _ITS_BASE),
@@ -57,4 +52,4 @@ VERIFY = Subject("Verifying a server", "serve", (
          "check what the server serves under this name before comparing arms"),
 ))  # fmt: skip
 
-SUBJECTS = (LAUNCH, EMBEDDED, VERIFY)
+SUBJECTS = (LAUNCH, VERIFY)

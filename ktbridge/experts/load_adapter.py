@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.experts.attach import TunedModel
-from ktbridge.experts.from_adapter import ACTING, copy_nonexpert, fit, read_raw
+from ktbridge.experts.from_adapter import acting, copy_nonexpert, fit, read_raw
 from ktbridge.experts.guard import has_peft, layers_of
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
 from ktbridge.experts.targets import adaptable
@@ -39,10 +39,9 @@ def load_raw_adapter(
     start, problems = fit(adapter, _directory(model), model, found)
     if problems:
         raise ProblemsError(f"{adapter.path} can't be put on this model.", problems)
-    config = adapter.config
     lora = LoraConfig(
-        **{field: config[field] for field in ACTING if config.get(field) is not None},
-        lora_dropout=float(config.get("lora_dropout") or 0),
+        **acting(adapter),
+        lora_dropout=float(adapter.config.get("lora_dropout") or 0),
         base_model_name_or_path=adapter.base_model,
         inference_mode=not trainable,
         task_type="CAUSAL_LM",
