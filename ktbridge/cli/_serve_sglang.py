@@ -42,7 +42,7 @@ OPTIONS = (
         help="How SGLang-KT gets the adapter; auto: as its version wants it.",
     ),
     _option("--trust-remote-code", is_flag=True, help="Let the model run its own Python code."),
-    _option("--tp-size", type=click.IntRange(1), default=1, help="GPUs."),
+    _option("--tp-size", type=click.IntRange(1), default=1, help="GPUs that share the model."),
     _option(
         "--timeout",
         type=click.FloatRange(min=0, min_open=True),

@@ -242,9 +242,7 @@ def _conclusion(first: Verification, search: _Search) -> Verification:
     nearest = sorted(search.tried, key=lambda variant: search.distance[variant])
     described: dict[str, float] = {}
     for variant in nearest:
-        if (
-            variant != search.right
-        ):  # scales with the same text are one explanation, the nearest one
+        if variant != search.right:  # of scales with the same text the nearest counts
             described.setdefault(search.described(variant), search.distance[variant])
     hypotheses = tuple(Hypothesis(text, away) for text, away in described.items())[:8]
     found = replace(first, hypotheses=hypotheses)

@@ -140,8 +140,8 @@ class Worker:
         while self._wait_for_work():
             if (ask := self._next()) is not None:
                 self._batch.begin(ask)
-            for advance in (self._batch.advance, self._batch.step):
-                advance()
+            for compute in (self._batch.advance, self._batch.step):
+                compute()
                 self.outbox.send()
         self._batch.drop_all(ServerStopping())
         for ask in self._waiting:
