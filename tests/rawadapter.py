@@ -108,7 +108,7 @@ def write_raw(
                 expert[name] = Tensor(name, dtype, shape, data)
         for module, (out, inner) in (ATTENTION if modules is None else modules).items():
             for half, shape in (("A", (other_rank, inner)), ("B", (out, other_rank))):
-                path = f"{prefix}layers.{layer}.{block}.{module}"
+                path = ".".join(filter(None, (f"{prefix}layers.{layer}", block, module)))
                 key = f"base_model.model.{path}.lora_{half}.weight"
                 nonexpert[key] = Tensor(key, dtype, shape, random_bits(rng, shape, dtype))
     for name, tensor in replace.items():
@@ -120,7 +120,9 @@ def write_raw(
         config={
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": other_rank, "bias": "none",
             "lora_alpha": alpha if other_alpha is None else other_alpha, "use_rslora": rslora,
-            "target_modules": sorted(ATTENTION if modules is None else modules),
+            "target_modules": sorted(
+                name.rpartition(".")[2] for name in (ATTENTION if modules is None else modules)
+            ),
         },
         base_model=base_model,
         rank=rank,

@@ -19,6 +19,7 @@ import pytest
 from ktbridge.adapter import Adapter, Tensor
 from ktbridge.model import open_tensor_file
 from ktbridge.serve.sglang.facts import read_installed
+from ktbridge.serve.sglang.plan import Plan
 
 # One version of each contract; the first with the merged one is between them in its code.
 SPLIT, FIRST_MERGED, MERGED = "0.6.4", "0.7.0.post4", "0.7.2"
@@ -186,11 +187,16 @@ class Engine:
         assert line, f"the engine's process ended:\n{self._log.read_text()[-3000:]}"
         return line
 
-    def run(self, argv: tuple[str, ...], environment: dict[str, str], load: bool = True) -> Loaded:
-        """Parse and validate the flags ``argv``; with ``load``, load the adapters they name."""
+    def run(self, plan: Plan, load: bool = True) -> Loaded:
+        """Parse and validate the flags of ``plan``; with ``load``, load the adapters they name."""
         assert self._process.stdin is not None
         out = Path(tempfile.mkdtemp(dir=self._root)) / "loaded.safetensors" if load else None
-        asked = {"argv": argv, "environment": environment, "out": str(out) if out else None}
+        flags = plan.argv[3:]  # behind "python -m sglang.launch_server"
+        asked = {
+            "argv": flags,
+            "environment": dict(plan.environment),
+            "out": str(out) if out else None,
+        }
         print(json.dumps(asked), file=self._process.stdin, flush=True)
         return Loaded(json.loads(self._next(120)), out)
 

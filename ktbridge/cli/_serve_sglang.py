@@ -42,11 +42,7 @@ OPTIONS = (
         help="How SGLang-KT gets the adapter; auto: as its version wants it.",
     ),
     _option("--trust-remote-code", is_flag=True, help="Let the model run its own Python code."),
-    _option("--tp-size", type=click.IntRange(1), default=1, help="GPUs, over all nodes."),
-    _option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Machines."),
-    _option("--node-rank", type=click.IntRange(0), default=0, help="This machine's number."),
-    _option("--dist-init-addr", metavar="HOST:PORT", help="The first machine's; same on all."),
-    _option("--replicas", type=click.IntRange(1), default=1, help="With --dry-run: and a router."),
+    _option("--tp-size", type=click.IntRange(1), default=1, help="GPUs that share the model."),
     _option(
         "--timeout",
         type=click.FloatRange(min=0, min_open=True),
@@ -137,9 +133,6 @@ def _request(options: dict[str, Any], dry_run: bool) -> SglangRequest:
     if request.engine_version is not None and not dry_run:
         step = "add --dry-run, or name an environment that has the version with --engine-python"
         raise UsageError("--engine-version plans for a version, and starts none", step)
-    if request.replicas > 1 and not dry_run:
-        step = "add --dry-run, and start each command under your service manager"
-        raise UsageError("--replicas writes the commands, and starts none", step)
     unknown = sorted(request.allowed - CODES)
     if unknown:
         step = "docs/serving.md lists the codes of launch problems, KTB951 on"

@@ -152,9 +152,8 @@ def _converse(talk: Conversation, child: Child | None) -> bool:
                 if line == "/quit":
                     break
                 _obey(talk, line, last)
-                last = (
-                    line.partition(" ")[2].strip() or last if line.startswith("/compare") else last
-                )
+                if line.startswith("/compare"):
+                    last = line.partition(" ")[2].strip() or last
             else:
                 last = line
                 _write(talk.ask(line))

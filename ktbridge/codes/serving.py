@@ -33,7 +33,6 @@ LAUNCH = Subject("Launching an engine", "serve", (
     Code("KTB962", "warning", "kt-kernel is of another version than the engine",
          "install matching versions"),
     Code("KTB963", "error", "a name is one that requests can't select", "choose another name"),
-    Code("KTB964", "error", "nodes, ranks and GPUs don't go together", "correct it"),
     Code("KTB965", "warning", "an environment variable may hide the log line that shows the LoRA was"
          " loaded", "unset it"),
     Code("KTB966", "error", "the engine, or kt-kernel beside it, is not installed",
@@ -41,11 +40,6 @@ LAUNCH = Subject("Launching an engine", "serve", (
     Code("KTB967", "error", "the engine version computes prompts wrongly with this attention backend: as"
          " if keys had no position",
          "use sglang-kt 0.7.0 or newer, or -- --attention-backend torch_native"),
-))  # fmt: skip
-
-EMBEDDED = Subject("Embedded engine", "serve", (
-    Code("KTS001", "error", "a tensor of the non-expert LoRA has no place in the base model, or another"
-         " shape", _ITS_BASE),
 ))  # fmt: skip
 
 VERIFY = Subject("Verifying a server", "serve", (
@@ -58,4 +52,4 @@ VERIFY = Subject("Verifying a server", "serve", (
          "check what the server serves under this name before comparing arms"),
 ))  # fmt: skip
 
-SUBJECTS = (LAUNCH, EMBEDDED, VERIFY)
+SUBJECTS = (LAUNCH, VERIFY)

@@ -28,8 +28,7 @@ from ktbridge.model import resolve_model
 from ktbridge.model.identity import config_differences
 from ktbridge.model.jsonfile import read_json_file
 
-# Of adapter_config.json, what decides how tensors act; the rest is about training.
-ACTING = (
+_ACTING = (
     "lora_alpha",
     "r",
     "use_rslora",
@@ -40,9 +39,15 @@ ACTING = (
 )
 
 
+def acting(adapter: Adapter) -> dict[str, Any]:
+    """What decides how its tensors act, of adapter_config.json; the rest is about training."""
+    config = adapter.config
+    return {field: config[field] for field in _ACTING if config.get(field) is not None}
+
+
 @dataclass(frozen=True)
 class Start:
-    """A raw adapter that fits: ``keys`` are its non-expert tensors by full module name and half."""
+    """An adapter that fits: ``keys`` are its non-expert tensors by full module name and half."""
 
     adapter: Adapter
     keys: dict[str, dict[str, str]]
@@ -86,18 +91,25 @@ def fit(
         for problem in validate_adapter([adapter.path], base_model=base).problems
         if problem.severity == "error"
     ]
+    if problems:
+        return Start(adapter, _by_module(adapter, found)), problems
+    return place(adapter, model, found)
+
+
+def place(adapter: Adapter, model: nn.Module, found: Adaptable) -> tuple[Start, list[Problem]]:
+    """Where the non-expert LoRA of a valid adapter goes, and what has no place there or another shape."""
     start = Start(adapter, _by_module(adapter, found))
-    return start, problems or list(_misplaced(start, model, found))
+    return start, list(_misplaced(start, model, found))
 
 
-def copy_nonexpert(model: nn.Module, start: Start) -> None:
+def copy_nonexpert(model: nn.Module, start: Start, name_in_peft: str = "default") -> None:
     """Copy the adapter's non-expert LoRA to where ``inject_lora`` has made place for it."""
     for name, halves in start.keys.items():
         layer: Any = model.get_submodule(name)
         for half, key in halves.items():
             value = to_torch(start.adapter.nonexpert_tensor(key))
             with torch.no_grad():
-                getattr(layer, f"lora_{half}")["default"].weight.copy_(value)
+                getattr(layer, f"lora_{half}")[name_in_peft].weight.copy_(value)
 
 
 def _check_base(adapter: Adapter, base: Path) -> None:
@@ -193,10 +205,9 @@ def load_raw_adapter(
     start, problems = fit(adapter, _directory(model), model, found)
     if problems:
         raise ProblemsError(f"{adapter.path} can't be put on this model.", problems)
-    config = adapter.config
     lora = LoraConfig(
-        **{field: config[field] for field in ACTING if config.get(field) is not None},
-        lora_dropout=float(config.get("lora_dropout") or 0),
+        **acting(adapter),
+        lora_dropout=float(adapter.config.get("lora_dropout") or 0),
         base_model_name_or_path=adapter.base_model,
         inference_mode=not trainable,
         task_type="CAUSAL_LM",

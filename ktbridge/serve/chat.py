@@ -167,10 +167,8 @@ class Child:
 
     def check(self) -> None:
         """Raises KtbridgeError if it has ended."""
-        try:
-            code = self.process.wait(
-                0.2
-            )  # a connection breaks slightly before its process has exited
+        try:  # a connection breaks slightly before its process has exited
+            code = self.process.wait(0.2)
         except subprocess.TimeoutExpired:
             return
         raise KtbridgeError(f"the engine ended with code {code}.", "its output is above")

@@ -35,7 +35,6 @@ PACKAGES = {
     "datasets": ("datasets", "train", "train"),
     "fastapi": ("fastapi", "serve --engine local", "serve"),
     "uvicorn": ("uvicorn", "serve --engine local", "serve"),
-    "prometheus-client": ("prometheus_client", "serve --engine local", "serve"),
     "openai": ("openai", "eval", "eval"),
 }
 ENGINE_PACKAGES = {"sglang-kt": "sglang", "kt-kernel": "kt_kernel"}

@@ -2,7 +2,7 @@
 
 Only for a server whose logprobs match no reference within noise. Candidates are the errors seen in practice:
 another scale (of all or of one half), gate's and up's LoRA swapped, experts off by one, LoRA missing in a
-layer; and an engine that leaves keys unrotated. One that fits is named; one that fits no better than the
+layer. One that fits is named; one that fits no better than the
 right reference is no explanation.
 
 A scale that isn't among the usual ones is found by a pattern search over (experts' k, attention's k) with
@@ -30,7 +30,6 @@ from ktbridge.verify.verdict import (
     Verdict,
     Verification,
     mean_distance,
-    standard_variants,
 )
 
 ROUNDS = 4  # refinement rounds, each one more pass over the checkpoint
@@ -40,9 +39,6 @@ NEARER = 0.9  # an improvement must be within this fraction of the nearest refer
 BETTER = 0.5  # an explanation's distance is at most this fraction of any reference's
 SAME_SCALE = 0.1  # halves whose k differ by less have one scale
 RIVAL = 1.5  # explanations within this factor of the best one's distance are indistinguishable
-UNROTATED = (
-    "sglang-kt before 0.7.0 with triton or flashinfer, or its kernels in a later one's cache"
-)
 Vector = Sequence[float]
 Compute = Callable[[Sequence[Variant]], Sequence[Vector]]
 NAMES = {"expert": "experts", "nonexpert": "attention"}
@@ -51,14 +47,10 @@ OWNS = {"expert": "the experts' LoRA", "nonexpert": "attention's LoRA"}
 
 @dataclass(frozen=True)
 class Facts:
-    """What determines the possible explanations: rank and layers of each half of the adapter.
-
-    ``can_leave_keys``: an engine's unrotated keys can be computed for the base's family.
-    """
+    """What determines the possible explanations: rank and layers of each half of the adapter."""
 
     ranks: Mapping[str, int]
     layers: Mapping[str, Sequence[int]]
-    can_leave_keys: bool
 
     @property
     def halves(self) -> tuple[str, ...]:
@@ -74,10 +66,7 @@ def explain(
     ``compute`` gives the logprobs of variants, in order.
     """
     search = _Search(first, vector, references, facts, compute)
-    if first.told_by == "base":  # an error of the base isn't the adapter's
-        search.attempt(search.engines_mistakes())
-        return _conclusion(first, search)
-    search.attempt(search.guesses() + search.engines_mistakes())
+    search.attempt(search.guesses())
     for number in range(ROUNDS):
         if search.settled() or (number and search.hopeless()):
             break
@@ -133,17 +122,8 @@ class _Search:
             variants += self._left_out("both", tuple(both))
         return variants
 
-    def engines_mistakes(self) -> list[Variant]:
-        """Engine errors that affect every arm, the base included."""
-        if not self.facts.can_leave_keys:
-            return []
-        variants = standard_variants(*(half in self.facts.ranks for half in HALVES))
-        return [replace(variant, unrotated=True) for variant in variants.values()]
-
     def fitting(self) -> list[Variant]:
         """Explanations that fit: the best first, then those indistinguishable from it."""
-        if not self.tried:
-            return []
         fits = sorted((a for a in self.tried if self._fits(a)), key=lambda a: self.distance[a])
         kinds: dict[str, Variant] = {}
         for variant in fits:
@@ -231,9 +211,7 @@ class _Search:
 
     def described(self, variant: Variant) -> str:
         """Describe a variant as text."""
-        if variant.unrotated:
-            text = "the engine leaves keys unrotated in prompts"
-        elif variant.swapped:
+        if variant.swapped:
             text = "gate and up swapped"
         elif variant.shift:
             where = "next" if variant.shift > 0 else "previous"
@@ -264,9 +242,7 @@ def _conclusion(first: Verification, search: _Search) -> Verification:
     nearest = sorted(search.tried, key=lambda variant: search.distance[variant])
     described: dict[str, float] = {}
     for variant in nearest:
-        if (
-            variant != search.right
-        ):  # scales with the same text are one explanation, the nearest one
+        if variant != search.right:  # of scales with the same text the nearest counts
             described.setdefault(search.described(variant), search.distance[variant])
     hypotheses = tuple(Hypothesis(text, away) for text, away in described.items())[:8]
     found = replace(first, hypotheses=hypotheses)
@@ -279,11 +255,6 @@ def _conclusion(first: Verification, search: _Search) -> Verification:
     reason = f"not as trained; it looks like {looks_like}"
     if len(fits) > 1:
         verdict, reason = "can't tell", f"it is not as trained: {looks_like}"
-    elif best.unrotated:
-        verdict, reason = (
-            "can't tell",
-            f"it looks like {looks_like} ({UNROTATED}): see docs/serving.md",
-        )
     elif _kind(best) == "scale":
         verdict, reason = "wrong scale", looks_like.removeprefix("scale ")
         scale = {half: getattr(best, half) for half in search.facts.halves}
@@ -337,8 +308,6 @@ def _drifted(found: Verification, search: _Search) -> Verification:
 
 
 def _kind(variant: Variant) -> str:
-    if variant.unrotated:
-        return "unrotated"
     if variant.swapped:
         return "swapped"
     if variant.shift:

@@ -8,23 +8,16 @@ no more than a layer is in memory (``ktbridge.verify.layerwise``).
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FunctionType, MethodType
-from typing import Any
 
 import torch
-from torch import nn
 
 from ktbridge.adapter import Adapter
 from ktbridge.verify.layerwise import LayerwiseModel
 from ktbridge.verify.lora import AdapterLora
 from ktbridge.verify.verdict import References, Variant, mean_distance, standard_variants
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-ROTATE = "apply_rotary_pos_emb"  # the families' function (q, k, …) -> (q, k)
 TOKENS = 8192  # of all variants together, in one pass over the checkpoint
 
 
@@ -39,11 +32,6 @@ class ReferenceModel:
         self._path, self._adapter, self._prompts = path, adapter, prompts
         self._models: dict[torch.dtype, tuple[LayerwiseModel, AdapterLora]] = {}
         self._at(torch.float32)
-
-    @property
-    def can_leave_keys(self) -> bool:
-        """Whether variants with unrotated keys can be computed for this family."""
-        return bool(rotating(self._at(torch.float32)[0].decoder.layers))
 
     def logprobs(
         self,
@@ -75,10 +63,7 @@ class ReferenceModel:
         variants: Sequence[Variant],
         ids: torch.Tensor,
     ) -> list[list[float]]:
-        keys = keys_left(
-            rotating(model.decoder.layers), [variant.unrotated for variant in variants]
-        )
-        with lora.present(variants), keys:
+        with lora.present(variants):
             output = model.hidden(ids.repeat(len(variants), 1))
         found = []
         assert output.last_hidden_state is not None
@@ -121,63 +106,3 @@ def compute_references(
     exact, rounded = found
     noise = {name: mean_distance(exact[name], rounded[name]) for name in exact}
     return References(exact, noise)
-
-
-# --- attention with unrotated keys: an engine that applies RoPE to queries only ---------------------
-#
-# sglang-kt before 0.7.0 does so in prompts (``ktbridge.serve.sglang.preflight``). Most families of
-# transformers rotate both by one function of their modelling module; a copy of the attention's forward that
-# gets another function in its place is enough. Families that do it otherwise are not supported.
-
-
-def rotating(layers: nn.Module) -> list[nn.Module]:
-    """The modules in ``layers`` whose forward calls their family's function (q, k, …) -> (q, k)."""
-    return [module for module in layers.modules() if _rotates(type(module).forward)]
-
-
-@contextmanager
-def keys_left(modules: Sequence[nn.Module], left: Sequence[bool]) -> Iterator[None]:
-    """Context: ``modules`` leave keys unrotated in some parts of the batch.
-
-    ``left`` has a flag per part; parts are equal and follow one another in the first dimension. Raises
-    ValueError where keys are to be left and no module is known to rotate any.
-    """
-    if not any(left):
-        yield
-        return
-    if not modules:
-        raise ValueError("no module is known to rotate keys")
-    for module in modules:
-        module.forward = MethodType(_without_rotation(type(module).forward, left), module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
-
-
-def _rotates(forward: Any) -> bool:
-    # A decorated forward doesn't match its code; one that names two functions may call the other one.
-    code = getattr(forward, "__code__", None)
-    called = [name for name in code.co_names if name.startswith("apply_rotary")] if code else []
-    if called != [ROTATE] or hasattr(forward, "__wrapped__"):
-        return False
-    rotate = forward.__globals__.get(ROTATE)
-    return callable(rotate) and list(inspect.signature(rotate).parameters)[:2] == ["q", "k"]
-
-
-def _without_rotation(forward: Any, left: Sequence[bool]) -> FunctionType:
-    """A copy of ``forward`` that rotates fewer keys."""
-    rotate = forward.__globals__[ROTATE]
-
-    def rotate_fewer(q: torch.Tensor, k: torch.Tensor, *args: object, **kwargs: object) -> Pair:
-        q, rotated = rotate(q, k, *args, **kwargs)
-        parts = zip(left, k.chunk(len(left)), rotated.chunk(len(left)), strict=True)
-        return q, torch.cat([plain if stay else turned for stay, plain, turned in parts])
-
-    names = {**forward.__globals__, ROTATE: rotate_fewer}
-    copy = FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy

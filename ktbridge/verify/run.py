@@ -124,13 +124,13 @@ def verify(
         result,
         asked[model].logprobs,
         references,
-        facts_of(adapter, reference_model.can_leave_keys),
+        facts_of(adapter),
         lambda variants: reference_model.logprobs(variants, on_progress=on_progress),
     )
 
 
-def facts_of(adapter: Adapter, can_leave_keys: bool) -> Facts:
-    """Ranks and layers of the halves of ``adapter``, and what its base's family supports."""
+def facts_of(adapter: Adapter) -> Facts:
+    """Ranks and layers of the halves of ``adapter``."""
     layers = {
         "expert": adapter.expert_layers(),
         "nonexpert": tuple(sorted({part.key.layer for part in adapter.nonexpert.values()})),
@@ -139,7 +139,6 @@ def facts_of(adapter: Adapter, can_leave_keys: bool) -> Facts:
     return Facts(
         {half: rank for half, rank in ranks.items() if layers[half]},
         {half: found for half, found in layers.items() if found},
-        can_leave_keys,
     )
 
 

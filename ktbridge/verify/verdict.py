@@ -25,8 +25,7 @@ class Variant:
 
     ``expert`` and ``nonexpert`` multiply the scale that the adapter asks for: 0 leaves that half out.
     ``swapped``: gate's LoRA is in up's place and up's in gate's. ``shift``: expert e has the LoRA of
-    expert e + shift (modulo E). ``without``: (half, layer) that have none. ``unrotated``: the keys of
-    attention lack RoPE, which is the engine's error and not the adapter's.
+    expert e + shift (modulo E). ``without``: (half, layer) that have none.
     """
 
     expert: float = 0.0
@@ -34,7 +33,6 @@ class Variant:
     swapped: bool = False
     shift: int = 0
     without: frozenset[tuple[str, int]] = frozenset()
-    unrotated: bool = False
 
     @property
     def halves(self) -> tuple[bool, bool]:
@@ -174,7 +172,7 @@ class Verification:
     @property
     def in_doubt(self) -> bool:
         """Whether another explanation than the references may fit better: see ``explain``."""
-        if self.told_by == "effect":
+        if self.told_by in ("effect", "base"):  # an error of the base isn't the adapter's
             return False
         return self.arm.distances[self.arm.nearest] > CLEAR_OF_NOISE * self.floor
 

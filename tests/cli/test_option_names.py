@@ -30,7 +30,7 @@ NAMES = {
     "threads of this process": "--threads",
     "another machine": "--cores --memory --gpus --gpu-memory",
     "the engine": "--engine --engine-version --engine-python --layout --trust-remote-code --tp-size "
-                  "--nnodes --node-rank --dist-init-addr --replicas --allow --allow-other-base",
+                  "--allow --allow-other-base",
     "limits of the embedded engine": "--max-running --max-waiting --context-length --prefill-chunk "
                                      "--max-n --max-body-mib --body-seconds --drain-seconds",
     "one answer": "--system --temperature --max-tokens --seed --extra-body --judge-extra-body",
@@ -178,4 +178,4 @@ def test_help_of_serve_lists_each_engines_options_under_its_title() -> None:
         )
         assert f"{option}: not for the local engine" in refused.stderr
     assert len(re.findall(r"^  --", local, re.MULTILINE)) == 8
-    assert len(re.findall(r"^  --", sglang, re.MULTILINE)) == 16
+    assert len(re.findall(r"^  --", sglang, re.MULTILINE)) == 12

@@ -26,16 +26,8 @@ def test_launch_verify_and_end(
     contract, _ = contract_for(f"sglang-kt=={engine.engine}")
     environment = {**os.environ, "KTBRIDGE_API_KEY": KEY, "XDG_CACHE_HOME": str(tmp_path)}
     log = tmp_path / "engine.log"
-    words = [
-        "serve",
-        "--engine",
-        "sglang",
-        "--engine-python",
-        engine.python,
-        "--json",
-        "--port",
-        "0",
-    ]
+    words = ["serve", "--engine", "sglang", "--engine-python", engine.python]
+    words += ["--json", "--port", "0"]
     words += ["--model", str(model), "--adapter", f"neko={adapter}", "--served-model-name", "tiny"]
     words += ["--log", str(log), "--timeout", "600", "--", *flags]
     with subprocess.Popen(

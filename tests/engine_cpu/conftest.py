@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from launchfacts import facts_for
-from rawadapter import random_bits, write_config
+from rawadapter import write_config, write_raw
 from realengine import (
     EXPERTS,
     HIDDEN,
@@ -31,7 +30,7 @@ from realengine import (
     trained,
 )
 
-from ktbridge.adapter import Tensor, read_adapter, write_raw_adapter
+from ktbridge.adapter import read_adapter
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import convert, read_sources
 from ktbridge.serve.sglang.facts import read_installed
@@ -77,48 +76,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_raw(model: Path) -> Callable[..., Path]:
-    """make_raw(directory, version, ...): a raw adapter, all experts and all that the version serves."""
+    """make_raw(directory, version, **write_raw's options): all experts and all that the version serves."""
 
-    def make(
-        directory: Path,
-        version: str,
-        *,
-        dtype: str = "BF16",
-        other_alpha: float = 8.0,
-        rslora: bool = False,
-    ) -> Path:
+    def make(directory: Path, version: str, **kind: Any) -> Path:
         modules = dict(MODULES)
         if version == SPLIT:
             del modules["mlp.gate"]  # a Qwen3-MoE router's LoRA ends that version at start-up
-        rng = np.random.default_rng(3)
-        expert, rest = {}, {}
-
-        def tensor(name: str, *shape: int) -> Tensor:
-            return Tensor(name, dtype, shape, random_bits(rng, shape, dtype))
-
-        for layer in range(LAYERS):
-            for name in ("gate", "up", "down"):
-                wide, high = (INNER, HIDDEN) if name == "down" else (HIDDEN, INNER)
-                for half, shape in (("a", (RANK, wide)), ("b", (high, RANK))):
-                    key = f"layers.{layer}.experts.{name}_lora_{half}"
-                    expert[key] = tensor(key, EXPERTS, *shape)
-            for module, (high, wide) in modules.items():
-                path = f"base_model.model.model.layers.{layer}.{module}"
-                for half, shape in (("A", (RANK, wide)), ("B", (high, RANK))):
-                    key = f"{path}.lora_{half}.weight"
-                    rest[key] = tensor(key, *shape)
-        write_raw_adapter(
-            directory,
-            expert=expert,
-            nonexpert=rest,
-            config={"r": RANK, "lora_alpha": other_alpha, "use_rslora": rslora, "bias": "none",
-                    "task_type": "CAUSAL_LM",
-                    "target_modules": sorted(name.split(".")[1] for name in modules)},
-            base_model=str(model),
-            rank=RANK,
-            alpha=8.0,
+        return write_raw(
+            directory, layers=tuple(range(LAYERS)), experts=EXPERTS, rank=RANK, hidden=HIDDEN, inter=INNER,
+            modules=modules, block="", base_model=str(model), seed=3, **kind,
         )  # fmt: skip
-        return directory
 
     return make
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,7 @@ def test_every_tensor_arrives(
     assert made.layout == layout
     engine = f"sglang-kt=={version}"
     assert validate_adapter([*made.directories], base_model=model, engine=engine).ok
-    loaded = engines(version).run(made.argv[3:], dict(made.environment))
+    loaded = engines(version).run(made)
     assert (loaded.error, loaded.stage) == ("", "done")
     same(loaded.pairs, trained(read_adapter(raw)))
 
@@ -65,7 +64,7 @@ def test_a_half_alone(engines, make_plan, raws, as_trained, tmp_path, version) -
         False: make_plan(version, nonexpert_adapters={"neko": str(tmp_path / "n")}),
     }
     for expert, made in halves.items():
-        loaded = engines(version).run(made.argv[3:], dict(made.environment))
+        loaded = engines(version).run(made)
         assert (loaded.error, loaded.stage) == ("", "done")
         half = {
             path: pair
@@ -81,7 +80,7 @@ def test_two_nonexpert_adapters_stay_apart(engines, make_plan, make_raw, tmp_pat
         convert_adapter(raw, nonexpert_output_dir=tmp_path / name)
     names = {name: str(tmp_path / name) for name in ("one", "two")}
     made = make_plan(SPLIT, nonexpert_adapters=names)
-    loaded = engines(SPLIT).run(made.argv[3:], dict(made.environment))
+    loaded = engines(SPLIT).run(made)
     assert loaded.error == ""
     assert loaded.arguments["lora_paths"] == [[name, names[name]] for name in names]
     assert loaded.arguments["max_loras_per_batch"] >= 3  # both and the base in one batch
@@ -96,60 +95,42 @@ MEANT = {
     "--tp-size": "tp_size", "--nnodes": "nnodes", "--node-rank": "node_rank",
     "--dist-init-addr": "dist_init_addr",
 }  # fmt: skip
-TOPOLOGIES = [
-    {},
-    {"tp_size": 4},
-    {"tp_size": 8, "nodes": 2, "dist_init_addr": "10.0.0.1:5000"},
-    {"tp_size": 8, "nodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:5000"},
-    {"tp_size": 2, "replicas": 2},
-]
+SEVERAL = ("--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "10.0.0.1:5000")
+WISHES = {
+    "one-gpu": {},
+    "four-gpus": {"tp_size": 4},
+    "memory-nodes": {"flags": ("--kt-numa-nodes", "1", "0")},
+    "two-machines": {"tp_size": 8, "flags": SEVERAL},
+}
 
 
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: "-".join(t) or "one-gpu")
-def test_the_engine_understands_each_flag_as_we_do(
-    engines, make_plan, raws, version, topology
-) -> None:
-    made = make_plan(version, adapters={"neko": str(raws[version])}, **topology)
+@pytest.mark.parametrize("wish", WISHES)
+def test_the_engine_understands_each_flag_as_we_do(engines, make_plan, raws, version, wish) -> None:
+    made = make_plan(version, adapters={"neko": str(raws[version])}, **WISHES[wish])
     assert made.ok
-    assert len(made.launches) == topology.get("replicas", 1)
-    for launch in made.launches:
-        argv = launch.argv[3:]
-        loaded = engines(version).run(argv, dict(launch.environment), load=False)
-        assert loaded.error == ""
-        understood = loaded.arguments
-        for flag, field in MEANT.items():
-            if flag in argv:
-                assert str(understood[field]) == argv[argv.index(flag) + 1], flag
-        if "--kt-numa-nodes" in argv:
-            assert len(understood["kt_numa_nodes"]) == understood["kt_threadpool_count"]
-        assert understood["disable_cuda_graph"] is True
-        assert understood["enable_lora"] is True
-        assert [name for name, _ in understood["lora_paths"]] == ["neko"]
-        assert understood["kt_expert_lora_path"]
-        unknown = {word for word in argv if word.startswith("--")} - MEANT.keys()
-        assert unknown <= {"--kt-expert-lora-path", "--lora-paths", "--enable-lora",
-                           "--disable-cuda-graph", "--kt-numa-nodes"}  # fmt: skip
-
-
-def test_the_router_understands_its_flags_as_we_do(engines, make_plan, raws) -> None:
-    made = make_plan(MERGED, adapters={"neko": str(raws[MERGED])}, replicas=3, tp_size=2)
-    ask = "import json, sys; from sglang_router.launch_router import parse_router_args as parse; "
-    ask += "found = parse(sys.argv[1:]); "
-    ask += "print(json.dumps([found.worker_urls, found.policy, found.host, found.port]))"
-    assert made.router[1:3] == ("-m", "sglang_router.launch_router")
-    words = [engines(MERGED).python, "-c", ask, *made.router[3:]]
-    told = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-    urls = [f"http://127.0.0.1:{launch.port}" for launch in made.launches]
-    assert told == [urls, "cache_aware", made.host, made.port]
+    loaded = engines(version).run(made, load=False)
+    assert loaded.error == ""
+    understood, argv = loaded.arguments, made.argv
+    for flag, field in MEANT.items():
+        if flag in argv:
+            assert str(understood[field]) == argv[argv.index(flag) + 1], flag
+    if "--kt-numa-nodes" in argv:
+        assert len(understood["kt_numa_nodes"]) == understood["kt_threadpool_count"]
+    assert understood["disable_cuda_graph"] is True
+    assert understood["enable_lora"] is True
+    assert [name for name, _ in understood["lora_paths"]] == ["neko"]
+    assert understood["kt_expert_lora_path"]
+    unknown = {word for word in argv if word.startswith("--")} - MEANT.keys()
+    assert unknown <= {"--kt-expert-lora-path", "--lora-paths", "--enable-lora",
+                       "--disable-cuda-graph", "--kt-numa-nodes"}  # fmt: skip
 
 
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
 def test_the_api_key_arrives_through_its_file(engines, make_plan, raws, version) -> None:
     made = make_plan(version, adapters={"neko": str(raws[version])}, api_key="s3cret: #'\"x")
     with key_file("s3cret: #'\"x") as words:
-        argv = (*made.argv[3:], *words)
-        loaded = engines(version).run(argv, dict(made.environment), load=False)
+        loaded = engines(version).run(replace(made, argv=(*made.argv, *words)), load=False)
     assert loaded.error == ""
     assert loaded.arguments["api_key"] == "s3cret: #'\"x"
     assert loaded.arguments["port"] == 8000
@@ -157,7 +138,7 @@ def test_the_api_key_arrives_through_its_file(engines, make_plan, raws, version)
 
 def test_the_engines_own_copy_lands_in_our_cache(engines, make_plan, raws, tmp_path) -> None:
     made = make_plan(MERGED, adapters={"neko": str(raws[MERGED])})
-    loaded = engines(MERGED).run(made.argv[3:], dict(made.environment), load=False)
+    loaded = engines(MERGED).run(made, load=False)
     (_, path), *_ = loaded.arguments["lora_paths"]
     root = Path(made.environment[ENGINE_CACHE])
     assert tmp_path in root.parents
@@ -180,14 +161,14 @@ def test_what_we_refuse_the_engine_refuses(
     for version in versions:
         made = make_plan(version, adapters={"neko": str(raws[version])}, flags=tuple(flags))
         assert {"KTB953"} == {found.code for found in made.problems if found.severity == "error"}
-        loaded = engines(version).run(made.argv[3:], dict(made.environment), load=False)
+        loaded = engines(version).run(made, load=False)
         assert loaded.error
         assert words in loaded.error
 
 
 def test_the_merged_contract_refuses_a_pair(engines, make_plan, raws) -> None:
     made = make_plan(SPLIT, adapters={"neko": str(raws[SPLIT])})
-    loaded = engines(MERGED).run(made.argv[3:], {}, load=False)
+    loaded = engines(MERGED).run(made, load=False)
     assert "cannot be combined" in loaded.error
     wished = make_plan(MERGED, adapters={"neko": str(raws[MERGED])}, layout="split")
     assert "KTB952" in {found.code for found in wished.problems if found.severity == "error"}
@@ -198,7 +179,7 @@ def test_a_routers_lora_is_for_the_merged_contract(
 ) -> None:
     convert_adapter(raws[MERGED], nonexpert_output_dir=tmp_path / "rest")
     made = make_plan(SPLIT, nonexpert_adapters={"neko": str(tmp_path / "rest")})
-    loaded = engines(SPLIT).run(made.argv[3:], dict(made.environment))
+    loaded = engines(SPLIT).run(made)
     assert "not implemented for gate" in loaded.error
     assert "0.7.2" in diagnose([f"{loaded.error}\n"], 1).remedy
     report = validate_adapter([tmp_path / "rest"], base_model=model, engine=f"sglang-kt=={SPLIT}")
@@ -212,9 +193,8 @@ def test_a_directory_of_the_wrong_kind_is_refused(
     convert_adapter(raws[MERGED], expert_output_dir=tmp_path / "expert")
     made = make_plan(MERGED, adapters={"neko": str(raws[MERGED])})
     wrong = {"raw": raws[MERGED], "expert": tmp_path / "expert"}[layout]
-    argv = tuple(word.split("=")[0] + f"={wrong}" if word.startswith("neko=") else word
-                 for word in made.argv[3:])  # fmt: skip
-    assert "ValueError" in engines(MERGED).run(argv, dict(made.environment), load=False).error
+    argv = tuple(f"neko={wrong}" if word.startswith("neko=") else word for word in made.argv)
+    assert "ValueError" in engines(MERGED).run(replace(made, argv=argv), load=False).error
 
 
 LOADERS = ("lora.py", "lora_config.py", "lora_manager.py", "mem_pool.py", "utils.py")

@@ -164,7 +164,7 @@ def test_damaged_directories(
     served = {"nonexpert_adapters": {"neko": str(directory)}}
     made = make_plan(version, **{"expert_adapter": str(directory)} if half == "expert" else served)
     damage(directory)
-    loaded = engines(version).run(made.argv[3:], dict(made.environment))
+    loaded = engines(version).run(made)
     whole = {
         path: pair
         for path, pair in as_trained[version].items()

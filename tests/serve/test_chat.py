@@ -41,20 +41,12 @@ def said(client, model: str, *messages: tuple[str, str]) -> str:
 def test_arms_history_and_system(chat, server, client):
     """What is printed is what the server says to exactly these messages."""
     lines = ["hi", "/base", "and you?", "/clear", "/system Be a cat.", "hi", "/full", "/quit", "no"]
-    done = chat(lines, "--base-url", server.url, "--model", "tiny:neko")
+    done = chat(lines, "--server", server.root, "--model", "tiny:neko")
     assert done.returncode == 0, done.stderr
     first = said(client, "tiny:neko", ("user", "hi"))
     second = said(client, "tiny:base", ("user", "hi"), ("assistant", first), ("user", "and you?"))
     third = said(client, "tiny:base", ("system", "Be a cat."), ("user", "hi"))
     assert done.stdout == f"{first}\n{second}\n{third}\n"
-
-
-@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-def test_a_server_is_found_with_or_without_v1(chat, server, client, end):
-    """And under the option's old name."""
-    for option in ("--server", "--base-url"):
-        done = chat(["hi"], option, server.root + end, "--model", "tiny")
-        assert (done.returncode, done.stdout) == (0, said(client, "tiny", ("user", "hi")) + "\n")
 
 
 def test_compare_asks_all_and_leaves_no_trace(chat, server, client):

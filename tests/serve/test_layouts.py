@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ktbridge.adapter import convert_adapter
-from ktbridge.errors import UsageError
+from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.serve.local.plan import plan_local
 from ktbridge.serve.local.sampling import prompt_logprobs
 from ktbridge.serve.request import ServeRequest
@@ -55,6 +58,41 @@ def test_two_nonexpert_adapters_share_one_model(base, layouts, make_adapter):
     assert both["s:b.1"] == logprobs(base, nonexpert_adapters={"x": other})["s:x"]
     assert both["s:a"] == logprobs(base, nonexpert_adapters={"x": layouts["nonexpert"]})["s:x"]
     assert both["s:base"] == logprobs(base)["s:base"]
+
+
+@pytest.fixture
+def renamed(make_adapter, tmp_path):
+    """renamed(old, new): a non-expert adapter as PEFT alone would leave it, with its keys renamed."""
+
+    def make(old: str, new: str, **config: object) -> str:
+        source = make_adapter("half", expert=False)
+        tensors = load_file(source / "adapter_model.safetensors")
+        save_file(
+            {key.replace(old, new): tensor for key, tensor in tensors.items()},
+            tmp_path / "adapter_model.safetensors",
+        )
+        settings = json.loads((source / "adapter_config.json").read_text()) | config
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        return str(tmp_path)
+
+    return make
+
+
+def test_a_text_models_adapter_is_placed_by_layer(base, make_adapter, renamed):
+    """What precedes ``layers.N`` differs between a multimodal model and its text model alone."""
+    half = str(make_adapter("half", expert=False))
+    nested = renamed("model.model.layers", "model.model.language_model.layers")
+    expected, found = (logprobs(base, adapters={"a": path}) for path in (half, nested))
+    assert found == expected
+    assert found["s:a"] != found["s:base"]
+
+
+def test_a_module_that_the_model_lacks_is_named(base, renamed):
+    names = ["k_norm", "v_proj", "o_proj"]  # no linear module
+    with pytest.raises(ProblemsError) as caught:
+        logprobs(base, adapters={"a": renamed("q_proj", "k_norm", target_modules=names)})
+    assert {found.code for found in caught.value.problems} == {"KTL007"}
+    assert len(caught.value.problems) == 2  # one a layer
 
 
 def test_a_layout_under_the_wrong_option_is_named(base, layouts):

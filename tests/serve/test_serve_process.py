@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 
 import pytest
@@ -57,8 +58,7 @@ def test_port_in_use_is_said_before_loading(run_cli, server, base):
 
 
 def test_truncated_model(run_cli, base, tmp_path):
-    for file in base.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     refused(run_cli, 1, "model.safetensors", "--model", str(tmp_path))
@@ -71,8 +71,7 @@ def test_model_without_a_weight(base, tmp_path):
 
     from ktbridge.experts.loading import load_model
 
-    for file in base.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -88,8 +87,7 @@ def test_a_key_that_no_client_could_send(base, key):
 
 
 def test_fingerprint_sees_every_small_file(base, tmp_path):
-    for file in base.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     (tmp_path / "a directory").mkdir()
     seen = {fingerprints(plan_local(ServeRequest(str(tmp_path), served_name="s")))["s"]}
     for name in ("tokenizer.model", "merges.txt", "vocab.txt"):

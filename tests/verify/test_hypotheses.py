@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from ktbridge.adapter import merge_adapter, read_adapter
 from ktbridge.experts.loading import load_model, load_tokenizer
@@ -54,11 +52,8 @@ class Bench:
         return whole_logprobs(merged, self.prompts, torch.bfloat16)
 
     def verdict(self, vector: list[float]) -> Verification:
-        return self.explained({"m": ("full", vector)})
-
-    def explained(self, served: Mapping[str, tuple[str, list[float]]]) -> Verification:
-        """What is found about the served model "m"."""
-        result = judge("m", served, self.references)
+        """What is found about a served model that should be the full adapter."""
+        result = judge("m", {"m": ("full", vector)}, self.references)
         self.passes = 0
         if not result.in_doubt:
             return result
@@ -67,8 +62,8 @@ class Bench:
             self.passes += 1
             return self.model.logprobs(variants)
 
-        facts = facts_of(read_adapter(self.adapter), self.model.can_leave_keys)
-        return explain(result, served["m"][1], self.references, facts, compute)
+        facts = facts_of(read_adapter(self.adapter))
+        return explain(result, vector, self.references, facts, compute)
 
 
 def whole_logprobs(path: Path, prompts: list[list[int]], dtype: torch.dtype) -> list[float]:
@@ -129,6 +124,7 @@ CASES = {
     "right": (scaled(1), "applied", None),
     "alpha doubled": (scaled(2, "experts", "attn"), "wrong scale", "≈ ×2"),
     "experts at 3": (scaled(3, "experts"), "wrong scale", "experts ≈ ×"),
+    "alpha/r for rsLoRA's alpha/sqrt(r)": (scaled(0.5, "self_attn"), "wrong scale", "attention ≈ ×0.5"),
     "gate and up": (swapped, "not applied", "gate and up swapped"),
     "off by one": (rolled, "not applied", "experts permuted by one: each has the LoRA of the previous"),
     "no experts in 1": (without("layers.1.experts"), "not applied", "the experts' LoRA missing in layer 1"),
@@ -149,46 +145,13 @@ def test_each_mistake_is_named(bench, name):
         assert looks_like in result.looks_like
         assert result.told_by == "hypotheses"
         assert result.hypotheses[0].distance < 0.5 * min(result.arm.distances.values())
-    if name == "experts at 3":
-        assert result.scale == {
-            "expert": pytest.approx(3, rel=0.1),
-            "nonexpert": pytest.approx(1, 0.1),
-        }
-
-
-def test_rslora_left_out_is_a_scale(bench):
-    """alpha/sqrt(r) asked for and alpha/r served, in the half that PEFT applies rsLoRA to."""
-    root = math.sqrt(4)
-    vector = bench.served(bench.changed(scaled(1 / root, "self_attn")))
-    result = bench.verdict(vector)
-    assert result.scale == {"expert": 1, "nonexpert": pytest.approx(1 / root)}
-    assert result.reason.startswith("attention ≈ ×0.5 ")
-
-
-def test_unrotated_keys_are_the_engines_mistake(bench, monkeypatch):
-    """transformers itself, made to rotate queries alone: every arm is wrong, and the adapter isn't."""
-    rotate = modeling_qwen3_moe.apply_rotary_pos_emb
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            modeling_qwen3_moe,
-            "apply_rotary_pos_emb",
-            lambda q, k, *rest: (rotate(q, k, *rest)[0], k),
-        )
-        base = whole_logprobs(bench.base, bench.prompts, torch.bfloat16)
-        full = bench.served(bench.changed(scaled(1)))
-        half = bench.served(bench.changed(without("self_attn")))
-    looks_like = "the engine leaves keys unrotated in prompts"
-    for served, more in (
-        ({"m": ("full", full)}, ""),
-        ({"b": ("base", base), "m": ("full", full)}, ""),
-        ({"m": ("full", half)}, ", and no LoRA in the attention"),
-    ):
-        result = bench.explained(served)
-        assert (result.verdict, result.ok, result.scale) == ("can't tell", False, None)
-        assert result.looks_like == looks_like + more
-        assert "sglang-kt before 0.7.0 with triton or flashinfer" in result.reason
-        assert result.hypotheses[0].distance < 3 * result.floor
-        assert bench.passes == 1
+    scales = {
+        "alpha doubled": (2, 2),
+        "experts at 3": (3, 1),
+        "alpha/r for rsLoRA's alpha/sqrt(r)": (1, 0.5),
+    }
+    if name in scales:
+        assert tuple(result.scale.values()) == pytest.approx(scales[name], rel=0.1)
 
 
 def test_what_nothing_explains_stays_unexplained(bench):

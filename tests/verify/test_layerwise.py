@@ -9,12 +9,10 @@ import torch
 from expertmoe import group_scales, grouped
 from moefamilies import IDS, reference
 from safetensors.torch import load_file, save_file
-from transformers.models.minimax_m2 import modeling_minimax_m2
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import load_model
 from ktbridge.verify.layerwise import LayerwiseModel
-from ktbridge.verify.reference_model import keys_left, rotating
 
 FAMILIES = ("qwen3_5_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_vl_moe")
 
@@ -39,28 +37,6 @@ def whole(path):
 def test_families(family, tmp_path):
     reference(family, tmp_path)
     torch.testing.assert_close(logprobs(tmp_path), whole(tmp_path), atol=2e-5, rtol=0)
-
-
-def test_keys_are_left_unrotated_in_some_rows_alone(tmp_path, monkeypatch):
-    """Where a part of each head is rotated, and not where the family may take another function."""
-    reference("minimax_m2", tmp_path / "partial")
-    model = LayerwiseModel(tmp_path / "partial", torch.float32)
-    attention = rotating(model.decoder.layers)
-    with keys_left(attention, [True, False]):
-        output = model.hidden(IDS)
-    hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
-    found = model.logprobs(output, hidden, IDS[:, 1:].flatten()).chunk(2)
-    right = whole(tmp_path / "partial").chunk(2)
-    rotate = modeling_minimax_m2.apply_rotary_pos_emb
-    leave = lambda q, k, *rest: (rotate(q, k, *rest)[0], k)  # noqa: E731
-    monkeypatch.setattr(modeling_minimax_m2, "apply_rotary_pos_emb", leave)
-    left = whole(tmp_path / "partial").chunk(2)
-    assert (left[0] - right[0]).abs().mean() > 1e-2
-    torch.testing.assert_close(found[0], left[0], atol=2e-5, rtol=0)
-    torch.testing.assert_close(found[1], right[1], atol=2e-5, rtol=0)
-    reference("deepseek_v3", tmp_path / "interleaved")
-    model = LayerwiseModel(tmp_path / "interleaved", torch.float32)
-    assert rotating(model.decoder.layers) == []
 
 
 def test_block_fp8(tmp_path):

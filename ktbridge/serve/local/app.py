@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as METRICS_TYPE
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktbridge import __version__
@@ -87,10 +86,6 @@ def _routes(service: Service) -> APIRouter:
     async def health() -> dict[str, str | int]:
         worker = service.worker
         return {"status": "ok", "waiting": worker.waiting, "running": worker.running}
-
-    @routes.get("/metrics", response_class=PlainTextResponse)
-    async def numbers() -> Response:
-        return Response(service.worker.metrics.text(), media_type=METRICS_TYPE)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, object]:

@@ -110,23 +110,23 @@ class Batch:
         assert self.pending is None
         self.pending = Prefill(ask)
 
-    def advance(self) -> int:
+    def advance(self) -> None:
         """Run the next chunk of the pending prompt, if there is one and it isn't cancelled.
 
         After the last chunk each choice's first token is delivered, and the rows that go on join.
-        Returns how many tokens were chosen. A failure affects this request only.
+        A failure affects this request only.
         """
         prefill = self.pending
         if prefill is None:
-            return 0
+            return
         ask = prefill.ask
         if ask.listener.cancelled:
             self.pending = None
-            return 0
+            return
         try:
             logits = self._next_chunk(prefill)
             if prefill.done < len(ask.prompt):
-                return 0
+                return
             self.pending = None
             opening: list[Event] = []
             if ask.sampling.prompt_logprobs:
@@ -141,12 +141,10 @@ class Batch:
                     rows.append(row)
             if rows and prefill.cache is not None:
                 self._join(rows, prefill.cache)
-            return ask.n if ask.sampling.max_tokens else 0
         except Exception as error:
             log.exception("a prompt failed")
             self.pending = None
             ask.listener.fail(error)
-            return 0
 
     def _next_chunk(self, prefill: Prefill) -> torch.Tensor:
         """Logits [V], float32, after the next chunk of a prompt."""
@@ -166,11 +164,11 @@ class Batch:
             prefill.entries += entries[1:] if start else entries
         return logits[-1].float()
 
-    def step(self) -> int:
-        """Generate one token for every row that isn't cancelled. Returns how many were chosen."""
+    def step(self) -> None:
+        """Generate one token for every row that isn't cancelled."""
         self._keep([row for row in self.rows if not row.ask.listener.cancelled])
         if not self.rows or self._cache is None:
-            return 0
+            return
         rows = self.rows
         try:
             logits = self.model.step(
@@ -183,12 +181,11 @@ class Batch:
             # The cache may be half-written: no row can continue from it.
             log.exception("a step failed")
             self._drop_rows(error)
-            return 0
+            return
         for row in rows:
             row.length += 1
         logits = logits.float()  # at once, and not in each thing that is done with a row
         self._keep([row for row, its in zip(rows, logits, strict=True) if self._take(row, its)])
-        return len(rows)
 
     def drop_all(self, error: BaseException) -> None:
         """Abort every answer in progress, and the pending prompt."""

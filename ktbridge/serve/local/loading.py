@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from peft import LoraConfig
@@ -12,14 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter, read_adapter
-from ktbridge.adapter.keys import Key, parse_key
-from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
-from ktbridge.experts.load_adapter import ACTING
+from ktbridge.experts.load_adapter import acting, copy_nonexpert, place
 from ktbridge.experts.loading import load_for_kernels, load_tokenizer
-from ktbridge.experts.nonexpert_lora import Adaptable, adaptable, inject_lora
-from ktbridge.experts.tensors import to_torch
+from ktbridge.experts.nonexpert_lora import adaptable, inject_lora
 from ktbridge.machine import read_machine
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.plan import ServePlan
@@ -61,56 +58,23 @@ def _load_nonexpert(model: PreTrainedModel, adapters: Mapping[str, Adapter]) -> 
     """Put the non-expert LoRA of each adapter on ``model``, in place, for inference.
 
     ``adapters``: PEFT's name for it -> adapter. Returns the layers that now have LoRA, each with a
-    switch of its own. Raises ProblemsError.
+    switch of its own. Raises ProblemsError for what has no place in the model.
     """
-    places = adaptable(model)
-    for slot, adapter in adapters.items():
-        keys = {key: parse_key(key) for key in adapter.nonexpert_keys()}
-        _refuse(adapter, _misfits(keys, places))
-        settings = {field: adapter.config[field] for field in ACTING if field in adapter.config}
+    found = adaptable(model)
+    placed = {slot: place(adapter, model, found) for slot, adapter in adapters.items()}
+    if problems := [problem for _, problems in placed.values() for problem in problems]:
+        raise ProblemsError("the non-expert LoRA does not match the base model.", problems)
+    for slot, (start, _) in placed.items():
         # The modules come from the tensors' keys, not from target_modules, so that a pattern
         # cannot reach more or fewer modules than were trained.
-        config = LoraConfig(inference_mode=True, **settings)
-        inject_lora(model, sorted({key.module for key in keys.values()}), places, config, slot)
-        _refuse(adapter, _copy(model, adapter, keys, slot))
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
-
-
-def _misfits(keys: Mapping[str, Key], places: Adaptable) -> Iterator[tuple[str, str]]:
-    """Keys that have no linear module or router to go to, or whose other half is missing, and why."""
-    halves = {(key.module, key.half) for key in keys.values()}
-    for name, key in keys.items():
-        other = "B" if key.half == "A" else "A"
-        if key.kind != "lora":
-            yield name, "not a LoRA tensor that PEFT can serve"
-        elif key.module not in places.modules:
-            yield name, "the base model has no linear layer or router there"
-        elif (key.module, other) not in halves:
-            yield name, f"its lora_{other} is missing"
-
-
-def _copy(
-    model: PreTrainedModel, adapter: Adapter, keys: Mapping[str, Key], slot: str
-) -> Iterator[tuple[str, str]]:
-    """Copy the tensors to where PEFT has made room; keys that don't fit there, and why."""
-    for name, key in keys.items():
-        linear = getattr(model.get_submodule(key.module), f"lora_{key.half}")[slot]
-        value = to_torch(adapter.nonexpert_tensor(name))
-        if value.shape != linear.weight.shape:
-            needed = list(linear.weight.shape)
-            yield name, f"shape {list(value.shape)}, the base model needs {needed}"
-            continue
-        with torch.no_grad():
-            linear.weight.copy_(value)
-        # As engines on GPUs do: the LoRA computes in the base's own dtype.
-        linear.to(model.dtype)
-
-
-def _refuse(adapter: Adapter, found: Iterable[tuple[str, str]]) -> None:
-    if problems := [problem("KTS001", f"{adapter.path}: {key}", why) for key, why in found]:
-        raise ProblemsError(
-            f"the non-expert LoRA in {adapter.path} does not match the base model.", problems
-        )
+        config = LoraConfig(inference_mode=True, **acting(start.adapter))
+        inject_lora(model, start.modules, found, config, slot)
+        copy_nonexpert(model, start, slot)
+    tuned: list[LoraLayer] = [m for m in model.modules() if isinstance(m, LoraLayer)]
+    for layer in tuned:  # as engines on GPUs do: the LoRA computes in the base's own dtype
+        layer.lora_A.to(model.dtype)
+        layer.lora_B.to(model.dtype)
+    return tuned
 
 
 # --- packed linear layers ---------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ktbridge.serve.local.detokenize import TextOffsets, Tokens
 from ktbridge.serve.local.sampling import Finish, TokenLogprob
 from ktbridge.serve.local.schema import ApiError
-from ktbridge.serve.local.worker import Job, Metrics, ServerStopping
+from ktbridge.serve.local.worker import Job, ServerStopping
 
 Json = dict[str, object]
 
@@ -212,7 +212,7 @@ def _usage(prompt: int, ends: Iterable[Finish]) -> dict[str, int]:
 # --- answering -------------------------------------------------------------------------------------
 
 
-async def collect(job: Job, choices: int, request: Request, metrics: Metrics) -> list[Choice]:
+async def collect(job: Job, choices: int, request: Request) -> list[Choice]:
     """All choices of a job."""
 
     async def gather() -> list[Choice]:
@@ -231,20 +231,16 @@ async def collect(job: Job, choices: int, request: Request, metrics: Metrics) ->
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    outcome = "failed"
     answer, gone = asyncio.ensure_future(gather()), asyncio.ensure_future(hang_up())
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            outcome = "cancelled"
             raise ClientGone
-        result = answer.result()
-        outcome = "finished"
-        return result
+        return answer.result()
     except ServerStopping:
         raise server_is_stopping() from None
     finally:
-        _ended(job, outcome, metrics)
+        job.cancel()
         answer.cancel()
         gone.cancel()
 
@@ -254,14 +250,10 @@ def stream(
     reply: ChatReply | CompletionReply,
     prompt_tokens: int,
     include_usage: bool,
-    metrics: Metrics,
 ) -> StreamingResponse:
     """Server-sent events, one per Delta, closed by [DONE]. Events ready together are sent together."""
 
-    outcome = "cancelled"
-
     async def events() -> AsyncIterator[bytes]:
-        nonlocal outcome
         if ready := b"".join(map(_sse, reply.opening())):
             yield ready
         ready = b""
@@ -278,40 +270,30 @@ def stream(
                     ready = b""
             if include_usage:
                 ready += _sse(reply.usage_only(ends, prompt_tokens))
-            outcome = "finished"
             yield ready + b"data: [DONE]\n\n"
         except ServerStopping:
-            outcome = "failed"
             yield ready + _sse(server_is_stopping().body)
         except Exception:
-            outcome = "failed"
             failed = ApiError(500, "the generation failed; see the server's log")
             yield ready + _sse(failed.body)
 
-    return _Stream(events(), lambda: _ended(job, outcome, metrics))
+    return _Stream(events(), job)
 
 
 class _Stream(StreamingResponse):
     """Always ends the job, even if the client disconnected before the first event."""
 
-    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], job: Job) -> None:
         super().__init__(
             events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
-        self._end = end
+        self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._end()
-
-
-def _ended(job: Job, outcome: str, metrics: Metrics) -> None:
-    job.cancel()
-    first = None if job.first_token is None else job.first_token - job.asked
-    whole = time.monotonic() - job.asked if outcome == "finished" else None
-    metrics.ended(job.model, outcome, first, whole)
+            self._job.cancel()
 
 
 def _sse(body: Json) -> bytes:

@@ -114,10 +114,10 @@ class Service:
         prompts: Sequence[list[int]],
     ) -> Response:
         """``reply`` of a queued request, whole or as a stream."""
-        tokens, metrics = sum(map(len, prompts)), self.worker.metrics
+        tokens = sum(map(len, prompts))
         if body.stream:
-            return stream(job, reply, tokens, body.include_usage, metrics)
-        choices = await collect(job, len(prompts) * body.n, request, metrics)
+            return stream(job, reply, tokens, body.include_usage)
+        choices = await collect(job, len(prompts) * body.n, request)
         return JSONResponse(reply.whole(choices, tokens))
 
     def _echo(self, body: CompletionRequest, given: str | list[int], prompt: list[int]) -> Echo:
@@ -137,16 +137,14 @@ class Service:
             raise ApiError(400, f"n must be at most {self.most_choices} on this server", param="n")
         if len(ids) > most:
             raise ApiError(400, f"one request may bring at most {most} prompts", param="prompt")
-        job = Job(arm.name, len(ids) * n, self.worker.outbox)
+        job = Job(len(ids) * n, self.worker.outbox)
         pairs = enumerate(zip(ids, samplings, strict=True))
         try:
             self.worker.submit([Ask(arm, prompt, how, job, n, i * n) for i, (prompt, how) in pairs])
         except QueueFull:
-            self.worker.metrics.ended(arm.name, "rejected")
             full = "too many requests are waiting; try again later"
             raise ApiError(429, full, code="queue_full", headers={"Retry-After": "1"}) from None
         except ServerStopping:
-            self.worker.metrics.ended(arm.name, "rejected")
             raise server_is_stopping() from None
         return job
 

@@ -1,68 +1,15 @@
-"""The thread that computes, the queue in front of it, and what is counted. The event loop stays free."""
+"""The thread that computes, and the queue in front of it. The event loop stays free."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import AsyncIterator, Sequence
 
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.sampling import Event, Finish
-
-SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
-
-class Metrics:
-    """Prometheus metrics of one server. Labels are its arms' names only, never what a client sent."""
-
-    def __init__(self) -> None:
-        own = self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "ktbridge_requests", "Requests that ended, by how.", ("model", "outcome"), registry=own
-        )
-        self._prompt = Counter(
-            "ktbridge_prompt_tokens", "Tokens of prompts computed.", ("model",), registry=own
-        )
-        self._generated = Counter("ktbridge_generated_tokens", "Tokens chosen.", registry=own)
-        first = "From asking to the first event."
-        self._first = Histogram(
-            "ktbridge_first_token_seconds", first, buckets=SECONDS, registry=own
-        )
-        whole = "From asking to the end, of finished requests."
-        self._whole = Histogram("ktbridge_request_seconds", whole, buckets=SECONDS, registry=own)
-        waiting, running = "Prompts that wait for their turn.", "Answers computed together now."
-        self._waiting = Gauge("ktbridge_waiting_prompts", waiting, registry=own)
-        self._running = Gauge("ktbridge_running_answers", running, registry=own)
-
-    def watch(self, waiting: Callable[[], int], running: Callable[[], int]) -> None:
-        self._waiting.set_function(waiting)
-        self._running.set_function(running)
-
-    def prompted(self, model: str, tokens: int) -> None:
-        self._prompt.labels(model).inc(tokens)
-
-    def chosen(self, tokens: int) -> None:
-        self._generated.inc(tokens)
-
-    def ended(
-        self, model: str, outcome: str, first: float | None = None, whole: float | None = None
-    ) -> None:
-        """``outcome``: finished, cancelled, failed or rejected; the others are seconds, if known."""
-        self._requests.labels(model, outcome).inc()
-        if first is not None:
-            self._first.observe(first)
-        if whole is not None:
-            self._whole.observe(whole)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
-
 
 log = logging.getLogger(__name__)
 
@@ -106,11 +53,8 @@ def _receive(events: Sequence[tuple[Job, JobEvent]]) -> None:
 class Job:
     """One request: consume its events with ``async for``; ``cancel`` when the client is gone."""
 
-    def __init__(self, model: str, choices: int, outbox: Outbox) -> None:
+    def __init__(self, choices: int, outbox: Outbox) -> None:
         """``choices``: how many answers it has; the events end once each has finished."""
-        self.model = model
-        self.asked = time.monotonic()
-        self.first_token: float | None = None
         self._unfinished = choices
         self._outbox = outbox
         self.loop = asyncio.get_running_loop()
@@ -131,8 +75,6 @@ class Job:
             yield event
 
     def deliver(self, choice: int, event: Event) -> None:
-        if self.first_token is None:
-            self.first_token = time.monotonic()
         self._outbox.put(self, (choice, event))
         if isinstance(event, Finish):
             self._unfinished -= 1
@@ -155,9 +97,7 @@ class Worker:
         self._changed = threading.Condition()
         self._draining = False
         self._closed = False
-        self.metrics = Metrics()
         self.outbox = Outbox()
-        self.metrics.watch(lambda: self.waiting, lambda: self.running)
         self._thread = threading.Thread(target=self._work, name="ktbridge-worker", daemon=True)
         self._thread.start()
 
@@ -199,10 +139,9 @@ class Worker:
     def _work(self) -> None:
         while self._wait_for_work():
             if (ask := self._next()) is not None:
-                self.metrics.prompted(ask.arm.name, len(ask.prompt))
                 self._batch.begin(ask)
-            for advance in (self._batch.advance, self._batch.step):
-                self.metrics.chosen(advance())
+            for compute in (self._batch.advance, self._batch.step):
+                compute()
                 self.outbox.send()
         self._batch.drop_all(ServerStopping())
         for ask in self._waiting:

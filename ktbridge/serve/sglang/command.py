@@ -1,8 +1,4 @@
-"""The engine's command line: the flags that ktbridge writes, threads, replicas; servers beside it. Pure.
-
-Each replica has its own GPUs, NUMA nodes and port; ``sglang-router`` in front of them distributes requests
-by the prefixes they share.
-"""
+"""The engine's command line: the flags that ktbridge writes, threads; servers beside it. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ _AT_MOST_TWO = ("RAWINT4", "MXFP4")
 
 RUNNING_REQUESTS = 16
 Words = list[tuple[str, ...]]  # flags of the engine, each with its values
-GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -40,22 +35,16 @@ class Threads:
     reason: str
 
 
-def plan_threads(
-    machine: Machine, method: str, model: ModelConfig, wanted: int | None, share: int = 1
-) -> Threads:
+def plan_threads(machine: Machine, method: str, model: ModelConfig, wanted: int | None) -> Threads:
     """Threads for the CPU experts: physical cores that this process may use, less one for the engine.
 
     One pool per NUMA node, if the method can split the intermediate size into so many parts.
-    ``share``: replicas on this machine, each of which gets an equal part. ``wanted`` overrides the
-    number of threads.
+    ``wanted`` overrides the number of threads.
     """
     cores = machine.usable_cores
-    each = max(1, cores // share)
-    count = wanted if wanted is not None else max(1, each - 1)
+    count = wanted if wanted is not None else max(1, cores - 1)
     nodes = [node.node for node in machine.numa if node.usable] or [0]
     pools = min(len(nodes), count)
-    if share > 1:
-        pools = max(1, pools // share)
     unit = _SHARE.get(method, 1)
     while pools > 1 and (
         model.intermediate_size % (pools * unit) or (method in _AT_MOST_TWO and pools > 2)
@@ -66,11 +55,10 @@ def plan_threads(
     chosen = tuple(nodes[:pools])
     reason = f"{count} thread{'s' * (count > 1)} in {pools} pool{'s' * (pools > 1)}: "
     reason += f"{cores} usable physical core{'s' * (cores > 1)}"
-    reason += f" for {share} replicas" if share > 1 else ""
-    if wanted is None and count < each:
+    if wanted is None and count < cores:
         reason += ", one left to the engine's own threads"
     reason += f", {len(nodes)} memory node{'s' * (len(nodes) > 1)}"
-    if pools < len(nodes) // share:
+    if pools < len(nodes):
         reason += f" (an intermediate size of {model.intermediate_size} can't be cut further)"
     return Threads(count, pools, () if chosen == tuple(range(pools)) else chosen, reason)
 
@@ -121,75 +109,12 @@ def our_flags(
         words.append(("--disable-cuda-graph",))
     if request.tp_size > 1:
         words.append(("--tp-size", str(request.tp_size)))
-    if request.nodes > 1:
-        words += [
-            ("--nnodes", str(request.nodes)),
-            ("--node-rank", str(request.node_rank)),
-            ("--dist-init-addr", request.dist_init_addr or "HOST:PORT"),
-        ]
     return [
         *words,
         ("--served-model-name", served_name(request, facts)),
         ("--host", request.host),
         ("--port", str(facts.port)),
     ]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One engine process: its command line, the variables set on top of ours, its port."""
-
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-    port: int
-
-    def as_dict(self) -> dict[str, object]:
-        environment = dict(self.environment)
-        return {"argv": list(self.argv), "environment": environment, "port": self.port}
-
-
-def replicate(
-    launch: Launch, request: SglangRequest, facts: Facts, threads: Threads
-) -> tuple[Launch, ...]:
-    """One launch per replica: replica i listens on the port after the router's, i further on."""
-    if request.replicas <= 1:
-        return (launch,)
-    nodes = [node.node for node in facts.machine.numa if node.usable] or [0]
-    launches = []
-    for replica in range(request.replicas):
-        port = launch.port + 1 + replica
-        first = replica * request.tp_size
-        devices = ",".join(map(str, range(first, first + request.tp_size)))
-        argv = _set(launch.argv, "--port", str(port))
-        argv = _set(argv, "--host", "127.0.0.1")
-        if len(nodes) > 1:
-            start = replica * threads.pools
-            own = [str(nodes[(start + index) % len(nodes)]) for index in range(threads.pools)]
-            argv = _set(argv, "--kt-numa-nodes", *own)
-        launches.append(Launch(argv, {**launch.environment, GPUS: devices}, port))
-    return tuple(launches)
-
-
-def router_argv(python: str, request: SglangRequest, facts: Facts) -> tuple[str, ...]:
-    """The router's command line; empty for one replica."""
-    if request.replicas <= 1:
-        return ()
-    ports = range(facts.port + 1, facts.port + 1 + request.replicas)
-    workers = [f"http://127.0.0.1:{port}" for port in ports]
-    words = ["-m", "sglang_router.launch_router", "--worker-urls", *workers]
-    words += ["--policy", "cache_aware", "--host", request.host, "--port", str(facts.port)]
-    return (python, *words)
-
-
-def _set(argv: tuple[str, ...], flag: str, *values: str) -> tuple[str, ...]:
-    """``argv`` with ``flag`` set to these values (replaced or added)."""
-    if flag not in argv:
-        return (*argv, flag, *values)
-    start = argv.index(flag)
-    end = start + 1
-    while end < len(argv) and not argv[end].startswith("--"):
-        end += 1
-    return (*argv[: start + 1], *values, *argv[end:])
 
 
 @dataclass(frozen=True)
@@ -228,12 +153,11 @@ def more_arms(
     common = ["ktbridge", "serve", "--engine", "sglang", "--base-model", str(facts.model_path)]
     common += ["--engine-python", request.python] if request.python else []
     common += ["--trust-remote-code"] if request.trust_remote_code else []
-    first = facts.port + (1 if request.replicas == 1 else 1 + request.replicas)
     arms: dict[str, str] = {}
     commands: dict[str, tuple[str, ...]] = {}
 
     def further(arm: str, *options: str, before: tuple[str, ...] = ()) -> None:
-        name, port = f"{served}-{arm}", first + len(commands)
+        name, port = f"{served}-{arm}", facts.port + 1 + len(commands)
         words = [*common, *options, "--served-model-name", name, "--port", str(port)]
         commands[arm] = (*before, shlex.join(words))
         arms[arm] = f"{name}@{url_from_here(request.host, port)}"

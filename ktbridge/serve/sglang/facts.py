@@ -224,7 +224,7 @@ def _gpus(request: SglangRequest) -> tuple[Gpu, ...] | None:
     described = request.described
     if described.gpus is None and described.gpu_memory is None:
         return None if described.elsewhere else read_gpus()
-    count = request.gpus_needed if described.gpus is None else described.gpus
+    count = request.tp_size if described.gpus is None else described.gpus
     return tuple(Gpu(index, "GPU", described.gpu_memory or 0) for index in range(count))
 
 

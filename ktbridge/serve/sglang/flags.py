@@ -28,10 +28,6 @@ OWNED = {
     "--trust-remote-code": "--trust-remote-code",
     "--tensor-parallel-size": "--tp-size",
     "--tp-size": "--tp-size",
-    "--nnodes": "--nnodes",
-    "--node-rank": "--node-rank",
-    "--dist-init-addr": "--dist-init-addr",
-    "--nccl-init-addr": "--dist-init-addr",
 }
 
 
@@ -128,6 +124,10 @@ GUARDED: dict[str, tuple[Condition, str]] = {
     "--speculative-algorithm": (
         lambda flag, setting: setting.lora and flag.value != "NGRAM",
         "LoRA goes with NGRAM speculation only",
+    ),
+    "--node-rank": (
+        lambda flag, setting: flag.number != 0,
+        "the first node alone loads the expert LoRA and lists models, and ktbridge waits for both",
     ),
     "--pipeline-parallel-size": (_staged, _ONE_STAGE),
     "--pp-size": (_staged, _ONE_STAGE),

@@ -118,14 +118,13 @@ def serve(
     engine's exit code (128 + n where signal n ended it) after an interrupt, 0 when it ended well.
     Raises EngineFailed otherwise. Nothing of the engine is left running, whatever happens.
     """
-    launch = plan.launches[0]
-    url = f"{url_from_here(plan.host, launch.port)}/v1"
+    url = f"{url_from_here(plan.host, plan.port)}/v1"
     with ExitStack() as key, ExitStack() as stack:
         key_flags = key.enter_context(key_file(request.api_key))
         engine = stack.enter_context(
             Engine(
-                (*launch.argv, *key_flags),
-                launch.environment,
+                (*plan.argv, *key_flags),
+                plan.environment,
                 plan.ready,
                 url=url,
                 log=log,

@@ -24,14 +24,11 @@ from ktbridge.serve.sglang.adapters import (
 from ktbridge.serve.sglang.command import (
     METHOD_OF,
     Directories,
-    Launch,
     MoreArms,
     Threads,
     more_arms,
     our_flags,
     plan_threads,
-    replicate,
-    router_argv,
 )
 from ktbridge.serve.sglang.facts import (
     ENGINE_CACHE,
@@ -57,7 +54,7 @@ _CONVERTED_WEIGHTS = ("AMXBF16", "AMXINT8", "AMXINT4")
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, decided. ``launches`` has one entry per replica, ``router`` is in front of several.
+    """One launch, decided. ``argv`` is the engine's command line, ``environment`` is set on top of ours.
 
     ``models`` are the names that requests may use, with what answers. ``directories`` are the
     adapter directories as the engine will get them, ``conversions`` what must be made first.
@@ -69,8 +66,8 @@ class Plan:
     layout: str
     host: str
     port: int
-    launches: tuple[Launch, ...]
-    router: tuple[str, ...]
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
     with_key: bool
     directories: tuple[Path, ...]
     conversions: tuple[Conversion, ...]
@@ -81,21 +78,11 @@ class Plan:
     more_arms: MoreArms | None = None
 
     @property
-    def argv(self) -> tuple[str, ...]:
-        """The engine's command line, without the API key."""
-        return self.launches[0].argv
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Variables that are set on top of ours."""
-        return self.launches[0].environment
-
-    @property
     def ok(self) -> bool:
         return not has_errors(self.problems)
 
     def commands(self) -> list[str]:
-        """Commands to copy: the conversions, the engine (each replica), the router."""
+        """Commands to copy: the conversions, the engine."""
         made: dict[Path, list[str]] = {}  # one pass over a source writes all its outputs
         for step in self.conversions:
             if len(step.sources) == 1:
@@ -104,16 +91,11 @@ class Plan:
         lines = [
             shlex.join(("ktbridge", "convert", str(path), *words)) for path, words in made.items()
         ]
-        for launch in self.launches:
-            words = [f"{name}={shlex.quote(value)}" for name, value in launch.environment.items()]
-            words.append(shlex.join(launch.argv))
-            lines.append(self._keyed(" ".join(words)))
-        if self.router:
-            lines.append(self._keyed(shlex.join(self.router)))
-        return lines
-
-    def _keyed(self, command: str) -> str:
-        return command + ' --api-key "$KTBRIDGE_API_KEY"' if self.with_key else command
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        words.append(shlex.join(self.argv))
+        if self.with_key:
+            words.append('--api-key "$KTBRIDGE_API_KEY"')
+        return [*lines, " ".join(words)]
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -124,8 +106,13 @@ class Plan:
             "host": self.host,
             "port": self.port,
             "api_key": self.with_key,
-            "launches": [launch.as_dict() for launch in self.launches],
-            "router": list(self.router),
+            "launches": [
+                {
+                    "argv": list(self.argv),
+                    "environment": dict(self.environment),
+                    "port": self.port,
+                }
+            ],
             "commands": self.commands(),
             "conversions": [step.as_dict() for step in self.conversions],
             "ready": self.ready.as_dict(),
@@ -163,7 +150,7 @@ def plan(request: SglangRequest, facts: Facts) -> Plan:
     expert = choice.expert is not None
     flags, malformed = parse_flags(request.flags)
     method, unsuitable = _method(facts, contract, expert, value_of(flags, "--kt-method"))
-    threads = plan_threads(facts.machine, method, facts.model, request.threads, request.replicas)
+    threads = plan_threads(facts.machine, method, facts.model, request.threads)
     served, conversions = _directories(choice, facts)
     ours = our_flags(request, facts, method, threads, served, expert)
     given = {flag.name for flag in flags}
@@ -189,7 +176,7 @@ def plan(request: SglangRequest, facts: Facts) -> Plan:
         *_missing_weights(flags, method),
         *unknown_flags(argv, engine.parser, engine.python),
     ]
-    launch = Launch(argv, _environment(choice, facts, engine.version), facts.port)
+    environment = _environment(choice, facts, engine.version)
     models = _models(served_name(request, facts), choice, contract)
     return Plan(
         version=engine.version,
@@ -197,20 +184,19 @@ def plan(request: SglangRequest, facts: Facts) -> Plan:
         layout=choice.layout,
         host=request.host,
         port=facts.port,
-        launches=replicate(launch, request, facts, threads),
-        router=router_argv(engine.python, request, facts),
+        argv=argv,
+        environment=environment,
         with_key=bool(request.api_key),
         directories=(*([served.expert] if served.expert else []), *served.named.values()),
         conversions=tuple(conversions),
         ready=Conditions(
-            layers=facts.model.moe_layers if expert and request.node_rank == 0 else (),
+            layers=facts.model.moe_layers if expert else (),
             adapters=tuple(str(source.name) for source in choice.nonexpert),
-            answers=request.node_rank == 0,
         ),
         models=models,
         reasons=(
             machine_text(facts),
-            *_reasons(request, engine, choice, threads, conversions, overridden, launch),
+            *_reasons(request, engine, choice, threads, conversions, overridden, environment),
         ),
         problems=allow(_of_this_machine(problems, request, facts, engine), request.allowed),
         more_arms=more_arms(request, facts, choice, models),
@@ -234,7 +220,7 @@ def _reasons(
     threads: Threads,
     conversions: Sequence[Conversion],
     overridden: Sequence[str],
-    launch: Launch,
+    environment: Mapping[str, str],
 ) -> Iterator[str]:
     """Why the plan is what it is, apart from the machine."""
     known = "" if engine.known else " (this version was not looked at)"
@@ -248,9 +234,7 @@ def _reasons(
     for conversion in conversions:
         made = " and ".join(map(str, conversion.sources))
         yield f"{conversion.target} is made from {made} when ktbridge serves, unless it is there"
-    if request.nodes > 1:
-        yield f"node {request.node_rank} of {request.nodes}: the first one computes all experts"
-    if KERNEL_CACHE in launch.environment:
+    if KERNEL_CACHE in environment:
         yield (
             f"{KERNEL_CACHE}: kernels that {ENGINE} {engine.version} compiles get a directory of their own;"
             " in the engine's default one an upgraded engine would find and use those of the version before"

@@ -43,12 +43,10 @@ def preflight(
     """Every finding about names, network, machine, model and engine packages."""
     yield from _names(request, facts)
     yield from _network(request, facts, version)
-    yield from _topology(request, facts)
     if not facts.described.elsewhere:
         yield from _engine(facts, version)
         yield from _cpu(facts, choice, method)
-    if request.node_rank == 0:  # the first node computes all experts
-        yield from _memory(facts, method)
+    yield from _memory(facts, method)
     yield from _gpu(request, facts)
     if facts.model.auto_map and not request.trust_remote_code:
         found = "brings its own Python code, which loading it would run"
@@ -85,7 +83,7 @@ def _network(request: SglangRequest, facts: Facts, version: str) -> Iterator[Pro
         step = "bind to 127.0.0.1 with --host" if "address" in facts.port_fault else None
         yield problem("KTB955", f"{request.host}:{request.port}", facts.port_fault, "", step)
     public = not is_loopback(request.host)
-    if public and not request.api_key and request.node_rank == 0:
+    if public and not request.api_key:
         found = "can be reached from other machines and no API key is set"
         yield problem("KTB961", request.host, found)
     key = request.api_key
@@ -98,9 +96,9 @@ def _network(request: SglangRequest, facts: Facts, version: str) -> Iterator[Pro
     found += (
         f"unpickle what reaches their sockets; its replay script does so with dumps ({REPLAY_HOLE})"
     )
-    severity = "warning" if public or request.nodes > 1 else None
+    severity = "warning" if public else None
     yield problem("KTB959", f"{ENGINE} {version}", found, severity=severity)  # type: ignore[arg-type]
-    if public and request.node_rank == 0:
+    if public:
         found = "/health and /metrics answer without the API key"
         step = "let a proxy or a firewall keep them inside"
         yield problem("KTB959", request.host, found, next_step=step, severity="warning")
@@ -130,24 +128,6 @@ def _release(version: str) -> object:
         return version_order(version)
     except KtbridgeError:
         return version
-
-
-def _topology(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
-    if request.nodes > 1 and request.dist_init_addr is None:
-        found = f"is missing, with {request.nodes} nodes"
-        step = "give the first node's address and a free port: --dist-init-addr HOST:PORT"
-        yield problem("KTB964", "--dist-init-addr", found, "HOST:PORT", step)
-    if request.nodes == 1 and request.dist_init_addr is not None:
-        yield problem("KTB964", "--dist-init-addr", "is of no use on one node", "", "leave it out")
-    if not 0 <= request.node_rank < request.nodes:
-        expected = f"0 to {request.nodes - 1}"
-        yield problem("KTB964", "--node-rank", f"is {request.node_rank}", expected)
-    if request.tp_size % request.nodes:
-        found = f"{request.tp_size} GPUs don't divide over {request.nodes} nodes"
-        yield problem("KTB964", "--tp-size", found, f"a multiple of {request.nodes}")
-    if request.replicas > 1 and request.nodes > 1:
-        found = "replicas of several nodes each aren't planned together"
-        yield problem("KTB964", "--replicas", found, "", "plan each replica by itself")
 
 
 def _cpu(facts: Facts, choice: Choice, method: str) -> Iterator[Problem]:
@@ -185,7 +165,7 @@ def _memory(facts: Facts, method: str) -> Iterator[Problem]:
 
 
 def _gpu(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
-    wanted = request.gpus_needed
+    wanted = request.tp_size
     if facts.gpus is None:
         return
     given = request.described.gpus is not None
@@ -194,7 +174,7 @@ def _gpu(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
         return
     if len(facts.gpus) < wanted:
         found = f"{len(facts.gpus)} {'by --gpus' if given else 'on this machine'}"
-        yield problem("KTB957", "GPU", found, f"{wanted}", "lower --tp-size or --replicas")
+        yield problem("KTB957", "GPU", found, f"{wanted}", "lower --tp-size")
         return
     smallest = min(gpu.memory for gpu in facts.gpus[:wanted])
     share = facts.weights.rest / request.tp_size

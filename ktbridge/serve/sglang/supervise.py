@@ -39,14 +39,10 @@ _LOADED = re.compile(rb"Loaded KT expert LoRA for layer (\d+)\b")
 
 @dataclass(frozen=True)
 class Conditions:
-    """``layers`` that must have logged their expert LoRA, ``adapters`` that /v1/models must list.
-
-    ``answers`` is false on the nodes after the first of several: those answer /health alone.
-    """
+    """``layers`` that must have logged their expert LoRA, ``adapters`` that /v1/models must list."""
 
     layers: tuple[int, ...]
     adapters: tuple[str, ...]
-    answers: bool = True
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -75,7 +71,7 @@ class Progress:
         """Ask /health and then /v1/models; what doesn't answer leaves everything as it was."""
         if not self.healthy:
             self.healthy = client.is_healthy()
-        if self.healthy and self.conditions.answers and not self.ready:
+        if self.healthy and not self.ready:
             with suppress(KtbridgeError):
                 self.listed = set(client.models())
 
@@ -90,7 +86,7 @@ class Progress:
     @property
     def answering(self) -> bool:
         """Whether the server answers, be it with what was asked for or without."""
-        return self.healthy and (not self.conditions.answers or self.listed is not None)
+        return self.healthy and self.listed is not None
 
     @property
     def ready(self) -> bool:

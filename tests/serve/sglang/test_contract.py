@@ -77,9 +77,7 @@ def plans(version: str, model: Path):
             for name, expert, nonexpert in given
         )  # fmt: skip
         facts = facts_for(model, version, sources=sources, gpus=())
-        request = SglangRequest(
-            model="m", tp_size=4, nodes=2, dist_init_addr="h:1", trust_remote_code=True
-        )
+        request = SglangRequest(model="m", tp_size=4, trust_remote_code=True)
         yield layout, plan(request, facts)
 
 

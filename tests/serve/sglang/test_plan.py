@@ -1,4 +1,4 @@
-"""From facts written down to an argv: layouts, versions, wishes, flags, machines, nodes and replicas."""
+"""From facts written down to an argv: layouts, versions, wishes, flags, machines."""
 
 from __future__ import annotations
 
@@ -151,6 +151,7 @@ def test_several_nonexpert_adapters_need_the_split_contract(make, adapters) -> N
         ("--max-running-requests 1", "no request ever"),
         ("--speculative-algorithm EAGLE", "NGRAM"),
         ("--pp-size 2", "tensor parallel only"),
+        ("--node-rank 1", "the first node alone"),
         ("--lora-backend csgmv", "triton"),
         ("--log-level warning", "logged at level info"),
         ("--kt-method LLAMAFILE", "AMXBF16, BF16"),
@@ -182,6 +183,8 @@ def test_flags_that_override(make) -> None:
     assert errors(done) == []
     assert " ".join(done.argv).endswith(flags)
     assert done.argv.count("--max-running-requests") == done.argv.count("--kt-method") == 1
+    several = "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:5000"
+    assert errors(make(flags=tuple(several.split()))) == []
     # Without an expert LoRA nothing forbids experts on the GPU.
     assert errors(make(given="nonexpert", flags=("--kt-num-gpu-experts", "4"))) == []
     quantised = make(flags=("--kt-method", "AMXINT8"))
@@ -226,21 +229,6 @@ def test_code_keys_and_public_addresses(facts_of) -> None:
     assert not plan(replace(request, api_key="-x"), facts_of()).ok
 
 
-def test_two_nodes(make) -> None:
-    both = {"nodes": 2, "tp_size": 8, "dist_init_addr": "10.0.0.1:5000"}
-    first, second = (make(node_rank=rank, **both) for rank in (0, 1))
-    assert errors(first) == errors(second) == []
-    for rank, done in enumerate((first, second)):
-        words = f"--tp-size 8 --nnodes 2 --node-rank {rank} --dist-init-addr 10.0.0.1:5000"
-        assert words in " ".join(done.argv)
-    assert first.ready.layers == (0, 1)
-    # The second node runs no experts and lists no models; /health is all it answers.
-    assert (second.ready.layers, second.ready.answers) == ((), False)
-    found = " ".join(errors(make(nodes=2, node_rank=2, tp_size=3)))
-    for words in ("--dist-init-addr: is missing", "--node-rank: is 2", "3 GPUs don't divide"):
-        assert words in found
-
-
 ADA = tuple(Gpu(index, "A GPU", 48 * GIB, "8.9") for index in range(4))
 
 
@@ -271,24 +259,6 @@ def test_compiled_kernels_do_not_outlive_an_upgrade(make) -> None:
     assert homes["0.6.4"] != homes["0.7.2"]
     own = make("0.7.2", facts={"environment": {"TVM_FFI_CACHE_DIR": "/mine"}})
     assert "TVM_FFI_CACHE_DIR" not in own.environment
-
-
-def test_replicas_and_their_router(make) -> None:
-    done = make("0.6.4", replicas=2, tp_size=2, api_key="secret-1", host="0.0.0.0")
-    assert errors(done) == []
-    port = done.port
-    for index, launch in enumerate(done.launches):
-        words = " ".join(launch.argv)
-        assert f"--host 127.0.0.1 --port {port + 1 + index}" in words
-        assert f"--kt-numa-nodes {index}" in words
-        assert "--kt-cpuinfer 31 --kt-threadpool-count 1" in words
-        assert launch.environment["CUDA_VISIBLE_DEVICES"] == ("0,1", "2,3")[index]
-    router = " ".join(done.router)
-    assert f"--worker-urls http://127.0.0.1:{port + 1} http://127.0.0.1:{port + 2}" in router
-    assert router.endswith(f"--host 0.0.0.0 --port {port}")
-    assert len(done.conversions) == 2
-    assert len(done.commands()) == 1 + 3  # one command makes both directories
-    assert "KTB957" in " ".join(errors(make("0.6.4", replicas=5, tp_size=2)))
 
 
 @pytest.mark.parametrize(

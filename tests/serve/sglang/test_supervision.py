@@ -201,7 +201,6 @@ def test_requests_that_make_no_sense(played, model):
     for words, said in (
         (("--allow", "KTB101"), "no launch problem has this code"),
         (("--engine-version", "0.6.4"), "add --dry-run"),
-        (("--replicas", "2"), "add --dry-run"),
     ):
         done = played.run("--model", model, *words, env=env)
         assert (done.returncode, done.stdout) == (2, "")
