@@ -374,6 +374,11 @@ def test_rows_are_cut_refused_and_counted(tmp_path):
 
 # What trl makes of it
 
+_SWITCH = "activation_checkpointing"  # since transformers 5.20
+NO_CHECKPOINTING = {
+    _SWITCH if _SWITCH in SFTConfig.__dataclass_fields__ else "gradient_checkpointing": False
+}
+
 
 def sft_trainer(tmp_path, fitted, model, **arguments):
     arguments = SFTConfig(
@@ -382,7 +387,7 @@ def sft_trainer(tmp_path, fitted, model, **arguments):
         max_length=None,
         padding_free=fitted.packed,
         router_aux_loss_coef=0.0,  # the cross-entropy alone is compared
-        activation_checkpointing=False,
+        **NO_CHECKPOINTING,
         report_to="none",
         use_cpu=True,
         bf16=False,
@@ -480,7 +485,7 @@ def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):
     arguments = DPOConfig(
         output_dir=str(tmp_path / "out"),
         max_length=20,
-        activation_checkpointing=False,
+        **NO_CHECKPOINTING,
         report_to="none",
         use_cpu=True,
         bf16=False,
