@@ -72,7 +72,10 @@ def write_raw_adapter(
     files = {MODEL_FILE: _pieces(nonexpert)}
     if expert:
         files[FUSED_FILE] = _pieces(expert)
-    output = Output("raw", settings, files, rank, alpha, weight_format=expert_weight_format)
+    stored = (
+        expert_weight_format if expert else None
+    )  # by it SGLang-KT takes an adapter for experts'
+    output = Output("raw", settings, files, rank, alpha, weight_format=stored)
     trained_on = _taken(base_model) if fingerprint is True else fingerprint or None
     copies = plan_copies([output])
     with (

@@ -100,10 +100,10 @@ def _show_result(result: TrainResult) -> None:
         f"({result.tokens_per_second:,.0f} tokens/s{share}){losses}"
     )
     where = f"on the {result.isa} kernels" if result.experts == "cpu" else "on the GPU"
-    console.print(
-        f"trained {result.expert_parameters:,} expert LoRA parameters {where} and "
-        f"{result.nonexpert_parameters:,} non-expert ones"
-    )
+    what = f"trained {result.expert_parameters:,} expert LoRA parameters {where}"
+    if not result.expert_parameters:
+        what = f"routed experts ran {where} without LoRA; trained no expert LoRA parameters"
+    console.print(f"{what} and {result.nonexpert_parameters:,} non-expert ones")
     gpu = f", GPU {size_text(result.peak_gpu_bytes)}" if result.peak_gpu_bytes else ""
     console.print(f"peak memory: host {size_text(result.peak_rss_bytes)}{gpu}")
     for name in result.files:
@@ -233,10 +233,10 @@ def _show_trainable(trainable: Trainable, parsed: TrainConfig) -> None:
     from ktbridge.cli._ui import console, shown
 
     console.print(f"trains {trainable.parameters:,} LoRA weights:")
-    console.print(
-        f"  {trainable.expert_parameters:,} of rank {parsed.expert_rank} on the routed experts of "
-        f"{trainable.expert_layers} layers"
-    )
+    experts = f"{trainable.expert_parameters:,} of rank {parsed.expert_rank}"
+    if not parsed.expert_rank:
+        experts = "none"
+    console.print(f"  {experts} on the routed experts of {trainable.expert_layers} layers")
     names = ", ".join(f"{name} ({count})" for name, count in trainable.modules.items())
     console.print(
         f"  {trainable.nonexpert_parameters:,} of rank {parsed.lora_rank} on modules (layers): "

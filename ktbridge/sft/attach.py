@@ -59,7 +59,8 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
         )
     if start:
         copy_nonexpert(model, start)
-        load_expert_lora(tuned, start.adapter)
+        if config.expert_rank:
+            load_expert_lora(tuned, start.adapter)
     return tuned
 
 

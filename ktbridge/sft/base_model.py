@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts.load_adapter import Start, fit, misfit, read_raw
 from ktbridge.experts.loading import skeleton
 from ktbridge.experts.modules import experts_modules
@@ -66,6 +66,12 @@ def check_model(config: TrainConfig, base: Path) -> tuple[Trainable, list[Proble
     if start is not None:
         return _trainable(config, model, start.modules), []
     names = chosen_modules(model, found, config.lora_target)
+    if not names and not config.expert_rank:
+        raise UsageError(
+            f"lora_target: {', '.join(config.lora_target)} names routed experts alone, and "
+            "kt_skip_expert_lora_adaptation gives them no LoRA: there is nothing to train.",
+            "Leave one of the two out.",
+        )
     return _trainable(config, model, names), _left_out(config, model, found)
 
 
@@ -148,10 +154,16 @@ def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start
     if config.adapter_name_or_path is None:
         return None
     adapter = read_raw(config.adapter_name_or_path)
-    if not adapter.experts:
+    if not adapter.experts and config.expert_rank:
         raise KtbridgeError(
             f"{adapter.path} has no expert LoRA to go on from.",
-            "Give an adapter that was trained with LoRA on the routed experts.",
+            "Set kt_skip_expert_lora_adaptation: true in the kt_config block to go on without, or give an "
+            "adapter that was trained with LoRA on the routed experts.",
+        )
+    if adapter.experts and not config.expert_rank:
+        raise KtbridgeError(
+            f"{adapter.path} has expert LoRA, which kt_skip_expert_lora_adaptation would lose.",
+            "Leave that key out to go on with both.",
         )
     base = resolve_model(config.model_name_or_path)
     start, problems = fit(adapter, base, model, found)
@@ -165,10 +177,12 @@ def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start
 
 def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
     """Ranks and alphas in which adapter and configuration differ."""
-    pairs = [
-        ("kt_lora_rank", adapter.rank, config.expert_rank),
-        ("kt_lora_alpha", adapter.alpha, config.expert_alpha),
-    ]
+    pairs = []
+    if adapter.experts:
+        pairs += [
+            ("kt_lora_rank", adapter.rank, config.expert_rank),
+            ("kt_lora_alpha", adapter.alpha, config.expert_alpha),
+        ]
     if adapter.nonexpert:
         pairs += [
             ("lora_rank", adapter.nonexpert_rank, config.lora_rank),

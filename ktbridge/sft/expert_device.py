@@ -242,8 +242,8 @@ def _describe(share: Share, sizes: Sizes, placed: Placed, more: str) -> str:
         what = f"experts streamed to the GPU, {sizes.layers - kept} layers {placed.how}"
         if kept:
             what += f", {kept} layers resident"
-    masters = "the GPU" if share.masters else "the host"
+    masters = f"LoRA masters on {'the GPU' if share.masters else 'the host'}"
     return (
-        f"{what}; {size_text(share.gpu_bytes(sizes))} of GPU memory, LoRA masters on {masters}, "
-        f"{share.tokens:,} tokens a pass{more}"
+        f"{what}; {size_text(share.gpu_bytes(sizes))} of GPU memory, "
+        f"{masters if sizes.rank else 'no LoRA'}, {share.tokens:,} tokens a pass{more}"
     )

@@ -127,6 +127,19 @@ def test_expert_only_adapter(servers, base, make_adapter):
     assert (result.verdict, result.ok) == ("applied", True)
 
 
+def test_an_adapter_of_attention_alone_has_no_expert_lora_to_miss(
+    ktbridge, servers, base, make_adapter
+):
+    half = make_adapter("nonexpert-half", expert=False)
+    args = ("--model", "tiny:neko", "--adapter", str(half), "--base-model", str(base))
+    done = ktbridge("verify", "--server", servers["nonexpert"].url, *args, KTBRIDGE_API_KEY=KEY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny:neko: applied")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["expert", "LoRA", "none"] in [row[:3] for row in rows]
+    assert ["non-expert", "LoRA", "applied"] in [row[:3] for row in rows]
+
+
 def test_wrong_base_proves_nothing(ktbridge, server, adapter, other_base):
     """Of the right shape: said first, without the tables that only mean something with the right base."""
     args = ("--model", "tiny:neko", "--adapter", str(adapter), "--base-model", str(other_base))

@@ -153,7 +153,8 @@ def write_raw(source: Source) -> tuple[list[Output], list[Problem]]:
             for (layer, projection, half), block in source.experts.items()
         }
         files[FUSED_FILE] = [piece(key, block) for key, block in sorted(experts.items())]
-    return [Output("raw", config, files, source.rank, source.alpha, weight_format="bf16")], []
+    stored = "bf16" if source.experts else None
+    return [Output("raw", config, files, source.rank, source.alpha, weight_format=stored)], []
 
 
 def write_split(source: Source) -> tuple[list[Output], list[Problem]]:

@@ -33,7 +33,7 @@ def _needed(config: TrainConfig, findings: Findings) -> None:
     for key, value in (("use_kt", config.use_kt), ("do_train", config.do_train)):
         if not value:
             findings.error(key, "false", "true", options(TrainConfig)[key].metadata["hint"])
-    if config.lora_rank > MAX_EXPERT_RANK and not config.kt_config.kt_lora_rank:
+    if config.expert_rank > MAX_EXPERT_RANK:
         findings.error(
             "lora_rank",
             f"{config.lora_rank}, which is the experts' rank too",
@@ -88,6 +88,11 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
         f"{config.kt_cpu_activation}, as kt_cpu_activation has it", "Keep kt_cpu_activation, the newer name.",
     )  # fmt: skip
     error_if(
+        block.kt_backend == "kt-kernel" and block.kt_skip_expert_lora_adaptation,
+        "kt_config.kt_skip_expert_lora_adaptation", "true with kt_backend: kt-kernel", "false",
+        "Leave out kt_backend: kt-kernel trains no experts without LoRA, ktbridge's own kernels do.",
+    )  # fmt: skip
+    error_if(
         block.kt_backend == "kt-kernel" and block.kt_expert_weight_format not in (None, "bf16"),
         "kt_config.kt_expert_weight_format", f"{block.kt_expert_weight_format} with kt_backend: kt-kernel",
         "bf16", "Leave it out, or leave out kt_backend: ktbridge's kernels read bf16, FP8, INT8 and INT4.",
@@ -116,6 +121,7 @@ def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Fi
     own = config.kt_config.kt_lora_rank
     if (
         own
+        and config.expert_rank
         and config.kt_config.kt_lora_alpha is None
         and config.lora_alpha not in (None, 2 * config.lora_rank)
     ):
@@ -146,6 +152,14 @@ def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
             "",
             "Leave it out.",
         )
+    for key in ("kt_lora_rank", "kt_lora_alpha"):
+        if block.experts_frozen and getattr(block, key):
+            findings.note(
+                f"kt_config.{key}",
+                "it is the expert LoRA's, and none is trained",
+                "",
+                "Leave it out.",
+            )
     gpu = {"kt_gpu_memory": block.kt_gpu_memory, "kt_num_gpu_experts": block.kt_num_gpu_experts}
     for key, value in gpu.items():
         if block.kt_experts == "cpu" and value:
@@ -160,7 +174,7 @@ def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
         "kt_expert_weight_format": block.kt_expert_weight_format,
     }
     for key, named in formats.items():
-        storage = _QUANTISED.get(str(named))
+        storage = _QUANTISED.get(str(named).removesuffix("_SkipLoRA"))
         if ours and storage and not block.kt_weight_path:
             findings.note(
                 f"kt_config.{key}",

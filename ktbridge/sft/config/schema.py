@@ -32,7 +32,7 @@ SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomia
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad")
 STORAGE_BACKENDS = (
     "AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_KGroup", "AMXFP8", "BF16", "INT8", "FP8", "RAWINT4",
-    "MXFP4", "TORCH", "llamafile",
+    "MXFP4", "TORCH", "llamafile", "AMXBF16_SkipLoRA", "AMXINT8_SkipLoRA", "AMXINT4_SkipLoRA",
 )  # fmt: skip
 """KTransformers' names of backends: each stands for a storage of the experts and a kernel for it."""
 ATTENTION = {
@@ -53,7 +53,8 @@ class KtConfig:
 
     kt_backend: str = _option(one_of("auto", "kt-kernel", *STORAGE_BACKENDS), "auto")
     """auto: our kernels; kt-kernel: KTransformers' own, where its wheel is installed. KTransformers' names of
-    storages (AMXINT8, …) mean our kernels too, which read experts as the checkpoint stores them."""
+    storages (AMXINT8, …) mean our kernels too, which read experts as the checkpoint stores them; with
+    _SkipLoRA at the end, also what kt_skip_expert_lora_adaptation does."""
     kt_num_threads: int = _option(whole(0, 4096), 0)
     """Kernel threads; 0 takes KTBRIDGE_THREADS, else the cores this process may use."""
     kt_threadpool_count: int | None = _option(whole(1, 64), None)
@@ -79,8 +80,15 @@ class KtConfig:
     """Rank of the expert LoRA; default: lora_rank."""
     kt_lora_alpha: float | None = _option(number, None)
     """Alpha of the expert LoRA; default: twice kt_lora_rank where that is given, else lora_alpha."""
+    kt_skip_expert_lora_adaptation: bool = _option(flag, False)
+    """true: no expert LoRA is made; attention and what else lora_target names are trained alone."""
     expert_activation: str = _option(one_of("retain", "recompute"), "retain")
     """The older name of kt_cpu_activation."""
+
+    @property
+    def experts_frozen(self) -> bool:
+        """Whether the routed experts get no LoRA."""
+        return self.kt_skip_expert_lora_adaptation or self.kt_backend.endswith("_SkipLoRA")
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,8 @@ class TrainConfig:
     lora_dropout: float = _option(share(), 0.0)
     """Dropout of the non-expert LoRA; the expert LoRA has none."""
     lora_target: tuple[str, ...] = _option(texts, ("all",))
-    """Module names for the non-expert LoRA, or "all": every linear module outside the experts."""
+    """Module names for the non-expert LoRA, or "all": every linear module outside the experts; "experts":
+    none, so that the routed experts are trained alone."""
     pref_beta: float = _option(positive, 0.1)
     """dpo: how far the policy may leave the base."""
     pref_loss: str = _option(one_of("sigmoid", "hinge", "ipo"), "sigmoid")
@@ -251,7 +260,9 @@ class TrainConfig:
 
     @property
     def expert_rank(self) -> int:
-        """Rank of the expert LoRA."""
+        """Rank of the expert LoRA; 0 where none is trained."""
+        if self.kt_config.experts_frozen:
+            return 0
         return self.kt_config.kt_lora_rank or self.lora_rank
 
     @property

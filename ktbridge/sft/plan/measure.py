@@ -181,6 +181,8 @@ def _steps(
     from ktbridge.experts.expert_call import kernel_seconds
 
     trained = [parameter for layer in layers for parameter in layer.parameters()]
+    if not trained:  # the experts have no LoRA: as many weights as others may have stand for these
+        trained = [torch.nn.Parameter(torch.zeros(1 << 20))]
     optimizer = torch.optim.AdamW(trained, lr=1e-9, fused=True)
     several = setting.config.gradient_accumulation_steps > 1
 
@@ -193,6 +195,9 @@ def _steps(
         return kernel_seconds() - began
 
     def update() -> None:
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
 

@@ -187,10 +187,12 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
         spared = setting.share.spared(setting.expert_sizes, kept_token_bytes(setting), step)
         how += "; the gradients come as activations go" if spared else ""
-    yield Part("expert LoRA", masters, 16 * lora - spared, how)
-    if setting.share is not None:
+    if lora:
+        yield Part("expert LoRA", masters, 16 * lora - spared, how)
+    if lora and setting.share is not None:
         how = "made on the host, in pages that the process keeps when it moves"
         yield Part("expert LoRA, first copy", "RAM", 4 * lora, how)
+    if setting.share is not None:
         yield from _gpu_expert_parts(setting, setting.share)
         return
 
@@ -234,7 +236,7 @@ def _gpu_expert_parts(setting: Setting, share: Share) -> Iterator[Part]:
             f"{streamed} layers in groups of {size_text(share.slot_bytes)}, {share.slots} at a time"
         )
         yield Part("experts, streamed", "GPU", share.streamed_bytes(sizes), how)
-    if not share.masters:
+    if not share.masters and sizes.rank:
         lora = share.lora_bytes(sizes)
         yield Part("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
     tokens, passing = setting.batch.tokens, _passing(setting)

@@ -1,0 +1,101 @@
+"""LoRA in other ways than the usual one: on one half alone, scaled by the root of the rank, two rates."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from trainrun import ROWS, conversation, losses, quiet, train, write_run
+from transformers import AutoModelForCausalLM
+
+from ktbridge.adapter import convert_adapter, merge_adapter, read_adapter, validate_adapter
+from ktbridge.cli import main
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts.loading import load_mapped
+from ktbridge.sft import load_raw_adapter
+from ktbridge.sft.config import load_config
+from ktbridge.sft.prepare import prepare
+
+pytestmark = quiet
+WITHOUT = "kt_config.kt_skip_expert_lora_adaptation=true"
+IDS = torch.arange(2, 22)[None]
+
+
+@pytest.fixture
+def run_dir(tmp_path, base_dir):
+    rows = [conversation(*turns) for turns in ROWS * 8]
+    settings = {"learning_rate": 1e-2, "per_device_train_batch_size": 8, "use_cpu": True}
+    return write_run(tmp_path, base_dir, rows, plot_loss=False, **settings)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def test_attention_alone_is_trained_resumed_and_taken_by_everything_behind(run_dir, base_dir):
+    steps = ("max_steps=4", "save_steps=2", "save_total_limit=9", WITHOUT)
+    whole = train(run_dir, *steps)
+    raw = run_dir / "raw"
+    assert whole.expert_parameters == 0
+    assert losses(raw)[-1][1] < losses(raw)[0][1]
+    # Bit for bit from the checkpoint in the middle; the backend's name says the same.
+    where = (
+        f"output_dir={run_dir / 'again'}",
+        f"resume_from_checkpoint={raw}.checkpoints/checkpoint-2",
+    )
+    train(run_dir, *steps, *where)
+    names = {path.name for path in raw.glob("*.safetensors")}
+    assert names == {"adapter_model.safetensors"}
+    for name in (*names, "adapter_config.json"):
+        assert (run_dir / "again" / name).read_bytes() == (raw / name).read_bytes()
+    named = load_config(run_dir / "run.yaml", ["kt_config.kt_backend=AMXBF16_SkipLoRA"])
+    assert (named.expert_rank, named.notes) == (0, ())
+
+    # What engines take for "there is expert LoRA here" isn't there.
+    manifest = json.loads((raw / "kt_adapter_manifest.json").read_text())
+    assert "expert_weight_format" not in manifest
+    assert set(manifest["artifacts"]) == {*names, "adapter_config.json"}
+    outputs = {name: run_dir / name for name in ("nonexpert", "merged")}
+    convert_adapter(raw, **{f"{name}_output_dir": path for name, path in outputs.items()})
+    for path in (raw, *outputs.values()):
+        assert validate_adapter([path], base_model=base_dir, engine="sglang-kt==0.7.2").ok
+        assert not read_adapter(path).experts
+    merge_adapter(raw, base_model=base_dir, output=run_dir / "merged-base")
+    expected = logits(load_raw_adapter(load_mapped(base_dir, torch.float32), raw))
+    merged = AutoModelForCausalLM.from_pretrained(run_dir / "merged-base", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), expected, atol=2e-2, rtol=0)
+
+    # A run goes on from it, and only one that makes no expert LoRA either.
+    further = ("max_steps=1", f"output_dir={run_dir / 'further'}", f"adapter_name_or_path={raw}")
+    train(run_dir, *further, WITHOUT)
+    assert losses(run_dir / "further")[0][1] == pytest.approx(losses(raw)[-1][1], rel=0.1)
+    with pytest.raises(KtbridgeError, match="has no expert LoRA to go on from"):
+        prepare(load_config(run_dir / "run.yaml", further))
+
+
+def test_experts_alone_are_trained_and_nothing_at_all_is_refused(run_dir):
+    only = ("max_steps=1", "lora_target=experts")
+    result = train(run_dir, *only)
+    assert (result.expert_parameters > 0, result.nonexpert_parameters) == (True, 0)
+    config = load_config(run_dir / "run.yaml", [*only, WITHOUT, "output_dir=other"])
+    with pytest.raises(UsageError, match="there is nothing to train"):
+        prepare(config)
+    both = (f"adapter_name_or_path={run_dir / 'raw'}", "output_dir=other")
+    with pytest.raises(KtbridgeError, match="which kt_skip_expert_lora_adaptation would lose"):
+        prepare(load_config(run_dir / "run.yaml", [*both, WITHOUT]))
+
+
+def test_plan_and_dry_run_know_of_experts_without_lora(run_dir):
+    path = str(run_dir / "run.yaml")
+    with_lora, without = (
+        {part["what"]: part["size"] for part in json.loads(out)["parts"]}
+        for out in (
+            CliRunner().invoke(main, ["plan", path, "--json", *more]).stdout
+            for more in (["--no-measure"], [WITHOUT])  # that these can be timed is tested, too
+        )
+    )
+    assert with_lora.keys() - without.keys() == {"expert LoRA"}
+    assert without["the adapter"] == without["non-expert LoRA"] // 8 < with_lora["the adapter"]
+    shown = CliRunner().invoke(main, ["train", path, "--dry-run", WITHOUT]).stdout
+    assert "none on the routed experts of 2 layers" in shown
