@@ -74,7 +74,8 @@ def attach_linear_lora(
         r=config.lora_rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation doesn't
         lora_dropout=config.lora_dropout,
-        use_rslora=start.rslora if start else False,
+        # An adapter to go on from may have it; where the configuration asks for it, alpha has it in it.
+        use_rslora=start is not None and start.rslora and not config.use_rslora,
         task_type="CAUSAL_LM",
     )
     tuned = TunedModel(model, lora, names, found)

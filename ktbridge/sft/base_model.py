@@ -32,6 +32,7 @@ from ktbridge.experts.nonexpert_lora import (
 )
 from ktbridge.model import open_checkpoint, read_model_config, resolve_model
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.config.schema import stabilised
 
 _PACKED = (".weight_packed", ".qweight", ".weight.absmax")
 """What quantisers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""
@@ -184,13 +185,19 @@ def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
             ("kt_lora_alpha", adapter.alpha, config.expert_alpha),
         ]
     if adapter.nonexpert:
+        alpha = adapter.nonexpert_alpha
+        if config.use_rslora and adapter.config.get("use_rslora"):
+            alpha = stabilised(alpha, adapter.nonexpert_rank)
         pairs += [
             ("lora_rank", adapter.nonexpert_rank, config.lora_rank),
-            ("lora_alpha", adapter.nonexpert_alpha, config.alpha),
+            ("lora_alpha", alpha, config.alpha),
         ]
     for name, theirs, ours in pairs:
         if theirs != ours:
-            step = f"Set {name}: {theirs:g}."
+            exact = int(theirs) if float(theirs).is_integer() else theirs
+            step = f"Set {name}: {exact}."
+            if config.use_rslora and "alpha" in name:
+                step = f"Leave use_rslora out and set {name}: {exact}."
             yield misfit("KTL006", adapter, name, f"{theirs:g}", f"{ours:g}, as configured", step)
 
 

@@ -7,16 +7,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from moefamilies import FAMILIES, IDS, everything, made, randomise, reference
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from tinymoe import tiny_model
 from transformers import AutoModelForCausalLM
 
 from ktbridge import _kernels
-from ktbridge.adapter import convert_adapter, validate_adapter
+from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.experts.loading import load_mapped
 from ktbridge.experts.nonexpert_lora import (
@@ -295,11 +296,61 @@ def start_from(adapter: Path, path: Path) -> None:
     attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
 
 
+ROOT = float(numpy.float32(4 * 8**0.5))
+"""alpha · √rank for alpha 4 and rank 8: no whole number, and none that a short text gives again."""
+
+
+def test_rslora_is_saved_as_plain_lora_that_every_layout_takes(tmp_path: Path) -> None:
+    base, raw = tmp_path / "base", tmp_path / "raw"
+    tiny_model().save_pretrained(base)
+    ours = configured(base, lora_rank=8, lora_alpha=4, use_rslora=True, lora_target="q_proj,v_proj")
+    model = trained(base, ours)
+    save_raw_adapter(model, raw, str(base))
+    # The scales are PEFT's own of rsLoRA, for both halves.
+    alone = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings = {"r": 8, "lora_alpha": 4, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}
+    theirs = get_peft_model(alone, LoraConfig(**settings))
+    (scale,) = {m.scaling["default"] for m in theirs.modules() if isinstance(m, LoraLayer)}
+    scales = {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)}
+    scales |= {each.lora_alpha / each.lora_rank for each in expert_layers(model).values()}
+    assert sorted(scales) == [pytest.approx(scale, rel=1e-7)]
+    # What is written is plain, whole to the last bit, and every layout holds it.
+    config = json.loads((raw / "adapter_config.json").read_text())
+    assert (config["lora_alpha"], config["use_rslora"]) == (ROOT, False)
+    assert read_adapter(raw).alpha == ROOT
+    layouts = {layout: tmp_path / layout for layout in ("kt-merged", "peft-fused", "vllm", "gguf")}
+    for layout, path in layouts.items():
+        convert_adapter(raw, to=layout, output_dir=path, base_model=str(base))
+    assert alarms(raw, layouts["kt-merged"], base_model=base, engine=ENGINE) == set()
+    back = tmp_path / "back"
+    convert_adapter(layouts["gguf"], to="raw", output_dir=back, base_model=str(base))
+    assert read_adapter(back).alpha == ROOT  # which GGUF has as float32
+
+    # Another run goes on from it by either name of the scale, and is told the right one.
+    for settings in ({"lora_alpha": 4, "use_rslora": True}, {"lora_alpha": ROOT}):
+        later = configured(base, adapter_name_or_path=str(raw), **{"lora_rank": 8, **settings})
+        again = attach_lora(load_mapped(base, torch.float32), later).eval()
+        with torch.no_grad():
+            assert torch.equal(again(IDS).logits, model(IDS).logits.float())
+    other = configured(base, adapter_name_or_path=str(raw), lora_rank=8, lora_alpha=4)
+    with pytest.raises(ProblemsError) as refused:
+        attach_lora(load_mapped(base, torch.float32), other)
+    assert {problem.next_step for problem in refused.value.problems} == {
+        f"Set kt_lora_alpha: {ROOT!r}.", f"Set lora_alpha: {ROOT!r}.",
+    }  # fmt: skip
+
+
 def test_rslora_goes_on_as_it_was(adapter: Path, tmp_path: Path) -> None:
     model = trained(adapter / "base", configured(adapter / "base", lora_target="q_proj,v_proj"))
     model.peft_config["default"].use_rslora = True
     save_raw_adapter(model, tmp_path / "raw", str(adapter / "base"))
     config = configured(adapter / "base", adapter_name_or_path=str(tmp_path / "raw"))
-    later = attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
-    scales = {m.scaling["default"] for m in later.modules() if isinstance(m, LoraLayer)}
-    assert scales == {4.0}  # 8 / sqrt(4)
+    asked = configured(
+        adapter / "base", adapter_name_or_path=str(tmp_path / "raw"), use_rslora=True,
+        kt_config={"kt_lora_alpha": 4},
+    )  # fmt: skip
+    for each, alpha in ((config, 8), (asked, 16)):
+        later = attach_lora(load_mapped(adapter / "base", torch.bfloat16), each)
+        scales = {m.scaling["default"] for m in later.modules() if isinstance(m, LoraLayer)}
+        assert scales == {4.0}  # 8 / sqrt(4)
+        assert later.peft_config["default"].lora_alpha == alpha

@@ -5,6 +5,8 @@ LLaMA-Factory's names, and KTransformers' for the ``kt_config`` block. docs/trai
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
@@ -124,6 +126,9 @@ class TrainConfig:
     """Default: twice the rank."""
     lora_dropout: float = _option(share(), 0.0)
     """Dropout of the non-expert LoRA; the expert LoRA has none."""
+    use_rslora: bool = _option(flag, False)
+    """rsLoRA: both LoRAs are scaled by alpha / √rank instead of alpha / rank. The adapter has plain LoRA's
+    lora_alpha for the same scale, alpha · √rank, as every engine reads it."""
     lora_target: tuple[str, ...] = _option(texts, ("all",))
     """Module names for the non-expert LoRA, or "all": every linear module outside the experts; "experts":
     none, so that the routed experts are trained alone."""
@@ -255,8 +260,9 @@ class TrainConfig:
 
     @property
     def alpha(self) -> float:
-        """Alpha of the non-expert LoRA."""
-        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        """Alpha of the non-expert LoRA, scaled by alpha / rank."""
+        given = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        return stabilised(given, self.lora_rank) if self.use_rslora else given
 
     @property
     def expert_rank(self) -> int:
@@ -267,11 +273,14 @@ class TrainConfig:
 
     @property
     def expert_alpha(self) -> float:
-        """Alpha of the expert LoRA; KTransformers' default is twice a rank of their own."""
+        """Alpha of the expert LoRA, alike; KTransformers' default is twice a rank of their own."""
         own = self.kt_config
-        if own.kt_lora_alpha is not None:
-            return own.kt_lora_alpha
-        return self.alpha if own.kt_lora_rank is None else 2.0 * own.kt_lora_rank
+        given = own.kt_lora_alpha
+        if given is None:
+            if own.kt_lora_rank is None:
+                return self.alpha
+            given = 2.0 * own.kt_lora_rank
+        return stabilised(given, self.expert_rank) if self.use_rslora else given
 
     @property
     def activation(self) -> str:
@@ -292,6 +301,14 @@ class TrainConfig:
     def reporters(self) -> list[str]:
         """transformers' ``report_to``."""
         return [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
+
+
+def stabilised(alpha: float, rank: int) -> float:
+    """The alpha whose alpha / rank is rsLoRA's scale of ``alpha``, alpha / √rank (arXiv:2312.03732).
+
+    Rounded to float32, so that GGUF holds it as exactly as JSON does.
+    """
+    return ctypes.c_float(alpha * math.sqrt(rank)).value
 
 
 def options(cls: type) -> dict[str, Field]:
