@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -28,7 +27,6 @@ from ktbridge.experts.raw_adapter import save_beside
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
-from ktbridge.sft.compat import set_logged_rates
 from ktbridge.sft.resume import (
     FILES,
     IDENTITY_FILE,
@@ -171,18 +169,6 @@ class Checkpoints:
         chosen = Path(checkpoint) / HYBRID_FILE
         if self.hybrid is not None and chosen.exists():  # else the run was in another mode so far
             self.hybrid.restore(read_json_file(chosen))
-
-
-def set_learning_rate(scheduler: LambdaLR, highest: float) -> None:
-    """Have a loaded LambdaLR and its optimizer go on with ``highest`` as the schedule's rate.
-
-    Their states hold the learning rate of the run that wrote them; it may have been changed since.
-    """
-    scheduler.base_lrs = [highest for _ in scheduler.base_lrs]
-    rates = [highest * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-    set_logged_rates(scheduler, rates)
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        group["initial_lr"], group["lr"] = highest, rate
 
 
 def _failure(work: Callable[[], None]) -> Exception | None:

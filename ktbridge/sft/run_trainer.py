@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
 from ktbridge.sft import distributed
-from ktbridge.sft.checkpoints import Checkpoints, set_learning_rate
+from ktbridge.sft.checkpoints import Checkpoints
 from ktbridge.sft.passes import Batch, Passes, Row
 from ktbridge.sft.progress import Finite, Pace
+from ktbridge.sft.rates import separate_b, set_learning_rate
 
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
 """What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
@@ -40,6 +41,8 @@ class RunTrainer(Trainer):
     checkpoints: Checkpoints
     passes: Passes
     pace: Pace
+    ratio_of_b = 1.0
+    """The learning rate of LoRA's B as a multiple of A's."""
 
     def set_up(self, checkpoints: Checkpoints, passes: Passes) -> None:
         """Give the trainer what saves and what cuts its steps."""
@@ -125,6 +128,9 @@ class RunTrainer(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **kwargs)
+        separate_b(
+            self.model, optimizer, self.ratio_of_b
+        )  # before the experts, whose groups are last
         distributed.separate_experts(self, optimizer)
         return optimizer
 

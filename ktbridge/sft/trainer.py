@@ -220,6 +220,7 @@ def make_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.ratio_of_b = config.loraplus_lr_ratio or 1.0
     root, keep = checkpoints_dir(config), config.save_total_limit
     trainer.set_up(
         Checkpoints(trainer, root, ready.identity, keep, str(ready.base)),

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from trainrun import ROWS, conversation, losses, quiet, train, write_run
 from transformers import AutoModelForCausalLM
 
@@ -99,3 +100,30 @@ def test_plan_and_dry_run_know_of_experts_without_lora(run_dir):
     assert without["the adapter"] == without["non-expert LoRA"] // 8 < with_lora["the adapter"]
     shown = CliRunner().invoke(main, ["train", path, "--dry-run", WITHOUT]).stdout
     assert "none on the routed experts of 2 layers" in shown
+
+
+def test_b_learns_at_its_own_rate_in_both_halves_and_after_a_resumption(run_dir):
+    """LoRA+: by plain gradient descent, B's first step from zero is so many times as long."""
+    steps = ("max_steps=1", "optim=sgd", "max_grad_norm=0")
+    usual, plus = run_dir / "usual", run_dir / "plus"
+    train(run_dir, *steps, f"output_dir={usual}")
+    train(run_dir, *steps, f"output_dir={plus}", "loraplus_lr_ratio=8")
+    for name in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):
+        one, other = (load_file(path / name) for path in (usual, plus))
+        for key, value in one.items():
+            is_b = key.endswith(("lora_B.weight", "_lora_b"))
+            assert bool(value.any()) or "experts" in key  # some experts have no token
+            assert torch.equal(other[key], value * 8 if is_b else value), key
+    assert losses(plus) == losses(usual)
+
+    def rates(output, step):
+        path = output.with_name(f"{output.name}.checkpoints") / f"checkpoint-{step}/optimizer.pt"
+        groups = torch.load(path, weights_only=True)["param_groups"]
+        return [(group["initial_lr"], group["lr"]) for group in groups if group["params"]]
+
+    # A continuation with another rate keeps the ratio.
+    assert rates(plus, 1) == [(0.01, 0.0), (0.08, 0.0)]
+    constant = ("lr_scheduler_type=constant", "loraplus_lr_ratio=8", *steps[1:], "max_steps=2")
+    more = ("resume_from_checkpoint=true", "learning_rate=0.02", "overwrite_output_dir=true")
+    train(run_dir, *constant, f"output_dir={plus}", *more)
+    assert rates(plus, 2) == [(0.02, 0.02), (0.16, 0.16)]

@@ -201,6 +201,9 @@ class TrainConfig:
     auto: batch by batch on the CPU; on a GPU, what its memory takes where that is known."""
     learning_rate: float = _option(number, 1e-4)
     """Its highest value."""
+    loraplus_lr_ratio: float | None = _option(positive, None)
+    """LoRA+: the learning rate of each B is so many times that of its A, which learning_rate is; default: the
+    same."""
     num_train_epochs: float = _option(positive, 3.0)
     """How often the data are gone through."""
     max_steps: int = _option(steps, -1)
