@@ -164,9 +164,9 @@ def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
         "neftune_noise_alpha": config.neftune_noise_alpha,
-        # The load-balancing loss is for a router that learns from the start; as in LLaMA-Factory it is off,
-        # so that batches of any size add up to the same gradients.
-        "router_aux_loss_coef": 0.0,
+        # The load-balancing loss is for a router that learns from the start; as in LLaMA-Factory it is off
+        # where it isn't asked for, so that batches of any size add up to the same gradients.
+        "router_aux_loss_coef": config.moe_aux_loss_coef or 0.0,
         # data
         "dataloader_num_workers": config.dataloader_num_workers,
         "dataloader_pin_memory": device.type == "cuda",

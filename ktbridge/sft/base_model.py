@@ -31,6 +31,7 @@ from ktbridge.experts.nonexpert_lora import (
     own_names,
 )
 from ktbridge.model import open_checkpoint, read_model_config, resolve_model
+from ktbridge.sft.compat import has_balancing_loss
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import stabilised
 
@@ -63,6 +64,11 @@ def check_model(config: TrainConfig, base: Path) -> tuple[Trainable, list[Proble
     _check_packed(config, base)
     model = skeleton(base)
     found = _adaptable(model, base)
+    if config.moe_aux_loss_coef and not has_balancing_loss(model):
+        raise UsageError(
+            f"moe_aux_loss_coef: transformers' {type(model).__name__} has no loss on unbalanced routing.",
+            "Leave it out.",
+        )
     start = read_start(config, model, found)
     if start is not None:
         return _trainable(config, model, start.modules), []

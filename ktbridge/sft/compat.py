@@ -6,6 +6,7 @@ tests/sft/test_compat.py fails where a version of a library does without one of 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,14 @@ def training_metrics(trainer: Any) -> dict[str, list[float]]:
     """What a trl trainer has collected for its next log record: it has no way to weight passes."""
     found: dict[str, list[float]] = trainer._metrics["train"]
     return found
+
+
+def has_balancing_loss(model: nn.Module) -> bool:
+    """Whether the model's class adds a loss on unbalanced routing itself.
+
+    The function for it is in the class's module; trl makes one of any router's logits, whatever they mean.
+    """
+    return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
 
 
 def set_attention(config: PreTrainedConfig, implementation: str) -> None:

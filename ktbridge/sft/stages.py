@@ -51,6 +51,20 @@ class SftTrainer(RunTrainer, SFTTrainer):
     def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
         return sum(row.trained for row in rows) / max(sum(row.trained for row in step), 1)
 
+    @contextmanager
+    def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> Iterator[None]:
+        """trl's loss is its term of the step already, but for the routers' loss, a mean over a pass's tokens.
+
+        That one is divided by the number of a step's batches, for which the inverse of the share stands in.
+        """
+        trainer: Any = self
+        before, share = self.current_gradient_accumulation_steps, self.share(rows, step)
+        trainer.current_gradient_accumulation_steps = 1 / share if share else float("inf")
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps = before
+
 
 def _conversation(ids: list[int], labels: list[int]) -> Row:
     trained = len(labels) - 1 - labels[1:].count(-100)  # the first token is never predicted

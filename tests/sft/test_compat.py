@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from moefamilies import FAMILIES, made
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import DPOTrainer, SFTTrainer
@@ -66,6 +67,13 @@ def test_trl_keeps_its_metrics_where_passes_look_for_them(trainer: type) -> None
     source = inspect.getsource(trainer)
     assert "self._metrics = {" in source
     assert '"train": defaultdict(list)' in source
+
+
+@pytest.mark.parametrize(("model_type", "has_one"), [("mixtral", True), ("glm4_moe", False)])
+def test_who_has_a_loss_on_routing(model_type: str, has_one: bool) -> None:
+    model = made(model_type, FAMILIES[model_type])
+    assert compat.has_balancing_loss(model) is has_one
+    assert ("load_balancing_loss_func" in inspect.getsource(type(model).forward)) is has_one
 
 
 def test_a_model_is_made_with_the_attention_that_was_chosen() -> None:

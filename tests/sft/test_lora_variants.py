@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from moefamilies import reference
 from safetensors.torch import load_file
-from trainrun import ROWS, conversation, losses, quiet, train, write_run
+from trainrun import DPO, ROWS, conversation, log_of, losses, pair, quiet, train, write_run
 from transformers import AutoModelForCausalLM
 
 from ktbridge.adapter import convert_adapter, merge_adapter, read_adapter, validate_adapter
@@ -14,6 +15,7 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.loading import load_mapped
 from ktbridge.sft import load_raw_adapter
+from ktbridge.sft.base_model import check_model
 from ktbridge.sft.config import load_config
 from ktbridge.sft.prepare import prepare
 
@@ -127,3 +129,38 @@ def test_b_learns_at_its_own_rate_in_both_halves_and_after_a_resumption(run_dir)
     more = ("resume_from_checkpoint=true", "learning_rate=0.02", "overwrite_output_dir=true")
     train(run_dir, *constant, f"output_dir={plus}", *more)
     assert rates(plus, 2) == [(0.02, 0.02), (0.16, 0.16)]
+
+
+def test_the_routers_loss_is_added_once_however_a_step_is_cut(run_dir):
+    """And its gradient is there though layers are computed again for backward."""
+    write_run(run_dir, load_config(run_dir / "run.yaml").model_name_or_path, pairs=[
+        pair(question, answer, "no " * words)
+        for words, (question, answer) in enumerate(ROWS * 3, 1)
+    ])  # fmt: skip
+
+    def run(name, *more):
+        own = (
+            f"output_dir={run_dir / name}",
+            "per_device_train_batch_size=9",
+            "learning_rate=0.01",
+        )
+        train(run_dir, "max_steps=1", "plot_loss=false", "use_cpu=true", *own, *more)
+        return log_of(run_dir / name)[0]
+
+    asked, cut = "moe_aux_loss_coef=0.5", "tokens_per_pass=40"
+    without, whole = run("without"), run("whole", "router_aux_loss_coef=0.5")
+    parts, dpo_parts = run("parts", asked, cut), run("dpo-parts", asked, cut, *DPO)
+    for record, plain in ((whole, without), (parts, without), (dpo_parts, run("dpo", *DPO))):
+        assert record["loss"] == pytest.approx(plain["loss"] + 0.5 * record["aux_loss"], rel=1e-5)
+        assert record["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+        assert "aux_loss" not in plain
+    assert parts["aux_loss"] != pytest.approx(whole["aux_loss"], rel=1e-4)  # of other tokens
+    kept = run("kept", asked, "disable_gradient_checkpointing=true")
+    assert (kept["loss"], kept["grad_norm"]) == (whole["loss"], pytest.approx(whole["grad_norm"]))
+
+
+def test_a_model_without_a_loss_on_routing_is_refused_by_name(tmp_path):
+    reference("deepseek_v3", tmp_path / "base")
+    run = write_run(tmp_path, tmp_path / "base", [conversation(*ROWS[0])], moe_aux_loss_coef=0.1)
+    with pytest.raises(UsageError, match="DeepseekV3ForCausalLM has no loss on unbalanced routing"):
+        check_model(load_config(run / "run.yaml"), tmp_path / "base")

@@ -109,6 +109,8 @@ _FLAT = {
     "cpu_infer": "kt_num_threads",
 }
 """Key of the block that may stand outside it -> its name there."""
+_TRANSFORMERS = {"router_aux_loss_coef": "moe_aux_loss_coef"}
+"""transformers' names of keys outside the block -> LLaMA-Factory's."""
 _POLICIES = ("kt_activation_policy", "activation_policy")
 """{"cpu", "gpu"}, each "retain" or "recompute"; in the block or outside."""
 
@@ -148,7 +150,7 @@ def moved(
         elif key in _FLAT:
             inside.put(_FLAT[key], value, key)
         else:
-            outside.put(key, value, key)
+            outside.put(_TRANSFORMERS.get(key, key), value, key)
     for key, value in block.items():
         alias = f"kt_config.{key}"
         if key in _POLICIES:

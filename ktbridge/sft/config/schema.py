@@ -132,6 +132,9 @@ class TrainConfig:
     lora_target: tuple[str, ...] = _option(texts, ("all",))
     """Module names for the non-expert LoRA, or "all": every linear module outside the experts; "experts":
     none, so that the routed experts are trained alone."""
+    moe_aux_loss_coef: float | None = _option(number, None)
+    """Weight of the model's own loss on unbalanced routing, added to the loss; default and 0: none. It is
+    made of the tokens of one pass together, so how a step is cut into passes changes it."""
     pref_beta: float = _option(positive, 0.1)
     """dpo: how far the policy may leave the base."""
     pref_loss: str = _option(one_of("sigmoid", "hinge", "ipo"), "sigmoid")

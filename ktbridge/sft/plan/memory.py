@@ -335,10 +335,17 @@ def _activations(setting: Setting) -> tuple[int, int, str]:
     shape, batch = setting.shape, setting.batch
     found = _layers(setting)
     size = f"{batch.rows} x {batch.length:,} tokens"
+    routed = 0
+    if setting.config.moe_aux_loss_coef:  # routers' logits and their float32 softmax, twice
+        routed = 12 * batch.tokens * shape.config.num_experts * shape.sparse_layers
     if setting.config.disable_gradient_checkpointing:
         passing = max(one.passing for one in found)
-        return sum(one.kept for one in found), passing, f"{len(found)} layers, all kept, {size}"
-    inputs = len(found) * batch.tokens * shape.config.hidden_size * batch.width
+        return (
+            routed + sum(one.kept for one in found),
+            passing,
+            f"{len(found)} layers, all kept, {size}",
+        )
+    inputs = routed + len(found) * batch.tokens * shape.config.hidden_size * batch.width
     if not setting.cuda:  # the experts' outputs, kept for the second forward
         inputs += shape.sparse_layers * batch.tokens * shape.config.hidden_size * 2
     most = max(one.kept + one.passing for one in found)
