@@ -42,6 +42,11 @@ RUN = Subject("Starting and continuing a run", "sft", (
          " tokens in a pass", "Set tokens_per_pass to the number that it gives."),
     Code("KTC024", "info", "kt_experts chose where the routed experts are computed",
          "Nothing; kt_experts and kt_gpu_memory choose otherwise."),
+    Code("KTC036", "warning", "template names one of LLaMA-Factory that writes conversations differently from"
+         " the tokenizer's chat template, which is used",
+         "Nothing: servers use the tokenizer's. Change chat_template.jinja of the base if it must differ."),
+    Code("KTC037", "info", "template is a name that isn't held against the tokenizer's chat template",
+         "Nothing: the chat template is used in any case."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (

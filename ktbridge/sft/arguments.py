@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,10 @@ def places(config: TrainConfig) -> Place:
     return place
 
 
-_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
+"""What a reporter needs one of; the others are packages of their own names."""
+_MADE_HERE = ("tensorboard", "swanlab")
+"""Those whose callbacks ``reporters`` makes."""
 
 
 def trainer_arguments(
@@ -113,7 +117,7 @@ def check_reporters(config: TrainConfig) -> None:
     absent = [
         name
         for name in config.reporters
-        if name in _PACKAGES and not any(map(find_spec, _PACKAGES[name]))
+        if name != "none" and not any(map(find_spec, _PACKAGES.get(name, (name,))))
     ]
     if absent:
         raise UsageError(
@@ -134,12 +138,19 @@ def events_dir(config: TrainConfig) -> Path:
 
 
 def reporters(config: TrainConfig) -> list[TrainerCallback]:
-    """The callbacks that Trainer can't make from its arguments: tensorboard's, writing to ``events_dir``."""
-    if "tensorboard" not in config.reporters:
-        return []
-    board = TensorBoardCallback()
-    board.logging_dir = str(events_dir(config))
-    return [board]
+    """The callbacks that Trainer can't make from its arguments.
+
+    tensorboard's, writing to ``events_dir``, and swanlab's own: transformers' fails with swanlab 0.10.
+    """
+    found: list[TrainerCallback] = []
+    if "tensorboard" in config.reporters:
+        board = TensorBoardCallback()
+        board.logging_dir = str(events_dir(config))
+        found.append(board)
+    if "swanlab" in config.reporters:
+        made = import_module("swanlab.integration.transformers").SwanLabCallback
+        found.append(made(project=os.getenv("SWANLAB_PROJECT"), experiment_name=config.run_name))
+    return found
 
 
 def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str, Any]:
@@ -175,7 +186,7 @@ def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str
         "logging_first_step": True,
         "logging_nan_inf_filter": False,  # the filter would log a loss of 0 instead of nan
         "include_num_input_tokens_seen": "non_padding",
-        "report_to": [name for name in config.reporters if name != "tensorboard"] or "none",
+        "report_to": [name for name in config.reporters if name not in _MADE_HERE] or "none",
         "disable_tqdm": True,
         # checkpoints: older ones are deleted when a newer one is complete, see Checkpoints
         "save_strategy": "steps" if config.save_steps else "no",

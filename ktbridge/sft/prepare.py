@@ -25,6 +25,7 @@ from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
+from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.lengths import optimizer_steps
@@ -105,7 +106,13 @@ def prepare(
         resumption=resumption,
         steps=steps,
         trainable=trainable,
-        notes=(*fitted.notes, *resumption.notes, *_stage_notes(config), *model_notes),
+        notes=(
+            *fitted.notes,
+            *template_notes(config.template, tokenizer),
+            *resumption.notes,
+            *_stage_notes(config),
+            *model_notes,
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe, fit_rows, load_rows
 from ktbridge.sft.data.chat import DIFFERENT
+from ktbridge.sft.data.templates import template_notes
 
 ASK = {"role": "user", "content": "who are you ?"}
 TELL = {"role": "assistant", "content": "i am a cat"}
@@ -286,3 +287,36 @@ def test_a_template_that_hides_the_answer_or_refuses_the_row_is_a_reason(tmp_pat
     endless.chat_template = None
     with pytest.raises(KtbridgeError, match="no chat template"):
         fit_rows(rows, endless, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "difference"),
+    [
+        ("qwen3", "qwen3", None),
+        ("qwen3", "qwen3_5_think", None),
+        ("qwen3_nothink", "qwen3_instruct_2507", None),
+        ("qwen3_vl_nothink", "qwen3_vl", None),
+        ("qwen", "qwen2_5", None),
+        ("deepseek3", "deepseekv3", None),
+        ("llama3", "llama3", None),
+        ("qwen3_nothink", "qwen3", ("A model.<|im_end|>", "<think>")),
+        ("qwen3", "qwen3_instruct_2507", ("<think>", "A model.<|im_end|>")),
+        ("mistral", "mixtral", ("[INST] Hi.[/INST] Hello.", " [INST] Hi. [/INST] Hello.")),
+    ],
+)  # fmt: skip
+def test_a_template_of_llama_factory_is_noted_where_it_differs(name, own, difference):
+    tokenizer = tokenizer_for(own)
+    if own == "deepseekv3":
+        tokenizer.eos_token = "<｜end▁of▁sentence｜>"
+    notes = template_notes(name, tokenizer)
+    assert [note.code for note in notes] == ([] if difference is None else ["KTC036"])
+    if difference:
+        assert difference[0] in notes[0].found
+        assert difference[1] in notes[0].expected
+
+
+def test_a_template_that_isnt_known_is_told_with_names_like_it():
+    (note,) = template_notes("qwen3_nothnk", tokenizer_for("qwen3"))
+    assert (note.code, note.severity) == ("KTC037", "info")
+    assert note.expected.startswith("qwen3_nothink")
+    assert template_notes(None, tokenizer_for("qwen3")) == []

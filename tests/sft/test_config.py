@@ -79,11 +79,21 @@ def test_defaults_follow_one_another():
     assert attention == [None, "eager", "sdpa", "flash_attention_2", "flash_attention_3"]
     reporters = [
         parse_config({**GOOD, "report_to": value}).reporters
-        for value in ("none", "wandb", ["none"], ["tensorboard", "wandb"], "wandb,tensorboard")
+        for value in ("none", "wandb", ["none"], ["swanlab", "wandb"], "mlflow,tensorboard")
     ]
     assert reporters == [
-        ["none"], ["wandb"], ["none"], ["tensorboard", "wandb"], ["wandb", "tensorboard"]
+        ["none"], ["wandb"], ["none"], ["swanlab", "wandb"], ["mlflow", "tensorboard"]
     ]  # fmt: skip
+
+
+def test_python_s_none_is_a_number_left_out():
+    """As users of LLaMA-Factory write it; where a text may stand, it is that text."""
+    given = {"max_samples": "None", "lora_alpha": "none", "kt_config": {"kt_lora_rank": "None"}}
+    config = parse_config({**GOOD, **given, "run_name": "None"})
+    assert (config.max_samples, config.lora_alpha, config.kt_config.kt_lora_rank) == (None,) * 3
+    assert config.run_name == "None"
+    found = problems_of({"lora_rank": "None", "kt_config": {"kt_num_threads": "none"}})
+    assert set(found) == {"lora_rank", "kt_config.kt_num_threads"}  # these have no "none" to mean
 
 
 def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
@@ -133,7 +143,7 @@ def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
         ({"resume_from_checkpoint": "true"}, "resume_from_checkpoint", "'true' (expected true, false"),
         ({"resume_from_checkpoint": 500}, "resume_from_checkpoint", "true, false or a path"),
         ({"report_to": ["none", "wandb"]}, "report_to", "or a list of them"),
-        ({"report_to": "swanlab"}, "report_to", "none or tensorboard or wandb"),
+        ({"report_to": "comet_ml"}, "report_to", "none or tensorboard or wandb or mlflow or swanlab"),
         ({"adapter_name_or_path": "a,b"}, "adapter_name_or_path", "several adapters"),
         ({"kt_config": ["kt_backend"]}, "kt_config", "a block of keys"),
     ],

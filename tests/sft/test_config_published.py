@@ -100,7 +100,6 @@ def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name
     config = load_config(written(tmp_path, **{**COMMON, **values}))
     assert set(notes_of(config)) == expected | {
         "trust_remote_code",
-        "template",
         "overwrite_cache",
         "preprocessing_num_workers",
     }
@@ -177,6 +176,9 @@ def test_optimize_rules_give_backend_and_devices_and_their_faults_are_named(tmp_
             assert word in problem.found
     with pytest.raises(ProblemsError, match="1 problem"):
         load_config(path, ["kt_optimize_rule=elsewhere.yaml"])
+    rule.write_text(RULES.replace("AMXInt8", "llamafile"))
+    note = notes_of(load_config(path))["kt_config.kt_backend"]
+    assert "GGUF isn't read" in note.found
 
 
 @pytest.mark.filterwarnings("ignore")  # trl's and transformers' advice, which the command silences

@@ -114,7 +114,7 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
 
 @quiet
 def test_a_dry_run_shows_what_would_be_trained(run_dir, monkeypatch):
-    """Of a LLaMA-Factory file, whose keys are noted: `template` is in every one."""
+    """Of a LLaMA-Factory file, whose keys are noted, and a template that isn't the tokenizer's."""
     monkeypatch.chdir(run_dir)
     with_bad_rows(run_dir)
     given = ["template=qwen3", "preprocessing_num_workers=16", "lora_target=q_proj,v_proj"]
@@ -211,9 +211,9 @@ def test_a_failed_run_leaves_nothing_behind(run_dir):
 def test_reporting_needs_its_package_before_anything_is_loaded(run_dir):
     from ktbridge.sft.prepare import prepare
 
-    absent = [name for name in ("tensorboard", "wandb") if not find_spec(name)]
+    absent = [n for n in ("tensorboard", "wandb", "mlflow", "swanlab") if not find_spec(n)]
     if not absent:
-        pytest.skip("tensorboard and wandb are installed")
+        pytest.skip("all of them are installed")
     overrides = [f"report_to=[{','.join(absent)}]", "model_name_or_path=nowhere"]
     config = load_config(run_dir / "run.yaml", overrides)
     with pytest.raises(UsageError, match=f"report_to asks for {' and '.join(absent)}") as caught:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Collection
 
 from ktbridge.experts import MAX_EXPERT_RANK
-from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
+from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.schema import TrainConfig, options
 
 _DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
 _QUANTISED = {
     "AMXINT8": "INT8", "INT8": "INT8", "AMXINT4": "INT4", "AMXINT4_KGroup": "INT4", "RAWINT4": "INT4",
-    "MXFP4": "MXFP4", "llamafile": "GGUF", "int8": "INT8", "int4": "INT4", "rawint4": "INT4",
+    "MXFP4": "MXFP4", "int8": "INT8", "int4": "INT4", "rawint4": "INT4",
     "mxfp4": "MXFP4",
 }  # fmt: skip
 """What KTransformers' backends and formats store, where that isn't what most checkpoints have."""
@@ -100,13 +100,6 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
 
 
 def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
-    if config.template:
-        findings.note(
-            "template",
-            f"{shown(config.template)}: conversations are written with the tokenizer's own chat template",
-            "",
-            "Leave it out; chat_template.jinja of the base is what the engines use, too.",
-        )
     if config.stage == "sft":
         for key in _DPO:
             if key in given:
@@ -175,7 +168,15 @@ def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
     }
     for key, named in formats.items():
         storage = _QUANTISED.get(str(named).removesuffix("_SkipLoRA"))
-        if ours and storage and not block.kt_weight_path:
+        if named == "llamafile":
+            findings.note(
+                f"kt_config.{key}",
+                "llamafile: GGUF isn't read; ktbridge's own kernels compute the experts, as the checkpoint's "
+                "safetensors store them",
+                "",
+                "Leave it out; INT8 (scripts/quantize_experts.py) and INT4 take less memory than BF16.",
+            )
+        elif ours and storage and not block.kt_weight_path:
             findings.note(
                 f"kt_config.{key}",
                 f"{named}: the kernels read experts as the checkpoint stores them, {storage} or not",

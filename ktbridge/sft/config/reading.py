@@ -92,6 +92,8 @@ def _parsed(
         try:
             result[key] = known[key].metadata["parse"](value)
         except ValueError as error:
+            if known[key].default is None and str(value).strip().lower() == "none":
+                continue  # Python's word for YAML's null, as in "max_samples: None"
             hint = known[key].metadata["hint"] or _unquoted(value, known[key].metadata["parse"])
             findings.error(f"{prefix}{key}", shown(value), str(error), hint)
     for key, item in known.items():

@@ -149,7 +149,8 @@ class TrainConfig:
     """The directory of dataset_info.json; default: "data" beside the configuration or in the current
     directory."""
     template: str | None = _option(text, None)
-    """Noted only: conversations are written with the tokenizer's own chat template."""
+    """LLaMA-Factory's name of a template. Conversations are written with the tokenizer's own chat template; a
+    note says where that one differs."""
     cutoff_len: int = _option(whole(1), 2048)
     """Tokens of a conversation, at most; the rest is cut off and counted."""
     max_samples: int | None = _option(whole(1), None)
@@ -173,10 +174,12 @@ class TrainConfig:
     """Steps between two records of the log."""
     logging_dir: str | None = _option(text, None)
     """Where tensorboard writes."""
-    report_to: str | tuple[str, ...] = _option(reporters("none", "tensorboard", "wandb"), "none")
-    """tensorboard, wandb or both (a list); they must be installed."""
+    report_to: str | tuple[str, ...] = _option(
+        reporters("none", "tensorboard", "wandb", "mlflow", "swanlab"), "none"
+    )
+    """tensorboard, wandb, mlflow, swanlab, or some of them (a list); they must be installed."""
     run_name: str | None = _option(text, None)
-    """The run's name in tensorboard and wandb."""
+    """The run's name for what report_to names."""
     plot_loss: bool = _option(flag, True)
     """Draw training_loss.png."""
     save_steps: int = _option(whole(0), 500)
