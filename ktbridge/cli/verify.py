@@ -165,8 +165,8 @@ def _halves(result: Verification) -> Table:
             *(f"{number:.4f}" for number in numbers),
             share,
         )
-    for half in NAMES.keys() - {half.half for half in result.halves}:
-        table.add_row(NAMES[half], "none", "the adapter has none", style="dim")
+    for absent in NAMES.keys() - {half.half for half in result.halves}:
+        table.add_row(NAMES[absent], "none", "the adapter has none", style="dim")
     return table
 
 

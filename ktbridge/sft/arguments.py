@@ -149,8 +149,16 @@ def reporters(config: TrainConfig) -> list[TrainerCallback]:
         found.append(board)
     if "swanlab" in config.reporters:
         made = import_module("swanlab.integration.transformers").SwanLabCallback
-        found.append(made(project=os.getenv("SWANLAB_PROJECT"), experiment_name=config.run_name))
+        own = made(project=os.getenv("SWANLAB_PROJECT"), experiment_name=config.run_name)
+        found += [own, _EndSwanlab()]
     return found
+
+
+class _EndSwanlab(TrainerCallback):
+    """Ends swanlab's run with the training: at the end of the process it would write behind the results."""
+
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
+        import_module("swanlab").finish()
 
 
 def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def set_learning_rate(scheduler: LambdaLR, highest: float) -> None:
     groups = scheduler.optimizer.param_groups
     scheduler.base_lrs = [highest * group.get(_RATIO, 1.0) for group in groups]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-    rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    rates = [float(base * factor) for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
     set_logged_rates(scheduler, rates)
     for group, base, rate in zip(groups, scheduler.base_lrs, rates, strict=True):
         group["initial_lr"], group["lr"] = base, rate
