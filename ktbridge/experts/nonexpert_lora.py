@@ -107,7 +107,7 @@ def chosen_modules(model: nn.Module, found: Adaptable, targets: Collection[str])
         raise UsageError(
             f"lora_target names no linear module of this model: {', '.join(missing)}.",
             f'Use "all", or some of {", ".join(own_names(found.linears))}{routers}. '
-            "Routed experts have LoRA whatever is named.",
+            'Routed experts have LoRA whatever is named, and "experts" names them alone.',
         )
     return tuple(name for name in found.modules if name in taken)
 
