@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file
@@ -17,6 +17,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.config.schema import KtConfig, options
 from ktbridge.sft.data import Rows
 from ktbridge.sft.launch import world
 
@@ -129,7 +130,7 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
             f"Go on from it as adapter_name_or_path, or {_ANEW}.",
         )
     place, damage = _undamaged([each for each in candidates if resumable(each)])
-    theirs = _identity_of(place)
+    theirs = _identity_of(place, own)
     differing = [
         key for key in sorted(own.keys() | theirs.keys()) if own.get(key) != theirs.get(key)
     ]
@@ -284,10 +285,24 @@ def _record(checkpoint: Path) -> Mapping[str, object]:
         return {}
 
 
-def _identity_of(checkpoint: Path) -> Identity:
-    """The identity of the run that a checkpoint is of."""
-    found = _record(checkpoint)
-    return {key: value for key, value in found.items() if key not in (FILES, NUMBER)}
+def _identity_of(checkpoint: Path, own: Identity) -> Identity:
+    """The identity of the run that a checkpoint is of.
+
+    Keys that its version of ktbridge didn't know yet, and that ``own`` has, are at their defaults.
+    """
+    record = _record(checkpoint)
+    found = {key: value for key, value in record.items() if key not in (FILES, NUMBER)}
+    block, now = found.get("kt_config"), own.get("kt_config")
+    if isinstance(block, dict) and isinstance(now, dict):
+        found["kt_config"] = {**_defaults(KtConfig, now), **block}
+    return {**_defaults(TrainConfig, own), **found}
+
+
+def _defaults(cls: type, keys: Mapping[str, object]) -> Identity:
+    """The defaults, as JSON, of those of ``keys`` that a file may leave out."""
+    known = {key: item.default for key, item in options(cls).items() if item.default is not MISSING}
+    plain: Identity = json.loads(json.dumps({key: known[key] for key in keys if key in known}))
+    return plain
 
 
 def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:

@@ -404,6 +404,14 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     assert said == [("0 bytes", "7 bytes"), ("no such file", "5 bytes")]
     (place / IDENTITY_FILE).write_text(whole)
     assert found(load_config(run_dir / "run.yaml")).checkpoint == place  # nothing was asked for
+    older = json.loads(whole)  # by a version that doesn't know these keys yet
+    del older["use_rslora"], older["kt_config"]["kt_skip_expert_lora_adaptation"]
+    (place / IDENTITY_FILE).write_text(json.dumps(older))
+    assert found(load_config(run_dir / "run.yaml")).checkpoint == place
+    with pytest.raises(ProblemsError, match="another run") as caught:
+        found(load_config(run_dir / "run.yaml", ["use_rslora=true"]))
+    assert [problem.found for problem in caught.value.problems] == ["False in the checkpoint's run"]
+    (place / IDENTITY_FILE).write_text(whole)
     anew = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=false"])
     assert found(anew).checkpoint is None
     assert "raw.checkpoints.old-1" in found(anew).notes[0].next_step
