@@ -38,6 +38,7 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
+    from ktbridge.cli._hub import declared_model, ensure_model, wait_for_model
     from ktbridge.cli._ui import emit_json, print_notes, print_problems, progress_bar, shown, stderr
     from ktbridge.sft.config import load_config
     from ktbridge.sft.data import describe
@@ -47,17 +48,27 @@ def command(
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
         # Read when CUDA starts: batches of many sizes would fragment fixed-size memory segments.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if world().rank:  # only the first process reports
+    here = world()
+    if here.rank:  # only the first process reports
         if not dry_run:
+            if here.local_rank:
+                wait_for_model(parsed.model_name_or_path)
+            else:  # the first of another host, whose cache may be its own
+                ensure_model(parsed.model_name_or_path, quiet=True)
             _follow(parsed)
         return
     print_notes(parsed.notes)
+    declared = None
+    if dry_run:
+        declared = declared_model(parsed.model_name_or_path)
+    else:
+        ensure_model(parsed.model_name_or_path)
     with _stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
 
         trainer.quiet_libraries()
     with progress_bar("reading rows", unit="rows") as bar:
-        ready = prepare.prepare(parsed, world().size, bar)
+        ready = prepare.prepare(parsed, here.size, bar, declared)
     print_problems(ready.notes)
     if dry_run:
         _show_plan(parsed, ready, as_json)

@@ -1,0 +1,256 @@
+"""A small Hub on loopback: what huggingface_hub asks of the real one to list, download and upload.
+
+Real HTTP, with ranges, ETags and commits; large files are LFS. ``cut`` and ``hold`` break or stop a download.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+
+def is_lfs(name: str, size: int) -> bool:
+    return size > 1000 and not name.endswith((".json", ".md"))
+
+
+@dataclass
+class Repo:
+    """The files of a repository's only commit. ``sizes``: what the metadata says instead of the truth."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    gated: bool = False
+    branches: tuple[str, ...] = ("main",)
+    sizes: dict[str, int] = field(default_factory=dict)
+    private: bool = False
+
+    @property
+    def commit(self) -> str:
+        digest = hashlib.sha1()
+        for name, data in sorted(self.files.items()):
+            digest.update(f"{name}\0".encode() + data)
+        return digest.hexdigest()
+
+    def size(self, name: str) -> int:
+        return self.sizes.get(name, len(self.files[name]))
+
+    def etag(self, name: str) -> str:
+        data = self.files[name]
+        return (hashlib.sha256 if self.is_lfs(name) else hashlib.sha1)(data).hexdigest()
+
+    def is_lfs(self, name: str) -> bool:
+        return is_lfs(name, len(self.files[name]))
+
+    def lfs(self, name: str, key: str) -> dict[str, object]:
+        if not self.is_lfs(name):
+            return {}
+        size = self.size(name)
+        return {"lfs": {key: self.etag(name), "size": size, "pointerSize": 130}}
+
+
+class Hub:
+    """``repos``: (kind, org/name) -> Repo. ``asked``: (method, path, Range) of each request."""
+
+    def __init__(self) -> None:
+        self.repos: dict[tuple[str, str], Repo] = {}
+        self.asked: list[tuple[str, str, str]] = []
+        self.tokens: set[str] = set()
+        self.cut: dict[str, list[int]] = {}
+        """File name -> after how many bytes its next downloads break off."""
+        self.hold: dict[str, int] = {}
+        """File name -> after how many bytes its downloads stop until ``go`` is set."""
+        self.held, self.go = threading.Event(), threading.Event()
+        self.damaged: set[str] = set()
+        self.objects: dict[str, bytes] = {}
+        self.url = ""
+
+    def model(self, name: str, files: dict[str, bytes], **options: object) -> Repo:
+        self.repos["model", name] = Repo(files, **options)  # type: ignore[arg-type]
+        return self.repos["model", name]
+
+    def dataset(self, name: str, files: dict[str, bytes]) -> Repo:
+        self.repos["dataset", name] = Repo(files)
+        return self.repos["dataset", name]
+
+    def downloads(self, ending: str) -> list[str]:
+        """The Range of each GET of a file, "" for all of it."""
+        return [r for method, path, r in self.asked if method == "GET" and path.endswith(ending)]
+
+    def environment(self, home: object) -> dict[str, str]:
+        """For a process that is to see this Hub alone."""
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
+                "HF_TOKEN": "", "HF_HUB_OFFLINE": "0", "no_proxy": "*"}  # fmt: skip
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    hub = Hub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.go.set()
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _json(self, status: int, value: object, **headers: str) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        for name, text in headers.items():
+            self.send_header(name.replace("_", "-"), text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _fail(self, status: int, code: str) -> None:
+        self._json(status, {"error": code}, X_Error_Code=code, X_Error_Message=code)
+
+    def _repo(self, kind: str, name: str, revision: str) -> Repo | None:
+        """The repository, or None when it was refused."""
+        repo = self.hub.repos.get((kind, name))
+        allowed = self.headers.get("Authorization", "").removeprefix("Bearer ") in self.hub.tokens
+        if repo is None or (repo.private and not allowed):
+            self._fail(404 if allowed else 401, "RepoNotFound")
+        elif revision not in (*repo.branches, repo.commit):
+            self._fail(404, "RevisionNotFound")
+        elif repo.gated and not allowed and "/resolve/" in self.path:
+            self._fail(403, "GatedRepo")
+        else:
+            return repo
+        return None
+
+    def _asked(self) -> list[str]:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
+        return path.strip("/").split("/")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        parts = self._asked()
+        if parts[0] == "api" and parts[1] in ("models", "datasets"):
+            kind, name, rest = parts[1][:-1], "/".join(parts[2:4]), parts[4:]
+            repo = self._repo(kind, name, rest[1] if rest else "main")
+            if repo is not None:
+                self._list(name, repo, tree=rest[:1] == ["tree"])
+            return
+        kind = "dataset" if parts[0] == "datasets" else "model"
+        parts = parts[1:] if kind == "dataset" else parts
+        if len(parts) < 5 or parts[2] != "resolve":
+            self._fail(404, "EntryNotFound")
+            return
+        repo = self._repo(kind, "/".join(parts[:2]), parts[3])
+        if repo is not None:
+            self._send(repo, "/".join(parts[4:]))
+
+    def _list(self, name: str, repo: Repo, tree: bool) -> None:
+        if tree:
+            self._json(200, [
+                {"type": "file", "path": path, "size": repo.size(path), "oid": repo.etag(path),
+                 **repo.lfs(path, "oid")} for path in repo.files
+            ])  # fmt: skip
+            return
+        siblings = [
+            {"rfilename": path, "size": repo.size(path), "blobId": repo.etag(path),
+             **repo.lfs(path, "sha256")} for path in repo.files
+        ]  # fmt: skip
+        self._json(200, {"id": name, "sha": repo.commit, "siblings": siblings, "private": False})
+
+    def _send(self, repo: Repo, name: str) -> None:
+        if name not in repo.files:
+            self._fail(404, "EntryNotFound")
+            return
+        data = repo.files[name]
+        start, end = 0, len(data)
+        if given := self.headers.get("Range", "").removeprefix("bytes="):
+            first, _, last = given.partition("-")
+            start, end = int(first), min(int(last) + 1 if last else end, end)
+        self.send_response(206 if given else 200)
+        self.send_header("ETag", f'"{repo.etag(name)}"')
+        self.send_header("X-Repo-Commit", repo.commit)
+        self.send_header("Content-Length", str(end - start))
+        self.send_header("Accept-Ranges", "bytes")
+        if given:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        body = data[start:end]
+        if name in self.hub.damaged:
+            body = bytes(len(body))
+        if self.hub.cut.get(name):
+            self.wfile.write(body[: self.hub.cut[name].pop(0)])
+            self.close_connection = True
+            return
+        stop = self.hub.hold.get(name)
+        if stop is None or self.hub.go.is_set():
+            self.wfile.write(body)
+            return
+        self.wfile.write(body[:stop])
+        self.wfile.flush()
+        self.hub.held.set()
+        self.hub.go.wait(60)
+
+    def do_PUT(self) -> None:
+        oid = self._asked()[-1]
+        self.hub.objects[oid] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._json(200, {})
+
+    def do_POST(self) -> None:
+        parts = self._asked()
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Authorization", "").removeprefix("Bearer ") not in self.hub.tokens:
+            self._fail(401, "Unauthorized")
+        elif parts == ["api", "repos", "create"]:
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            there = ("model", name) in self.hub.repos
+            if not there:
+                self.hub.model(name, {}, private=bool(asked.get("private")))
+            self._json(409 if there else 200, {"url": f"{self.hub.url}/{name}", "id": name})
+        elif parts[-1] == "validate-yaml":
+            self._json(200, {"errors": [], "warnings": []})
+        elif "preupload" in parts:
+            self._json(200, {"files": [
+                {"path": one["path"], "shouldIgnore": False,
+                 "uploadMode": "lfs" if is_lfs(one["path"], one["size"]) else "regular"}
+                for one in json.loads(body)["files"]]})  # fmt: skip
+        elif parts[-1] == "batch":
+            self._json(200, {"transfer": "basic", "objects": [
+                {**one, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}}
+                for one in json.loads(body)["objects"]]})  # fmt: skip
+        else:
+            self._commit("/".join(parts[2:4]), [json.loads(line) for line in body.splitlines()])
+
+    def _commit(self, name: str, lines: list[dict[str, dict[str, str]]]) -> None:
+        repo = self.hub.repos["model", name]
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                repo.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                repo.files[value["path"]] = self.hub.objects[value["oid"]]
+        url = f"{self.hub.url}/{name}/commit/{repo.commit}"
+        self._json(200, {"commitUrl": url, "commitOid": repo.commit, "success": True})
