@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.jsonfile import read_json_file
@@ -48,8 +48,7 @@ class Repository:
         return f"{self.id}@{self.revision}" if self.revision else self.id
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """A tensor as a safetensors header has it: name, dtype ("BF16"), shape."""
 
     name: str
