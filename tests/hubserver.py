@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 
 def is_lfs(name: str, size: int) -> bool:
     return size > 1000 and not name.endswith((".json", ".md"))
@@ -81,6 +83,16 @@ class Hub:
     def downloads(self, ending: str) -> list[str]:
         """The Range of each GET of a file, "" for all of it."""
         return [r for method, path, r in self.asked if method == "GET" and path.endswith(ending)]
+
+    def use(self, monkeypatch: pytest.MonkeyPatch, home: object) -> None:
+        """The same for this process, which has imported huggingface_hub."""
+        for name, value in (
+            ("ENDPOINT", self.url),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("HF_HUB_CACHE", f"{home}/hub"),
+            ("HF_HUB_DISABLE_XET", True),
+        ):
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
 
     def environment(self, home: object) -> dict[str, str]:
         """For a process that is to see this Hub alone."""

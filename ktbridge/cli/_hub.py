@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ktbridge.sft.config import TrainConfig
     from ktbridge.sft.plan.declared import Declared
 
 
@@ -55,3 +56,24 @@ def wait_for_model(named: str) -> None:
     wanted = hub.repository(named)
     while wanted is not None and hub.find_whole(wanted) is None:
         time.sleep(0.5)
+
+
+def ensure_rows(config: TrainConfig) -> None:
+    """Download the run's datasets that are on the Hub, with a progress bar.
+
+    What can't be downloaded is left to the reader of the rows, who tells it with all else that is wrong.
+    """
+    from contextlib import suppress
+
+    from ktbridge.cli._ui import progress_bar
+    from ktbridge.errors import KtbridgeError
+    from ktbridge.sft.data.sources import find_sources
+
+    sources, failed = find_sources(config)
+    for source in sources if not failed else ():
+        if source.remote and source.remote.cached() is None:
+            with (
+                suppress(KtbridgeError),
+                progress_bar(f"downloading {source.name}", "bytes") as bar,
+            ):
+                source.remote.fetch(bar)

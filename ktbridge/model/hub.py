@@ -22,6 +22,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.model.hub_errors import explained, library
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import hash_file
 from ktbridge.units import size_text
@@ -58,15 +59,18 @@ class Header(NamedTuple):
 
 def repository(name: str, kind: str = "model") -> Repository | None:
     """What ``org/name`` or ``org/name@revision`` means; None for a path that exists, and for other texts."""
+    return None if os.path.lexists(os.path.expanduser(name)) else named_repository(name, kind)
+
+
+def named_repository(name: str, kind: str = "model") -> Repository | None:
+    """The same where it can't be a path."""
     match = _NAME.fullmatch(name)
-    if match is None or os.path.lexists(os.path.expanduser(name)):
-        return None
-    return Repository(match["id"], match["revision"], kind)
+    return Repository(match["id"], match["revision"], kind) if match else None
 
 
 def cache_directory() -> Path:
     """huggingface_hub's cache. Raises KtbridgeError where that isn't installed."""
-    return Path(_library().constants.HF_HUB_CACHE).expanduser()
+    return Path(library().constants.HF_HUB_CACHE).expanduser()
 
 
 def name_of(path: str | os.PathLike[str]) -> tuple[str, str | None]:
@@ -88,7 +92,7 @@ def short_name(path: Path) -> str:
 
 def find_cached(wanted: Repository, patterns: Iterable[str] = TEXTS) -> Path | None:
     """The snapshot in the cache if it has all files of these patterns, as far as is known."""
-    hub = _library()
+    hub = library()
     try:
         return Path(
             hub.snapshot_download(
@@ -136,7 +140,7 @@ def fetch_model(
             return found
         with explained(wanted):
             path = Path(
-                _library().snapshot_download(
+                library().snapshot_download(
                     wanted.id,
                     revision=wanted.revision,
                     allow_patterns=[*TEXTS],
@@ -150,7 +154,7 @@ def fetch_model(
                 "Name the model's own repository, or for an adapter its base model.",
             )
         if weights:
-            files = list_files(wanted, path.name)
+            _, files = list_files(wanted, path.name)
             names = _named_weights(wanted, path, files)
             _fetch(wanted, path.name, [one for one in files if one.rfilename in names], on_progress)
         return path
@@ -169,8 +173,8 @@ def read_headers(wanted: Repository, path: Path) -> list[Header]:
 
     A request or two for each shard, and no weights. Raises what ``fetch_model`` does.
     """
-    names = sorted(_named_weights(wanted, path, list_files(wanted, path.name)))
-    api = _library().HfApi()
+    names = sorted(_named_weights(wanted, path, list_files(wanted, path.name)[1]))
+    api = library().HfApi()
 
     def read(name: str) -> list[Header]:
         found = api.parse_safetensors_file_metadata(wanted.id, name, revision=path.name)
@@ -199,20 +203,23 @@ def _named_weights(wanted: Repository, path: Path, files: list[Any]) -> set[str]
     return names
 
 
-def list_files(wanted: Repository, commit: str | None) -> list[Any]:
-    """huggingface_hub's RepoSibling of each file, with its size and, of large ones, SHA-256."""
+def list_files(wanted: Repository, revision: str | None) -> tuple[str, list[Any]]:
+    """The commit, and huggingface_hub's RepoSibling of each file with its size and, of large ones, SHA-256.
+
+    Raises what ``fetch_model`` does.
+    """
     with explained(wanted):
-        info = _library().HfApi().repo_info(
-            wanted.id, repo_type=wanted.kind, revision=commit, files_metadata=True
+        info = library().HfApi().repo_info(
+            wanted.id, repo_type=wanted.kind, revision=revision, files_metadata=True
         )  # fmt: skip
-    return list(info.siblings or ())
+    return str(info.sha), list(info.siblings or ())
 
 
 def _fetch(
     wanted: Repository, commit: str, files: list[Any], on_progress: OnProgress | None
 ) -> Path:
     """Large files resumably into the cache's blobs, then the snapshot as huggingface_hub makes it."""
-    hub = _library()
+    hub = library()
     folder = hub.file_download.repo_folder_name(repo_id=wanted.id, repo_type=wanted.kind)
     blobs = cache_directory() / folder / "blobs"
     large = [
@@ -296,7 +303,7 @@ class _Counter:
 
 def _download(wanted: Repository, commit: str, blob: _Blob, counter: _Counter) -> None:
     """One file, from where an earlier download stopped. Raises KtbridgeError where its hash is wrong."""
-    hub = _library()
+    hub = library()
     url = hub.hf_hub_url(wanted.id, blob.name, repo_type=wanted.kind, revision=commit)
     with open(blob.partial, "ab") as file:
         if file.tell() > blob.size:
@@ -347,23 +354,10 @@ def _silent(on_bytes: Callable[[float | None], None] | None = None) -> type:
     return Silent
 
 
-def _library() -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.file_download
-        import huggingface_hub.utils
-    except ModuleNotFoundError as error:
-        raise KtbridgeError(
-            f"models and datasets of the Hub need the package {error.name}, which isn't installed.",
-            "pip install huggingface_hub, or name a directory.",
-        ) from error
-    return huggingface_hub
-
-
 @contextmanager
 def _locked(wanted: Repository) -> Iterator[None]:
     """One download of a repository at a time; the lock is the kernel's, so a killed process gives it up."""
-    hub = _library()
+    hub = library()
     folder = hub.file_download.repo_folder_name(repo_id=wanted.id, repo_type=wanted.kind)
     path = cache_directory() / ".locks" / folder / "ktbridge.lock"
     try:
@@ -375,23 +369,3 @@ def _locked(wanted: Repository) -> Iterator[None]:
         ) from error
     with hub.utils.WeakFileLock(path):
         yield
-
-
-@contextmanager
-def explained(wanted: Repository) -> Iterator[None]:
-    """Raise what huggingface_hub's calls raise as a KtbridgeError of one sentence."""
-    from ktbridge.model.hub_errors import explain
-
-    hub = _library()
-    verbosity = hub.utils.logging.get_verbosity()
-    hub.utils.logging.set_verbosity_error()
-    try:
-        yield
-    except KtbridgeError:
-        raise
-    except Exception as error:
-        if (told := explain(error, wanted)) is None:
-            raise
-        raise told from error
-    finally:
-        hub.utils.logging.set_verbosity(verbosity)

@@ -1,11 +1,12 @@
-"""What huggingface_hub and its HTTP library raise, as one sentence and what to do."""
+"""huggingface_hub, imported when it is needed, and what it and its HTTP library raise as one sentence."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import KtbridgeError
 
@@ -13,6 +14,38 @@ if TYPE_CHECKING:
     from ktbridge.model.hub import Repository
 
 _TOKEN = "set HF_TOKEN, or log in with `hf auth login`"
+
+
+def library() -> Any:
+    """huggingface_hub; KtbridgeError with the command that installs it where it isn't."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.file_download
+        import huggingface_hub.utils
+    except ModuleNotFoundError as error:
+        raise KtbridgeError(
+            f"models and datasets of the Hub need the package {error.name}, which isn't installed.",
+            "pip install huggingface_hub, or name a directory.",
+        ) from error
+    return huggingface_hub
+
+
+@contextmanager
+def explained(wanted: Repository) -> Iterator[None]:
+    """Raise what huggingface_hub's calls raise as a KtbridgeError of one sentence."""
+    hub = library()
+    verbosity = hub.utils.logging.get_verbosity()
+    hub.utils.logging.set_verbosity_error()
+    try:
+        yield
+    except KtbridgeError:
+        raise
+    except Exception as error:
+        if (told := explain(error, wanted)) is None:
+            raise
+        raise told from error
+    finally:
+        hub.utils.logging.set_verbosity(verbosity)
 
 
 def explain(error: BaseException, wanted: Repository) -> KtbridgeError | None:

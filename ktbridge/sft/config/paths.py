@@ -25,6 +25,8 @@ from ktbridge.sft.config.values import Values, one_of
 
 RULE_KEY = "kt_optimize_rule"
 _EXPERTS = "a safetensors checkpoint with the experts"
+ROWS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
+"""Suffixes of files with rows."""
 _OUTPUTS = ("output_dir", "logging_dir")
 _INPUTS = (
     "model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "resume_from_checkpoint",
@@ -127,15 +129,15 @@ def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
             findings.error(
                 "dataset",
                 f"{place} is a directory",
-                "a JSON or JSONL file",
+                "a JSON, Parquet or CSV file",
                 "Name its files, or name it as file_name of an entry in dataset_info.json.",
                 code=NOT_THERE,
             )
-        elif file is None and name.lower().endswith((".json", ".jsonl")):
+        elif file is None and name.lower().endswith(ROWS):
             findings.error(
                 "dataset",
                 f"there is no dataset file {name!r} in {' or '.join(_looked_in(root, folder))}",
-                "JSON or JSONL",
+                "JSON, Parquet or CSV",
                 "Give a path relative to the configuration file (on the command line: to the working "
                 "directory), or a name in dataset_info.json.",
                 code=NOT_THERE,
