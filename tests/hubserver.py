@@ -188,7 +188,9 @@ class _Handler(BaseHTTPRequestHandler):
             {"rfilename": path, "size": repo.size(path), "blobId": repo.etag(path),
              **repo.lfs(path, "sha256")} for path in repo.files
         ]  # fmt: skip
-        self._json(200, {"id": name, "sha": repo.commit, "siblings": siblings, "private": False})
+        self._json(
+            200, {"id": name, "sha": repo.commit, "siblings": siblings, "private": repo.private}
+        )
 
     def _send(self, repo: Repo, name: str) -> None:
         if name not in repo.files:
@@ -227,12 +229,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         oid = self._asked()[-1]
-        self.hub.objects[oid] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.hub.objects[oid] = self._body()
         self._json(200, {})
 
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
     def do_POST(self) -> None:
-        parts = self._asked()
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts, body = self._asked(), self._body()
         if self.headers.get("Authorization", "").removeprefix("Bearer ") not in self.hub.tokens:
             self._fail(401, "Unauthorized")
         elif parts == ["api", "repos", "create"]:
@@ -240,7 +251,8 @@ class _Handler(BaseHTTPRequestHandler):
             name = f"{asked['organization']}/{asked['name']}"
             there = ("model", name) in self.hub.repos
             if not there:
-                self.hub.model(name, {}, private=bool(asked.get("private")))
+                private = asked.get("private") or asked.get("visibility") == "private"
+                self.hub.model(name, {}, private=bool(private))
             self._json(409 if there else 200, {"url": f"{self.hub.url}/{name}", "id": name})
         elif parts[-1] == "validate-yaml":
             self._json(200, {"errors": [], "warnings": []})

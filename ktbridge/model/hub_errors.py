@@ -31,7 +31,7 @@ def library() -> Any:
 
 
 @contextmanager
-def explained(wanted: Repository) -> Iterator[None]:
+def explained(wanted: Repository, upload: bool = False) -> Iterator[None]:
     """Raise what huggingface_hub's calls raise as a KtbridgeError of one sentence."""
     hub = library()
     verbosity = hub.utils.logging.get_verbosity()
@@ -41,14 +41,14 @@ def explained(wanted: Repository) -> Iterator[None]:
     except KtbridgeError:
         raise
     except Exception as error:
-        if (told := explain(error, wanted)) is None:
+        if (told := explain(error, wanted, upload)) is None:
             raise
         raise told from error
     finally:
         hub.utils.logging.set_verbosity(verbosity)
 
 
-def explain(error: BaseException, wanted: Repository) -> KtbridgeError | None:
+def explain(error: BaseException, wanted: Repository, upload: bool = False) -> KtbridgeError | None:
     """The error to show for one that a call about ``wanted`` raised; None for a programming error."""
     from huggingface_hub import constants, errors
 
@@ -73,14 +73,16 @@ def explain(error: BaseException, wanted: Repository) -> KtbridgeError | None:
             f"{constants.ENDPOINT} that may be read with {_whose()}.",
             f"Correct the name or the path; for a private one {_TOKEN}.",
         )
+    failed = f"{wanted} was not uploaded" if upload else _not_here(wanted)
     if "OfflineModeIsEnabled" in found or constants.HF_HUB_OFFLINE:
         return KtbridgeError(
-            f"{_not_here(wanted)}, and HF_HUB_OFFLINE forbids to download it.",
-            "Unset HF_HUB_OFFLINE, or give the directory of one that is here.",
+            f"{failed}, and HF_HUB_OFFLINE forbids {'it' if upload else 'to download it'}.",
+            "Unset HF_HUB_OFFLINE"
+            + ("." if upload else ", or give the directory of one that is here."),
         )
-    if {"ConnectError", "TimeoutException", "ProxyError", "RemoteProtocolError"} & found:
+    if "TransportError" in found:  # no connection, or one that broke off
         return KtbridgeError(
-            f"{_not_here(wanted)}, and {constants.ENDPOINT} can't be reached ({_reason(causes)}).",
+            f"{failed}, and {constants.ENDPOINT} can't be reached ({_reason(causes)}).",
             "Check the network, HF_ENDPOINT and the proxy; what has come is kept, and the same command goes "
             "on from there.",
         )
@@ -93,9 +95,10 @@ def explain(error: BaseException, wanted: Repository) -> KtbridgeError | None:
                 f"{constants.ENDPOINT} answered {response.status_code} for {wanted}: {_line(said)}.",
                 step or "Try again later; what has come is kept.",
             )
-    if isinstance(error, OSError):
+    if isinstance(error, OSError | RuntimeError):
+        what = f"{wanted} could not be {'up' if upload else 'down'}loaded"
         return KtbridgeError(
-            f"{wanted} could not be downloaded: {_line(error.strerror or str(error))}.",
+            f"{what}: {_line(getattr(error, 'strerror', None) or str(error))}.",
             "Run the same command again; what has come is kept.",
         )
     if "HTTPError" in found or isinstance(error, ValueError | errors.SafetensorsParsingError):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ktbridge.adapter.outputs import REFUSED_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
@@ -21,7 +22,6 @@ ALIKE = 3
 """Of these, rows with the same kind of reason."""
 STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
 """Reasons that another stage doesn't have."""
-REFUSED_FILE = "refused_rows.jsonl"
 REASONS = 3
 """Reasons listed one by one in a summary."""
 LOUD, TOO_MANY = 0.1, 0.5
