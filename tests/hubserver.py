@@ -10,9 +10,10 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -39,21 +40,16 @@ class Repo:
             digest.update(f"{name}\0".encode() + data)
         return digest.hexdigest()
 
-    def size(self, name: str) -> int:
-        return self.sizes.get(name, len(self.files[name]))
-
     def etag(self, name: str) -> str:
         data = self.files[name]
-        return (hashlib.sha256 if self.is_lfs(name) else hashlib.sha1)(data).hexdigest()
+        return (hashlib.sha256 if is_lfs(name, len(data)) else hashlib.sha1)(data).hexdigest()
 
-    def is_lfs(self, name: str) -> bool:
-        return is_lfs(name, len(self.files[name]))
-
-    def lfs(self, name: str, key: str) -> dict[str, object]:
-        if not self.is_lfs(name):
-            return {}
-        size = self.size(name)
-        return {"lfs": {key: self.etag(name), "size": size, "pointerSize": 130}}
+    def entry(self, name: str) -> dict[str, object]:
+        """A file as listings have it: a repository's tree, and what is told of a model or a dataset."""
+        size, etag = self.sizes.get(name, len(self.files[name])), self.etag(name)
+        lfs = {"oid": etag, "sha256": etag, "size": size, "pointerSize": 130}
+        return {"type": "file", "path": name, "rfilename": name, "size": size, "oid": etag,
+                "blobId": etag, "lfs": lfs if len(etag) == 64 else None}  # fmt: skip
 
 
 class Hub:
@@ -72,13 +68,15 @@ class Hub:
         self.objects: dict[str, bytes] = {}
         self.url = ""
 
-    def model(self, name: str, files: dict[str, bytes], **options: object) -> Repo:
-        self.repos["model", name] = Repo(files, **options)  # type: ignore[arg-type]
-        return self.repos["model", name]
+    def model(self, name: str, files: dict[str, bytes], **options: Any) -> Repo:
+        return self._add("model", name, Repo(files, **options))
 
     def dataset(self, name: str, files: dict[str, bytes]) -> Repo:
-        self.repos["dataset", name] = Repo(files)
-        return self.repos["dataset", name]
+        return self._add("dataset", name, Repo(files))
+
+    def _add(self, kind: str, name: str, repo: Repo) -> Repo:
+        self.repos[kind, name] = repo
+        return repo
 
     def downloads(self, ending: str) -> list[str]:
         """The Range of each GET of a file, "" for all of it."""
@@ -86,12 +84,11 @@ class Hub:
 
     def use(self, monkeypatch: pytest.MonkeyPatch, home: object) -> None:
         """The same for this process, which has imported huggingface_hub."""
-        for name, value in (
-            ("ENDPOINT", self.url),
-            ("HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}"),
-            ("HF_HUB_CACHE", f"{home}/hub"),
-            ("HF_HUB_DISABLE_XET", True),
-        ):
+        constants = {
+            "ENDPOINT": self.url, "HF_HUB_CACHE": f"{home}/hub", "HF_HUB_DISABLE_XET": True,
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
+        }  # fmt: skip
+        for name, value in constants.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
 
     def environment(self, home: object) -> dict[str, str]:
@@ -107,8 +104,7 @@ def running_hub() -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield hub
     finally:
@@ -157,40 +153,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
         return path.strip("/").split("/")
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         parts = self._asked()
         if parts[0] == "api" and parts[1] in ("models", "datasets"):
             kind, name, rest = parts[1][:-1], "/".join(parts[2:4]), parts[4:]
-            repo = self._repo(kind, name, rest[1] if rest else "main")
-            if repo is not None:
+            if repo := self._repo(kind, name, rest[1] if rest else "main"):
                 self._list(name, repo, tree=rest[:1] == ["tree"])
             return
         kind = "dataset" if parts[0] == "datasets" else "model"
         parts = parts[1:] if kind == "dataset" else parts
         if len(parts) < 5 or parts[2] != "resolve":
             self._fail(404, "EntryNotFound")
-            return
-        repo = self._repo(kind, "/".join(parts[:2]), parts[3])
-        if repo is not None:
+        elif repo := self._repo(kind, "/".join(parts[:2]), parts[3]):
             self._send(repo, "/".join(parts[4:]))
 
+    do_HEAD = do_GET
+
     def _list(self, name: str, repo: Repo, tree: bool) -> None:
-        if tree:
-            self._json(200, [
-                {"type": "file", "path": path, "size": repo.size(path), "oid": repo.etag(path),
-                 **repo.lfs(path, "oid")} for path in repo.files
-            ])  # fmt: skip
-            return
-        siblings = [
-            {"rfilename": path, "size": repo.size(path), "blobId": repo.etag(path),
-             **repo.lfs(path, "sha256")} for path in repo.files
-        ]  # fmt: skip
-        self._json(
-            200, {"id": name, "sha": repo.commit, "siblings": siblings, "private": repo.private}
-        )
+        files = [repo.entry(path) for path in repo.files]
+        whole = {"id": name, "sha": repo.commit, "siblings": files, "private": repo.private}
+        self._json(200, files if tree else whole)
 
     def _send(self, repo: Repo, name: str) -> None:
         if name not in repo.files:
@@ -209,27 +191,24 @@ class _Handler(BaseHTTPRequestHandler):
         if given:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        body = data[start:end]
+        body = b"" if self.command == "HEAD" else data[start:end]
         if name in self.hub.damaged:
             body = bytes(len(body))
-        if self.hub.cut.get(name):
+        if body and self.hub.cut.get(name):
             self.wfile.write(body[: self.hub.cut[name].pop(0)])
             self.close_connection = True
             return
-        stop = self.hub.hold.get(name)
-        if stop is None or self.hub.go.is_set():
-            self.wfile.write(body)
-            return
+        stop = self.hub.hold.get(name, len(body))
         self.wfile.write(body[:stop])
-        self.wfile.flush()
-        self.hub.held.set()
-        self.hub.go.wait(60)
+        if stop < len(body):
+            self.wfile.flush()
+            self.hub.held.set()
+            self.hub.go.wait(60)
+        with suppress(OSError):  # whoever waited may have been killed
+            self.wfile.write(body[stop:])
 
     def do_PUT(self) -> None:
-        oid = self._asked()[-1]
-        self.hub.objects[oid] = self._body()
+        self.hub.objects[self._asked()[-1]] = self._body()
         self._json(200, {})
 
     def _body(self) -> bytes:

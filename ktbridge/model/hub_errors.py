@@ -89,7 +89,7 @@ def explain(error: BaseException, wanted: Repository, upload: bool = False) -> K
     for cause in causes:
         response = getattr(cause, "response", None)
         if isinstance(cause, errors.HfHubHTTPError) and response is not None:
-            said = getattr(cause, "server_message", None) or getattr(response, "reason_phrase", "")
+            said = str(getattr(cause, "server_message", None) or response.reason_phrase)
             step = f"{_TOKEN[0].upper()}{_TOKEN[1:]}." if response.status_code in (401, 403) else ""
             return KtbridgeError(
                 f"{constants.ENDPOINT} answered {response.status_code} for {wanted}: {_line(said)}.",

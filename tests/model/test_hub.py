@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,22 @@ def test_a_killed_download_goes_on_from_its_last_byte(
     assert hub.downloads("model.safetensors") == ["", f"bytes={came}-"]
     assert snapshot(tmp_path / "home") == files
     assert not _partials(tmp_path)
+
+
+def test_a_second_process_waits_for_the_first(
+    hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
+) -> None:
+    shard = next(name for name in base if name.startswith("model-"))
+    hub.hold[shard] = 0
+    with ThreadPoolExecutor() as pool:
+        jobs = [
+            pool.submit(command, "merge", raw, "--base-model", NAME, "--output", f"merged{number}")
+            for number in range(2)
+        ]
+        assert hub.held.wait(60)
+        hub.go.set()
+        assert [job.result().returncode for job in jobs] == [0, 0]
+    assert hub.downloads(shard) == [""]
 
 
 def _tensors(directory: Path) -> dict[str, Tensor]:

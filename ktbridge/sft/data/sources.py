@@ -180,21 +180,20 @@ class _Entry:
 
     def _remote(self, entry: Mapping[str, object]) -> HubRows | None:
         """``hf_hub_url`` with ``subset``, ``split``, ``folder`` and ``revision``; nulls are left out."""
-        texts = {
-            key: entry.get(key) for key in ("hf_hub_url", "subset", "split", "folder", "revision")
-        }
-        texts = {key: value for key, value in texts.items() if value is not None}
-        for key, value in texts.items():
-            if not isinstance(value, str) or not value:
+        texts: dict[str, str] = {}
+        for key in ("hf_hub_url", "subset", "split", "folder", "revision"):
+            value = entry.get(key)
+            if isinstance(value, str) and value:
+                texts[key] = value
+            elif value is not None:
                 self._wrong(f"{key} {value!r}", "a text")
                 return None
-        name, at = str(texts.pop("hf_hub_url")), texts.pop("revision", None)
+        name, revision = texts.pop("hf_hub_url"), texts.pop("revision", None)
         wanted = named_repository(name, "dataset")
         if wanted is None:
             self._wrong(f"hf_hub_url {name!r}", "org/name")
             return None
-        wanted = replace(wanted, revision=wanted.revision or at)
-        return HubRows(wanted, **texts)  # type: ignore[arg-type]
+        return HubRows(replace(wanted, revision=wanted.revision or revision), **texts)
 
     def _texts(self, key: str, given: object, known: Mapping[str, str]) -> dict[str, str]:
         """The entry's ``columns`` or ``tags``; nulls are treated as absent."""
