@@ -92,8 +92,8 @@ class TrainConfig:
     """The base model: a directory, or org/name or org/name@revision on the Hub, which is downloaded unless
     the Hub cache has it."""
     dataset: tuple[str, ...] = _option(texts)
-    """JSON or JSONL files, relative to the configuration file, or names in dataset_info.json; comma-separated
-    or a list."""
+    """JSON, JSONL, Parquet or CSV files, relative to the configuration file, names in dataset_info.json, or
+    org/name on the Hub; comma-separated or a list."""
     output_dir: str = _option(text)
     """Where the adapter, the log and the loss plot appear when the run is finished."""
     model_revision: str | None = _option(text, None)
