@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -27,6 +28,7 @@ from ktbridge.errors import KtbridgeError
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
+_CHUNK = 1 << 22
 
 
 # Why a target may not be (re)placed, as (found, next step); None when it may.
@@ -75,6 +77,15 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def hash_file(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, in bounded memory."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 class Staging:

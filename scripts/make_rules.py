@@ -82,7 +82,7 @@ errors first.
 
 # A room's title, and what its tables don't say.
 ROOMS = {
-    "adapter": ("Adapters: `ktbridge validate`, `convert`, `merge`", ADAPTERS),
+    "adapter": ("Adapters: `ktbridge validate`, `convert`, `merge`, `push`", ADAPTERS),
     "serve": (
         "Serving: `ktbridge serve`, `verify`",
         """\

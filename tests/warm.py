@@ -241,6 +241,12 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str, files: l
     os.chdir(cwd)
     if threads := environment.get("OMP_NUM_THREADS"):  # which OpenMP reads when it is loaded
         torch.set_num_threads(int(threads))
+    if "HF_ENDPOINT" in environment:  # which huggingface_hub reads when it is imported
+        import importlib
+
+        import huggingface_hub.constants
+
+        importlib.reload(huggingface_hub.constants)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

@@ -13,30 +13,18 @@ whole with expected values, and ignore other keys.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from ktbridge.model import Fingerprint
 from ktbridge.model.identity import parse_fingerprint
 
 MANIFEST_FILE = "kt_adapter_manifest.json"
-_CHUNK = 1 << 22
 
 
 def dump_json(value: Mapping[str, object]) -> bytes:
     """JSON as every adapter file is written: indented, keys sorted, a newline at the end."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def hash_file(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, in bounded memory."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def fused_tensors(

@@ -213,15 +213,18 @@ class OutputDirectory:
         self.staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
 
 
+LOG_FILE, PLOT_FILE = "trainer_log.jsonl", "training_loss.png"
+DATA_FILE, REFUSED_FILE = "training_data.json", "refused_rows.jsonl"
+"""Files that `ktbridge train` leaves beside the adapter: losses, rows in numbers, and refused rows."""
 # An adapter, and the other files of `ktbridge train`. A README may be the user's own.
-_OURS = re.compile(
+OURS = re.compile(
     r"adapter_config\.json|kt_adapter_manifest\.json"
     r"|(?:adapter_model|fused_expert_lora)(?:-\d+-of-\d+)?\.safetensors"
     r"|adapter_model\.safetensors\.index\.json|adapter_model\.gguf"
-    r"|trainer_log\.jsonl|training_loss\.png|refused_rows\.jsonl"
+    r"|trainer_log\.jsonl|training_loss\.png|training_data\.json|refused_rows\.jsonl"
 )
 # Files that only training writes: a conversion can be repeated, training costs days.
-_TRAINED = re.compile(r"fused_expert_lora.*|trainer_log\.jsonl|training_loss\.png")
+_TRAINED = re.compile(r"fused_expert_lora.*|trainer_log\.jsonl|training_(loss\.png|data\.json)")
 
 
 def stage_adapter(target: PathLike, *, overwrite: bool = False, layout: str = "raw") -> Staging:
@@ -240,7 +243,7 @@ def why_not_writable(target: Path, overwrite: bool, layout: str = "raw") -> tupl
     def objection(entries: list[str]) -> tuple[str, str] | None:
         if "adapter_config.json" not in entries:
             return "exists and is not an adapter directory", ELSEWHERE
-        foreign = [n for n in entries if not _OURS.fullmatch(n) or (target / n).is_dir()]
+        foreign = [n for n in entries if not OURS.fullmatch(n) or (target / n).is_dir()]
         if foreign:
             found = f"holds {foreign[0]!r} besides an adapter, which replacing it would delete"
             return found, ELSEWHERE

@@ -23,6 +23,7 @@ from ktbridge.adapter.writer import write_steps
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import Fingerprint, Tensor, find_model
 from ktbridge.model import fingerprint as fingerprint_of
+from ktbridge.model.hub import name_of
 
 _FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 
@@ -67,7 +68,9 @@ def write_raw_adapter(
                 "use KT's fused keys for experts, PEFT's for the rest",
             )
     settings = {key: _plain(value) for key, value in config.items()}
-    settings["base_model_name_or_path"] = base_model
+    settings["base_model_name_or_path"], commit = name_of(base_model)
+    if commit is not None:
+        settings["revision"] = commit
     settings["peft_type"] = "LORA"
     files = {MODEL_FILE: _pieces(nonexpert)}
     if expert:

@@ -25,7 +25,7 @@ from ktbridge.adapter.engines import contract_for
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
-from ktbridge.model import ModelConfig, read_model_config
+from ktbridge.model import ModelConfig, find_model, hub, read_model_config
 from ktbridge.publish import OnProgress
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
@@ -70,9 +70,9 @@ def validate_adapter(
     In a set, one directory is the source that the others are compared with: the raw one, else the
     first of those whose layout covers all others (merged covers everything, each layout covers itself).
 
-    ``base_model``: a directory with config.json (weights are not needed), the reference for shapes and
-    inventories. If it has weights and the manifest a fingerprint of the model trained on,
-    those are compared too, and another model is an error unless ``allow_other_base``. ``engine``:
+    ``base_model``: a directory with config.json or a model in the Hub cache (weights are not needed), the
+    reference for shapes and inventories. If it has weights and the manifest a fingerprint of the model
+    trained on, those are compared too, and another model is an error unless ``allow_other_base``. ``engine``:
     "sglang-kt==0.7.2", to apply that version's contract. ``structure_only`` skips the adapter's
     values. ``on_progress(done, total)`` counts bytes. Invalid content, the base model's
     included, is reported, never raised. Raises UsageError without directories or for an unknown engine.
@@ -120,7 +120,7 @@ def validate_adapter(
 def _read_base(name: str, report: ValidationReport) -> ModelConfig | None:
     """The base model's architecture; None, and a problem, if it can't be read."""
     try:
-        return read_model_config(name)
+        return read_model_config(find_model(name) if hub.repository(name) else name)
     except KtbridgeError as error:
         found, step = error.sentence.removeprefix(f"{name} "), error.next_step or None
         report.problems.append(problem("KTB611", name or "--base-model", found, next_step=step))

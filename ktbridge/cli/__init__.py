@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "Prove that a served adapter took effect.",
     "eval": "Ask a bench's questions of each arm and score the answers.",
     "report": "Tables and one HTML file from what eval stored.",
+    "push": "Upload an adapter to the Hub, with a model card.",
     "merge": "Add an adapter to its base weights: a checkpoint any engine serves.",
 }
 

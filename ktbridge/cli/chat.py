@@ -74,9 +74,11 @@ def command(**options: Any) -> None:
     with terminable(), ExitStack() as stack:
         child = None
         if options["server"] is None:
+            from ktbridge.cli._hub import ensure_model
             from ktbridge.serve.chat import engine
 
             base_model = options["base_model"] or options["model"]
+            ensure_model(base_model)
             child = stack.enter_context(engine(base_model, options["adapter"], options["threads"]))
         failed = _converse(_conversation(options, child), child)
     sys.exit(1 if failed and not sys.stdin.isatty() else 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ktbridge.cli._app import Command, terminable
+from ktbridge.errors import KtbridgeError
 
 if TYPE_CHECKING:
     from ktbridge.adapter.convert import ConvertReport
@@ -80,8 +82,12 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
     adapter whose files don't match its manifest.
     """
     from ktbridge.adapter.convert import execute_plan, plan_convert
+    from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
 
+    if options["base_model"] is not None and options["to"] not in ("kt-split", "kt-merged", "raw"):
+        with suppress(KtbridgeError):  # its config.json helps, its name suffices
+            ensure_model(options["base_model"], weights=False)
     plan = plan_convert(raw_dir, overwrite=overwrite, **options)
     if dry_run:
         if as_json:

@@ -41,14 +41,16 @@ def command(
     """Add the adapter in RAW_DIR (of any layout) to the weights of its base model.
 
     Routed experts and everything else alike, in float32, rounded once. The base model is a
-    directory or a model in the local Hub cache; where the adapter's manifest has a fingerprint of
+    directory or org/name on the Hub; where the adapter's manifest has a fingerprint of
     the one trained on, it must be that. The output is complete or as it was before, whatever happens.
     """
     from ktbridge.adapter.merge import execute_merge, plan_merge
+    from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
     from ktbridge.model import resolve_model
     from ktbridge.units import size_text
 
+    ensure_model(base_model, weights=not dry_run)
     base = resolve_model(base_model)
     plan = plan_merge(
         raw_dir,

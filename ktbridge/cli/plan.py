@@ -32,16 +32,20 @@ def command(
 
     Reads the configuration, the model's config.json, the headers of its safetensors and the rows; no
     weight is loaded. Without the safetensors, config.json (and tokenizer.json, to count the rows) is
-    enough. Exit code 0 when the run fits this machine (or the one described), 1 when not.
+    enough; of a model on the Hub these and the safetensors' headers are downloaded, never weights. Exit
+    code 0 when the run fits this machine (or the one described), 1 when not.
     """
+    from ktbridge.cli._hub import declared_model, ensure_rows
     from ktbridge.cli._ui import emit_json, print_notes, stderr
     from ktbridge.sft.config import load_config
     from ktbridge.sft.plan import make_plan, this_machine
 
     parsed = load_config(config, overrides)
     target = this_machine(Path(parsed.output_dir), described(machine))
+    declared = declared_model(parsed.model_name_or_path)
+    ensure_rows(parsed)
     with stderr.status("Reading headers and rows, timing the kernels …"):
-        plan = make_plan(parsed, target, measure=not no_measure)
+        plan = make_plan(parsed, target, measure=not no_measure, declared=declared)
     if as_json:
         emit_json(plan.as_dict())
     else:

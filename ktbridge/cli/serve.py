@@ -126,12 +126,16 @@ def command(
     ktbridge serve --base-model MODEL --adapter neko=OUTPUT/adapter --engine sglang --dry-run \\
         --cores 32 --memory 256GB --gpus 1 --gpu-memory 24GB
     """
+    from ktbridge.cli._hub import ensure_model
+
     for_sglang = _serve_sglang.given(context)
     if engine == "auto":
         engine = "sglang" if for_sglang or _sglang_is_here() else "local"
     if engine == "sglang":
         _serve_local.refuse(options)
+        ensure_model(options["model"], weights=not dry_run)
         _serve_sglang.run(options, dry_run=dry_run, as_json=as_json)
     else:
         _serve_sglang.refuse(for_sglang)
+        ensure_model(options["model"], weights=not dry_run)
         _serve_local.run(options, dry_run=dry_run, as_json=as_json)

@@ -38,7 +38,9 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
+    from ktbridge.cli._hub import declared_model, ensure_model, ensure_rows, wait_for_model
     from ktbridge.cli._ui import emit_json, print_notes, print_problems, progress_bar, shown, stderr
+    from ktbridge.model import resolve_model
     from ktbridge.sft.config import load_config
     from ktbridge.sft.data import describe
     from ktbridge.sft.launch import world
@@ -47,22 +49,34 @@ def command(
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
         # Read when CUDA starts: batches of many sizes would fragment fixed-size memory segments.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if world().rank:  # only the first process reports
+    here = world()
+    if here.rank:  # only the first process reports
         if not dry_run:
+            if here.local_rank:
+                wait_for_model(parsed.model_name_or_path)
+            else:  # the first of another host, whose cache may be its own
+                ensure_model(parsed.model_name_or_path, quiet=True)
             _follow(parsed)
         return
     print_notes(parsed.notes)
+    declared = declared_model(parsed.model_name_or_path)
+    if declared is None and not dry_run:
+        ensure_model(parsed.model_name_or_path)
+    ensure_rows(parsed)
     with _stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
 
         trainer.quiet_libraries()
     with progress_bar("reading rows", unit="rows") as bar:
-        ready = prepare.prepare(parsed, world().size, bar)
+        ready = prepare.prepare(parsed, here.size, bar, declared)
     print_problems(ready.notes)
     if dry_run:
         _show_plan(parsed, ready, as_json)
         return
     stderr.print(shown(describe(ready.fitted)), soft_wrap=True)  # before hours of training
+    if declared is not None:  # all else is in order: now the gigabytes
+        ensure_model(parsed.model_name_or_path)
+        resolve_model(parsed.model_name_or_path)
     result = _train_with_progress(parsed, ready)
     if as_json:
         notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]

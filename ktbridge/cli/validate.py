@@ -42,8 +42,11 @@ def command(
     import gc
 
     from ktbridge.adapter import validate_adapter
+    from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar
 
+    if base_model is not None:
+        ensure_model(base_model, weights=False)
     # 60,000 tensors are half a million live objects: repeated garbage collection of them would take a
     # quarter of the time.
     gc.disable()

@@ -67,9 +67,11 @@ def command(
     of: applied, not applied, only experts, only attention, wrong scale (≈ ×k), can't tell. Exit code 0
     only for "applied", with every other arm what its name promises.
     """
+    from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar
     from ktbridge.verify.run import verify
 
+    ensure_model(base_model)
     with progress_bar("asking the server", "layers") as bar:
         result = verify(
             server,

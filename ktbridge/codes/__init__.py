@@ -1,18 +1,19 @@
 """Registry of all problem codes: default severity, meaning, and next step.
 
-One file per area: ``adapters``, ``serving``, ``training``, ``evaluation``. A code never changes its
+One file per area: ``adapters``, ``hub``, ``serving``, ``training``, ``evaluation``. A code never changes its
 meaning; a new one goes at the end of its subject, and ``python scripts/make_rules.py`` regenerates
 docs/rules.md. Checks create their findings with ``problem``.
 """
 
 from __future__ import annotations
 
-from ktbridge.codes import adapters, evaluation, serving, training
+from ktbridge.codes import adapters, evaluation, hub, serving, training
 from ktbridge.codes.table import Code, Subject
 from ktbridge.errors import Problem, Severity
 
 SUBJECTS: tuple[Subject, ...] = (
     *adapters.SUBJECTS,
+    *hub.SUBJECTS,
     *serving.SUBJECTS,
     *training.SUBJECTS,
     *evaluation.SUBJECTS,

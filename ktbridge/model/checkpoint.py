@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.model import hub
 from ktbridge.model.config import ModelConfig, read_model_config
+from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensor import Tensor
 from ktbridge.model.tensorfile import Entry, TensorFile, open_tensor_file
 
 # A plain file name: no directory, no hidden file, no special characters.
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.+=@ -]{0,200}\.safetensors", re.ASCII)
-INDEX_FILE, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class Checkpoint:
@@ -97,7 +97,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     the directory, or (for a single file) the file is truncated.
     """
     path = Path(path).expanduser()
-    index, single = path / INDEX_FILE, path / _SINGLE
+    index, single = path / INDEX_FILE, path / SINGLE_FILE
     if index.is_file():
         return Checkpoint(path, _read_index(index))
     if single.is_file():
@@ -117,8 +117,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a model directory has safetensors that ``open_checkpoint`` would read."""
-    return (path / INDEX_FILE).is_file() or (path / _SINGLE).is_file()
+    """Whether a model directory has safetensors, or some of them; an index alone is none."""
+    return (path / SINGLE_FILE).is_file() or (
+        (path / INDEX_FILE).is_file() and any(path.glob("*.safetensors"))
+    )
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -138,55 +140,44 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def resolve_model(path_or_id: str | os.PathLike[str]) -> Path:
-    """The directory of a base model: a path, or the id of a model in the local Hub cache.
+    """The directory of a base model: a path, or ``org/name`` or ``org/name@revision`` in the Hub's cache.
 
     Nothing is downloaded. Raises KtbridgeError with the next step when there is no
     such directory, no config.json, or a weight file is missing or truncated.
     """
     path = find_model(path_or_id)
+    wanted = hub.repository(os.fspath(path_or_id))
+    if wanted and not hub.has_all_weights(path):
+        raise KtbridgeError(
+            f"the weights of {wanted} are not all in the Hub cache {hub.cache_directory()}",
+            f"download them first: hf download {wanted.id}",
+        )
     open_checkpoint(path).check()
     return path
 
 
-def find_model(path_or_id: str | os.PathLike[str], files: str = "") -> Path:
+def find_model(path_or_id: str | os.PathLike[str]) -> Path:
     """The same without requiring weights: a directory with a readable config.json.
 
-    ``files`` are those that the caller needs, for the suggested download command. Raises
-    KtbridgeError as ``resolve_model`` does.
+    Raises KtbridgeError as ``resolve_model`` does.
     """
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
     if not path.exists():
         looked, step = f"no directory {path.absolute()}", "check the path"
-        if _HUB_ID.fullmatch(text):
-            cached = _from_hub_cache(text)
+        if wanted := hub.repository(text):
+            cached = hub.find_whole(wanted, weights=False)
             if cached is not None:
                 read_model_config(cached)
                 return cached
-            looked += f", and {text} is not in the Hub cache {_hub_cache()}"
-            step += f", or download it first: hf download {text}"
-            if files:
-                step += f" {files} --local-dir {path.name}, and name that directory"
+            looked += f", and {text} is not in the Hub cache {hub.cache_directory()}"
+            revision = f" --revision {wanted.revision}" if wanted.revision else ""
+            step += f", or download it first: hf download {wanted.id}{revision}"
         raise KtbridgeError(f"there is no model at {text!r}: {looked}", step)
     if not path.is_dir():
         raise KtbridgeError(f"{path} is a file, not a model directory", "point at its directory")
     read_model_config(path)
     return path
-
-
-def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
-
-
-def _from_hub_cache(model_id: str) -> Path | None:
-    repository = _hub_cache() / f"models--{model_id.replace('/', '--')}"
-    try:
-        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    snapshot = repository / "snapshots" / os.path.basename(revision)
-    return snapshot if snapshot.is_dir() else None
 
 
 def expert_names(config: ModelConfig, layer: int) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from ktbridge.experts.nonexpert_lora import (
     left_out_of_all,
     own_names,
 )
-from ktbridge.model import open_checkpoint, read_model_config, resolve_model
+from ktbridge.model import Checkpoint, find_model, open_checkpoint, read_model_config
 from ktbridge.sft.compat import has_balancing_loss
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import stabilised
@@ -55,13 +55,17 @@ class Trainable:
         return self.expert_parameters + self.nonexpert_parameters
 
 
-def check_model(config: TrainConfig, base: Path) -> tuple[Trainable, list[Problem]]:
+def check_model(
+    config: TrainConfig, base: Path, stored: Checkpoint | None = None
+) -> tuple[Trainable, list[Problem]]:
     """Check model, ``lora_target`` and ``adapter_name_or_path`` without weights; what is trained, and notes.
+
+    ``stored`` has the names of the checkpoint's tensors, by default those of the files in ``base``.
 
     Raises KtbridgeError for a model that can't be trained here, and what ``chosen_modules`` and
     ``read_start`` raise.
     """
-    _check_packed(config, base)
+    _check_packed(config, base, stored or open_checkpoint(base))
     model = skeleton(base)
     found = _adaptable(model, base)
     if config.moe_aux_loss_coef and not has_balancing_loss(model):
@@ -109,11 +113,11 @@ def _adaptable(model: PreTrainedModel, base: Path) -> Adaptable:
         ) from None
 
 
-def _check_packed(config: TrainConfig, base: Path) -> None:
+def _check_packed(config: TrainConfig, base: Path, stored: Checkpoint) -> None:
     own_experts = config.kt_config.kt_weight_path is None
     packed = [
         name
-        for name in open_checkpoint(base)
+        for name in stored
         if name.endswith(_PACKED)
         and (".experts." not in name or (own_experts and not name.endswith(_READ_PACKED)))
     ]
@@ -172,7 +176,7 @@ def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start
             f"{adapter.path} has expert LoRA, which kt_skip_expert_lora_adaptation would lose.",
             "Leave that key out to go on with both.",
         )
-    base = resolve_model(config.model_name_or_path)
+    base = find_model(config.model_name_or_path)
     start, problems = fit(adapter, base, model, found)
     if not problems:
         problems += _settings(adapter, config)

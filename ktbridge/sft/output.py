@@ -16,13 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import nn
 
+from ktbridge.adapter.outputs import LOG_FILE, PLOT_FILE, REFUSED_FILE
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.raw_adapter import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import REFUSED_FILE, Refused, refused_file
+from ktbridge.sft.data import Refused, refused_file
 
-LOG_FILE = "trainer_log.jsonl"
-PLOT_FILE = "training_loss.png"
 Log = Sequence[Mapping[str, float]]
 """Records of training: step, loss and pace of each."""
 _LARGEST_RETRY = 100

@@ -19,7 +19,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
-from ktbridge.model import resolve_model
+from ktbridge.model import find_model, resolve_model
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
@@ -28,6 +28,7 @@ from ktbridge.sft.data import Fitted, fit_rows, load_rows
 from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
+from ktbridge.sft.plan.declared import Declared
 from ktbridge.sft.plan.lengths import optimizer_steps
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
@@ -56,10 +57,14 @@ class Prepared:
 
 
 def prepare(
-    config: TrainConfig, processes: int = 1, on_rows: Callable[[int, int], None] | None = None
+    config: TrainConfig,
+    processes: int = 1,
+    on_rows: Callable[[int, int], None] | None = None,
+    declared: Declared | None = None,
 ) -> Prepared:
     """Check everything that needs no weights: output, packages, model, rows, tokenizer, checkpoint.
 
+    ``declared`` stands for weights that aren't here yet, for a dry run.
     Reads and tokenizes the rows, calling ``on_rows(done, total)``, and leaves nothing on disk. Raises
     ``KtbridgeError`` and its children; ``ProblemsError`` with all of them where several things are wrong.
     """
@@ -73,13 +78,14 @@ def prepare(
     asked.of("output_dir", lambda: check_output_dir(config))
     asked.of("kt_optimize_rule", lambda: places(config))
     asked.of("kt_experts", lambda: check_expert_device(config))
-    base = asked.of("model_name_or_path", lambda: resolve_model(config.model_name_or_path))
-    checked = asked.of("model", lambda: check_model(config, base)) if base else None
+    find_base = resolve_model if declared is None else find_model
+    base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
+    checked = asked.of("model", lambda: check_model(config, base, declared)) if base else None
     tokenizer = asked.of("tokenizer", lambda: _tokenizer(base)) if base else None
     rows = asked.of("dataset", lambda: load_rows(config))
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
-        asked.of("kt_backend", lambda: _check_storage(config, base))
+        asked.of("kt_backend", lambda: _check_storage(config, base, declared))
     asked.raise_collected()
     assert base is not None
     assert checked is not None
@@ -161,12 +167,13 @@ def _check_backend(config: TrainConfig) -> None:
         load_kt_kernel(f"{KtKernelExperts.METHOD['method']}_MOE")
 
 
-def _check_storage(config: TrainConfig, base: Path) -> None:
+def _check_storage(config: TrainConfig, base: Path, declared: Declared | None) -> None:
     """kt-kernel is given bfloat16 tensors, so quantised experts are not for it."""
     if config.kt_config.kt_backend != "kt-kernel":
         return
     own = config.kt_config.kt_weight_path
-    stored = read_shape(Path(own) if own else base).expert_storage
+    shape = read_shape(Path(own)) if own else read_shape(base, declared=declared)
+    stored = shape.expert_storage
     if stored in ("fp8", "int8", "int4"):
         raise UsageError(
             f"kt_backend: kt-kernel takes bf16 experts, and those in {own or base} are {stored}.",

@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
-from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file
+from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model.jsonfile import read_json_file
+from ktbridge.publish import hash_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import KtConfig, options
 from ktbridge.sft.data import Rows
@@ -32,7 +33,8 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 _FREE = {
     "output_dir", "overwrite_output_dir", "logging_steps", "plot_loss", "report_to", "save_steps",
     "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir",
-    "model_name_or_path", "adapter_name_or_path", "run_name", "logging_dir", "strict_data", "notes",
+    "model_name_or_path", "model_revision", "adapter_name_or_path", "run_name", "logging_dir",
+    "strict_data", "notes",
     "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
     "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
     "tokens_per_pass",

@@ -17,6 +17,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
+from ktbridge.adapter.outputs import DATA_FILE
 from ktbridge.errors import Problem
 from ktbridge.experts import checkpointing
 from ktbridge.experts.loading import load_for_kernels
@@ -27,6 +28,7 @@ from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.data import data_file
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import Log, RunLock, files_beside, write_output
@@ -150,6 +152,7 @@ def _train(
     log = [record for record in trainer.state.log_history if "loss" in record]
     if main:
         files = files_beside(config, log, LOSSES[config.stage], ready.fitted.refused)
+        files[DATA_FILE] = data_file(ready.fitted, config)
         write_output(model, config, ready.base, files, trainer.checkpoints.last())
         forget_replaced(config)
     distributed.barrier()

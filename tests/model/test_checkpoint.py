@@ -143,7 +143,7 @@ def test_index_may_not_point_elsewhere(tmp_path: Path, shard: Any) -> None:
 
 
 def test_resolve_model_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(KtbridgeError, match="no model at") as caught:
         resolve_model("someone/something")
     assert "hf download someone/something" in caught.value.next_step
@@ -171,10 +171,10 @@ def test_resolve_model_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
 def test_resolve_model_finds_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = tmp_path / "models--org--name"
     (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("abc\n")
+    (repository / "refs" / "main").write_text("abc")
     (repository / "snapshots").mkdir()
     model_dir(repository / "snapshots" / "abc", QWEN3, {"a": np.zeros(2, np.float32)})
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert resolve_model("org/name") == repository / "snapshots" / "abc"
 
 

@@ -230,7 +230,8 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
 
 def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
     info = {
-        "hub": {"hf_hub_url": "someone/rows"},
+        "hub": {"ms_hub_url": "someone/rows"},
+        "odd": {"hf_hub_url": "rows", "split": 3},
         "pairs": {"file_name": "rows.jsonl", "ranking": True},
         "typo": {
             "file_name": "none.jsonl",
@@ -238,7 +239,7 @@ def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
             "columns": {"promt": "q"},
             "formatting": "x",
         },
-        "chosen": {"file_name": "rows.jsonl", "num_samples": 5, "split": "test", "tags": 3},
+        "chosen": {"file_name": "rows.jsonl", "num_samples": "5", "split": "test", "tags": 3},
     }
     write(tmp_path / "rows.jsonl", ROW)
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
@@ -250,20 +251,21 @@ def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
         for problem in caught.value.problems
     }
     assert set(told) == {
-        "hub: hf_hub_url 'someone/rows', which is not on this machine",
+        "hub: ms_hub_url 'someone/rows', which is not on this machine",
         "pairs: ranking: true for stage: sft",
         "typo: file_name 'none.jsonl': no such file",
         "typo: unknown key column",
         "typo: unknown columns promt",
         "typo: formatting 'x'",
-        "chosen: num_samples (a random choice of rows)",
+        "chosen: num_samples '5'",
+        "odd: split 3",
         "chosen: split 'test'",
         "chosen: tags 3",
         "hubb: no such dataset, nor a file",
     }
     assert (
         "Download it"
-        in told["hub: hf_hub_url 'someone/rows', which is not on this machine"].next_step
+        in told["hub: ms_hub_url 'someone/rows', which is not on this machine"].next_step
     )
     assert told["hubb: no such dataset, nor a file"].next_step == "Did you mean hub?"
     with pytest.raises(ProblemsError) as caught:

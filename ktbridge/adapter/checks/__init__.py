@@ -10,7 +10,7 @@ from ktbridge.codes import SUBJECTS, problem
 from ktbridge.codes import Code as Rule
 from ktbridge.errors import Problem, Severity
 
-# What validate, convert and merge report: their section of the registry of problem codes.
+# What validate, convert, merge and push report: their section of the registry of problem codes.
 RULES: tuple[Rule, ...] = tuple(
     rule for subject in SUBJECTS if subject.room == "adapter" for rule in subject.codes
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +24,8 @@ from ktbridge.adapter.manifest import trained_on
 from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, ProblemsError, has_errors
-from ktbridge.model import Fingerprint, ModelConfig, TensorFile, read_model_config
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.model import Fingerprint, ModelConfig, TensorFile, hub, read_model_config
 from ktbridge.model.stamps import Stamps
 
 Slot = tuple[int, str, str]  # layer, "gate" | "up" | "down", "A" | "B"
@@ -306,10 +307,16 @@ def expert_alpha(scale: float, rank: int) -> float:
 
 
 def local_config(*names: str | None) -> ModelConfig | None:
-    """The first of these base models that is a directory with config.json here."""
+    """The first of these base models that is here: a directory with config.json, or in the Hub cache."""
     for name in names:
         if name and (Path(name).expanduser() / "config.json").is_file():
             return read_model_config(name)
+        if name and (wanted := hub.repository(name)):
+            with suppress(
+                KtbridgeError
+            ):  # huggingface_hub isn't installed, or no model is in there
+                if cached := hub.find_whole(wanted, weights=False):
+                    return read_model_config(cached)
     return None
 
 

@@ -14,6 +14,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, h
 from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
+from ktbridge.model.hub import short_name
 from ktbridge.serve.doctor_packages import PACKAGES
 from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
 from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
@@ -65,7 +66,7 @@ def plan_local(request: ServeRequest, limits: Limits | None = None) -> ServePlan
     """
     base = Path(resolve_model(request.model))
     open_checkpoint(base)  # headers only: a truncated file is reported now, not after loading
-    served = request.served_name if request.served_name is not None else base.resolve().name
+    served = request.served_name if request.served_name is not None else short_name(base)
     check_served_name(served)
     _check_access(request.api_key, request.host)
     expert, nonexpert, whole = _halves(request)

@@ -22,10 +22,11 @@ from ktbridge.adapter.adapter import Layout
 from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
-from ktbridge.adapter.manifest import MANIFEST_FILE, hash_file, trained_on
+from ktbridge.adapter.manifest import MANIFEST_FILE, trained_on
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model.jsonfile import read_json_file
+from ktbridge.publish import hash_file
 from ktbridge.serve.request import OPTION_OF_LAYOUT, RequestedLayout, ServeRequest
 
 # Part of every key: bump it when the conversion's output changes, to invalidate old results.

@@ -23,6 +23,7 @@ from ktbridge.model import (
     read_model_config,
     resolve_model,
 )
+from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Source, cache_root, read_sources
@@ -183,7 +184,7 @@ def served_name(request: SglangRequest, facts: Facts) -> str:
     """The served model name: the option, or the model directory's name."""
     if request.served_name is not None:
         return request.served_name
-    return facts.model_path.resolve().name
+    return short_name(facts.model_path)
 
 
 def gather(request: SglangRequest) -> Facts:

@@ -18,12 +18,15 @@ import yaml
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.checkpoint import open_checkpoint
+from ktbridge.model.hub import repository
 from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, NOT_THERE, Findings
 from ktbridge.sft.config.schema import STORAGE_BACKENDS, TrainConfig
 from ktbridge.sft.config.values import Values, one_of
 
 RULE_KEY = "kt_optimize_rule"
 _EXPERTS = "a safetensors checkpoint with the experts"
+ROWS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
+"""Suffixes of files with rows."""
 _OUTPUTS = ("output_dir", "logging_dir")
 _INPUTS = (
     "model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "resume_from_checkpoint",
@@ -78,8 +81,13 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
     if name is None:
         return
     path = root / Path(name).expanduser()
+    revision = main.get("model_revision")
     if path.exists():
         main["model_name_or_path"] = str(path)
+        if revision not in (None, "main"):
+            found = f"{revision}, while {path} is a directory"
+            step = "Give that revision's directory, or org/name."
+            findings.error("model_revision", found, "a model on the Hub", step)
     if path.is_file():
         findings.error(
             "model_name_or_path",
@@ -91,8 +99,15 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
             code=NOT_THERE,
         )
     elif not path.exists() and name.startswith(("/", ".", "~")):
-        expected = "a model's directory, or its id in the local Hub cache"
+        expected = "a model's directory, or its name on the Hub (org/name)"
         _not_there(findings, "model_name_or_path", path, expected)
+    elif not path.exists() and revision and (wanted := repository(name)):
+        if wanted.revision not in (None, revision):
+            findings.error(
+                "model_revision", revision, f"{wanted.revision}, as model_name_or_path has it",
+                "Keep one of the two.", code=CONTRADICTION,
+            )  # fmt: skip
+        main["model_name_or_path"] = f"{wanted.id}@{revision}"
 
 
 def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
@@ -114,15 +129,15 @@ def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
             findings.error(
                 "dataset",
                 f"{place} is a directory",
-                "a JSON or JSONL file",
+                "a JSON, Parquet or CSV file",
                 "Name its files, or name it as file_name of an entry in dataset_info.json.",
                 code=NOT_THERE,
             )
-        elif file is None and name.lower().endswith((".json", ".jsonl")):
+        elif file is None and name.lower().endswith(ROWS):
             findings.error(
                 "dataset",
                 f"there is no dataset file {name!r} in {' or '.join(_looked_in(root, folder))}",
-                "JSON or JSONL",
+                "JSON, Parquet or CSV",
                 "Give a path relative to the configuration file (on the command line: to the working "
                 "directory), or a name in dataset_info.json.",
                 code=NOT_THERE,

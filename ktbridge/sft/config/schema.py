@@ -99,12 +99,15 @@ class TrainConfig:
 
     # model
     model_name_or_path: str = _option(text)
-    """The base model: a directory, or the id of a model in the local Hub cache."""
+    """The base model: a directory, or org/name or org/name@revision on the Hub, which is downloaded unless
+    the Hub cache has it."""
     dataset: tuple[str, ...] = _option(texts)
-    """JSON or JSONL files, relative to the configuration file, or names in dataset_info.json; comma-separated
-    or a list."""
+    """JSON, JSONL, Parquet or CSV files, relative to the configuration file, names in dataset_info.json, or
+    org/name on the Hub; comma-separated or a list."""
     output_dir: str = _option(text)
     """Where the adapter, the log and the loss plot appear when the run is finished."""
+    model_revision: str | None = _option(text, None)
+    """Branch, tag or commit of a model on the Hub; default: main."""
     adapter_name_or_path: str | None = _option(text, None)
     """A raw adapter to go on training from, instead of a new LoRA."""
     flash_attn: str = _option(one_of(*ATTENTION), "auto")

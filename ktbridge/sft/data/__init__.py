@@ -5,17 +5,17 @@
 in a line, and ``refused_file`` lists those that are not trained on.
 """
 
-from ktbridge.sft.data.fit import Fitted, describe, fit_rows
+from ktbridge.sft.data.fit import Fitted, data_file, describe, fit_rows
 from ktbridge.sft.data.layout import Message, Pair
-from ktbridge.sft.data.rows import REFUSED_FILE, Refused, Rows, load_rows, refused_file
+from ktbridge.sft.data.rows import Refused, Rows, load_rows, refused_file
 
 __all__ = [
-    "REFUSED_FILE",
     "Fitted",
     "Message",
     "Pair",
     "Refused",
     "Rows",
+    "data_file",
     "describe",
     "fit_rows",
     "load_rows",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem, ProblemsError
@@ -107,6 +109,23 @@ def fit_rows(
             *stop_note(fit.last_learned, tokenizer),
         ],
     )
+
+
+def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
+    """JSON of how many rows of which datasets were used and refused; of files the names alone."""
+    summary = {
+        "datasets": [Path(name).name if Path(name).is_file() else name for name in config.dataset],
+        "stage": config.stage,
+        "rows": fitted.total,
+        "used": fitted.used,
+        "cut": len(fitted.cut),
+        "refused": len(fitted.refused),
+        "reasons": reasons(fitted.refused),
+        "cutoff_len": config.cutoff_len,
+        "tokens": fitted.tokens,
+        "trained_tokens": fitted.trained_tokens,
+    }
+    return json.dumps(summary, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def describe(fitted: Fitted) -> str:

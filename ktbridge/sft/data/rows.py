@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from ktbridge.adapter.outputs import REFUSED_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.layout import Message, Pair, read_conversation, read_pair
-from ktbridge.sft.data.sources import Line, Source, find_sources, read_lines
+from ktbridge.sft.data.sources import Source, find_sources
+from ktbridge.sft.data.tables import Line
 
 SHOWN = 20
 """Rows listed one by one in an error."""
@@ -20,7 +22,6 @@ ALIKE = 3
 """Of these, rows with the same kind of reason."""
 STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
 """Reasons that another stage doesn't have."""
-REFUSED_FILE = "refused_rows.jsonl"
 REASONS = 3
 """Reasons listed one by one in a summary."""
 LOUD, TOO_MANY = 0.1, 0.5
@@ -59,11 +60,14 @@ def load_rows(config: TrainConfig) -> Rows:
 
     Raises ProblemsError when a dataset can't be found, when none of its rows can be used and, with
     ``strict_data``, for any row that can't be used or has a field that is not read; KtbridgeError for a
-    file that is not JSON or JSONL, or holds no row. Where several datasets fail, one ProblemsError has all.
+    file that is not JSON, Parquet or CSV, or holds no row. Where several datasets fail, one ProblemsError
+    has all.
     """
     rows = Rows()
     sources, failed = find_sources(config)
     for source in sources:
+        if failed and source.remote and source.remote.cached() is None:
+            continue  # nothing is downloaded for a run that can't start
         try:
             _read(source, config, rows)
         except KtbridgeError as error:
@@ -119,7 +123,8 @@ def _next_step(reasons: Counter[str], count: int) -> str:
 def refused_file(refused: Iterable[Refused]) -> bytes:
     """JSONL of ``{"where", "why", "row"}``, in ASCII so that half characters can be written too."""
     return b"".join(
-        json.dumps({"where": item.where, "why": item.why, "row": item.row}).encode() + b"\n"
+        json.dumps({"where": item.where, "why": item.why, "row": item.row}, default=str).encode()
+        + b"\n"
         for item in refused
     )
 
@@ -129,8 +134,7 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     used, refused, total = len(rows.places), len(rows.refused), rows.total
     unused: Counter[str] = Counter()
     ids: Counter[int | str] = Counter()
-    lines = (line for path in source.paths for line in read_lines(path))
-    for line in islice(lines, config.max_samples):
+    for line in islice(source.lines(config.seed), config.max_samples):
         rows.total += 1
         row_id = line.row.get("id") if isinstance(line.row, dict) else None
         if isinstance(row_id, int | str) and row_id != "":
@@ -144,7 +148,7 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
             unused.update(names)
     if rows.total == total:
         raise KtbridgeError(
-            f"{source.paths[0]} holds no row to train on.",
+            f"{source.paths[0] if source.paths else source.name} holds no row to train on.",
             "Write rows into it, or leave it out of dataset.",
         )
     if len(rows.places) == used:

@@ -1,4 +1,4 @@
-"""Where the rows come from: files, or names that LLaMA-Factory's dataset_info.json describes.
+"""Where the rows come from: files, names that LLaMA-Factory's dataset_info.json describes, and the Hub.
 
 A broken line of a JSONL file is a row that can't be used, not the end of the file.
 """
@@ -8,23 +8,28 @@ from __future__ import annotations
 import codecs
 import difflib
 import json
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.model.hub import named_repository, repository
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.config.paths import ROWS
+from ktbridge.sft.data.hub_rows import HubRows
 from ktbridge.sft.data.layout import COLUMNS, Layout, Tags
+from ktbridge.sft.data.tables import CSV_SUFFIXES, Line, read_csv, read_parquet
 
 INFO = "dataset_info.json"
 ENTRY_KEYS = (
     "file_name", "file_sha1", "formatting", "ranking", "columns", "tags", "split", "subset", "folder",
-    "num_samples", "revision",
+    "num_samples", "revision", "hf_hub_url",
 )  # fmt: skip
-ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-"""Keys of entries whose rows are not in a file here."""
+ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+"""Keys of entries whose rows are neither in a file here nor on the Hub."""
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -34,20 +39,37 @@ TAGS = {
     "observation_tag": "observation",
     "function_tag": "function_call",
 }
-FILE_SUFFIXES = (".json", ".jsonl")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of ``dataset``: the files its rows are in, and how they are laid out."""
+    """One entry of ``dataset``: the files its rows are in, here or on the Hub, and how they are laid out.
+
+    ``num_samples``: as many of its rows, chosen at random; more than there are repeats some.
+    """
 
     name: str
     paths: tuple[Path, ...]
     layout: Layout
+    remote: HubRows | None = None
+    num_samples: int | None = None
+
+    def lines(self, seed: int) -> Iterator[Line]:
+        """Its rows; what is on the Hub is downloaded first. Raises what ``read_lines`` and the Hub raise."""
+        files = self.remote.fetch() if self.remote else [(str(path), path) for path in self.paths]
+        every = (line for shown, path in files for line in read_lines(path, shown))
+        return every if self.num_samples is None else _sampled([*every], self.num_samples, seed)
+
+
+def _sampled(lines: list[Line], count: int, seed: int) -> Iterator[Line]:
+    """LLaMA-Factory's choice: a permutation's first, and beyond their number any of them again."""
+    draw = random.Random(seed)
+    more = draw.choices(lines, k=max(0, count - len(lines))) if lines else []
+    return iter(draw.sample(lines, min(count, len(lines))) + more)
 
 
 def find_sources(config: TrainConfig) -> tuple[list[Source], list[KtbridgeError]]:
-    """Every entry of ``config.dataset``: a file, else a name in ``dataset_info.json`` of ``dataset_dir``.
+    """Every entry of ``config.dataset``: a file, a name in ``dataset_info.json``, or org/name on the Hub.
 
     Also the errors: a ProblemsError with all entries that can't be used, a KtbridgeError for a
     dataset_info.json that can't be read.
@@ -59,9 +81,14 @@ def find_sources(config: TrainConfig) -> tuple[list[Source], list[KtbridgeError]
     for name in config.dataset:
         if Path(name).is_file():
             sources.append(Source(name, (Path(name),), Layout()))
+        elif (wanted := repository(name, "dataset")) and not _is_described(
+            name, config.dataset_dir
+        ):
+            sources.append(Source(name, (), Layout(), HubRows(wanted)))
         elif config.dataset_dir is None:
             step = f"Give a path, or set dataset_dir to the directory whose {INFO} names it."
-            problems.append(problem("KTD002", name, "no such file", "a JSON or JSONL file", step))
+            expected = "a JSON, Parquet or CSV file, or org/name on the Hub"
+            problems.append(problem("KTD002", name, "no such file", expected, step))
         elif not failed:
             try:
                 info = info or _read_info(Path(config.dataset_dir) / INFO)
@@ -76,6 +103,13 @@ def find_sources(config: TrainConfig) -> tuple[list[Source], list[KtbridgeError]
     if problems:
         failed.append(ProblemsError("the datasets can't be read; nothing was started.", problems))
     return sources, failed
+
+
+def _is_described(name: str, directory: str | None) -> bool:
+    """Whether dataset_info.json has an entry of this name."""
+    with suppress(KtbridgeError):
+        return directory is not None and name in _read_info(Path(directory) / INFO)
+    return False
 
 
 def _read_info(path: Path) -> dict[str, object]:
@@ -112,18 +146,19 @@ class _Entry:
             step = f"Did you mean {near[0]}?" if near else f"It names {', '.join(info) or 'none'}."
             self._wrong("no such dataset, nor a file", "", step)
             return None
-        afar = [key for key in ELSEWHERE if entry.get(key)]
+        remote = self._remote(entry) if entry.get("hf_hub_url") else None
+        afar = [key for key in ELSEWHERE if entry.get(key) and not entry.get("hf_hub_url")]
         if afar:
             found = f"{afar[0]} {entry[afar[0]]!r}, which is not on this machine"
-            step = (
-                f"Download it as JSON or JSONL into {self._directory}, and write file_name instead."
-            )
-            self._wrong(found, "file_name", step)
+            step = f"Download it into {self._directory}, and write file_name instead."
+            self._wrong(found, "file_name or hf_hub_url", step)
         for key in entry.keys() - {*ENTRY_KEYS, *ELSEWHERE}:
             self._wrong(f"unknown key {key}", ", ".join(ENTRY_KEYS))
-        if entry.get("num_samples") is not None:
-            self._wrong("num_samples (a random choice of rows)", "", "Set max_samples instead.")
-        if entry.get("split") not in (None, "train"):
+        count = entry.get("num_samples")
+        if count is not None and (type(count) is not int or count < 1):
+            self._wrong(f"num_samples {count!r}", "a number of rows")
+            count = None
+        if remote is None and entry.get("split") not in (None, "train"):
             self._wrong(f"split {entry['split']!r}", "a file of its own")
         ranking = entry.get("ranking") or False
         if ranking is not (stage == "dpo"):
@@ -139,8 +174,26 @@ class _Entry:
         formatting = "alpaca" if stated == "alpaca" else "messages"
         columns = self._texts("columns", entry.get("columns"), COLUMNS) or dict(COLUMNS)
         tags = self._texts("tags", entry.get("tags"), TAGS)
-        paths = () if afar else self._files(entry.get("file_name"))
-        return Source(self._name, paths, Layout(formatting, columns, _tags(tags, formatting)))
+        paths = () if afar or entry.get("hf_hub_url") else self._files(entry.get("file_name"))
+        layout = Layout(formatting, columns, _tags(tags, formatting))
+        return Source(self._name, paths, layout, remote, count)
+
+    def _remote(self, entry: Mapping[str, object]) -> HubRows | None:
+        """``hf_hub_url`` with ``subset``, ``split``, ``folder`` and ``revision``; nulls are left out."""
+        texts: dict[str, str] = {}
+        for key in ("hf_hub_url", "subset", "split", "folder", "revision"):
+            value = entry.get(key)
+            if isinstance(value, str) and value:
+                texts[key] = value
+            elif value is not None:
+                self._wrong(f"{key} {value!r}", "a text")
+                return None
+        name, revision = texts.pop("hf_hub_url"), texts.pop("revision", None)
+        wanted = named_repository(name, "dataset")
+        if wanted is None:
+            self._wrong(f"hf_hub_url {name!r}", "org/name")
+            return None
+        return HubRows(replace(wanted, revision=wanted.revision or revision), **texts)
 
     def _texts(self, key: str, given: object, known: Mapping[str, str]) -> dict[str, str]:
         """The entry's ``columns`` or ``tags``; nulls are treated as absent."""
@@ -157,14 +210,14 @@ class _Entry:
         return found
 
     def _files(self, name: object) -> tuple[Path, ...]:
-        """The named file, or the JSON and JSONL files of the named directory, sorted by name."""
+        """The named file, or the data files of the named directory, sorted by name."""
         if not isinstance(name, str) or not name:
-            self._wrong("no file_name", "a file beside dataset_info.json")
+            self._wrong("no file_name", "a file beside dataset_info.json, or hf_hub_url")
             return ()
         path = self._directory / name
         if path.is_file():
             return (path,)
-        paths = sorted(file for file in path.glob("*") if file.suffix in FILE_SUFFIXES)
+        paths = sorted(file for file in path.glob("*") if file.suffix.lower() in ROWS)
         if not paths:
             self._wrong(f"file_name {name!r}: no such file", "", f"Put the rows at {path}.")
         return tuple(paths)
@@ -187,47 +240,42 @@ NOT_JSON = {
     b"\x1f\x8b": ("gzip-compressed", "Unpack it first, as with `gunzip -k`."),
     b"\x28\xb5\x2f\xfd": ("zstd-compressed", "Unpack it first, as with `unzstd`."),
     b"PK\x03\x04": ("a zip archive", "Unpack it first."),
-    b"PAR1": ("Parquet", "Convert it to JSONL, as with datasets' Dataset.to_json."),
     b"ARROW1": ("Arrow", "Convert it to JSONL, as with datasets' Dataset.to_json."),
     codecs.BOM_UTF16_LE: ("UTF-16 text", "Save it as UTF-8."),
     codecs.BOM_UTF16_BE: ("UTF-16 text", "Save it as UTF-8."),
 }
 
 
-@dataclass(frozen=True)
-class Line:
-    """One raw row of a file: its location, and its value or why there is none."""
+def read_lines(path: Path, shown: str = "") -> Iterator[Line]:
+    """The rows of a file, in order; ``shown`` is its name in messages, by default its path.
 
-    where: str
-    row: object
-    broken: str = ""
-
-
-def read_lines(path: Path) -> Iterator[Line]:
-    """The rows of a file, in order.
-
-    A file is a JSON list of rows, one JSON object, or one JSON value per line (empty lines are skipped), as
-    detected from its text, not its name. UTF-8, with or without a byte order mark. Raises KtbridgeError
-    for a file that can't be read, has another form, or is in a compressed or binary format.
+    A file is Parquet, CSV (by its suffix), a JSON list of rows, one JSON object, or one JSON value per line
+    (empty lines are skipped), as detected from its bytes. UTF-8, with or without a byte order mark. Raises
+    KtbridgeError for a file that can't be read, has another form, or is in another binary format.
     """
+    shown = shown or str(path)
     try:
         with path.open("rb") as file:
             head = file.read(4096)
     except OSError as error:
-        raise KtbridgeError(f"{path} can't be read: {error.strerror}.") from error
+        raise KtbridgeError(f"{shown} can't be read: {error.strerror}.") from error
+    if head.startswith(b"PAR1"):
+        return read_parquet(path, shown)
     for magic, (kind, step) in NOT_JSON.items():
         if head.startswith(magic):
-            raise KtbridgeError(f"{path} is {kind}, not JSON or JSONL.", step)
+            raise KtbridgeError(f"{shown} is {kind}, not JSON, Parquet or CSV.", step)
+    if path.suffix.lower() in CSV_SUFFIXES:
+        return read_csv(path, shown)
     first = head.removeprefix(codecs.BOM_UTF8).lstrip()
     whole = None
     if first[:1] == b"[":
-        whole = _whole(path)
+        whole = _whole(path, shown)
     elif first[:1] == b"{" and not _is_json_lines(path):
         with suppress(KtbridgeError):  # no object over several lines, so its first line is broken
-            whole = _whole(path)
+            whole = _whole(path, shown)
     if whole is None:
-        return _json_lines(path)
-    return (Line(f"{path}: row {number}", row) for number, row in enumerate(whole, 1))
+        return _json_lines(path, shown)
+    return (Line(f"{shown}: row {number}", row) for number, row in enumerate(whole, 1))
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -237,31 +285,31 @@ def _is_json_lines(path: Path) -> bool:
     return not _line("", line).broken
 
 
-def _whole(path: Path) -> list[object] | None:
+def _whole(path: Path, shown: str) -> list[object] | None:
     """The rows of a file that is one JSON value; None when it is several, one per line."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise KtbridgeError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+        raise KtbridgeError(f"{shown} is not UTF-8 text (byte {error.start}).") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             return None
         raise KtbridgeError(
-            f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
+            f"{shown} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
             "Mend it there, or write one row a line (JSONL): then broken rows are listed, not fatal.",
         ) from error
     except (ValueError, RecursionError) as error:  # integer too long, or nesting too deep
-        raise KtbridgeError(f"{path} is not JSON that can be read: {error}.") from error
+        raise KtbridgeError(f"{shown} is not JSON that can be read: {error}.") from error
     return value if isinstance(value, list) else [value]
 
 
-def _json_lines(path: Path) -> Iterator[Line]:
+def _json_lines(path: Path, shown: str) -> Iterator[Line]:
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if number == 1:
                 text = text.removeprefix(codecs.BOM_UTF8)
             if text.strip():
-                yield _line(f"{path}: line {number}", text)
+                yield _line(f"{shown}: line {number}", text)
 
 
 def _line(where: str, text: bytes) -> Line:

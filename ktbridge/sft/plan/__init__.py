@@ -22,7 +22,7 @@ from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
 from ktbridge.sft.plan.choices import choose, compare
-from ktbridge.sft.plan.declared import declare, weights_missing
+from ktbridge.sft.plan.declared import Declared, declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
 from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
@@ -42,29 +42,30 @@ __all__ = [
     "this_machine",
 ]
 
-NEEDED = "config.json tokenizer.json tokenizer_config.json"
-"""The files of a model that a plan is made from."""
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 Check = tuple[Verdict, tuple[Where, ...]]
 """What must fit, and the places whose parts it counts."""
 _LEAST_LENGTH = 256  # tokens: no shorter cutoff_len is advised
 
 
-def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan:
+def make_plan(
+    config: TrainConfig, target: Target, measure: bool = True, declared: Declared | None = None
+) -> Plan:
     """Estimate the needs of a run of ``config``, against what ``target`` has.
 
     ``measure`` times the kernels on this machine, for tokens/s, and the disk if each pass reads experts from
-    it. Of the model its config.json suffices: where the weights aren't here, their sizes are computed from it
-    by transformers (which imports torch).
+    it. Of the model its config.json suffices: where the weights aren't here, their sizes are those of
+    ``declared``, or are computed from it by transformers (which imports torch).
 
     Raises KtbridgeError for a model that is missing, damaged or of an unknown kind, and what reading the
     rows raises.
     """
-    base = find_model(config.model_name_or_path, NEEDED)
+    base = find_model(config.model_name_or_path)
     missing = weights_missing(base)
+    declared = (declared or declare(base)) if missing else None
     other = config.kt_config.kt_weight_path
     experts = resolve_model(other) if other else None
-    shape = read_shape(base, experts, declare(base) if missing else None)
+    shape = read_shape(base, experts, declared)
     lengths = read_lengths(config, base, render=measure)
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
@@ -80,12 +81,12 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         model_type=shape.config.model_type,
         device="GPU" if cuda else "CPU",
         machine=target.text,
-        from_config=bool(missing),
+        from_config=declared is not None and not declared.from_files,
         to_download=shape.to_download,
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=tuple(_notes(setting, target, missing, pace)),
+        notes=tuple(_notes(setting, target, missing, declared, pace)),
         rows=lengths.rows,
         sequences=lengths.sequences,
         longest=lengths.longest,
@@ -120,10 +121,17 @@ def _checks(setting: Setting, parts: list[Part], target: Target, base: Path) -> 
     yield Verdict("disk", need, target.disk), ("disk",)
 
 
-def _notes(setting: Setting, target: Target, missing: str, pace: Pace | None) -> Iterator[str]:
+def _notes(
+    setting: Setting, target: Target, missing: str, declared: Declared | None, pace: Pace | None
+) -> Iterator[str]:
     """Notes on the accuracy of the numbers; ``missing``: which weights were not read."""
     shape = setting.shape
-    if missing:
+    if declared is not None and declared.from_files:
+        yield (
+            f"{missing} in {shape.path}: sizes are those of the files on the Hub, "
+            f"{size_text(shape.to_download)} to be downloaded"
+        )
+    elif missing:
         note = (
             f"made from config.json alone ({missing} in {shape.path}): sizes are those of transformers' "
             f"model, {size_text(shape.to_download)} to be downloaded"

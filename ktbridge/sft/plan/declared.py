@@ -31,9 +31,15 @@ _PACKED = 8  # int4 values in an int32
 
 
 class Declared(Checkpoint):
-    """Stands in for a checkpoint for names and entries; it has no data."""
+    """Stands in for a checkpoint for names and entries; it has no data.
 
-    def __init__(self, path: Path, tensors: Iterable[tuple[str, str, Shape]]) -> None:
+    ``from_files``: the tensors are those of real files elsewhere, not worked out from config.json.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Iterable[tuple[str, str, Shape]], from_files: bool = False
+    ) -> None:
+        self.from_files = from_files
         self._entries = {
             name: Entry(name, dtype, shape, 0, prod(shape) * DTYPE_BITS[dtype] // 8)
             for name, dtype, shape in tensors

@@ -1,0 +1,212 @@
+"""The model card of an adapter: what it is, its data and losses, evaluations, how to serve and verify it.
+
+Only what files beside the adapter and an evaluation's results.json say; what they don't say isn't there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ktbridge.adapter.adapter import Adapter
+from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, PLOT_FILE
+from ktbridge.errors import KtbridgeError
+from ktbridge.model.hub import named_repository
+from ktbridge.model.hub_errors import library
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.units import size_text
+
+_SCHEMAS = ("ktbridge.eval/1", "ktbridge.index/1")
+_AXES = {"task": "task quality", "persona": "persona", "judge": "judge"}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """results.json of each bench in an evaluation's directory, and errors that they report."""
+
+    benches: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def read_evaluation(directory: Path) -> Evaluation:
+    """What `ktbridge eval` and `report` left in a directory. Raises KtbridgeError where it isn't readable."""
+    path = directory / "results.json"
+    if not path.is_file():
+        raise KtbridgeError(
+            f"{directory} has no results.json.", f"Make it: ktbridge report {directory}"
+        )
+    found = read_json_file(path)
+    if found.get("schema") not in _SCHEMAS:
+        raise KtbridgeError(
+            f"{path} is not of `ktbridge eval`: its schema is {str(found.get('schema'))!r:.80}.",
+            "Give the directory that `ktbridge eval --output` wrote.",
+        )
+    if found["schema"] == _SCHEMAS[1]:
+        inner = [read_evaluation(directory / str(one["name"])) for one in found["benches"]]
+        return Evaluation(
+            [bench for one in inner for bench in one.benches],
+            [error for one in inner for error in one.errors],
+        )
+    errors = [str(one["found"]) for one in found["warnings"] if one["severity"] == "error"]
+    return Evaluation([found], errors)
+
+
+def write_card(adapter: Adapter, name: str, base: str, evaluation: Evaluation) -> str:
+    """README.md of a repository ``name`` with the adapter of ``base``: YAML for the Hub, then Markdown."""
+    hub = library()
+    known = named_repository(base)
+    results = [row for bench in evaluation.benches for row in _results(hub, bench)]
+    data = hub.ModelCardData(
+        base_model=known.id if known else None,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=["lora", "mixture-of-experts", "ktbridge"],
+        model_name=name.rpartition("/")[2],
+        eval_results=results or None,
+    )
+    data.model_name = data.model_name if results else None
+    sections = [
+        f"# {name.rpartition('/')[2]}",
+        f"A LoRA adapter for `{base}`, a mixture-of-experts model, made with ktbridge.",
+        *_about(adapter, base),
+        *_training(adapter.path),
+        *(part for bench in evaluation.benches for part in _evaluated(bench)),
+        *_use(adapter, name, base),
+    ]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _about(adapter: Adapter, base: str) -> Iterator[str]:
+    commit = adapter.config.get("revision")
+    rows = [("base model", f"`{base}`" + (f" at `{commit}`" if commit else ""))]
+    if adapter.experts:
+        modules = ", ".join(adapter.expert_modules())
+        rows.append((
+            "LoRA on routed experts",
+            f"rank {adapter.rank}, alpha {adapter.alpha:g}, on {modules} of {adapter.num_experts()} experts "
+            f"in {len(adapter.expert_layers())} layers",
+        ))  # fmt: skip
+    if adapter.nonexpert:
+        modules = ", ".join(adapter.nonexpert_modules())
+        numbers = f"rank {adapter.nonexpert_rank}, alpha {adapter.nonexpert_alpha:g}"
+        rows.append(("LoRA on other modules", f"{numbers}, on {modules}"))
+    size = sum(file.size for file in adapter.files)
+    rows.append(("layout", f"{adapter.layout}, {size_text(size)}"))
+    yield "## The adapter"
+    yield _table(("", ""), rows)
+
+
+def _training(directory: Path) -> Iterator[str]:
+    """Rows and losses, as far as the files of training are there."""
+    data, log = directory / DATA_FILE, directory / LOG_FILE
+    if data.is_file():
+        yield "## Data"
+        yield _rows(read_json_file(data))
+    records = _log(log)
+    losses = [row for row in records if "loss" in row]
+    held = [row for row in records if "eval_loss" in row]
+    if losses:
+        rows = [("training", losses[0], losses[-1], "loss")]
+        rows += [("held-out rows", held[0], held[-1], "eval_loss")] if held else []
+        yield "## Loss"
+        yield _table(
+            ("rows", "first", "last", "steps"),
+            [
+                (label, f"{first[key]:.4f}", f"{last[key]:.4f}", f"{last.get('step', 0):,.0f}")
+                for label, first, last, key in rows
+            ],
+        )
+        if (directory / PLOT_FILE).is_file():
+            yield f"![Loss over steps]({PLOT_FILE})"
+
+
+def _rows(data: Mapping[str, Any]) -> str:
+    names = ", ".join(f"`{name}`" for name in data["datasets"])
+    text = f"{data['used']:,} of {data['rows']:,} rows of {names} were trained on (`stage: {data['stage']}`)."
+    if data["cut"]:
+        text += f" {data['cut']:,} of them lost their end beyond {data['cutoff_len']:,} tokens."
+    if data["refused"]:
+        text += f" {data['refused']:,} were refused: {data['reasons']}."
+    return text
+
+
+def _log(path: Path) -> list[dict[str, float]]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+def _evaluated(bench: Mapping[str, Any]) -> Iterator[str]:
+    card, arms = bench["bench"], [arm["name"] for arm in bench["arms"]]
+    yield f"## Evaluation: {card['name']} {card['version']}"
+    yield bench["verdict"]["headline"]
+    rows = []
+    for axis in bench["axes"]:
+        means = bench["tables"].get(axis, {}).get("overall", {})
+        rows.append([_AXES.get(axis, axis), *(_interval(means.get(arm)) for arm in arms)])
+    yield _table(("mean of 0 to 1 [95 % interval]", *arms), rows)
+    when = f" on {bench['date'][:10]}" if bench["date"] else ""
+    yield (
+        f"`ktbridge eval` asked every arm {bench['asked']:,} questions{when}; {bench['valid']:,} have an "
+        "answer of each arm and are counted."
+    )
+    told = [one for one in bench["warnings"] if one["severity"] != "info"]
+    if told:
+        yield "\n".join(f"- {one['severity']}: {one['found']}" for one in told)
+
+
+def _interval(numbers: Mapping[str, float] | None) -> str:
+    if numbers is None:
+        return "–"
+    return f"{numbers['mean']:.3f} [{numbers['low']:.3f}, {numbers['high']:.3f}]"
+
+
+def _results(hub: Any, bench: Mapping[str, Any]) -> Iterator[Any]:
+    """The Hub's own form of results, of the arm with the whole adapter."""
+    arms = [arm["name"] for arm in bench["arms"]]
+    arm = (
+        "full" if "full" in arms else next((name for name in reversed(arms) if name != "base"), "")
+    )
+    for axis in bench["axes"]:
+        numbers = bench["tables"].get(axis, {}).get("overall", {}).get(arm)
+        if numbers is not None:
+            yield hub.EvalResult(
+                task_type="text-generation",
+                dataset_type=bench["bench"]["name"],
+                dataset_name=bench["bench"]["name"],
+                metric_type=axis,
+                metric_name=_AXES.get(axis, axis),
+                metric_value=round(numbers["mean"], 4),
+            )
+
+
+def _use(adapter: Adapter, name: str, base: str) -> Iterator[str]:
+    """How to serve and verify it."""
+    arm, served = name.rpartition("/")[2], base.rpartition("/")[2].partition("@")[0]
+    given = f"--adapter {arm}={arm}"
+    if adapter.layout == "expert":
+        given = f"--expert-adapter {arm} --nonexpert-adapter {arm}=OTHER_HALF"
+    elif adapter.layout == "nonexpert":
+        given = f"--expert-adapter OTHER_HALF --nonexpert-adapter {arm}={arm}"
+    yield "## Serve and verify"
+    yield "\n".join((
+        "```sh",
+        f"hf download {name} --local-dir {arm}",
+        f"ktbridge serve --base-model {base} {given}",
+        f"ktbridge verify --server http://127.0.0.1:8000 --model {served}:{arm} --adapter {arm} \\",
+        f"    --base-model {base}",
+        "```",
+    ))  # fmt: skip
+    yield (
+        "`serve` offers the base model, the expert LoRA alone and the whole adapter by name; `verify` proves "
+        "from logprobs that both halves take effect. `ktbridge convert` makes other layouts of it."
+    )
+
+
+def _table(head: tuple[str, ...], rows: list[Any]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

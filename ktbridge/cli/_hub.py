@@ -1,0 +1,79 @@
+"""Base models of commands: a directory, or a name on the Hub, which is downloaded where it isn't cached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ktbridge.sft.config import TrainConfig
+    from ktbridge.sft.plan.declared import Declared
+
+
+def ensure_model(named: str, weights: bool = True, *, quiet: bool = False) -> None:
+    """Download ``org/name`` or ``org/name@revision`` unless the Hub cache has it; paths are left alone.
+
+    Without ``weights`` only config.json and the other small files. Afterwards ``find_model`` and
+    ``resolve_model`` find it by its name. Raises KtbridgeError in one sentence. ``quiet`` shows no progress.
+    """
+    from contextlib import nullcontext
+
+    from ktbridge.cli._ui import progress_bar
+    from ktbridge.model import hub
+
+    wanted = hub.repository(named)
+    if wanted is None or hub.find_whole(wanted, weights):
+        return
+    with nullcontext() if quiet else progress_bar(f"downloading {wanted}", "bytes") as bar:
+        hub.fetch_model(wanted, weights, bar)
+
+
+def declared_model(named: str) -> Declared | None:
+    """The tensors of a model on the Hub whose weights aren't here, by their headers; its small files come.
+
+    None for a directory, for weights that are here, and where headers can't be read but config.json is here.
+    """
+    from ktbridge.errors import KtbridgeError
+    from ktbridge.model import hub
+    from ktbridge.sft.plan.declared import Declared
+
+    wanted = hub.repository(named)
+    if wanted is None or hub.find_whole(wanted):
+        return None
+    ensure_model(named, weights=False)
+    path = hub.fetch_model(wanted, weights=False)
+    try:
+        return Declared(path, hub.read_headers(wanted, path), from_files=True)
+    except KtbridgeError:  # without a network, config.json tells the sizes
+        return None
+
+
+def wait_for_model(named: str) -> None:
+    """Wait until another process of this host has downloaded it; the launcher ends us if that one fails."""
+    import time
+
+    from ktbridge.model import hub
+
+    wanted = hub.repository(named)
+    while wanted is not None and hub.find_whole(wanted) is None:
+        time.sleep(0.5)
+
+
+def ensure_rows(config: TrainConfig) -> None:
+    """Download the run's datasets that are on the Hub, with a progress bar.
+
+    What can't be downloaded is left to the reader of the rows, who tells it with all else that is wrong.
+    """
+    from contextlib import suppress
+
+    from ktbridge.cli._ui import progress_bar
+    from ktbridge.errors import KtbridgeError
+    from ktbridge.sft.data.sources import find_sources
+
+    sources, failed = find_sources(config)
+    for source in sources if not failed else ():
+        if source.remote and source.remote.cached() is None:
+            with (
+                suppress(KtbridgeError),
+                progress_bar(f"downloading {source.name}", "bytes") as bar,
+            ):
+                source.remote.fetch(bar)

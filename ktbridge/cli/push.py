@@ -1,0 +1,71 @@
+"""``ktbridge push``: an adapter to the Hub, with a model card."""
+
+from __future__ import annotations
+
+import click
+
+from ktbridge.cli._app import Command
+
+
+@click.command(cls=Command)
+@click.argument("adapter_dir", metavar="DIR", type=click.Path())
+@click.argument("name", metavar="ORG/NAME")
+@click.option(
+    "--base-model",
+    metavar="DIR",
+    help="The base model's name on the Hub (org/name).  [default: what the adapter names]",
+)
+@click.option(
+    "--eval", "evaluation", metavar="DIR", help="Put the results of this `ktbridge eval` in."
+)
+@click.option("--private", is_flag=True, help="If the repository is made, only you can see it.")
+@click.option("--revision", metavar="BRANCH", help="Commit to this branch.  [default: main]")
+@click.option("--dry-run", is_flag=True, help="Show the card and the files; upload nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    adapter_dir: str,
+    name: str,
+    base_model: str | None,
+    evaluation: str | None,
+    private: bool,
+    revision: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Upload the adapter in DIR (raw, split or merged) to ORG/NAME on the Hub.
+
+    It is validated first, and refused if it would not be served as trained. Its model card says base,
+    rank, alpha and modules, the rows used and refused, losses, the results of an evaluation, and how
+    to serve and verify it. Training rows are never uploaded. Needs HF_TOKEN or `hf auth login`.
+
+    \b
+    ktbridge push out/neko me/neko --dry-run
+    ktbridge push out/neko me/neko --eval out/eval --private
+    """
+    from ktbridge.adapter.push import execute_push, plan_push
+    from ktbridge.cli._ui import console, emit_json, print_problems, progress_bar, stderr
+    from ktbridge.units import size_text
+
+    with progress_bar("validating", "bytes") as on_progress:
+        plan = plan_push(
+            adapter_dir,
+            f"{name}@{revision}" if revision else name,
+            base_model=base_model,
+            evaluation=evaluation,
+            on_progress=on_progress,
+        )
+    if not as_json:
+        print_problems(plan.problems)
+        for file, size in plan.sizes().items():
+            stderr.print(f"  {file}  {size_text(size)}", markup=False, soft_wrap=True)
+    url = None
+    if not dry_run:
+        stderr.print(f"uploading {size_text(sum(plan.sizes().values()))} …")
+        url = execute_push(plan, private, bars=stderr.is_terminal)
+    if as_json:
+        emit_json({**plan.as_dict(), "url": url})
+    elif dry_run:
+        console.print(plan.card, markup=False, soft_wrap=True)
+        stderr.print("dry run: nothing was uploaded")
+    else:
+        console.print(url, markup=False, soft_wrap=True)
