@@ -28,6 +28,7 @@ from ktbridge.sft.data import Fitted, fit_rows, load_rows
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.lengths import optimizer_steps
+from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 
@@ -52,6 +53,8 @@ class Prepared:
     trainable: Trainable
     notes: tuple[Problem, ...]
     """What the user should know of this run besides ``config.notes``."""
+    quantised: Quantised | None = None
+    """The quantised experts that it takes, which may have to be made."""
 
 
 def prepare(
@@ -73,12 +76,14 @@ def prepare(
     asked.of("kt_optimize_rule", lambda: places(config))
     asked.of("kt_experts", lambda: check_expert_device(config))
     base = asked.of("model_name_or_path", lambda: resolve_model(config.model_name_or_path))
+    quantised = None
     checked = asked.of("model", lambda: check_model(config, base)) if base else None
     tokenizer = asked.of("tokenizer", lambda: _tokenizer(base)) if base else None
     rows = asked.of("dataset", lambda: load_rows(config))
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
         asked.of("kt_backend", lambda: _check_storage(config, base))
+        quantised = asked.of("kt_expert_weight_format", lambda: _quantised(config, base))
     asked.raise_collected()
     assert base is not None
     assert checked is not None
@@ -96,7 +101,8 @@ def prepare(
             "Name an earlier checkpoint-N as resume_from_checkpoint, or start anew with "
             "resume_from_checkpoint=false.",
         )
-    check_room(config, checkpoints_dir(config), trainable.parameters, steps)
+    beside = quantised.to_write(Path(config.output_dir)) if quantised else 0
+    check_room(config, checkpoints_dir(config), trainable.parameters, steps, beside)
     return Prepared(
         base=base,
         tokenizer=tokenizer,
@@ -105,7 +111,14 @@ def prepare(
         resumption=resumption,
         steps=steps,
         trainable=trainable,
-        notes=(*fitted.notes, *resumption.notes, *_stage_notes(config), *model_notes),
+        notes=(
+            *fitted.notes,
+            *resumption.notes,
+            *_stage_notes(config),
+            *model_notes,
+            *storage_notes(config, base),
+        ),
+        quantised=quantised,
     )
 
 
@@ -165,6 +178,14 @@ def _check_storage(config: TrainConfig, base: Path) -> None:
             f"kt_backend: kt-kernel takes bf16 experts, and those in {own or base} are {stored}.",
             "Make BF16 of them with scripts/dequantize_checkpoint.py, or leave kt_backend out.",
         )
+
+
+def _quantised(config: TrainConfig, base: Path) -> Quantised | None:
+    """The quantised experts that the run takes; raises where there is no room to make them."""
+    found = quantised_experts(config, base)
+    if found and not found.ready:
+        found.check_room()
+    return found
 
 
 def _tokenizer(base: Path) -> PreTrainedTokenizerBase:

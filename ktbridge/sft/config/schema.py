@@ -35,6 +35,8 @@ STORAGE_BACKENDS = (
     "MXFP4", "TORCH", "llamafile",
 )  # fmt: skip
 """KTransformers' names of backends: each stands for a storage of the experts and a kernel for it."""
+QUANTISING = {"AMXINT8": "int8", "INT8": "int8", "AMXINT4": "int4", "AMXINT4_KGroup": "int4"}
+"""Of these, those that quantise bfloat16 experts, and to what."""
 ATTENTION = {
     "auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2",
     "fa3": "flash_attention_3",
@@ -53,7 +55,8 @@ class KtConfig:
 
     kt_backend: str = _option(one_of("auto", "kt-kernel", *STORAGE_BACKENDS), "auto")
     """auto: our kernels; kt-kernel: KTransformers' own, where its wheel is installed. KTransformers' names of
-    storages (AMXINT8, …) mean our kernels too, which read experts as the checkpoint stores them."""
+    storages mean our kernels too: AMXINT8, INT8, AMXINT4 and AMXINT4_KGroup are kt_expert_weight_format: int8
+    or int4, the others read experts as the checkpoint stores them."""
     kt_num_threads: int = _option(whole(0, 4096), 0)
     """Kernel threads; 0 takes KTBRIDGE_THREADS, else the cores this process may use."""
     kt_threadpool_count: int | None = _option(whole(1, 64), None)
@@ -64,7 +67,8 @@ class KtConfig:
     kt_expert_weight_format: str | None = _option(
         one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
     )
-    """bf16 with kt-kernel, which is given nothing else; our kernels read what the checkpoint has."""
+    """int8, int4: experts in BF16, F16 or F32 are quantised once, before the first run, beside the checkpoint
+    or where KTBRIDGE_CACHE says. All else: as the checkpoint stores them; kt-kernel takes bf16 only."""
     kt_experts: str = _option(one_of("auto", "cpu", "stream", "hybrid", "resident"), "auto")
     """What computes the routed experts. auto: without a GPU our kernels on the CPU, with one the fastest that
     fits its memory, by times measured at the start. cpu: the kernels. stream: the GPU, to which each layer's
@@ -81,6 +85,14 @@ class KtConfig:
     """Alpha of the expert LoRA; default: twice kt_lora_rank where that is given, else lora_alpha."""
     expert_activation: str = _option(one_of("retain", "recompute"), "retain")
     """The older name of kt_cpu_activation."""
+
+    @property
+    def storage(self) -> str | None:
+        """int8 or int4 where the experts shall be quantised to it; None: as the checkpoint has them."""
+        asked = self.kt_expert_weight_format
+        if asked is None:
+            return QUANTISING.get(self.kt_backend)
+        return asked if asked in QUANTISING.values() else None
 
 
 @dataclass(frozen=True)

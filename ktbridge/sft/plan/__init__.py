@@ -26,7 +26,8 @@ from ktbridge.sft.plan.declared import declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
 from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
-from ktbridge.sft.plan.shape import read_shape
+from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
+from ktbridge.sft.plan.shape import ModelShape, in_storage, is_plain, read_shape
 from ktbridge.sft.plan.target import Target, disk_reads, existing, this_machine
 from ktbridge.units import size_text
 
@@ -44,6 +45,7 @@ __all__ = [
 
 NEEDED = "config.json tokenizer.json tokenizer_config.json"
 """The files of a model that a plan is made from."""
+FORMAT = "kt_config.kt_expert_weight_format"
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 Check = tuple[Verdict, tuple[Where, ...]]
 """What must fit, and the places whose parts it counts."""
@@ -65,6 +67,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     other = config.kt_config.kt_weight_path
     experts = resolve_model(other) if other else None
     shape = read_shape(base, experts, declare(base) if missing else None)
+    shape, quantised, stored = _as_asked(shape, config, base, bool(missing))
     lengths = read_lengths(config, base, render=measure)
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
@@ -74,7 +77,9 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     setting, pace = chosen.setting or setting, chosen.pace
     parts = predict(setting)
 
-    checks = [*_checks(setting, parts, target, base)]
+    checks = [*_checks(setting, parts, target, base, quantised)]
+    if quantised and quantised.ready:
+        experts = quantised.directory
     return Plan(
         model=str(base),
         model_type=shape.config.model_type,
@@ -85,7 +90,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=tuple(_notes(setting, target, missing, pace)),
+        notes=(*stored, *_notes(setting, target, missing, pace)),
         rows=lengths.rows,
         sequences=lengths.sequences,
         longest=lengths.longest,
@@ -100,7 +105,34 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     )
 
 
-def _checks(setting: Setting, parts: list[Part], target: Target, base: Path) -> Iterator[Check]:
+def _as_asked(
+    shape: ModelShape, config: TrainConfig, base: Path, missing: bool
+) -> tuple[ModelShape, Quantised | None, list[str]]:
+    """The model with its experts in the storage that the run asks for, where they are kept, and notes.
+
+    ``missing``: the weights of ``base`` aren't here.
+    """
+    storage = config.kt_config.storage
+    if storage is None:
+        return shape, None, []
+    if missing and not config.kt_config.kt_weight_path:
+        if not is_plain(shape):
+            return shape, None, [f"the experts are {shape.expert_storage}, and are trained on so"]
+        note = (
+            f"once the model is there, its experts are quantised to {storage.upper()} and used so"
+        )
+        return in_storage(shape, storage), None, [note]
+    found = quantised_experts(config, base)
+    notes = [f"{note.where}: {note.found}" for note in storage_notes(config, base)]
+    if found is None:
+        return shape, None, notes
+    stored = in_storage(shape, storage)
+    return (replace(stored, to_quantise=0) if found.ready else stored), found, notes
+
+
+def _checks(
+    setting: Setting, parts: list[Part], target: Target, base: Path, quantised: Quantised | None
+) -> Iterator[Check]:
     """What must fit where."""
     if setting.cuda:
         yield Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), ("GPU",)
@@ -110,13 +142,17 @@ def _checks(setting: Setting, parts: list[Part], target: Target, base: Path) -> 
     if cached > own:
         held = Verdict("memory with the experts in the page cache", cached, target.memory)
         yield held, ("page cache", "RAM")
-    # One disk for everything, unless the model's directory is on another than the output's.
-    need, download = total(parts, "disk"), setting.shape.to_download
-    places = [existing(Path(setting.config.output_dir)), base]
-    if download and target.disk is not None and len({place.stat().st_dev for place in places}) > 1:
-        need -= download
-        room = shutil.disk_usage(base).free
-        yield Verdict(f"disk for the model in {base}", download, room), ("disk",)
+    # One disk for everything, unless these go to another than the output's.
+    need, own_disk = total(parts, "disk"), existing(Path(setting.config.output_dir)).stat().st_dev
+    away = [("the model", setting.shape.to_download, base)]
+    if quantised:
+        away.append(("quantised experts", setting.shape.to_quantise, quantised.directory.parent))
+    for what, size, place in away:
+        there = existing(place)
+        if size and target.disk is not None and there.stat().st_dev != own_disk:
+            need -= size
+            room = shutil.disk_usage(there).free
+            yield Verdict(f"disk for {what} in {place}", size, room), ("disk",)
     yield Verdict("disk", need, target.disk), ("disk",)
 
 
@@ -157,8 +193,8 @@ def _notes(setting: Setting, target: Target, missing: str, pace: Pace | None) ->
         yield "linear attention is counted as transformers computes it without extra kernels"
     if not shape.mappable:
         yield (
-            "the experts can't be mapped as this checkpoint stores them; scripts/quantize_experts.py or "
-            "scripts/dequantize_checkpoint.py writes one whose experts cost no memory of the process's own"
+            "the experts can't be mapped as this checkpoint stores them; kt_expert_weight_format: int8 or "
+            "int4 makes some that can, or scripts/dequantize_checkpoint.py"
         )
     if pace:
         yield from pace.notes
@@ -185,7 +221,7 @@ def advise(setting: Setting, failed: list[Check]) -> list[Advice]:
 def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
     """(overrides, their price, the setting they make), from what changes no result to what does."""
     config = setting.config
-    for changes, price in _overrides(config):
+    for changes, price in _overrides(config, setting.shape):
         shown, made = [], config
         for key, value in changes.items():
             _, dot, inner = key.partition(".")
@@ -194,13 +230,15 @@ def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
             else:
                 made = replace(made, **{key: value})
             shown.append(f"{key}={_written(value)}")
-        lengths = setting.lengths
+        lengths, shape = setting.lengths, setting.shape
+        if FORMAT in changes and made.kt_config.storage:
+            shape = in_storage(shape, made.kt_config.storage)
         if made.cutoff_len < config.cutoff_len:
             lengths = lengths.within(made.cutoff_len)
-        yield " ".join(shown), price, replace(setting, config=made, lengths=lengths)
+        yield " ".join(shown), price, replace(setting, config=made, lengths=lengths, shape=shape)
 
 
-def _overrides(config: TrainConfig) -> Iterator[tuple[Values, str]]:
+def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values, str]]:
     if config.kt_config.kt_backend == "kt-kernel":
         yield {"kt_config.kt_backend": "auto"}, "none: our kernels map the checkpoint"
     if config.disable_gradient_checkpointing:
@@ -220,6 +258,10 @@ def _overrides(config: TrainConfig) -> Iterator[tuple[Values, str]]:
         yield {"save_steps": 0}, "a run that stops starts anew"
     if not config.bf16 and not config.pure_bf16:
         yield {"bf16": True}, "attention in bfloat16"
+    if is_plain(shape) and config.kt_config.kt_backend != "kt-kernel":
+        yield {FORMAT: "int8"}, "nearly the same results; quantised once, which takes disk"
+    if (is_plain(shape) or shape.to_quantise) and config.kt_config.kt_backend != "kt-kernel":
+        yield {FORMAT: "int4"}, "a slightly higher loss; quantised once, which takes disk"
     if config.expert_rank > 4:
         yield {"kt_config.kt_lora_rank": config.expert_rank // 2}, "half the experts' rank"
     if config.cutoff_len // 2 >= _LEAST_LENGTH:
@@ -229,14 +271,6 @@ def _overrides(config: TrainConfig) -> Iterator[tuple[Values, str]]:
 def _by_hand(setting: Setting, failed: list[Check]) -> Iterator[Advice]:
     """Advice beyond overrides of the same run."""
     short = {place for _, places in failed for place in places}
-    shape = setting.shape
-    if "page cache" in short and shape.expert_storage == "bf16":
-        yield Advice(
-            "kt_config.kt_weight_path=DIR of scripts/quantize_experts.py",
-            "page cache",
-            shape.expert_bytes - shape.expert_bytes // 2,
-            "experts in INT8: half the bytes, and nearly the same results",
-        )
     if "GPU" in short:
         gpu = total(predict(setting), "GPU")
         yield Advice("use_cpu=true", "GPU", gpu, "attention on the CPU: many times slower")
