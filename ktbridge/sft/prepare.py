@@ -82,8 +82,7 @@ def prepare(
     rows = asked.of("dataset", lambda: load_rows(config))
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
-        asked.of("kt_backend", lambda: _check_storage(config, base))
-        quantised = asked.of("kt_expert_weight_format", lambda: _quantised(config, base))
+        quantised = asked.of("kt_backend", lambda: _quantised(config, base))
     asked.raise_collected()
     assert base is not None
     assert checked is not None
@@ -111,13 +110,7 @@ def prepare(
         resumption=resumption,
         steps=steps,
         trainable=trainable,
-        notes=(
-            *fitted.notes,
-            *resumption.notes,
-            *_stage_notes(config),
-            *model_notes,
-            *storage_notes(config, base),
-        ),
+        notes=(*fitted.notes, *resumption.notes, *_own_notes(config, base), *model_notes),
         quantised=quantised,
     )
 
@@ -167,10 +160,16 @@ def _check_backend(config: TrainConfig) -> None:
         load_kt_kernel(f"{KtKernelExperts.METHOD['method']}_MOE")
 
 
-def _check_storage(config: TrainConfig, base: Path) -> None:
-    """kt-kernel is given bfloat16 tensors, so quantised experts are not for it."""
+def _quantised(config: TrainConfig, base: Path) -> Quantised | None:
+    """The quantised experts that the run takes, if any. Raises where there is no room to make them.
+
+    kt-kernel is given bfloat16 tensors, so quantised experts are not for it.
+    """
     if config.kt_config.kt_backend != "kt-kernel":
-        return
+        found = quantised_experts(config, base)
+        if found and not found.ready:
+            found.check_room()
+        return found
     own = config.kt_config.kt_weight_path
     stored = read_shape(Path(own) if own else base).expert_storage
     if stored in ("fp8", "int8", "int4"):
@@ -178,14 +177,7 @@ def _check_storage(config: TrainConfig, base: Path) -> None:
             f"kt_backend: kt-kernel takes bf16 experts, and those in {own or base} are {stored}.",
             "Make BF16 of them with scripts/dequantize_checkpoint.py, or leave kt_backend out.",
         )
-
-
-def _quantised(config: TrainConfig, base: Path) -> Quantised | None:
-    """The quantised experts that the run takes; raises where there is no room to make them."""
-    found = quantised_experts(config, base)
-    if found and not found.ready:
-        found.check_room()
-    return found
+    return None
 
 
 def _tokenizer(base: Path) -> PreTrainedTokenizerBase:
@@ -211,10 +203,11 @@ def _check_packing(config: TrainConfig, base: Path) -> None:
         )
 
 
-def _stage_notes(config: TrainConfig) -> list[Problem]:
+def _own_notes(config: TrainConfig, base: Path) -> list[Problem]:
+    """Notes on the experts' storage and on the stage."""
+    notes = storage_notes(config, base)
     if config.stage != "dpo":
-        return []
-    notes = []
+        return notes
     if config.lora_dropout:
         found = f"{config.lora_dropout}, which dpo doesn't use"
         expected = "0: policy and reference must see the same"

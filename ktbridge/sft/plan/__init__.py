@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ktbridge.adapter.quantise import STORAGES
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
@@ -27,7 +28,7 @@ from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
 from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
-from ktbridge.sft.plan.shape import ModelShape, in_storage, is_plain, read_shape
+from ktbridge.sft.plan.shape import ModelShape, can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import Target, disk_reads, existing, this_machine
 from ktbridge.units import size_text
 
@@ -45,6 +46,7 @@ __all__ = [
 
 NEEDED = "config.json tokenizer.json tokenizer_config.json"
 """The files of a model that a plan is made from."""
+_PRICES = {"int8": "nearly the same results", "int4": "a slightly higher loss"}
 FORMAT = "kt_config.kt_expert_weight_format"
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 Check = tuple[Verdict, tuple[Where, ...]]
@@ -77,9 +79,14 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
     setting, pace = chosen.setting or setting, chosen.pace
     parts = predict(setting)
 
-    checks = [*_checks(setting, parts, target, base, quantised)]
     if quantised and quantised.ready:
         experts = quantised.directory
+    source = experts or (None if missing else base)
+    reads = disk_reads(setting, parts, target.memory, source, measure)
+    if reads and reads.seconds is not None and pace:
+        reads = replace(reads, unread=pace.tokens_per_second)
+        pace = pace.reading(setting.passes * reads.seconds, setting.steps)
+    checks = [*_checks(setting, parts, target, base, quantised)]
     return Plan(
         model=str(base),
         model_type=shape.config.model_type,
@@ -99,9 +106,7 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         pace=pace,
         tokens_per_pass=setting.batch.tokens,
         experts=tuple(choice.described(setting) for choice in choices) if cuda else (),
-        disk_reads=disk_reads(
-            setting, parts, target.memory, experts or (None if missing else base), measure
-        ),
+        disk_reads=reads,
     )
 
 
@@ -116,7 +121,7 @@ def _as_asked(
     if storage is None:
         return shape, None, []
     if missing and not config.kt_config.kt_weight_path:
-        if not is_plain(shape):
+        if not can_quantise(shape, storage):
             return shape, None, [f"the experts are {shape.expert_storage}, and are trained on so"]
         note = (
             f"once the model is there, its experts are quantised to {storage.upper()} and used so"
@@ -258,10 +263,9 @@ def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values,
         yield {"save_steps": 0}, "a run that stops starts anew"
     if not config.bf16 and not config.pure_bf16:
         yield {"bf16": True}, "attention in bfloat16"
-    if is_plain(shape) and config.kt_config.kt_backend != "kt-kernel":
-        yield {FORMAT: "int8"}, "nearly the same results; quantised once, which takes disk"
-    if (is_plain(shape) or shape.to_quantise) and config.kt_config.kt_backend != "kt-kernel":
-        yield {FORMAT: "int4"}, "a slightly higher loss; quantised once, which takes disk"
+    for storage in STORAGES if config.kt_config.kt_backend != "kt-kernel" else ():
+        if can_quantise(shape, storage):
+            yield {FORMAT: storage}, f"{_PRICES[storage]}; quantised once, which takes disk"
     if config.expert_rank > 4:
         yield {"kt_config.kt_lora_rank": config.expert_rank // 2}, "half the experts' rank"
     if config.cutoff_len // 2 >= _LEAST_LENGTH:

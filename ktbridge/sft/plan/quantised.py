@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ktbridge.adapter.quantise import plan_quantise
+from ktbridge.adapter.quantise import GROUP, plan_quantise
 from ktbridge.adapter.requantise import execute
 from ktbridge.adapter.rewrite import CHECKPOINT_FILE
 from ktbridge.codes import problem
@@ -29,7 +29,7 @@ from ktbridge.model import fingerprint, open_checkpoint
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import Lock, OnProgress
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.plan.shape import in_storage, is_plain, read_shape
+from ktbridge.sft.plan.shape import can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import existing
 from ktbridge.units import size_text
 
@@ -159,6 +159,8 @@ def storage_notes(config: TrainConfig, base: Path) -> list[Problem]:
     if stored == block.storage:
         return []
     found = f"{asked}, while the experts of {source} are stored as {stored}, and are read so"
+    if stored == "bf16":
+        found += f": groups of {GROUP} values don't divide their rows"
     step = "Leave it out. For another storage, make BF16 of them with scripts/dequantize_checkpoint.py."
     return [problem("KTC051", where, found, "experts in BF16, F16 or F32", step)]
 
@@ -175,7 +177,7 @@ def _times(source: Path) -> _Times:
 @lru_cache(maxsize=8)
 def _found(source: Path, storage: str, home: Path, times: _Times) -> Quantised | None:
     shape = read_shape(source)
-    if not is_plain(shape):
+    if not can_quantise(shape, storage):
         return None
     print_of = fingerprint(source)
     identified = [storage, print_of.tensors_sha256, print_of.values_sha256, [t[:2] for t in times]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from ktbridge.adapter.quantise import stored_bytes
+from ktbridge.adapter.quantise import GROUP, stored_bytes
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.families import FAMILIES
@@ -132,9 +132,11 @@ def in_storage(shape: ModelShape, storage: str) -> ModelShape:
     )
 
 
-def is_plain(shape: ModelShape) -> bool:
-    """Whether the experts are stored in floats that can be quantised."""
-    return shape.expert_storage in _PLAIN
+def can_quantise(shape: ModelShape, storage: str) -> bool:
+    """Whether the experts are stored in floats that ``storage`` can be made of."""
+    model = shape.config
+    odd = model.hidden_size % GROUP or model.intermediate_size % GROUP
+    return shape.expert_storage in _PLAIN and not (storage == "int4" and odd)
 
 
 def _expert_homes(path: Path, checkpoint: Checkpoint, config: ModelConfig) -> dict[int, ExpertHome]:
