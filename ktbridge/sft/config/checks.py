@@ -166,12 +166,12 @@ def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
             "Keep one; kt_expert_weight_format decides.",
             code=CONTRADICTION,
         )
-    for key, value in (("kt_backend", block.kt_backend), ("kt_expert_weight_format", asked)):
-        storage = _STORED.get(str(value))
+    for key, given in (("kt_backend", block.kt_backend), ("kt_expert_weight_format", asked)):
+        storage = _STORED.get(str(given))
         if ours and storage and not block.kt_weight_path:
             findings.note(
                 f"kt_config.{key}",
-                f"{value}: the kernels read experts as the checkpoint stores them, {storage} or not",
+                f"{given}: the kernels read experts as the checkpoint stores them, {storage} or not",
                 "",
                 "Leave it out. kt_expert_weight_format: int8 or int4 quantises BF16 experts.",
             )

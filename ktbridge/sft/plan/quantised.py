@@ -27,6 +27,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model import fingerprint, open_checkpoint
 from ktbridge.model.jsonfile import read_json_file
+from ktbridge.model.stamps import stamp
 from ktbridge.publish import Lock, OnProgress
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.shape import can_quantise, in_storage, read_shape
@@ -78,13 +79,13 @@ class Quantised:
         """
         if self.ready:
             return
-        self.check_room()
         with Lock(self.directory, on_wait):
             if self.ready:
                 return
+            self.check_room()
             plan = plan_quantise(self.source, self.directory, self.storage, True, alone=True)
             plan.about["times"] = self.times
-            if problems := list(plan.rewrite.problems(plan.need)):
+            if problems := list(plan.rewrite.problems(0)):
                 raise ProblemsError(f"{self.directory} can't be written", problems)
             execute(plan, on_progress)
 
@@ -102,6 +103,9 @@ class Quantised:
         """Raise ProblemsError where the directory, which isn't there yet, can't be written."""
         there = existing(self.directory.parent)
         free = shutil.disk_usage(there).free
+        # What another process has written so far, or one that was killed, is theirs.
+        partial = there.glob(f".{self.directory.name}.partial-*/*")
+        free += sum(each.size for each in map(stamp, partial) if each)
         if not os.access(there, os.W_OK):
             found, expected = "can't be written to", "a directory for the quantised experts"
         elif free < self.size:
@@ -170,8 +174,8 @@ def _source(config: TrainConfig, base: Path) -> Path:
 
 
 def _times(source: Path) -> _Times:
-    found = [(name, (source / name).stat()) for name in open_checkpoint(source).shards]
-    return tuple((name, each.st_size, each.st_mtime_ns) for name, each in found)
+    found = [(name, stamp(source / name)) for name in open_checkpoint(source).shards]
+    return tuple((name, each.size, each.mtime_ns) for name, each in found if each)
 
 
 @lru_cache(maxsize=8)
