@@ -83,9 +83,9 @@ def make_plan(config: TrainConfig, target: Target, measure: bool = True) -> Plan
         experts = quantised.directory
     source = experts or (None if missing else base)
     reads = disk_reads(setting, parts, target.memory, source, measure)
-    if reads and reads.seconds is not None and pace:
+    if reads and pace and (seconds := reads.seconds) is not None:
         reads = replace(reads, unread=pace.tokens_per_second)
-        pace = pace.reading(setting.passes * reads.seconds, setting.steps)
+        pace = pace.reading(setting.passes * seconds, setting.steps)
     checks = [*_checks(setting, parts, target, base, quantised)]
     return Plan(
         model=str(base),

@@ -162,11 +162,12 @@ def storage_notes(config: TrainConfig, base: Path) -> list[Problem]:
     stored = read_shape(source).expert_storage
     if stored == block.storage:
         return []
-    found = f"{asked}, while the experts of {source} are stored as {stored}, and are read so"
-    if stored == "bf16":
-        found += f": groups of {GROUP} values don't divide their rows"
+    what = f"{asked}, while the experts of {source} are stored as {stored}, and are read so"
     step = "Leave it out. For another storage, make BF16 of them with scripts/dequantize_checkpoint.py."
-    return [problem("KTC051", where, found, "experts in BF16, F16 or F32", step)]
+    if stored == "bf16":
+        what += f": groups of {GROUP} values don't divide their rows"
+        step = "Set kt_expert_weight_format: int8."
+    return [problem("KTC051", where, what, "experts in BF16, F16 or F32", step)]
 
 
 def _source(config: TrainConfig, base: Path) -> Path:
