@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from tinymoe import tiny_model
 from trainrun import ROWS, conversation, losses, quiet, train, write_run
 
 from ktbridge.adapter.quantise import plan_quantise
@@ -190,6 +191,9 @@ def test_other_storages_stay_and_it_is_said(run_dir):
     assert "AMXINT4, while the experts" in note.found
     assert "are stored as int8, and are read so" in note.found
     assert told(run_dir / "base", "kt_config.kt_backend=AMXBF16") == []
+    tiny_model(moe_intermediate_size=40).save_pretrained(run_dir / "odd")
+    (note,) = told(run_dir / "odd", "kt_config.kt_expert_weight_format=int4")
+    assert note.found.endswith("groups of 32 values don't divide their rows")
     both = ["kt_config.kt_backend=AMXINT8", "kt_config.kt_expert_weight_format=bf16"]
     assert told(run_dir / "base", *both) == []
     config = load_config(run_dir / "run.yaml", both)
