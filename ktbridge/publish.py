@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,57 @@ def hash_file(path: str | os.PathLike[str]) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+class Lock:
+    """Within the block no other process of this machine has the lock on ``target``.
+
+    It is the kernel's, on a hidden file beside ``target``, so a killed process gives it up. Where another
+    has it, ``busy`` is called with that one's description: what it raises ends the attempt, else it is
+    waited for.
+    """
+
+    def __init__(self, target: str | os.PathLike[str], busy: Callable[[str], None]) -> None:
+        self.target = Path(os.path.realpath(target))
+        self._path = self.target.with_name(f".{self.target.name}.ktbridge.lock")
+        self._busy = busy
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        while self._descriptor is None:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self._take(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if self._is_current(descriptor):
+                self._descriptor = descriptor
+            else:  # removed by its holder between our open and lock
+                os.close(descriptor)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _take(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            self._busy(holder or "another process")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def _is_current(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
 
 class Staging:

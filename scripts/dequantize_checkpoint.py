@@ -22,9 +22,10 @@ from typing import Any
 
 import click
 import numpy as np
-from checkpoint_io import Part, Plan, array, copied, make_plan, run, widened
+from checkpoint_io import run
 from numpy.typing import NDArray
 
+from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, to_bf16, widened
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, Entry, family_of, open_checkpoint, resolve_model
@@ -163,21 +164,6 @@ class Weights:
             f"{scale.dtype} {list(scale.shape)} don't fit each other {storage}",
             f"this script reads {_KNOWN}",
         )
-
-
-def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Finite float32 (which is spent) rounded to nearest even, as bfloat16's bits.
-
-    Adding 0x7fff, and one more if the bit that will be the last is odd, carries into the upper half
-    exactly when the number must go up.
-    """
-    bits = values.view(np.uint32)
-    odd = bits >> 16
-    odd &= 1
-    odd += 0x7FFF
-    bits += odd
-    bits >>= 16
-    return bits.astype(np.uint16)
 
 
 def _group(width: int, count: int) -> int:

@@ -77,6 +77,10 @@ def command(
     if declared is not None:  # all else is in order: now the gigabytes
         ensure_model(parsed.model_name_or_path)
         resolve_model(parsed.model_name_or_path)
+        known = len(ready.notes)
+        ready = prepare.with_weights(parsed, ready)
+        print_problems(ready.notes[known:])
+    _quantise(parsed, ready)
     result = _train_with_progress(parsed, ready)
     if as_json:
         notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
@@ -92,6 +96,22 @@ def _follow(parsed: TrainConfig) -> None:
 
         trainer.quiet_libraries()
         trainer.train(parsed)
+
+
+def _quantise(parsed: TrainConfig, ready: Prepared) -> None:
+    """Make the quantised experts that the run asks for, under a progress bar, unless they are there."""
+    from ktbridge.cli._app import terminable
+    from ktbridge.cli._ui import progress_bar, shown, stderr
+    from ktbridge.sft import trainer
+
+    if ready.quantised is None or ready.quantised.ready:
+        return
+
+    def on_wait(holder: str) -> None:
+        stderr.print(f"waiting for {shown(holder)}, which quantises the experts", soft_wrap=True)
+
+    with terminable(), progress_bar("quantising experts", "bytes") as bar:
+        trainer.quantise_first(parsed, ready, bar, on_wait)
 
 
 def _show_result(result: TrainResult) -> None:

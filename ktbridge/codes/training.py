@@ -47,6 +47,12 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Nothing: servers use the tokenizer's. Change chat_template.jinja of the base if it must differ."),
     Code("KTC037", "info", "template is a name that isn't held against the tokenizer's chat template",
          "Nothing: the chat template is used in any case."),
+    Code("KTC050", "info", "the run trains on experts quantised to INT8 or INT4, as it asks for",
+         "Nothing, or kt_expert_weight_format: bf16 to train on the experts as they are stored."),
+    Code("KTC051", "warning", "the experts can't be had in the storage that is asked for",
+         "Leave the key out: the experts are read as they are stored."),
+    Code("KTC052", "error", "there is no room, or no right, to write the quantised experts",
+         "Set KTBRIDGE_CACHE to a directory on another disk, or leave out what asks for them."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (

@@ -34,17 +34,18 @@ def run_bytes(config: TrainConfig, trained: int, steps: int) -> int:
     return (count + writing) * checkpoint_bytes(config, trained) + adapter_bytes(trained)
 
 
-def check_room(config: TrainConfig, root: Path, trained: int, steps: int) -> None:
+def check_room(config: TrainConfig, root: Path, trained: int, steps: int, beside: int = 0) -> None:
     """Refuse a run whose files don't fit on the disk of its output.
 
     ``root`` is the directory of its checkpoints; existing files count as free space, since they are replaced.
-    Raises ``KtbridgeError`` with the needed and the free space.
+    ``beside``: bytes of quantised experts that come to the same disk. Raises ``KtbridgeError`` with the
+    needed and the free space.
     """
     output = Path(config.output_dir)
     there = next(path for path in (output, *output.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     free += sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    need = run_bytes(config, trained, steps)
+    need = run_bytes(config, trained, steps) + beside
     if need > free:
         kept = kept_checkpoints(config, steps)
         files = (
@@ -52,6 +53,7 @@ def check_room(config: TrainConfig, root: Path, trained: int, steps: int) -> Non
             if kept
             else "the adapter"
         )
+        files += ", beside the quantised experts" if beside else ""
         fewer = ", or set save_steps: 0 (no checkpoints)" if kept else ""
         raise KtbridgeError(
             f"{output.parent} has {size_text(free)} free, and this run needs {size_text(need)} there: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +30,7 @@ from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.declared import Declared
 from ktbridge.sft.plan.lengths import optimizer_steps
+from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 
@@ -54,6 +55,8 @@ class Prepared:
     trainable: Trainable
     notes: tuple[Problem, ...]
     """What the user should know of this run besides ``config.notes``."""
+    quantised: Quantised | None = None
+    """The quantised experts that it takes, which may have to be made."""
 
 
 def prepare(
@@ -80,12 +83,13 @@ def prepare(
     asked.of("kt_experts", lambda: check_expert_device(config))
     find_base = resolve_model if declared is None else find_model
     base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
+    quantised = None
     checked = asked.of("model", lambda: check_model(config, base, declared)) if base else None
     tokenizer = asked.of("tokenizer", lambda: _tokenizer(base)) if base else None
     rows = asked.of("dataset", lambda: load_rows(config))
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
-        asked.of("kt_backend", lambda: _check_storage(config, base, declared))
+        quantised = asked.of("kt_backend", lambda: _quantised(config, base, declared))
     asked.raise_collected()
     assert base is not None
     assert checked is not None
@@ -103,7 +107,8 @@ def prepare(
             "Name an earlier checkpoint-N as resume_from_checkpoint, or start anew with "
             "resume_from_checkpoint=false.",
         )
-    check_room(config, checkpoints_dir(config), trainable.parameters, steps)
+    beside = quantised.to_write(Path(config.output_dir)) if quantised else 0
+    check_room(config, checkpoints_dir(config), trainable.parameters, steps, beside)
     return Prepared(
         base=base,
         tokenizer=tokenizer,
@@ -116,10 +121,18 @@ def prepare(
             *fitted.notes,
             *template_notes(config.template, tokenizer),
             *resumption.notes,
+            *(() if _experts_missing(config, declared) else storage_notes(config, base)),
             *_stage_notes(config),
             *model_notes,
         ),
+        quantised=quantised,
     )
+
+
+def with_weights(config: TrainConfig, ready: Prepared) -> Prepared:
+    """What ``prepare`` left open because the model's weights were still to be downloaded."""
+    notes = (*ready.notes, *storage_notes(config, ready.base))
+    return replace(ready, quantised=quantised_experts(config, ready.base), notes=notes)
 
 
 class _Failures:
@@ -167,10 +180,21 @@ def _check_backend(config: TrainConfig) -> None:
         load_kt_kernel(f"{KtKernelExperts.METHOD['method']}_MOE")
 
 
-def _check_storage(config: TrainConfig, base: Path, declared: Declared | None) -> None:
-    """kt-kernel is given bfloat16 tensors, so quantised experts are not for it."""
+def _experts_missing(config: TrainConfig, declared: Declared | None) -> bool:
+    """Whether the experts' weights are still to be downloaded: how they are stored is known then."""
+    return declared is not None and not config.kt_config.kt_weight_path
+
+
+def _quantised(config: TrainConfig, base: Path, declared: Declared | None) -> Quantised | None:
+    """The quantised experts that the run takes, if any. Raises where there is no room to make them.
+
+    kt-kernel is given bfloat16 tensors, so quantised experts are not for it.
+    """
     if config.kt_config.kt_backend != "kt-kernel":
-        return
+        found = None if _experts_missing(config, declared) else quantised_experts(config, base)
+        if found and not found.ready:
+            found.check_room()
+        return found
     own = config.kt_config.kt_weight_path
     shape = read_shape(Path(own)) if own else read_shape(base, declared=declared)
     stored = shape.expert_storage
@@ -179,6 +203,7 @@ def _check_storage(config: TrainConfig, base: Path, declared: Declared | None) -
             f"kt_backend: kt-kernel takes bf16 experts, and those in {own or base} are {stored}.",
             "Make BF16 of them with scripts/dequantize_checkpoint.py, or leave kt_backend out.",
         )
+    return None
 
 
 def _tokenizer(base: Path) -> PreTrainedTokenizerBase:

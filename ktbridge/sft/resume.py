@@ -21,6 +21,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import KtConfig, options
 from ktbridge.sft.data import Rows
 from ktbridge.sft.launch import world
+from ktbridge.sft.plan.quantised import quantised_experts
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
@@ -88,6 +89,8 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
     for key in _FREE_KT:
         settings["kt_config"].pop(key, None)
+    if found := quantised_experts(config, base):
+        settings["experts quantised to"] = found.storage
     if world().size > 1:
         settings["processes"] = world().size
     settings["base model"] = _hashes(base, _BASE_FILES)

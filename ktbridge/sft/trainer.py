@@ -10,6 +10,7 @@ from __future__ import annotations
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from ktbridge.experts import checkpointing
 from ktbridge.experts.loading import load_for_kernels
 from ktbridge.experts.nonexpert_lora import TunedModel
 from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.model import resolve_model
+from ktbridge.publish import OnProgress as OnBytes
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
@@ -35,6 +38,7 @@ from ktbridge.sft.output import Log, RunLock, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
+from ktbridge.sft.plan.quantised import experts_path, quantised_experts
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.progress import OnLog, OnProgress, Reporter
@@ -102,11 +106,35 @@ def train(
     when training has finished, or not at all. Raises ``KtbridgeError`` and its children for anything a
     user can fix, and ``Diverged`` for a loss that is not finite.
     """
+    if config.kt_config.storage:  # may take longer than ddp_timeout, so before the processes join
+        prepared = quantise_first(config, prepared)
     here = distributed.start(config.ddp_timeout, config.use_cpu)
     if here.rank:  # the first process alone reports, and keeps other runs away
         return _train(config, None, None, prepared, None)
     with RunLock(config.output_dir):
         return _train(config, on_progress, on_log, prepared, on_note)
+
+
+def quantise_first(
+    config: TrainConfig,
+    prepared: Prepared | None = None,
+    on_progress: OnBytes = lambda done, total: None,
+    on_wait: Callable[[str], None] = lambda holder: None,
+) -> Prepared | None:
+    """Make the quantised experts that a run asks for, on each host by its first process; others wait for it.
+
+    Returns ``prepared``, which is made where it is needed. ``train`` calls it too, and then finds them there.
+    Raises what ``prepare`` and ``Quantised.make`` raise.
+    """
+    if distributed.world().local_rank:
+        found = quantised_experts(config, resolve_model(config.model_name_or_path))
+        if found:
+            found.wait()
+        return prepared
+    ready = prepared or prepare(config, distributed.world().size)
+    if ready.quantised:
+        ready.quantised.make(on_progress, on_wait)
+    return ready
 
 
 def _train(
@@ -167,12 +195,11 @@ def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
     Seeds torch's, numpy's and Python's random numbers with ``config.seed`` first.
     """
     set_seed(config.seed)
-    weights = config.kt_config.kt_weight_path
     model = load_for_kernels(
         base,
         torch.bfloat16 if config.bf16 else torch.float32,
         places(config),
-        Path(weights) if weights else None,
+        experts_path(config, base),
         config.attn_implementation,
     )
     tuned = attach_lora(model, config)
@@ -183,8 +210,7 @@ def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
 
 def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     """The run as the plan knows it, with the lengths of the rows that were tokenized."""
-    weights = config.kt_config.kt_weight_path
-    shape = read_shape(ready.base, Path(weights) if weights else None)
+    shape = read_shape(ready.base, experts_path(config, ready.base))
     dataset = ready.fitted.dataset
     each: tuple[int, ...] = (config.cutoff_len,)
     if config.stage == "sft":

@@ -187,9 +187,12 @@ def test_int8_experts_run_from_the_map_and_come_back_as_value_times_scale(tmp_pa
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [(torch.bfloat16, "int8"), (torch.float16, "int4"), (torch.float32, "int8")],
+)
 def test_fused_experts_become_the_same_as_single_ones(
-    tmp_path: Path, turned: bool, dtype: torch.dtype
+    tmp_path: Path, turned: bool, dtype: torch.dtype, storage: str
 ) -> None:
     # 2 I = H: one of the two shapes alone doesn't tell which way round they are.
     tiny_model(hidden_size=64, moe_intermediate_size=32).to(dtype).save_pretrained(tmp_path / "one")
@@ -206,22 +209,69 @@ def test_fused_experts_become_the_same_as_single_ones(
         tensors[f"{base}.down_proj"] = down.mT.contiguous() if turned else down
     save_file(tensors, tmp_path / "fused" / "model.safetensors", {"format": "pt"})
     for name in ("one", "fused"):
-        done("quantize_experts", tmp_path / name, tmp_path / f"{name}-int8")
-    assert same(tensors_of(tmp_path / "fused-int8"), tensors_of(tmp_path / "one-int8"))
+        done("quantize_experts", tmp_path / name, tmp_path / f"{name}-out", "--format", storage)
+    assert same(tensors_of(tmp_path / "fused-out"), tensors_of(tmp_path / "one-out"))
 
 
-def test_rows_of_zeros_and_of_the_smallest_numbers_stay_finite(tmp_path: Path) -> None:
+def int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed words, scales and what they mean in float32, written plainly."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scale = (largest / -8).bfloat16()
+    values = (groups / scale.float()).round().clamp(-8, 7)
+    assert (values.min(2).values == -8).all()
+    means = (values * scale.float()).flatten(1)
+    return pack_int4(values.flatten(1)), scale[..., 0], means
+
+
+def test_int4_experts_are_read_by_us_by_the_script_back_and_by_compressed_tensors(
+    tmp_path: Path,
+) -> None:
+    tiny_model(hidden_size=64, moe_intermediate_size=96).save_pretrained(tmp_path / "plain")
+    report = done("quantize_experts", tmp_path / "plain", tmp_path / "int4", "--format", "int4")
+    assert (report["format"], report["converted"]) == ("int4", 2 * 8 * 3)
+    source = tensors_of(tmp_path / "plain")
+    expected, means = dict(source), dict(source)
+    for name in [name for name in source if ".experts." in name]:
+        stem = name.removesuffix(".weight")
+        packed, scale, plain = int4(expected.pop(name))
+        expected |= {f"{stem}.weight_packed": packed, f"{stem}.weight_scale": scale}
+        expected[f"{stem}.weight_shape"] = torch.tensor(plain.shape)
+        means[name] = plain.bfloat16()
+    assert same(tensors_of(tmp_path / "int4"), expected)
+
+    plain, stored = mapped_logits(tmp_path / "plain"), mapped_logits(tmp_path / "int4")
+    assert 0.01 < ((stored - plain).norm() / plain.norm()).item() < 0.1
+    done("dequantize_checkpoint", tmp_path / "int4", tmp_path / "back")
+    assert same(tensors_of(tmp_path / "back"), means)
+    assert "quantization_config" not in config_of(tmp_path / "back")
+
+    published(tmp_path / "odd", "int4-32")  # rows of 136 and 160 values
+    assert "is quantised already" in refused("quantize_experts", tmp_path / "odd", tmp_path / "o")
+    tiny_model(**ODD).save_pretrained(tmp_path / "odd-plain")
+    said = refused("quantize_experts", tmp_path / "odd-plain", tmp_path / "o", "--format", "int4")
+    assert "has rows of 136 values (expected groups of 32)" in said
+
+    pytest.importorskip("compressed_tensors")
+    assert torch.equal(loaded_logits(tmp_path / "int4"), loaded_logits(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_rows_of_zeros_and_of_the_smallest_numbers_stay_finite(
+    tmp_path: Path, storage: str
+) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj[3, 5] = 0
         model.model.layers[0].mlp.experts.down_proj[3, 6] = 1e-40
     model.save_pretrained(tmp_path / "plain")
-    done("quantize_experts", tmp_path / "plain", tmp_path / "int8")
-    found = tensors_of(tmp_path / "int8")
+    done("quantize_experts", tmp_path / "plain", tmp_path / "out", "--format", storage)
+    found = tensors_of(tmp_path / "out")
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
-    assert not found[name][5:7].any()
-    assert (found[f"{name}_scale"] >= torch.finfo(torch.float32).tiny).all()
-    assert mapped_logits(tmp_path / "int8").isfinite().all()
+    zero, stem = (0, name) if storage == "int8" else (0x88888888 - 2**32, f"{name}_packed")
+    assert (found[stem][5:7] == zero).all()
+    assert (found[f"{name}_scale"].float().abs() >= torch.finfo(torch.float32).tiny).all()
+    assert mapped_logits(tmp_path / "out").isfinite().all()
 
 
 def test_what_cant_be_quantised_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ def test_experts_come_from_another_checkpoint_where_it_has_them(tmp_path):
     assert config.model_name_or_path == str(tmp_path / "base")
     config = load_config(path, ["kt_config.kt_weight_path=kt"])
     assert config.kt_config.kt_weight_path is None
-    assert set(notes_of(config)) == {"kt_config.kt_weight_path", "kt_config.kt_backend"}
+    assert set(notes_of(config)) == {"kt_config.kt_weight_path"}
+    assert config.kt_config.storage == "int8"
     wheel = ["kt_config.kt_backend=kt-kernel", "kt_config.kt_expert_weight_format=int8"]
     with pytest.raises(
         ProblemsError

@@ -80,14 +80,16 @@ PUBLISHED = {
         BLOCK_NOTES
         | {
             "kt_config.kt_weight_path", "kt_config.kt_non_expert_weight_path",
-            "kt_config.kt_expert_weight_format",
         },
     ),
     "deepseek2, older": (
         {"kt_optimize_rule": "rule.yaml", "cpu_infer": 4096, "chunk_size": 8192},
-        {"kt_optimize_rule", "chunk_size", "kt_config.kt_num_threads", "kt_config.kt_backend"},
+        {"kt_optimize_rule", "chunk_size", "kt_config.kt_num_threads"},
     ),
 }  # fmt: skip
+
+
+QUANTISING = ("deepseek_v3_int8", "deepseek2, older")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -108,6 +110,7 @@ def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name
     assert (config.alpha, config.expert_alpha, config.learning_rate) == (32.0, 32.0, 2e-4)
     assert (config.activation, config.ddp_timeout) == ("retain", 99)
     assert config.kt_config.kt_weight_path is None
+    assert config.kt_config.storage == ("int8" if name in QUANTISING else None)
     read_otherwise = ("dataset", "lora_target", "learning_rate", "resume_from_checkpoint")
     for key in COMMON.keys() & options(TrainConfig).keys() - set(read_otherwise):
         assert getattr(config, key) == COMMON[key]

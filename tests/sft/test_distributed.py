@@ -201,13 +201,21 @@ def test_what_accelerate_is_told_in_vain_is_refused_with_the_mistakes_of_the_run
 
 
 @quiet
-def test_ddp_trains_as_one_process_does(warm, run_dir):
-    """Processes that have imported nothing beforehand, as a user's command starts them."""
-    command = launched(run_dir, "ddp", "ddp")
-    done = warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2")
+def test_ddp_trains_as_one_process_does(warm, run_dir, tmp_path):
+    """Processes that have imported nothing beforehand, as a user's command starts them.
+
+    Their experts are quantised by the first of them, while the other waits.
+    """
+    stored = "kt_config.kt_expert_weight_format=int8"
+    command = launched(run_dir, "ddp", "ddp", stored)
+    one_cache = {"KTBRIDGE_CACHE": str(tmp_path)}
+    done = warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2", **one_cache)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
-    assert_same_run(run_dir, "alone", "ddp")
+    assert len([*tmp_path.iterdir()]) == 1
+    alone = f"per_device_train_batch_size={GLOBAL_BATCH}"
+    train(run_dir, f"output_dir={run_dir / 'alone-int8'}", alone, stored)
+    assert_same_run(run_dir, "alone-int8", "ddp")
 
 
 @quiet

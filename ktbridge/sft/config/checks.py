@@ -6,16 +6,12 @@ import os
 from collections.abc import Collection
 
 from ktbridge.experts import MAX_EXPERT_RANK
-from ktbridge.sft.config.findings import CONTRADICTION, Findings
-from ktbridge.sft.config.schema import TrainConfig, options
+from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
+from ktbridge.sft.config.schema import QUANTISING, TrainConfig, options
 
 _DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
-_QUANTISED = {
-    "AMXINT8": "INT8", "INT8": "INT8", "AMXINT4": "INT4", "AMXINT4_KGroup": "INT4", "RAWINT4": "INT4",
-    "MXFP4": "MXFP4", "int8": "INT8", "int4": "INT4", "rawint4": "INT4",
-    "mxfp4": "MXFP4",
-}  # fmt: skip
-"""What KTransformers' backends and formats store, where that isn't what most checkpoints have."""
+_STORED = {"RAWINT4": "INT4", "MXFP4": "MXFP4", "rawint4": "INT4", "mxfp4": "MXFP4"}
+"""What KTransformers' backends and formats read, which nothing is converted to."""
 
 
 def check(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
@@ -162,25 +158,29 @@ def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
                 "",
                 "Set kt_experts: stream, hybrid, resident or auto (docs/gpu-experts.md), or leave it out.",
             )
-    formats = {
-        "kt_backend": block.kt_backend,
-        "kt_expert_weight_format": block.kt_expert_weight_format,
-    }
-    for key, named in formats.items():
-        storage = _QUANTISED.get(str(named).removesuffix("_SkipLoRA"))
-        if named == "llamafile":
+    asked, named = block.kt_expert_weight_format, QUANTISING.get(block.backend)
+    if asked and named and asked != named:
+        findings.note(
+            "kt_config.kt_backend",
+            f"{block.kt_backend}, with kt_expert_weight_format: {asked}",
+            named,
+            "Keep one; kt_expert_weight_format decides.",
+            code=CONTRADICTION,
+        )
+    for key, given in (("kt_backend", block.kt_backend), ("kt_expert_weight_format", asked)):
+        storage = _STORED.get(str(given))
+        if given == "llamafile":
             findings.note(
                 f"kt_config.{key}",
                 "llamafile: GGUF isn't read; ktbridge's own kernels compute the experts, as the checkpoint's "
                 "safetensors store them",
                 "",
-                "Leave it out; INT8 (scripts/quantize_experts.py) and INT4 take less memory than BF16.",
+                "Leave it out; kt_expert_weight_format: int8 or int4 takes less memory than BF16.",
             )
         elif ours and storage and not block.kt_weight_path:
             findings.note(
                 f"kt_config.{key}",
-                f"{named}: the kernels read experts as the checkpoint stores them, {storage} or not",
+                f"{given}: the kernels read experts as the checkpoint stores them, {storage} or not",
                 "",
-                "Leave it out. scripts/quantize_experts.py makes an INT8 checkpoint, half the memory of "
-                "BF16; INT4 checkpoints are read as shipped.",
+                "Leave it out. kt_expert_weight_format: int8 or int4 quantises BF16 experts.",
             )

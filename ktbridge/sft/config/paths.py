@@ -175,8 +175,8 @@ def _resolve_weight_path(main: Values, kt: Values, root: Path, findings: Finding
             "kt_config.kt_weight_path",
             found,
             _EXPERTS,
-            "Leave it out: the experts of model_name_or_path are trained on. To save memory, name an INT8 "
-            "checkpoint that scripts/quantize_experts.py made of them.",
+            "Leave it out: the experts of model_name_or_path are trained on. To save memory, set "
+            "kt_expert_weight_format: int8 or int4, which quantises them.",
         )
 
 

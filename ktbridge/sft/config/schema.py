@@ -37,6 +37,8 @@ STORAGE_BACKENDS = (
     "MXFP4", "TORCH", "llamafile", "AMXBF16_SkipLoRA", "AMXINT8_SkipLoRA", "AMXINT4_SkipLoRA",
 )  # fmt: skip
 """KTransformers' names of backends: each stands for a storage of the experts and a kernel for it."""
+QUANTISING = {"AMXINT8": "int8", "INT8": "int8", "AMXINT4": "int4", "AMXINT4_KGroup": "int4"}
+"""Of these, those that quantise bfloat16 experts, and to what."""
 ATTENTION = {
     "auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2",
     "fa3": "flash_attention_3",
@@ -55,8 +57,9 @@ class KtConfig:
 
     kt_backend: str = _option(one_of("auto", "kt-kernel", *STORAGE_BACKENDS), "auto")
     """auto: our kernels; kt-kernel: KTransformers' own, where its wheel is installed. KTransformers' names of
-    storages (AMXINT8, …) mean our kernels too, which read experts as the checkpoint stores them; with
-    _SkipLoRA at the end, also what kt_skip_expert_lora_adaptation does."""
+    storages mean our kernels too: AMXINT8, INT8, AMXINT4 and AMXINT4_KGroup are kt_expert_weight_format: int8
+    or int4, the others read experts as the checkpoint stores them; with _SkipLoRA at the end, they also do
+    what kt_skip_expert_lora_adaptation does."""
     kt_num_threads: int = _option(whole(0, 4096), 0)
     """Kernel threads; 0 takes KTBRIDGE_THREADS, else the cores this process may use."""
     kt_threadpool_count: int | None = _option(whole(1, 64), None)
@@ -67,7 +70,8 @@ class KtConfig:
     kt_expert_weight_format: str | None = _option(
         one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
     )
-    """bf16 with kt-kernel, which is given nothing else; our kernels read what the checkpoint has."""
+    """int8, int4: experts in BF16, F16 or F32 are quantised once, before the first run, beside the checkpoint
+    or where KTBRIDGE_CACHE says. All else: as the checkpoint stores them; kt-kernel takes bf16 only."""
     kt_experts: str = _option(one_of("auto", "cpu", "stream", "hybrid", "resident"), "auto")
     """What computes the routed experts. auto: without a GPU our kernels on the CPU, with one the fastest that
     fits its memory, by times measured at the start. cpu: the kernels. stream: the GPU, to which each layer's
@@ -88,9 +92,22 @@ class KtConfig:
     """The older name of kt_cpu_activation."""
 
     @property
+    def backend(self) -> str:
+        """``kt_backend`` without what it says about LoRA."""
+        return self.kt_backend.removesuffix("_SkipLoRA")
+
+    @property
     def experts_frozen(self) -> bool:
         """Whether the routed experts get no LoRA."""
-        return self.kt_skip_expert_lora_adaptation or self.kt_backend.endswith("_SkipLoRA")
+        return self.kt_skip_expert_lora_adaptation or self.kt_backend != self.backend
+
+    @property
+    def storage(self) -> str | None:
+        """int8 or int4 where the experts shall be quantised to it; None: as the checkpoint has them."""
+        asked = self.kt_expert_weight_format
+        if asked is None:
+            return QUANTISING.get(self.backend)
+        return asked if asked in QUANTISING.values() else None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ktbridge.adapter.quantise import STORAGES
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
@@ -26,7 +27,8 @@ from ktbridge.sft.plan.declared import Declared, declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
 from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
-from ktbridge.sft.plan.shape import read_shape
+from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
+from ktbridge.sft.plan.shape import ModelShape, can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import Target, disk_reads, existing, this_machine
 from ktbridge.units import size_text
 
@@ -42,6 +44,8 @@ __all__ = [
     "this_machine",
 ]
 
+_PRICES = {"int8": "nearly the same results", "int4": "a slightly higher loss"}
+FORMAT = "kt_config.kt_expert_weight_format"
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 Check = tuple[Verdict, tuple[Where, ...]]
 """What must fit, and the places whose parts it counts."""
@@ -66,6 +70,7 @@ def make_plan(
     other = config.kt_config.kt_weight_path
     experts = resolve_model(other) if other else None
     shape = read_shape(base, experts, declared)
+    shape, quantised, stored = _as_asked(shape, config, base, bool(missing))
     lengths = read_lengths(config, base, render=measure)
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
@@ -75,7 +80,14 @@ def make_plan(
     setting, pace = chosen.setting or setting, chosen.pace
     parts = predict(setting)
 
-    checks = [*_checks(setting, parts, target, base)]
+    if quantised and quantised.ready:
+        experts = quantised.directory
+    source = experts or (None if missing else base)
+    reads = disk_reads(setting, parts, target.memory, source, measure)
+    if reads and pace and (seconds := reads.seconds) is not None:
+        reads = replace(reads, unread=pace.tokens_per_second)
+        pace = pace.reading(setting.passes * seconds, setting.steps)
+    checks = [*_checks(setting, parts, target, base, quantised)]
     return Plan(
         model=str(base),
         model_type=shape.config.model_type,
@@ -86,7 +98,7 @@ def make_plan(
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=tuple(_notes(setting, target, missing, declared, pace)),
+        notes=(*stored, *_notes(setting, target, missing, declared, pace)),
         rows=lengths.rows,
         sequences=lengths.sequences,
         longest=lengths.longest,
@@ -95,13 +107,38 @@ def make_plan(
         pace=pace,
         tokens_per_pass=setting.batch.tokens,
         experts=tuple(choice.described(setting) for choice in choices) if cuda else (),
-        disk_reads=disk_reads(
-            setting, parts, target.memory, experts or (None if missing else base), measure
-        ),
+        disk_reads=reads,
     )
 
 
-def _checks(setting: Setting, parts: list[Part], target: Target, base: Path) -> Iterator[Check]:
+def _as_asked(
+    shape: ModelShape, config: TrainConfig, base: Path, missing: bool
+) -> tuple[ModelShape, Quantised | None, list[str]]:
+    """The model with its experts in the storage that the run asks for, where they are kept, and notes.
+
+    ``missing``: the weights of ``base`` aren't here.
+    """
+    storage = config.kt_config.storage
+    if storage is None:
+        return shape, None, []
+    if missing and not config.kt_config.kt_weight_path:
+        if not can_quantise(shape, storage):
+            return shape, None, [f"the experts are {shape.expert_storage}, and are trained on so"]
+        note = (
+            f"once the model is there, its experts are quantised to {storage.upper()} and used so"
+        )
+        return in_storage(shape, storage), None, [note]
+    found = quantised_experts(config, base)
+    notes = [f"{note.where}: {note.found}" for note in storage_notes(config, base)]
+    if found is None:
+        return shape, None, notes
+    stored = in_storage(shape, storage)
+    return (replace(stored, to_quantise=0) if found.ready else stored), found, notes
+
+
+def _checks(
+    setting: Setting, parts: list[Part], target: Target, base: Path, quantised: Quantised | None
+) -> Iterator[Check]:
     """What must fit where."""
     if setting.cuda:
         yield Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), ("GPU",)
@@ -111,13 +148,17 @@ def _checks(setting: Setting, parts: list[Part], target: Target, base: Path) -> 
     if cached > own:
         held = Verdict("memory with the experts in the page cache", cached, target.memory)
         yield held, ("page cache", "RAM")
-    # One disk for everything, unless the model's directory is on another than the output's.
-    need, download = total(parts, "disk"), setting.shape.to_download
-    places = [existing(Path(setting.config.output_dir)), base]
-    if download and target.disk is not None and len({place.stat().st_dev for place in places}) > 1:
-        need -= download
-        room = shutil.disk_usage(base).free
-        yield Verdict(f"disk for the model in {base}", download, room), ("disk",)
+    # One disk for everything, unless these go to another than the output's.
+    need, own_disk = total(parts, "disk"), existing(Path(setting.config.output_dir)).stat().st_dev
+    away = [("the model", setting.shape.to_download, base)]
+    if quantised:
+        away.append(("quantised experts", setting.shape.to_quantise, quantised.directory.parent))
+    for what, size, place in away:
+        there = existing(place)
+        if size and target.disk is not None and there.stat().st_dev != own_disk:
+            need -= size
+            room = shutil.disk_usage(there).free
+            yield Verdict(f"disk for {what} in {place}", size, room), ("disk",)
     yield Verdict("disk", need, target.disk), ("disk",)
 
 
@@ -165,8 +206,8 @@ def _notes(
         yield "linear attention is counted as transformers computes it without extra kernels"
     if not shape.mappable:
         yield (
-            "the experts can't be mapped as this checkpoint stores them; scripts/quantize_experts.py or "
-            "scripts/dequantize_checkpoint.py writes one whose experts cost no memory of the process's own"
+            "the experts can't be mapped as this checkpoint stores them; kt_expert_weight_format: int8 or "
+            "int4 makes some that can, or scripts/dequantize_checkpoint.py"
         )
     if pace:
         yield from pace.notes
@@ -193,7 +234,7 @@ def advise(setting: Setting, failed: list[Check]) -> list[Advice]:
 def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
     """(overrides, their price, the setting they make), from what changes no result to what does."""
     config = setting.config
-    for changes, price in _overrides(config):
+    for changes, price in _overrides(config, setting.shape):
         shown, made = [], config
         for key, value in changes.items():
             _, dot, inner = key.partition(".")
@@ -202,13 +243,15 @@ def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
             else:
                 made = replace(made, **{key: value})
             shown.append(f"{key}={_written(value)}")
-        lengths = setting.lengths
+        lengths, shape = setting.lengths, setting.shape
+        if FORMAT in changes and made.kt_config.storage:
+            shape = in_storage(shape, made.kt_config.storage)
         if made.cutoff_len < config.cutoff_len:
             lengths = lengths.within(made.cutoff_len)
-        yield " ".join(shown), price, replace(setting, config=made, lengths=lengths)
+        yield " ".join(shown), price, replace(setting, config=made, lengths=lengths, shape=shape)
 
 
-def _overrides(config: TrainConfig) -> Iterator[tuple[Values, str]]:
+def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values, str]]:
     if config.kt_config.kt_backend == "kt-kernel":
         yield {"kt_config.kt_backend": "auto"}, "none: our kernels map the checkpoint"
     if config.disable_gradient_checkpointing:
@@ -228,6 +271,9 @@ def _overrides(config: TrainConfig) -> Iterator[tuple[Values, str]]:
         yield {"save_steps": 0}, "a run that stops starts anew"
     if not config.bf16 and not config.pure_bf16:
         yield {"bf16": True}, "attention in bfloat16"
+    for storage in STORAGES if config.kt_config.kt_backend != "kt-kernel" else ():
+        if can_quantise(shape, storage):
+            yield {FORMAT: storage}, f"{_PRICES[storage]}; quantised once, which takes disk"
     if config.expert_rank > 4:
         yield {"kt_config.kt_lora_rank": config.expert_rank // 2}, "half the experts' rank"
     if config.cutoff_len // 2 >= _LEAST_LENGTH:
@@ -237,14 +283,6 @@ def _overrides(config: TrainConfig) -> Iterator[tuple[Values, str]]:
 def _by_hand(setting: Setting, failed: list[Check]) -> Iterator[Advice]:
     """Advice beyond overrides of the same run."""
     short = {place for _, places in failed for place in places}
-    shape = setting.shape
-    if "page cache" in short and shape.expert_storage == "bf16":
-        yield Advice(
-            "kt_config.kt_weight_path=DIR of scripts/quantize_experts.py",
-            "page cache",
-            shape.expert_bytes - shape.expert_bytes // 2,
-            "experts in INT8: half the bytes, and nearly the same results",
-        )
     if "GPU" in short:
         gpu = total(predict(setting), "GPU")
         yield Advice("use_cpu=true", "GPU", gpu, "attention on the CPU: many times slower")

@@ -29,6 +29,7 @@ from ktbridge.sft.plan.shape import LayerShape, ModelShape
 from ktbridge.units import size_text
 
 CHECKPOINT = "the model, to be downloaded"
+QUANTISED = "the experts, to be quantised"
 # A process that has imported the recipe: its own memory, and the files it has mapped.
 LIBRARIES = 420_000_000
 LIBRARY_FILES = 240_000_000
@@ -355,6 +356,9 @@ def _activations(setting: Setting) -> tuple[int, int, str]:
 def _disk_parts(setting: Setting) -> Iterator[Part]:
     if setting.shape.to_download:
         yield Part(CHECKPOINT, "disk", setting.shape.to_download, "all its tensors, in its storage")
+    if setting.shape.to_quantise:
+        how = f"{setting.shape.expert_storage}, made once, before the first step"
+        yield Part(QUANTISED, "disk", setting.shape.to_quantise, how)
     trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
     config = setting.config
     if setting.saves:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ktbridge.units import figures, size_text
@@ -54,7 +54,8 @@ class Pace:
     """How fast a run should be once its pages are warm.
 
     ``how`` describes what was measured and what was assumed. ``cold_bytes`` of experts are read from disk in
-    the first step unless they are in the page cache; nothing here counts that time.
+    the first step unless they are in the page cache; nothing here counts that time. Where RAM is too small
+    for them, the steps' own reading (``DiskReads``) is counted.
     """
 
     tokens_per_second: float
@@ -65,18 +66,32 @@ class Pace:
     notes: tuple[str, ...]
     how: str
 
+    def reading(self, seconds: float, steps: int) -> Pace:
+        """The pace with ``seconds`` more in each of ``steps`` steps: the kernels wait for the disk."""
+        step = self.step_seconds + seconds
+        return replace(
+            self,
+            tokens_per_second=self.tokens_per_second * self.step_seconds / step,
+            step_seconds=step,
+            seconds=self.seconds + steps * seconds,
+            expert_share=(self.expert_share * self.step_seconds + seconds) / step,
+        )
+
 
 @dataclass(frozen=True)
 class DiskReads:
     """The part of the experts that the page cache can't hold, and the disk's speed.
 
     ``size`` bytes at least are read in each pass. ``rate`` is the disk's bytes per second, None if it isn't
-    known; ``how`` describes how it was measured, or why not. ``Pace`` doesn't count these seconds.
+    known; ``how`` describes how it was measured, or why not. ``enough`` is the memory with which nothing
+    would be read, ``unread`` the tokens/s then, None if no pace was measured: ``Pace`` counts the reading.
     """
 
     size: int
     rate: float | None
     how: str
+    enough: int = 0
+    unread: float | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -87,11 +102,17 @@ class DiskReads:
         return {**asdict(self), "seconds": self.seconds, "text": str(self)}
 
     def __str__(self) -> str:
-        lead = f"the page cache can't hold all experts: reading {size_text(self.size)} a pass"
+        lead = f"RAM is short: each pass reads {size_text(self.size)} of experts from disk"
         if self.rate is None or self.seconds is None:
-            return f"{lead} from disk, at a pace that isn't known ({self.how})"
-        pace = f"{size_text(round(self.rate))}/s ({self.how})"
-        return f"{lead} at {pace}: at least {figures(self.seconds)} s a pass, which tokens/s don't count"
+            return f"{lead}, at a pace that isn't known ({self.how})"
+        rate = f"{size_text(round(self.rate))}/s ({self.how})"
+        text = f"{lead} at {rate}: at least {figures(self.seconds)} s a pass"
+        if self.unread is None:
+            return text
+        pace = f"{figures(self.unread)} tokens/s"
+        return (
+            f"{text}, which tokens/s count; with {size_text(self.enough)} of RAM it would be {pace}"
+        )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from ktbridge.adapter.quantise import GROUP, stored_bytes
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.families import FAMILIES
@@ -21,6 +22,7 @@ _DRAFT = ("mtp.", "model.mtp.")
 _VISION = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
 # Their text model can't be loaded alone: the wrapper is, with its vision tower.
 _WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "ernie4_5_vl_moe")
+_PLAIN = ("bf16", "F16", "F32")  # what is quantised
 _STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4"}
 
 
@@ -55,6 +57,8 @@ class ModelShape:
     """Whether the kernels read the experts where the files have them; else they are loaded as bf16."""
     to_download: int = 0
     """Bytes of a checkpoint of which only config.json is here; 0 for one that is all here."""
+    to_quantise: int = 0
+    """Bytes of quantised experts that the run makes first; 0 where it makes none, or they are there."""
 
     @property
     def expert_elements(self) -> int:
@@ -116,6 +120,23 @@ def read_shape(
         mappable=storage in _STORAGE.values() and not _turned(checkpoint, config, homes),
         to_download=declared.nbytes if declared else 0,
     )
+
+
+def in_storage(shape: ModelShape, storage: str) -> ModelShape:
+    """The model with its experts quantised to ``storage``, which is still to be done."""
+    model = shape.config
+    one = stored_bytes(model.num_experts, model.hidden_size, model.intermediate_size, storage)
+    total = shape.sparse_layers * one
+    return replace(
+        shape, expert_bytes=total, expert_storage=storage, mappable=True, to_quantise=total
+    )
+
+
+def can_quantise(shape: ModelShape, storage: str) -> bool:
+    """Whether the experts are stored in floats that ``storage`` can be made of."""
+    model = shape.config
+    odd = model.hidden_size % GROUP or model.intermediate_size % GROUP
+    return shape.expert_storage in _PLAIN and not (storage == "int4" and odd)
 
 
 def _expert_homes(path: Path, checkpoint: Checkpoint, config: ModelConfig) -> dict[int, ExpertHome]:

@@ -119,15 +119,17 @@ def disk_reads(
     size = missed_bytes(setting, parts, memory)
     if not size:
         return None
+    enough = total(parts, "RAM") + total(parts, "page cache")
     if experts is None:
-        return DiskReads(size, None, "the weights aren't here")
+        return DiskReads(size, None, "the weights aren't here", enough)
     if not measure:
-        return DiskReads(size, None, "not measured")
+        return DiskReads(size, None, "not measured", enough)
     shard = max(experts.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     try:
-        return DiskReads(size, read_rate(shard), f"measured here on {shard.name}")
+        return DiskReads(size, read_rate(shard), f"measured here on {shard.name}", enough)
     except OSError as error:
-        return DiskReads(size, None, f"{shard.name} can't be read past the page cache: {error}")
+        why = f"{shard.name} can't be read past the page cache: {error}"
+        return DiskReads(size, None, why, enough)
 
 
 def missed_bytes(setting: Setting, parts: list[Part], memory: int | None) -> int:

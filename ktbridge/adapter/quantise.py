@@ -1,0 +1,267 @@
+"""The routed experts of a checkpoint as INT8 or INT4; everything else keeps its bytes.
+
+Both are symmetric and written one expert after the other, as compressed-tensors names and stores them, also
+where the source has them fused. ``rint`` is rounding to the nearest even number.
+
+INT8, "int-quantized": ``….weight`` I8 [out, in] and ``….weight_scale`` F32 [out, 1], one for each output row:
+scale = max |w| / 127, value = rint(w / scale).
+
+INT4, "pack-quantized" (Kimi-K2's storage): ``….weight_packed`` I32 [out, in / 8], ``….weight_scale`` BF16
+[out, in / 32], one for 32 values of a row, and ``….weight_shape`` I64 [2]. The group's value of the largest
+magnitude becomes -8: scale = -it / 8, rounded to bfloat16, value = rint(w / scale) from -8 to 7; a word has
+eight values, each plus 8, from its lowest nibble up. Scales may be negative, so that all sixteen values are
+used: for normally distributed weights the mean squared error is 18 % below that of scale = max |w| / 7.5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktbridge.adapter.blocks import BITS
+from ktbridge.adapter.keys import PROJECTIONS
+from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, to_bf16, widened
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import (
+    Checkpoint,
+    Entry,
+    ModelConfig,
+    open_checkpoint,
+    read_model_config,
+)
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.model.locate import ExpertHome, expert_home
+
+STORAGES = ("int8", "int4")
+GROUP = 32
+"""Values that share an INT4 scale."""
+_PACKED = 8  # INT4 values in an int32
+_TINY = np.finfo(np.float32).tiny  # zeros have no scale of their own, and none may be denormal
+
+
+def plan_quantise(
+    model: Path, output: Path, storage: str = "int8", overwrite: bool = False, alone: bool = False
+) -> Plan:
+    """Plan to write ``model`` to ``output`` with its experts in ``storage``; nothing is written.
+
+    ``alone``: the experts and config.json only, for ``kt_weight_path``. Raises KtbridgeError when the
+    checkpoint can't be quantised.
+    """
+    config, checkpoint = read_model_config(model), open_checkpoint(model)
+    checkpoint.check()
+    table = read_json_file(model / "config.json")
+    if table.get("quantization_config") or config.text.get("quantization_config"):
+        raise KtbridgeError(
+            f"{model} is quantised already",
+            "run scripts/dequantize_checkpoint.py on it first, or train from it as it is",
+        )
+    # What the checkpoint has decides: families count experts and dense layers by names of their own.
+    parts: dict[str, list[Part]] = {}
+    counts = _counts(checkpoint)
+    for layer in range(config.num_layers):
+        if home := expert_home(checkpoint, config, layer):
+            parts.update(_layer(checkpoint, config, home, counts, storage))
+    if not parts:
+        raise KtbridgeError(
+            f"{model} ({config.model_type}) has no routed experts: there is nothing to quantise",
+            "point at a mixture-of-experts model",
+        )
+    made = [
+        part
+        for name in checkpoint
+        for part in parts.get(name)
+        or ([] if alone else [copied(checkpoint, checkpoint.entry(name))])
+    ]
+    described = {**table, "quantization_config": _said(checkpoint, set(parts), storage)}
+    return make_plan(checkpoint, output, made, described, {"format": storage}, overwrite, alone)
+
+
+def stored_bytes(count: int, hidden: int, inner: int, storage: str) -> int:
+    """Bytes of ``count`` experts' gate, up [inner, hidden] and down [hidden, inner] in ``storage``."""
+    weights, rows = 3 * hidden * inner, 2 * inner + hidden
+    if storage == "int8":
+        return count * (weights + 4 * rows)
+    return count * (weights // 2 + 2 * weights // GROUP + 3 * 16)
+
+
+def _layer(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    home: ExpertHome,
+    counts: dict[str, int],
+    storage: str,
+) -> Iterator[tuple[str, list[Part]]]:
+    """What becomes of each tensor of a layer's experts, by its name."""
+    hidden = config.hidden_size
+    if home.names:
+        for expert in range(counts[home.base]):
+            gate, up, down = (
+                _floats(checkpoint, f"{home.stem(projection, expert)}.weight")
+                for projection in PROJECTIONS
+            )
+            inner = gate.shape[0] if gate.shape else 0
+            for entry, wanted in (
+                (gate, (inner, hidden)),
+                (up, (inner, hidden)),
+                (down, (hidden, inner)),
+            ):
+                if entry.shape != wanted:
+                    raise _misshapen(checkpoint, entry, wanted)
+                stem = entry.name.removesuffix(".weight")
+                yield entry.name, [*_parts(checkpoint, entry, storage, stem)]
+        return
+    both = _floats(checkpoint, f"{home.base}.gate_up_proj")
+    down = _floats(checkpoint, f"{home.base}.down_proj")
+    inner, count = config.intermediate_size, both.shape[0] if both.shape else 0
+    # Both shapes together tell which way round they are, even where 2 I = H.
+    straight = (both.shape, down.shape) == ((count, 2 * inner, hidden), (count, hidden, inner))
+    turned = (both.shape, down.shape) == ((count, hidden, 2 * inner), (count, inner, hidden))
+    if home.interleaved or not (straight or turned):
+        raise _misshapen(checkpoint, both, (count, 2 * inner, hidden))
+    named = ExpertHome(
+        home.base, config.family.names if config.family else ("gate_proj", "up_proj", "down_proj")
+    )
+    places = {
+        "gate": (both, slice(inner)),
+        "up": (both, slice(inner, None)),
+        "down": (down, slice(None)),
+    }
+    for entry in (both, down):
+        yield (
+            entry.name,
+            [
+                part
+                for expert in range(count)
+                for projection, (source, rows) in places.items()
+                if source is entry
+                for part in _parts(
+                    checkpoint, entry, storage, named.stem(projection, expert), expert, rows, turned
+                )
+            ],
+        )
+
+
+def _parts(
+    checkpoint: Checkpoint,
+    entry: Entry,
+    storage: str,
+    stem: str,
+    expert: int | None = None,
+    rows: slice = slice(None),
+    turned: bool = False,
+) -> Iterator[Part]:
+    """One matrix [out, in] to the tensors that it is stored as."""
+
+    def matrix() -> NDArray[Any]:
+        whole = array(checkpoint, entry)
+        one = whole if expert is None else whole[expert]
+        return (one.T if turned else one)[rows]
+
+    def make(first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        values = widened(matrix()[first:last])
+        return (as_int8 if storage == "int8" else as_int4)(values, entry.name)
+
+    shard = checkpoint.shard(entry.name)
+    out, width = matrix().shape
+    if storage == "int8":
+        outputs = (
+            (f"{stem}.weight", "I8", (out, width)),
+            (f"{stem}.weight_scale", "F32", (out, 1)),
+        )
+        yield Part(shard, outputs, out, width, make)
+        return
+    if width % GROUP:
+        raise KtbridgeError(
+            f"{entry.name} of {checkpoint.path} has rows of {width} values (expected groups of {GROUP})",
+            "quantise to INT8 instead",
+        )
+    outputs = (
+        (f"{stem}.weight_packed", "I32", (out, width // _PACKED)),
+        (f"{stem}.weight_scale", "BF16", (out, width // GROUP)),
+    )
+    yield Part(shard, outputs, out, width, make)
+    shape = ((f"{stem}.weight_shape", "I64", (2,)),)
+    yield Part(shard, shape, 1, 1, lambda *_: (np.array([out, width], np.int64),), beside=True)
+
+
+def as_int8(rows: NDArray[np.float32], name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """float32 [out, in] as INT8 [out, in] and its scales [out, 1]; ``name`` is for the error."""
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    _refuse_infinite(largest, name)
+    scale = np.maximum(largest / np.float32(127), _TINY)
+    return np.rint(rows / scale).astype(np.int8, order="C"), scale
+
+
+def as_int4(rows: NDArray[np.float32], name: str) -> tuple[NDArray[np.int32], NDArray[np.uint16]]:
+    """float32 [out, in] as words [out, in / 8] and scales [out, in / 32], the bits of bfloat16."""
+    groups = np.ascontiguousarray(rows).reshape(-1, GROUP)
+    extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
+    _refuse_infinite(extreme, name)
+    scale = extreme / np.float32(-8)
+    scale[np.abs(scale) < _TINY] = _TINY
+    stored = to_bf16(scale)
+    values = np.rint(groups / widened(stored))
+    codes = (np.clip(values, -8, 7, out=values) + 8).astype(np.uint8)
+    pairs = codes[:, 0::2] | codes[:, 1::2] << 4
+    return pairs.view("<i4").reshape(len(rows), -1), stored.reshape(len(rows), -1)
+
+
+def _refuse_infinite(largest: NDArray[np.float32], name: str) -> None:
+    if not np.isfinite(largest).all():
+        raise KtbridgeError(f"{name} has NaN or infinite values", "download the checkpoint again")
+
+
+def _counts(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many experts are kept one by one, by what is before their number.
+
+    The largest number counts, so that a gap is found by the expert that isn't there.
+    """
+    found: dict[str, int] = {}
+    for name in checkpoint:
+        if match := re.match(r"(.*\.experts)\.(\d+)\.", name):
+            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    return found
+
+
+def _floats(checkpoint: Checkpoint, name: str) -> Entry:
+    if name not in checkpoint or checkpoint.entry(name).dtype not in BITS:
+        found = f"is {checkpoint.entry(name).dtype}" if name in checkpoint else "isn't there"
+        raise KtbridgeError(
+            f"{name} of {checkpoint.path} {found} (expected {', '.join(BITS)})",
+            "dequantise the checkpoint with scripts/dequantize_checkpoint.py first",
+        )
+    return checkpoint.entry(name)
+
+
+def _misshapen(checkpoint: Checkpoint, entry: Entry, wanted: tuple[int, ...]) -> KtbridgeError:
+    return KtbridgeError(
+        f"{entry.name} of {checkpoint.path} is {list(entry.shape)}, which can't be quantised "
+        f"(expected {list(wanted)}, gate rows before up rows)",
+        "check that config.json belongs to these weights",
+    )
+
+
+def _said(checkpoint: Checkpoint, converted: set[str], storage: str) -> dict[str, Any]:
+    """What was done, in compressed-tensors' words. Draft layers' experts keep their bytes."""
+    kept = (name for name in checkpoint if ".experts." in name and name not in converted)
+    layers = {match.group() for name in kept if (match := re.search(r"layers\.\d+\.", name))}
+    weights: dict[str, Any] = {"type": "int", "symmetric": True, "dynamic": False}
+    if storage == "int8":
+        form = "int-quantized"
+        weights |= {"num_bits": 8, "strategy": "channel"}
+    else:
+        form = "pack-quantized"
+        weights |= {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+    targets = [r"re:.*\.experts\.\d+\.\w+$"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": targets, "weights": weights}},
+        "ignore": [f"re:.*{re.escape(layer)}.*" for layer in sorted(layers)],
+    }

@@ -1,0 +1,208 @@
+"""Experts in INT8 or INT4 where a run asks for that: quantised once, kept, and mapped in place of the base's.
+
+``kt_expert_weight_format: int8`` (or ``int4``; a ``kt_backend`` that means it) on experts in BF16, F16 or F32
+makes a checkpoint of the experts alone: in the directory that KTBRIDGE_CACHE names, else beside theirs, or in
+the user's cache where nothing can be written there and for models of the Hub cache. Its name has a hash of
+what identifies the source's weights (``ktbridge.model.identity``, and its shards' names and sizes), and its
+marker the times of the shards, so that experts of weights that were replaced or written to are never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ktbridge.adapter.quantise import GROUP, plan_quantise
+from ktbridge.adapter.requantise import execute
+from ktbridge.adapter.rewrite import CHECKPOINT_FILE
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.model import fingerprint, open_checkpoint
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.model.stamps import stamp
+from ktbridge.publish import Lock, OnProgress
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.plan.shape import can_quantise, in_storage, read_shape
+from ktbridge.sft.plan.target import existing
+from ktbridge.units import size_text
+
+PLACE = "KTBRIDGE_CACHE"
+"""The environment variable that names the directory for quantised experts."""
+_POLL = 0.5  # seconds
+_Times = tuple[tuple[str, int, int], ...]
+"""Name, bytes and modification time in ns of each shard."""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The experts of ``source`` in ``storage``, in ``directory`` once they are made.
+
+    ``size`` are their bytes, ``before`` those of the source's.
+    """
+
+    source: Path
+    storage: str
+    directory: Path
+    size: int
+    before: int
+    times: _Times
+
+    @property
+    def ready(self) -> bool:
+        """Whether they are there, whole, and made of the source as it is now."""
+        try:
+            marker = read_json_file(self.directory / CHECKPOINT_FILE)
+            files = marker["files"]
+            return marker["times"] == json.loads(json.dumps(self.times)) and all(
+                (self.directory / name).stat().st_size == size for name, size in files.items()
+            )
+        except (KtbridgeError, OSError, LookupError, AttributeError):
+            return False
+
+    def make(
+        self,
+        on_progress: OnProgress = lambda done, total: None,
+        on_wait: Callable[[str], None] = lambda holder: None,
+    ) -> None:
+        """Quantise them unless they are there; where another process does, wait until it has.
+
+        ``on_wait`` is then called with its description. Raises KtbridgeError where they can't be
+        written or the source can't be quantised; nothing is left then.
+        """
+        if self.ready:
+            return
+        with Lock(self.directory, on_wait):
+            if self.ready:
+                return
+            self.check_room()
+            plan = plan_quantise(self.source, self.directory, self.storage, True, alone=True)
+            plan.about["times"] = self.times
+            if problems := list(plan.rewrite.problems(0)):
+                raise ProblemsError(f"{self.directory} can't be written", problems)
+            execute(plan, on_progress)
+
+    def wait(self) -> None:
+        """Wait for the process that makes them; the launcher ends this one where that fails."""
+        while not self.ready:
+            time.sleep(_POLL)
+
+    def to_write(self, beside: Path) -> int:
+        """Bytes that are still to be written on the disk that has ``beside``."""
+        same = existing(self.directory).stat().st_dev == existing(beside).stat().st_dev
+        return self.size if same and not self.ready else 0
+
+    def check_room(self) -> None:
+        """Raise ProblemsError where the directory, which isn't there yet, can't be written."""
+        there = existing(self.directory.parent)
+        free = shutil.disk_usage(there).free
+        # What another process has written so far, or one that was killed, is theirs.
+        partial = there.glob(f".{self.directory.name}.partial-*/*")
+        free += sum(each.size for each in map(stamp, partial) if each)
+        if not os.access(there, os.W_OK):
+            found, expected = "can't be written to", "a directory for the quantised experts"
+        elif free < self.size:
+            found = f"has {size_text(free)} free"
+            expected = f"{size_text(self.size)} for the experts in {self.storage.upper()}"
+        else:
+            return
+        found_there = problem("KTC052", str(there), found, expected)
+        raise ProblemsError("the experts can't be quantised as the run asks for.", [found_there])
+
+    @property
+    def text(self) -> str:
+        """What happens, in a sentence."""
+        name = self.storage.upper()
+        what = f"{size_text(self.size)} instead of {size_text(self.before)} in RAM"
+        if self.ready:
+            return f"the experts in {name} that were made before are used, {self.directory}: {what}"
+        return (
+            f"the experts of {self.source} are quantised to {name} once, into {self.directory}, and used "
+            f"from there: {what}"
+        )
+
+
+def quantised_experts(config: TrainConfig, base: Path) -> Quantised | None:
+    """The quantised experts that a run on ``base`` takes; None where it takes them as they are stored.
+
+    Reads headers. Raises KtbridgeError for a model that can't be read.
+    """
+    storage = config.kt_config.storage
+    if storage is None:
+        return None
+    source = _source(config, base)
+    return _found(source, storage, _home(source), _times(source))
+
+
+def experts_path(config: TrainConfig, base: Path) -> Path | None:
+    """The checkpoint that the experts of a run on ``base`` are mapped from; None: ``base``."""
+    if found := quantised_experts(config, base):
+        return found.directory
+    own = config.kt_config.kt_weight_path
+    return Path(own) if own else None
+
+
+def storage_notes(config: TrainConfig, base: Path) -> list[Problem]:
+    """What becomes of the storage that a run asks for, where the checkpoint hasn't got it."""
+    block = config.kt_config
+    if block.storage is None:
+        return []
+    key = "kt_backend" if block.kt_expert_weight_format is None else "kt_expert_weight_format"
+    where, asked = f"kt_config.{key}", getattr(block, key)
+    if found := quantised_experts(config, base):
+        return [problem("KTC050", where, f"{asked}: {found.text}")]
+    source = _source(config, base)
+    stored = read_shape(source).expert_storage
+    if stored == block.storage:
+        return []
+    what = f"{asked}, while the experts of {source} are stored as {stored}, and are read so"
+    step = "Leave it out. For another storage, make BF16 of them with scripts/dequantize_checkpoint.py."
+    if stored == "bf16":
+        what += f": groups of {GROUP} values don't divide their rows"
+        step = "Set kt_expert_weight_format: int8."
+    return [problem("KTC051", where, what, "experts in BF16, F16 or F32", step)]
+
+
+def _source(config: TrainConfig, base: Path) -> Path:
+    return Path(os.path.realpath(config.kt_config.kt_weight_path or base))
+
+
+def _times(source: Path) -> _Times:
+    found = [(name, stamp(source / name)) for name in open_checkpoint(source).shards]
+    return tuple((name, each.size, each.mtime_ns) for name, each in found if each)
+
+
+@lru_cache(maxsize=8)
+def _found(source: Path, storage: str, home: Path, times: _Times) -> Quantised | None:
+    shape = read_shape(source)
+    if not can_quantise(shape, storage):
+        return None
+    print_of = fingerprint(source)
+    identified = [storage, print_of.tensors_sha256, print_of.values_sha256, [t[:2] for t in times]]
+    key = hashlib.sha256(json.dumps(identified).encode()).hexdigest()[:12]
+    directory = home / f"{_name(source)}.{storage}-experts-{key}"
+    size, layers = in_storage(shape, storage).expert_bytes, shape.sparse_layers
+    before = shape.expert_bytes if shape.mappable else 2 * shape.expert_elements * layers
+    return Quantised(source, storage, directory, size, before, times)
+
+
+def _home(source: Path) -> Path:
+    """The directory that quantised experts of ``source`` are kept in."""
+    if own := os.environ.get(PLACE):
+        return Path(own).expanduser().absolute()
+    if source.parent.name != "snapshots" and os.access(source.parent, os.W_OK):
+        return source.parent
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktbridge"
+
+
+def _name(source: Path) -> str:
+    """A model's name; in the Hub cache the directory is called by its revision."""
+    hub = re.fullmatch(r"models--(?:.*--)?(.+)", source.parent.parent.name)
+    return hub[1] if hub and source.parent.name == "snapshots" else source.name
