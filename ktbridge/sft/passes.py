@@ -21,7 +21,7 @@ from torch import nn
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.sft.compat import training_metrics
+from ktbridge.sft.compat import trl_metrics
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed.group import agree, exchange
 from ktbridge.sft.launch import world
@@ -171,12 +171,12 @@ class Passes:
         except torch.OutOfMemoryError:
             if len(self._running) == 1 or world().size > 1:
                 raise
-            self._too_many = self._tokens(self._running)
+            self._too_many = self.tokens_of(self._running)
             self.tokens = self._too_many // 2
             return None
         return torch.stack(losses).sum()
 
-    def _tokens(self, rows: Sequence[Row]) -> int:
+    def tokens_of(self, rows: Sequence[Row]) -> int:
         """Tokens of a pass of ``rows``, padding included."""
         lengths = [row.tokens for row in rows]
         return sum(lengths) if self._trainer.joins() else max(lengths) * len(lengths)
@@ -209,7 +209,7 @@ class Passes:
 
         Metrics of failed passes are dropped.
         """
-        metrics = training_metrics(self._trainer)
+        metrics = trl_metrics(self._trainer, "train")
         before, fresh = dict(metrics), {}
         metrics.clear()
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -27,11 +27,12 @@ from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, fit_rows, load_rows
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
-from ktbridge.sft.plan.lengths import optimizer_steps
+from ktbridge.sft.plan.lengths import evaluation_steps, optimizer_steps
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 
 Result = TypeVar("Result")
+_OF_ROWS = ("KTD003", "KTD008")
 _FLASH = {
     "fa2": ("flash-attn", is_flash_attn_2_available),
     "fa3": ("flash-attn-3", is_flash_attn_3_available),
@@ -45,10 +46,14 @@ class Prepared:
     base: Path
     tokenizer: PreTrainedTokenizerBase
     fitted: Fitted
+    held_out: Fitted | None
+    """The rows that are evaluated and not trained on."""
     identity: Identity
     resumption: Resumption
     steps: int
     """Optimizer steps of the whole run, those before its checkpoint with them."""
+    eval_steps: int
+    """Steps between evaluations of the held-out rows; the last step's comes beside. 0: there are none."""
     trainable: Trainable
     notes: tuple[Problem, ...]
     """What the user should know of this run besides ``config.notes``."""
@@ -88,7 +93,12 @@ def prepare(
     own = identity(config, base, rows)
     resumption = find_checkpoint(config, own)
     fitted = fit_rows(rows, tokenizer, config, on_rows)
+    held = None
+    if rows.held_out and config.evaluates:
+        alone = replace(config, packing=False, neat_packing=False)
+        held = fit_rows(rows.held_out, tokenizer, alone, on_rows)
     steps = optimizer_steps(config, len(fitted.dataset), processes)
+    eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
     trainable, model_notes = checked
     if resumption.step > steps:
         raise UsageError(
@@ -101,12 +111,31 @@ def prepare(
         base=base,
         tokenizer=tokenizer,
         fitted=fitted,
+        held_out=held,
         identity=own,
         resumption=resumption,
         steps=steps,
+        eval_steps=eval_steps,
         trainable=trainable,
-        notes=(*fitted.notes, *resumption.notes, *_stage_notes(config), *model_notes),
+        notes=(
+            *fitted.notes,
+            *_held_out_notes(config, held, steps, eval_steps),
+            *resumption.notes,
+            *_stage_notes(config),
+            *model_notes,
+        ),
     )
+
+
+def _held_out_notes(
+    config: TrainConfig, held: Fitted | None, steps: int, eval_steps: int
+) -> Iterator[Problem]:
+    """Warnings of the held-out rows themselves: what they say of the chat template is said already."""
+    yield from (note for note in (held.notes if held else ()) if note.code in _OF_ROWS)
+    choosing = config.load_best_model_at_end or config.early_stopping_steps
+    if choosing and eval_steps >= steps > 1:
+        found = f"every {eval_steps:,} steps of a run of {steps:,}"
+        yield problem("KTC032", "eval_steps", found, f"less than {steps:,}")
 
 
 class _Failures:

@@ -25,9 +25,11 @@ from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
+from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import Log, RunLock, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
@@ -35,7 +37,7 @@ from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
-from ktbridge.sft.progress import OnLog, OnProgress, Reporter
+from ktbridge.sft.progress import OnLog, OnProgress, Reporter, is_record
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.stages import LOSSES, STAGES
@@ -43,7 +45,8 @@ from ktbridge.sft.stages import LOSSES, STAGES
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a run. ``seconds`` is the training loop alone; losses are means over ``logging_steps``."""
+    """Result of a run. ``seconds`` is the training loop without evaluations; losses are means over
+    ``logging_steps``."""
 
     output_dir: str
     steps: int
@@ -83,6 +86,8 @@ class TrainResult:
     """Who computed the experts: cpu, stream or resident."""
     tokens_per_pass: int | None = None
     """The final maximum of tokens per pass; None: batches as configured."""
+    held_out: HeldOutResult | None = None
+    """What was measured of held-out rows, where there are any."""
 
 
 def train(
@@ -91,20 +96,22 @@ def train(
     on_log: OnLog | None = None,
     prepared: Prepared | None = None,
     on_note: OnNote | None = None,
+    on_evaluation: OnProgress | None = None,
 ) -> TrainResult:
     """Run one configuration and leave a raw adapter, a log and a loss plot in ``config.output_dir``.
 
-    ``on_progress(step, steps)`` is called after each optimizer step, ``on_log`` with each log record,
-    ``on_note`` with each of the result's notes as soon as there is one.
+    ``on_progress(step, steps)`` is called after each optimizer step, ``on_log`` with each log record (of
+    training, which has ``loss``, or of held-out rows, which has ``eval_loss``), ``on_note`` with each of the
+    result's notes as soon as there is one, ``on_evaluation(done, passes)`` while held-out rows are evaluated.
     ``prepared`` is ``prepare(config)``, for who wants to look at it first. The directory appears whole
     when training has finished, or not at all. Raises ``KtbridgeError`` and its children for anything a
     user can fix, and ``Diverged`` for a loss that is not finite.
     """
     here = distributed.start(config.ddp_timeout, config.use_cpu)
     if here.rank:  # the first process alone reports, and keeps other runs away
-        return _train(config, None, None, prepared, None)
+        return _train(config, None, None, prepared, None, None)
     with RunLock(config.output_dir):
-        return _train(config, on_progress, on_log, prepared, on_note)
+        return _train(config, on_progress, on_log, prepared, on_note, on_evaluation)
 
 
 def _train(
@@ -113,6 +120,7 @@ def _train(
     on_log: OnLog | None,
     prepared: Prepared | None,
     on_note: OnNote | None,
+    on_evaluation: OnProgress | None,
 ) -> TrainResult:
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
@@ -125,35 +133,47 @@ def _train(
         on_note(placed.note)
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
     with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
+        watch = WatchHeldOut(config, ready.resumption.other_held_out)
         callbacks = [
             *(reporters(config) if main else ()),
             Reporter(on_progress, on_log, interrupts),
+            *([watch] if config.evaluates else ()),
             *([ChooseExperts(placed.hybrid)] if placed.hybrid else ()),
         ]
         trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
         trainer.checkpoints.hybrid = placed.hybrid
+        trainer.held_out.on_progress = on_evaluation
         start = ready.resumption.checkpoint
         if start is None and main:
             set_aside(config)
+        early = start is not None and ended_early(start, config)
         started = time.perf_counter()
-        if ready.resumption.step >= ready.steps:
+        if early or ready.resumption.step >= ready.steps:
             trainer.take_up(str(start))
         else:
             with explained(trainer):
                 trainer.train(resume_from_checkpoint=str(start) if start else None)
-        seconds = time.perf_counter() - started
-    if distributed.agree(interrupts.caught) and trainer.state.global_step < ready.steps:
+            early = watch.ended
+        seconds = time.perf_counter() - started - trainer.held_out.seconds
+    stopped = trainer.state.global_step < ready.steps and not early
+    if distributed.agree(interrupts.caught) and stopped:
         raise interrupted(trainer.state.global_step, checkpoints_dir(config))
     trainer.check_trained()
+    held = ready.held_out
+    chosen = choose_step(trainer, config, held.used if held else 0, early)
     distributed.gather_trained(model)
 
-    log = [record for record in trainer.state.log_history if "loss" in record]
+    log = [record for record in trainer.state.log_history if is_record(record)]
     if main:
-        files = files_beside(config, log, LOSSES[config.stage], ready.fitted.refused)
-        write_output(model, config, ready.base, files, trainer.checkpoints.last())
+        refused = [*ready.fitted.refused, *(held.refused if held else ())]
+        best = chosen.result.best_step if chosen.result else None
+        files = files_beside(config, log, LOSSES[config.stage], refused, best)
+        write_output(model, config, ready.base, files, chosen.checkpoint, chosen.training)
         forget_replaced(config)
+    for note in chosen.notes if on_note else ():
+        on_note(note)
     distributed.barrier()
-    result = _result(config, ready, trainer, log, seconds, placed)
+    result = _result(config, ready, trainer, log, seconds, placed, chosen)
     distributed.finish()
     return result
 
@@ -212,10 +232,16 @@ def make_trainer(
 
     ``tokens``: how many of a pass the GPU has room for, where that is known.
     """
+    arguments = trainer_arguments(
+        config, choose(config), scratch, ready.fitted.packed, ready.eval_steps
+    )
+    # Trainer would evaluate before the first step of a continuation, too.
+    arguments.eval_on_start = config.evaluates_first and ready.resumption.checkpoint is None
     trainer = STAGES[config.stage](
         model=model,
-        args=trainer_arguments(config, choose(config), scratch, ready.fitted.packed),
+        args=arguments,
         train_dataset=ready.fitted.dataset,
+        eval_dataset=ready.held_out.dataset if ready.held_out else None,
         processing_class=ready.tokenizer,
         callbacks=callbacks,
     )
@@ -224,7 +250,10 @@ def make_trainer(
     trainer.set_up(
         Checkpoints(trainer, root, ready.identity, keep, str(ready.base)),
         Passes(trainer, tokens_per_pass(config, choose(config), tokens), on_note),
+        HeldOut(trainer, config, on_note),
     )
+    if config.load_best_model_at_end:
+        trainer.checkpoints.best_step = trainer.held_out.best_step
     return trainer
 
 
@@ -235,8 +264,10 @@ def _result(
     log: Log,
     seconds: float,
     placed: ExpertDevice,
+    chosen: Chosen,
 ) -> TrainResult:
     sizes = {name: value.numel() for name, value in trained(trainer.model)}
+    losses = [record["loss"] for record in log if "loss" in record]
     pace = trainer.pace
     tokens = trainer.state.num_input_tokens_seen - pace.tokens_before
     return TrainResult(
@@ -247,8 +278,8 @@ def _result(
         used=ready.fitted.used,
         cut=len(ready.fitted.cut),
         refused=len(ready.fitted.refused),
-        first_loss=log[0]["loss"] if log else None,
-        last_loss=log[-1]["loss"] if log else None,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         expert_share=pace.kernels / pace.seconds if pace.seconds else 0.0,
@@ -260,9 +291,15 @@ def _result(
         files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),
         checkpoints=tuple(map(str, saved(checkpoints_dir(config)))),
         warning=str(trainer.checkpoints.last_not_saved or ""),
-        notes=(*((placed.note,) if placed.note else ()), *trainer.passes.notes),
+        notes=(
+            *((placed.note,) if placed.note else ()),
+            *trainer.passes.notes,
+            *trainer.held_out.notes,
+            *chosen.notes,
+        ),
         experts=placed.mode,
         tokens_per_pass=trainer.passes.tokens,
+        held_out=chosen.result,
     )
 
 
