@@ -42,11 +42,11 @@ RUN = Subject("Starting and continuing a run", "sft", (
          " tokens in a pass", "Set tokens_per_pass to the number that it gives."),
     Code("KTC024", "info", "kt_experts chose where the routed experts are computed",
          "Nothing; kt_experts and kt_gpu_memory choose otherwise."),
-    Code("KTC030", "warning", "held-out rows were predicted better by an earlier step, or by the base, than by"
-         " the adapter that is published", "Set load_best_model_at_end: true, or train for fewer steps."),
-    Code("KTC031", "warning", "the checkpoint of the best step isn't there or is damaged: another step's"
-         " adapter is published", "Start anew with resume_from_checkpoint=false if that step matters."),
-    Code("KTC032", "warning", "held-out rows are evaluated at the last step alone, so there is no best step to"
+    Code("KTC030", "warning", "held-out rows were predicted better by an earlier step, or by the base, than"
+         " by the adapter that is published", "Set load_best_model_at_end: true, or train for fewer steps."),
+    Code("KTC031", "warning", "the checkpoint of the best step isn't there or is damaged: another"
+         " step's adapter is published", "Start anew with resume_from_checkpoint=false if that step matters."),
+    Code("KTC032", "warning", "held-out rows are evaluated at the last step alone: there is no best step to"
          " choose", "Lower eval_steps, or leave it out for ten evaluations in the run."),
 ))  # fmt: skip
 

@@ -88,9 +88,7 @@ def save_raw_adapter(
     ``KtbridgeError`` where nothing is wrapped, the base model has no name, or the directory is occupied.
     """
     named = required_base_name(model, base_model, "save_raw_adapter")
-    _write(
-        model, directory, named, overwrite=overwrite, extra_files=extra_files, training=training
-    )
+    _write(model, directory, named, overwrite=overwrite, extra_files=extra_files, training=training)
 
 
 def save_beside(

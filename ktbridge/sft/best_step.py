@@ -81,7 +81,9 @@ def choose_step(trainer: RunTrainer, config: TrainConfig, rows: int, early: bool
         step, wanted = saved.take_best(ranked), int(ranked[0]["step"])
         if step != wanted:
             found = f"the best was step {wanted}, and its checkpoint is missing or damaged"
-            notes.append(problem("KTC031", "load_best_model_at_end", f"{found}: step {step} is published"))
+            notes.append(
+                problem("KTC031", "load_best_model_at_end", f"{found}: step {step} is published")
+            )
     notes += _regret(trainer, config, log, step)
     best: Record = ranked[0] if ranked else {}
     first = next((record for record in log if not record["step"]), None)
@@ -111,7 +113,10 @@ def _regret(
     if published is None or abs(best[key] - published[key]) <= _NOTED * abs(best[key]):
         return
     if not best["step"]:
-        where, advice = "before training", "Lower learning_rate, or train on more rows of this kind."
+        where, advice = (
+            "before training",
+            "Lower learning_rate, or train on more rows of this kind.",
+        )
     else:
         where, advice = f"at step {best['step']}", None
         if place := trainer.checkpoints.of(int(best["step"])):

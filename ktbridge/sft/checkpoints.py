@@ -174,9 +174,8 @@ class Checkpoints:
             whole = not self._trainer.args.save_only_model
             if whole or self.best_step:
                 save_file(tensors, directory / TENSORS_FILE)
-            if whole:
-                if self.hybrid is not None:
-                    (directory / HYBRID_FILE).write_bytes(dump_json(self.hybrid.state()))
+            if whole and self.hybrid is not None:
+                (directory / HYBRID_FILE).write_bytes(dump_json(self.hybrid.state()))
             training = self._trainer.held_out.training(self._trainer.state.global_step)
             save_beside(model, directory, self._base, tensors, training)
 

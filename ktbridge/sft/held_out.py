@@ -1,7 +1,7 @@
 """Held-out rows: evaluated forward only, in few large passes; the best step; when a run ends early.
 
-Trainer's own evaluation goes batch by batch, and its loss is a mean of the batches' means. Here it is exact: for
-sft the sum over all held-out trained tokens divided by their number, for dpo the mean over pairs.
+Trainer's own evaluation goes batch by batch, and its loss is a mean of the batches' means. Here it is exact:
+for sft the sum over all held-out trained tokens divided by their number, for dpo the mean over pairs.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ class HeldOut:
     def _passes(self) -> list[tuple[list[int], bool]]:
         """Places of this process's rows in each pass, and whether they count.
 
-        All processes have as many passes with as many rows each; where not every one has a row left, the others
-        repeat one that doesn't count. Every process knows the lengths of all rows, and cuts by the longest.
+        All processes have as many passes with as many rows each; where not every one has a row left, the
+        others repeat one that doesn't count. Every process knows the lengths of all rows, and cuts by the
+        longest.
         """
         here = distributed.world()
         order = sorted(range(len(self._rows)), key=lambda place: -self._rows[place].tokens)
@@ -222,9 +223,10 @@ class WatchHeldOut(EarlyStoppingCallback):
         if not state.global_step:
             return
         best = best_first(state.log_history, self._config)[0]["step"] == state.global_step
-        if (best and self._config.load_best_model_at_end) or (self.ended and self._config.save_steps):
+        if (best and self._config.load_best_model_at_end) or (
+            self.ended and self._config.save_steps
+        ):
             control.should_save = True
-
 
     @property
     def ended(self) -> bool:

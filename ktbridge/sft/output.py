@@ -188,7 +188,7 @@ def plot_loss(
     """A PNG of ``loss`` over ``step`` from a trainer's log records, with a smoothed line.
 
     The smoothed line is an exponential moving average with weight 0.6 on the past, started at the first
-    value. Where there are records with ``eval_loss``, theirs is a second line, and the step ``best`` is marked.
+    value. Records with ``eval_loss`` give another line, on which the step ``best`` is marked.
     """
     records = [record for record in log if "loss" in record]
     steps, losses = ([record[key] for record in records] for key in ("step", "loss"))
@@ -203,7 +203,9 @@ def plot_loss(
     title = "Training loss"
     if held := {record["step"]: record["eval_loss"] for record in log if "eval_loss" in record}:
         title = "Training and held-out loss"
-        axes.plot(*zip(*held.items(), strict=True), "o-", color="#c2571a", ms=4, label="held-out rows")
+        axes.plot(
+            *zip(*held.items(), strict=True), "o-", color="#c2571a", ms=4, label="held-out rows"
+        )
     if best in held:
         axes.axvline(best, color="#c2571a", linewidth=1, linestyle=":")
         marked = f"best: {held[best]:.3f} at step {best}"

@@ -24,7 +24,7 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
-from ktbridge.sft.data import Fitted, fit_rows, load_rows
+from ktbridge.sft.data import Fitted, Rows, fit_rows, load_rows
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.lengths import evaluation_steps, optimizer_steps
@@ -93,19 +93,11 @@ def prepare(
     own = identity(config, base, rows)
     resumption = find_checkpoint(config, own)
     fitted = fit_rows(rows, tokenizer, config, on_rows)
-    held = None
-    if rows.held_out and config.evaluates:
-        alone = replace(config, packing=False, neat_packing=False)
-        held = fit_rows(rows.held_out, tokenizer, alone, on_rows)
+    held = _fit_held_out(rows, tokenizer, config, on_rows)
     steps = optimizer_steps(config, len(fitted.dataset), processes)
     eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
     trainable, model_notes = checked
-    if resumption.step > steps:
-        raise UsageError(
-            f"{resumption.checkpoint} is at step {resumption.step}, behind this run's last ({steps}).",
-            "Name an earlier checkpoint-N as resume_from_checkpoint, or start anew with "
-            "resume_from_checkpoint=false.",
-        )
+    _check_length(resumption, steps)
     check_room(config, checkpoints_dir(config), trainable.parameters, steps)
     return Prepared(
         base=base,
@@ -125,6 +117,28 @@ def prepare(
             *model_notes,
         ),
     )
+
+
+def _fit_held_out(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    on_rows: Callable[[int, int], None] | None,
+) -> Fitted | None:
+    """The held-out rows as they are evaluated: each by itself, whatever packing is."""
+    if rows.held_out is None or not config.evaluates:
+        return None
+    alone = replace(config, packing=False, neat_packing=False)
+    return fit_rows(rows.held_out, tokenizer, alone, on_rows)
+
+
+def _check_length(resumption: Resumption, steps: int) -> None:
+    if resumption.step > steps:
+        raise UsageError(
+            f"{resumption.checkpoint} is at step {resumption.step}, behind this run's last ({steps}).",
+            "Name an earlier checkpoint-N as resume_from_checkpoint, or start anew with "
+            "resume_from_checkpoint=false.",
+        )
 
 
 def _held_out_notes(

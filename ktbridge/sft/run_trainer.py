@@ -126,10 +126,11 @@ class RunTrainer(Trainer):
 
         Raises ``Diverged`` for a loss that is not finite.
         """
-        training = self.model.training
+        training, hybrid = self.model.training, self.checkpoints.hybrid
         self.model.eval()
         try:
-            metrics = self.held_out.measure()
+            with hybrid.aside() if hybrid else nullcontext():
+                metrics = self.held_out.measure()
             loss = metrics["eval_loss"]
             self._finite.check("the held-out rows' loss", loss, self.state.global_step)
             self.log({**metrics})  # still in this mode: trl would add what training collects

@@ -143,17 +143,8 @@ def _train(
         trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
         trainer.checkpoints.hybrid = placed.hybrid
         trainer.held_out.on_progress = on_evaluation
-        start = ready.resumption.checkpoint
-        if start is None and main:
-            set_aside(config)
-        early = start is not None and ended_early(start, config)
         started = time.perf_counter()
-        if early or ready.resumption.step >= ready.steps:
-            trainer.take_up(str(start))
-        else:
-            with explained(trainer):
-                trainer.train(resume_from_checkpoint=str(start) if start else None)
-            early = watch.ended
+        early = _run(trainer, config, ready, watch)
         seconds = time.perf_counter() - started - trainer.held_out.seconds
     stopped = trainer.state.global_step < ready.steps and not early
     if distributed.agree(interrupts.caught) and stopped:
@@ -176,6 +167,20 @@ def _train(
     result = _result(config, ready, trainer, log, seconds, placed, chosen)
     distributed.finish()
     return result
+
+
+def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: WatchHeldOut) -> bool:
+    """Train from where the run begins, or take up what is finished; whether it ended early."""
+    start = ready.resumption.checkpoint
+    if start is None and distributed.is_main():
+        set_aside(config)
+    early = start is not None and ended_early(start, config)
+    if early or ready.resumption.step >= ready.steps:
+        trainer.take_up(str(start))
+        return early
+    with explained(trainer):
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+    return watch.ended
 
 
 def load_trainable(config: TrainConfig, base: Path) -> TunedModel:

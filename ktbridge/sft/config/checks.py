@@ -115,7 +115,10 @@ def _held_out(config: TrainConfig, given: Collection[str], findings: Findings) -
         elif key in choosing and config.eval_strategy == "no":
             found, expected = found + "with eval_strategy: no", "eval_strategy: steps or epoch"
         elif key == "load_best_model_at_end" and not config.save_steps:
-            found, expected = found + "with save_steps: 0, which saves no step", "save_steps above 0"
+            found, expected = (
+                found + "with save_steps: 0, which saves no step",
+                "save_steps above 0",
+            )
         else:
             continue
         findings.error(key, found, expected, step, code=CONTRADICTION)
