@@ -45,7 +45,8 @@ RUN = Subject("Starting and continuing a run", "sft", (
     Code("KTC030", "warning", "held-out rows were predicted better by an earlier step, or by the base, than"
          " by the adapter that is published", "Set load_best_model_at_end: true, or train for fewer steps."),
     Code("KTC031", "warning", "the checkpoint of the best step isn't there or is damaged: another"
-         " step's adapter is published", "Start anew with resume_from_checkpoint=false if that step matters."),
+         " step's adapter is published",
+         "Start anew with resume_from_checkpoint=false if that step matters."),
     Code("KTC032", "warning", "held-out rows are evaluated at the last step alone: there is no best step to"
          " choose", "Lower eval_steps, or leave it out for ten evaluations in the run."),
 ))  # fmt: skip

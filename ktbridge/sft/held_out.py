@@ -139,6 +139,7 @@ class HeldOut:
             finally:
                 found = {name: values[-1] for name, values in collected.items() if values}
                 collected.clear()
+            assert loss[0] is not None
             found["loss"] = float(loss[0])
             share = trainer.share(rows, self._rows) if counts else 0.0
             for place, name in enumerate(self._names):
@@ -185,6 +186,12 @@ class HeldOut:
             self._on_note(note)
 
 
+def forget_evaluations(state: TrainerState) -> None:
+    """Leave out of ``state`` what was measured of other held-out rows."""
+    state.log_history = [record for record in state.log_history if "eval_loss" not in record]
+    state.best_metric = state.best_global_step = None
+
+
 class WatchHeldOut(EarlyStoppingCallback):
     """Has the last step evaluated, each best step saved, and the run ended when there is no new best."""
 
@@ -197,12 +204,12 @@ class WatchHeldOut(EarlyStoppingCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         name = type(self).__name__
+        callbacks: Any = state.stateful_callbacks  # annotated as what it is made from
         if self._forget:
-            state.log_history = [each for each in state.log_history if "eval_loss" not in each]
-            state.best_metric = state.best_global_step = None
-            state.stateful_callbacks.pop(name, None)
+            forget_evaluations(state)
+            callbacks.pop(name, None)
         # Trainer restores callbacks only together with its own control, which may say "stop".
-        kept = state.stateful_callbacks.setdefault(name, self.state())
+        kept = callbacks.setdefault(name, self.state())
         self.early_stopping_patience_counter = _counted(kept)
 
     def on_step_end(
@@ -212,14 +219,9 @@ class WatchHeldOut(EarlyStoppingCallback):
             control.should_evaluate = True
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float],
-        **_: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        super().on_evaluate(args, state, control, metrics)
+        super().on_evaluate(args, state, control, given["metrics"])
         if not state.global_step:
             return
         best = best_first(state.log_history, self._config)[0]["step"] == state.global_step
@@ -238,7 +240,8 @@ def ended_early(checkpoint: Path, config: TrainConfig) -> bool:
     """Whether the run of ``checkpoint`` ended there by ``config``'s ``early_stopping_steps``."""
     if not (config.evaluates and config.early_stopping_steps):
         return False
-    callbacks = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).stateful_callbacks
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    callbacks: Any = state.stateful_callbacks
     kept = callbacks.get(WatchHeldOut.__name__)
     return bool(kept) and _counted(kept) >= config.early_stopping_steps
 

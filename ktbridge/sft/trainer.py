@@ -29,7 +29,7 @@ from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
-from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early
+from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import Log, RunLock, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
@@ -161,8 +161,9 @@ def _train(
         files = files_beside(config, log, LOSSES[config.stage], refused, best)
         write_output(model, config, ready.base, files, chosen.checkpoint, chosen.training)
         forget_replaced(config)
-    for note in chosen.notes if on_note else ():
-        on_note(note)
+    if on_note:
+        for note in chosen.notes:
+            on_note(note)
     distributed.barrier()
     result = _result(config, ready, trainer, log, seconds, placed, chosen)
     distributed.finish()
@@ -174,9 +175,12 @@ def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: Watch
     start = ready.resumption.checkpoint
     if start is None and distributed.is_main():
         set_aside(config)
-    early = start is not None and ended_early(start, config)
+    other = ready.resumption.other_held_out
+    early = start is not None and not other and ended_early(start, config)
     if early or ready.resumption.step >= ready.steps:
         trainer.take_up(str(start))
+        if other:
+            forget_evaluations(trainer.state)
         return early
     with explained(trainer):
         trainer.train(resume_from_checkpoint=str(start) if start else None)

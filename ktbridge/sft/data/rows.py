@@ -151,9 +151,8 @@ def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
 
 def _plain(rows: Rows) -> Iterator[str]:
     """Each conversation or pair as one text in which runs of white space are single spaces."""
-    parts = [(each,) for each in rows.conversations] or [
-        (pair.prompt, pair.chosen, pair.rejected) for pair in rows.pairs
-    ]
+    parts = [[each] for each in rows.conversations]
+    parts += [[pair.prompt, pair.chosen, pair.rejected] for pair in rows.pairs]
     for each in parts:
         plain = [[(m["role"], " ".join(m["content"].split())) for m in part] for part in each]
         yield json.dumps(plain)
