@@ -219,9 +219,14 @@ class WatchHeldOut(EarlyStoppingCallback):
             control.should_evaluate = True
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any = None,
+        **_: object,
     ) -> None:
-        super().on_evaluate(args, state, control, given["metrics"])
+        super().on_evaluate(args, state, control, metrics)
         if not state.global_step:
             return
         best = best_first(state.log_history, self._config)[0]["step"] == state.global_step

@@ -109,6 +109,9 @@ def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
     assert found["activation_policy"].expected == "cpu and gpu, each retain or recompute"
 
 
+HELD, BEST = {"val_size": 3}, {"load_best_model_at_end": True}
+
+
 @pytest.mark.parametrize(
     ("values", "key", "words"),
     [
@@ -140,11 +143,11 @@ def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
         ({"eval_strategy": "steps"}, "eval_strategy", "'steps' without held-out rows"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end", "true without held-out rows"),
         ({"early_stopping_steps": 3}, "early_stopping_steps", "3 without held-out rows"),
-        ({"val_size": 3, "do_eval": False, "early_stopping_steps": 3}, "early_stopping_steps", "do_eval: true"),
-        ({"val_size": 3, "load_best_model_at_end": True, "save_steps": 0}, "load_best_model_at_end", "no step"),
-        ({"val_size": 3, "load_best_model_at_end": True, "eval_strategy": False}, "load_best_model_at_end", "no"),
-        ({"val_size": 3, "metric_for_best_model": "eval_bleu"}, "metric_for_best_model", "'eval_bleu', which"),
-        ({"val_size": 3, "metric_for_best_model": "rewards/margins"}, "metric_for_best_model", "entropy"),
+        ({**HELD, "do_eval": False, "early_stopping_steps": 3}, "early_stopping_steps", "do_eval: true"),
+        ({**HELD, **BEST, "save_steps": 0}, *BEST, "true with save_steps: 0, which saves no step"),
+        ({**HELD, **BEST, "eval_strategy": False}, *BEST, "true with eval_strategy: no"),
+        ({**HELD, "metric_for_best_model": "eval_bleu"}, "metric_for_best_model", "'eval_bleu', which"),
+        ({**HELD, "metric_for_best_model": "rewards/margins"}, "metric_for_best_model", "entropy"),
         ({"val_size": 3, "eval_strategy": "epochs"}, "eval_strategy", "steps or epoch or no"),
     ],
 )  # fmt: skip
