@@ -6,7 +6,6 @@ for sft the sum over all held-out trained tokens divided by their number, for dp
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from ktbridge.sft.best_step import best_first, evaluations
 from ktbridge.sft.compat import trl_metrics, without_gathering
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import METRICS
-from ktbridge.sft.passes import OnNote, Row, cut, fill
+from ktbridge.sft.passes import OnNote, Row, cut, fill, free_memory
 from ktbridge.sft.progress import OnProgress
 
 if TYPE_CHECKING:
@@ -77,8 +76,7 @@ class HeldOut:
         with torch.random.fork_rng(devices=gpus):
             sums = self._attempt()
             while sums is None:
-                gc.collect()  # only here the exception's frames let go of what they held
-                torch.cuda.empty_cache()
+                free_memory(device)  # only here the exception is gone
                 sums = self._attempt()
         took = time.perf_counter() - began
         self.running = False

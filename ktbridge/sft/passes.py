@@ -182,14 +182,11 @@ class Passes:
         return sum(lengths) if self._trainer.joins() else max(lengths) * len(lengths)
 
     def _start_again(self, model: nn.Module) -> None:
-        """Drop what the step has computed, and what the GPU's allocator keeps for it."""
-        on_gpu = self._trainer.args.device.type == "cuda"
-        if on_gpu:
+        """Drop what the step has computed."""
+        if self._trainer.args.device.type == "cuda":
             torch.cuda.synchronize()  # the experts' kernels may still be adding to gradients
         model.zero_grad(set_to_none=True)
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
+        free_memory(self._trainer.args.device)
 
     def _report(self) -> None:
         now = self.tokens
@@ -227,6 +224,14 @@ class Passes:
                         *before.get(name, ()),
                         sum(share * value for share, value in weighed),
                     ]
+
+
+def free_memory(device: torch.device) -> None:
+    """After an OutOfMemoryError, once the exception is gone: drop what its frames kept on ``device``."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def _on_all_ranks(rows: list[Row]) -> tuple[list[Row], list[int]]:

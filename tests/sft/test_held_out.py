@@ -200,9 +200,8 @@ def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_b
     write_lines(run_dir / "held.jsonl", [conversation("say yes", "no no no")])
     more = ("resume_from_checkpoint=true", "overwrite_output_dir=true", "eval_steps=3")
     longer = train(run_dir, *options, *more)
-    steps = [step for step, _ in curve(run_dir / "raw")]
-    assert min(steps) > whole.steps
-    assert longer.held_out.best_step in steps
+    assert [step for step, _ in curve(run_dir / "raw")] == [6, 8]  # by the new eval_steps, too
+    assert longer.held_out.best_step in (6, 8)
 
 
 @quiet
