@@ -233,6 +233,12 @@ class WatchHeldOut(EarlyStoppingCallback):
         ):
             control.should_save = True
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if self.ended:
+            control.should_log = True  # the losses since the last record, if there are any
+
     @property
     def ended(self) -> bool:
         """Whether it ended the run."""

@@ -157,11 +157,17 @@ class Killed(BaseException):
 def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_best(
     run_dir: Path,
 ) -> None:
-    options = (*OVERFITS, "load_best_model_at_end=true", "early_stopping_steps=3")
+    options = (
+        *OVERFITS,
+        "load_best_model_at_end=true",
+        "early_stopping_steps=3",
+        "logging_steps=3",
+    )
     whole = train(run_dir, *options, "output_dir=whole")
     assert whole.held_out.ended_early
     best = whole.held_out.best_step
     assert 1 <= best < whole.steps == best + 3 < 8
+    assert trained(log_of(run_dir / "whole"))[-1][0] == whole.steps  # the last loss is logged
     calls = iter(range(100))
 
     def kill(done: int, passes: int) -> None:
@@ -212,6 +218,7 @@ def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir: Path
         "load_best_model_at_end=true",
         "save_total_limit=5",
         "save_steps=1",
+        "save_only_model=true",
     )
     whole = train(run_dir, *options, "output_dir=whole")
     best = whole.held_out.best_step
