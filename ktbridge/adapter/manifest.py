@@ -8,7 +8,8 @@ KT's own alpha is separate from LoraConfig's.
 
 ``base_fingerprint`` is ours (``ktbridge.model.Fingerprint``): which model the adapter was trained on,
 independent of its path. It is a separate key because KT's loaders compare ``base`` and ``lora`` as a
-whole with expected values, and ignore other keys.
+whole with expected values, and ignore other keys. So is ``training``: the ``step`` that the adapter is of,
+the run's ``last_step`` so far and, where held-out rows were evaluated after that step, what was measured.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ktbridge.model import Fingerprint
 from ktbridge.model.identity import parse_fingerprint
 
 MANIFEST_FILE = "kt_adapter_manifest.json"
+TRAINING = "training"
 
 
 def dump_json(value: Mapping[str, object]) -> bytes:
@@ -48,6 +50,7 @@ def build_manifest(
     layout: str | None = None,
     expert_weight_format: str | None = None,
     base_fingerprint: Fingerprint | None = None,
+    training: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """The manifest of a finished directory. ``artifacts`` maps a file name to its record."""
     manifest: dict[str, object] = {
@@ -63,4 +66,6 @@ def build_manifest(
         manifest["expert_weight_format"] = expert_weight_format
     if base_fingerprint is not None:
         manifest["base_fingerprint"] = base_fingerprint.as_dict()
+    if training:
+        manifest[TRAINING] = dict(training)
     return manifest

@@ -181,10 +181,14 @@ class OutputDirectory:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def finish(self, base_fingerprint: Fingerprint | None) -> None:
+    def finish(
+        self,
+        base_fingerprint: Fingerprint | None,
+        training: Mapping[str, object] | None = None,
+    ) -> None:
         """Flush the weights, then write configuration and manifest; nothing is published yet.
 
-        ``base_fingerprint`` is that of the model trained on.
+        ``base_fingerprint`` is that of the model trained on, ``training`` what the manifest says of the run.
         """
         output = self._output
         for file in self.files.values():
@@ -207,6 +211,7 @@ class OutputDirectory:
             artifacts=artifacts,
             expert_weight_format=output.weight_format,
             base_fingerprint=base_fingerprint,
+            training=training,
         )
         if output.experts:
             manifest["experts"] = output.experts

@@ -41,6 +41,7 @@ def write_raw_adapter(
     fingerprint: Fingerprint | bool = True,
     overwrite: bool = False,
     extra_files: Mapping[str, bytes] | None = None,
+    training: Mapping[str, object] | None = None,
 ) -> None:
     """Write a raw adapter directory atomically.
 
@@ -51,7 +52,8 @@ def write_raw_adapter(
     ``rank`` and ``alpha`` are the experts'. ``fingerprint`` is that of the base model trained on: True
     computes it from ``base_model`` if that is a directory or in the local Hub cache, False omits
     it. ``overwrite`` replaces an existing adapter directory.
-    ``extra_files`` (a log, a plot) are written along and are not part of the adapter.
+    ``extra_files`` (a log, a plot) are written along and are not part of the adapter; ``training`` is what
+    the manifest says of the run.
 
     Raises UsageError for unknown keys and KtbridgeError when the directory is occupied.
     """
@@ -88,7 +90,7 @@ def write_raw_adapter(
         write_steps(copies, [*target.files.values()])
         for name, data in (extra_files or {}).items():
             staging.write_bytes(name, data)
-        target.finish(trained_on)
+        target.finish(trained_on, training)
         staging.commit()
 
 

@@ -64,12 +64,13 @@ def ensure_rows(config: TrainConfig) -> None:
     What can't be downloaded is left to the reader of the rows, who tells it with all else that is wrong.
     """
     from contextlib import suppress
+    from dataclasses import replace
 
     from ktbridge.cli._ui import progress_bar
     from ktbridge.errors import KtbridgeError
     from ktbridge.sft.data.sources import find_sources
 
-    sources, failed = find_sources(config)
+    sources, failed = find_sources(replace(config, dataset=(*config.dataset, *config.eval_dataset)))
     for source in sources if not failed else ():
         if source.remote and source.remote.cached() is None:
             with (

@@ -127,6 +127,12 @@ def _show_steps(plan: Plan) -> None:
         f"{_duration(pace.seconds)} in all; experts take {pace.expert_share:.0%} of it",
         soft_wrap=True,
     )
+    if pace.eval_seconds:
+        console.print(
+            f"{plan.evaluations} evaluations of {plan.held_out:,} held-out rows take "
+            f"{_duration(pace.eval_seconds)} of that, if these are as long as the others",
+            soft_wrap=True,
+        )
     if pace.cold_bytes and plan.disk_reads is None:
         console.print(
             f"the first step takes longer: {size_text(pace.cold_bytes)} of experts are read from disk, "

@@ -17,6 +17,7 @@ from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
     from ktbridge.sft.base_model import Trainable
+    from ktbridge.sft.best_step import HeldOutResult
     from ktbridge.sft.config import TrainConfig
     from ktbridge.sft.prepare import Prepared
     from ktbridge.sft.trainer import TrainResult
@@ -42,7 +43,6 @@ def command(
     from ktbridge.cli._ui import emit_json, print_notes, print_problems, progress_bar, shown, stderr
     from ktbridge.model import resolve_model
     from ktbridge.sft.config import load_config
-    from ktbridge.sft.data import describe
     from ktbridge.sft.launch import world
 
     parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
@@ -73,7 +73,8 @@ def command(
     if dry_run:
         _show_plan(parsed, ready, as_json)
         return
-    stderr.print(shown(describe(ready.fitted)), soft_wrap=True)  # before hours of training
+    for line in _rows_lines(ready):  # before hours of training
+        stderr.print(shown(line), soft_wrap=True)
     if declared is not None:  # all else is in order: now the gigabytes
         ensure_model(parsed.model_name_or_path)
         resolve_model(parsed.model_name_or_path)
@@ -133,6 +134,8 @@ def _show_result(result: TrainResult) -> None:
         f"{steps} on {result.used} of {result.rows} rows in {result.seconds:.0f} s "
         f"({result.tokens_per_second:,.0f} tokens/s{share}){losses}"
     )
+    if result.held_out:
+        console.print(_held_out_line(result.held_out), soft_wrap=True)
     where = f"on the {result.isa} kernels" if result.experts == "cpu" else "on the GPU"
     what = f"trained {result.expert_parameters:,} expert LoRA parameters {where}"
     if not result.expert_parameters:
@@ -148,6 +151,26 @@ def _show_result(result: TrainResult) -> None:
         stderr.print(f"[yellow]warning[/] {shown(result.warning)}", soft_wrap=True)
 
 
+def _held_out_line(held: HeldOutResult) -> str:
+    """The losses that show overfitting, and whose adapter is published."""
+    losses = [
+        f"{loss:.4f} {when}"
+        for loss, when in (
+            (held.first_loss, "before training"),
+            (held.best_loss, f"at step {held.best_step}, the best"),
+            (held.last_loss, "at the end"),
+        )
+        if loss is not None
+    ]
+    early = ", which early_stopping_steps ended" if held.ended_early else ""
+    rows = f"{held.rows:,} held-out row{'' if held.rows == 1 else 's'}"
+    by = "" if held.metric == "loss" else f" (by {held.metric}: {held.best:.4f})"
+    return (
+        f"loss on {rows}: {', '.join(losses)}{by}{early}; "
+        f"published is step {held.published_step} ({held.evaluations} evaluations, {held.seconds:.0f} s)"
+    )
+
+
 def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
     """Run the recipe with a bar showing step, loss, pace and ETA; without a terminal print twenty lines."""
     from ktbridge.cli._ui import print_problems, stderr, training_bar
@@ -159,6 +182,11 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
 
         def on_log(record: dict[str, float]) -> None:
             step, steps = int(record["step"]), int(record["steps"])
+            if "loss" not in record:
+                told = f"held-out loss {record['eval_loss']:.4f}"
+                bar.describe(told)
+                stderr.print(f"step {step:>5}/{steps}  {told}{_details(record)}")
+                return
             figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tok/s"
             bar.describe(figures)
             if not stderr.is_terminal and _stage(record) != _stage(record, -config.logging_steps):
@@ -173,7 +201,18 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
                 on_log=on_log,
                 prepared=ready,
                 on_note=lambda note: print_problems([note]),
+                on_evaluation=lambda done, passes: bar.describe(f"evaluating {done}/{passes}"),
             )
+
+
+def _details(record: dict[str, float]) -> str:
+    """What a record of held-out rows says besides the loss, as far as it shows overfitting."""
+    shown = {
+        "eval_mean_token_accuracy": "accuracy",
+        "eval_rewards/accuracies": "accuracy",
+        "eval_rewards/margins": "margin",
+    }
+    return "".join(f"  {name} {record[key]:.3f}" for key, name in shown.items() if key in record)
 
 
 @contextmanager
@@ -209,15 +248,17 @@ def _show_plan(parsed: TrainConfig, ready: Prepared, as_json: bool) -> None:
     from ktbridge.cli._ui import emit_json
 
     fitted, trainable = ready.fitted, ready.trainable
-    refused = [{"where": item.where, "why": item.why} for item in fitted.refused]
+    held = ready.held_out.refused if ready.held_out else []
+    refused = [{"where": item.where, "why": item.why} for item in (*fitted.refused, *held)]
     plan = {
         "rows": fitted.total,
         "rows_used": fitted.used,
         "rows_cut": len(fitted.cut),
-        "rows_refused": len(refused),
+        "rows_refused": len(fitted.refused),
         "sequences": len(fitted.dataset),
         "tokens": fitted.tokens,
         "trained_tokens": fitted.trained_tokens,
+        "held_out": _held_out_plan(parsed, ready),
         "steps": ready.steps,
         "starts_from": str(ready.resumption.checkpoint) if ready.resumption.checkpoint else None,
         "trainable": {**dataclasses.asdict(trainable), "parameters": trainable.parameters},
@@ -237,7 +278,30 @@ def _show_plan(parsed: TrainConfig, ready: Prepared, as_json: bool) -> None:
     for name, pieces in fitted.preview.items():
         _show_preview(name, pieces)
     _show_refused(refused)
-    _show_steps(ready)
+    _show_steps(ready, parsed)
+
+
+def _held_out_plan(parsed: TrainConfig, ready: Prepared) -> dict[str, object] | None:
+    held = ready.held_out
+    if held is None:
+        return None
+    return {
+        "rows": held.total,
+        "rows_used": held.used,
+        "rows_cut": len(held.cut),
+        "rows_refused": len(held.refused),
+        "trained_tokens": held.trained_tokens,
+        "eval_steps": ready.eval_steps,
+        "eval_on_start": parsed.evaluates_first,
+    }
+
+
+def _rows_lines(ready: Prepared) -> list[str]:
+    """How many rows are used, and of the held-out rows."""
+    from ktbridge.sft.data import describe
+
+    held = [f"held out: {describe(ready.held_out, 'evaluated')}"] if ready.held_out else []
+    return [describe(ready.fitted), *held]
 
 
 def _effective(parsed: TrainConfig) -> dict[str, object]:
@@ -308,13 +372,17 @@ def _show_refused(refused: list[dict[str, str]]) -> None:
         console.print()
 
 
-def _show_steps(ready: Prepared) -> None:
+def _show_steps(ready: Prepared, parsed: TrainConfig) -> None:
     from ktbridge.cli._ui import console, shown
-    from ktbridge.sft.data import describe
 
-    console.print(shown(describe(ready.fitted)), soft_wrap=True)
+    for line in _rows_lines(ready):
+        console.print(shown(line), soft_wrap=True)
     begins = f", after step {ready.resumption.step}" if ready.resumption.checkpoint else ""
     console.print(shown(f"{ready.steps:,} optimizer steps{begins}"), soft_wrap=True)
+    if ready.held_out:
+        first = "before the first step, " if parsed.evaluates_first else ""
+        every = f"every {ready.eval_steps:,} steps and " if ready.eval_steps < ready.steps else ""
+        console.print(f"held-out rows are evaluated {first}{every}after the last", soft_wrap=True)
 
 
 def _said(value: object) -> str:

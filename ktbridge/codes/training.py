@@ -42,6 +42,13 @@ RUN = Subject("Starting and continuing a run", "sft", (
          " tokens in a pass", "Set tokens_per_pass to the number that it gives."),
     Code("KTC024", "info", "kt_experts chose where the routed experts are computed",
          "Nothing; kt_experts and kt_gpu_memory choose otherwise."),
+    Code("KTC030", "warning", "held-out rows were predicted better by an earlier step, or by the base, than"
+         " by the adapter that is published", "Set load_best_model_at_end: true, or train for fewer steps."),
+    Code("KTC031", "warning", "the checkpoint of the best step isn't there or is damaged: another"
+         " step's adapter is published",
+         "Start anew with resume_from_checkpoint=false if that step matters."),
+    Code("KTC032", "warning", "held-out rows are evaluated at the last step alone: there is no best step to"
+         " choose", "Lower eval_steps, or leave it out for ten evaluations in the run."),
     Code("KTC036", "warning", "template names one of LLaMA-Factory that writes conversations differently from"
          " the tokenizer's chat template, which is used",
          "Nothing: servers use the tokenizer's. Change chat_template.jinja of the base if it must differ."),
@@ -74,6 +81,9 @@ DATA = Subject("Training data", "sft", (
          "Put thoughts (<think>…</think>) into these answers, or serve with thinking off."),
     Code("KTD008", "warning", "more than a tenth of the rows can't be used",
          "Read the file of refused rows in output_dir, or the lines that --dry-run lists."),
+    Code("KTD010", "warning", "a held-out row is trained on, too",
+         "Take one of the two out: what was trained on doesn't show overfitting."),
+    Code("KTD011", "error", "val_size leaves no row to train on", "Lower val_size, or name eval_dataset."),
 ))  # fmt: skip
 
 EXPERTS = Subject("Routed experts and their LoRA", "experts", (

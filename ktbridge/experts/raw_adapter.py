@@ -75,18 +75,20 @@ def save_raw_adapter(
     *,
     overwrite: bool = False,
     extra_files: Mapping[str, bytes] | None = None,
+    training: Mapping[str, object] | None = None,
 ) -> None:
     """Write the expert LoRA and the PEFT LoRA of a wrapped model as one raw adapter directory.
 
     The model may have either half alone. ``base_model`` is the base's name or path, by default the one that
     the model was loaded from. Published complete or not at all, ``extra_files`` with it (see
-    ``ktbridge.adapter.write_raw_adapter``). ``overwrite`` replaces an adapter that is there.
+    ``ktbridge.adapter.write_raw_adapter``). ``overwrite`` replaces an adapter that is there. ``training`` is
+    what the manifest says of the run.
 
     Warns of what was trained and is in neither half, and of an expert LoRA that is all zeros. Raises
     ``KtbridgeError`` where nothing is wrapped, the base model has no name, or the directory is occupied.
     """
     named = required_base_name(model, base_model, "save_raw_adapter")
-    _write(model, directory, named, overwrite=overwrite, extra_files=extra_files)
+    _write(model, directory, named, overwrite=overwrite, extra_files=extra_files, training=training)
 
 
 def save_beside(
@@ -94,6 +96,7 @@ def save_beside(
     directory: str | Path,
     base_model: str | None = None,
     values: Values | None = None,
+    training: Mapping[str, object] | None = None,
 ) -> None:
     """A raw adapter as ``save_pretrained`` saves: beside what a directory holds, over an older one.
 
@@ -104,11 +107,11 @@ def save_beside(
     named = base_name(model) if base_model is None else base_model
     target = Path(directory)
     if not target.is_dir() or not any(target.iterdir()):
-        _write(model, target, named, values)
+        _write(model, target, named, values, training=training)
         return
     made = target / f".adapter-{secrets.token_hex(4)}"
     try:
-        _write(model, made, named, values)
+        _write(model, made, named, values, training=training)
         (target / MANIFEST_FILE).unlink(missing_ok=True)
         for path in sorted(made.iterdir(), key=lambda path: path.name == MANIFEST_FILE):
             os.replace(path, target / path.name)

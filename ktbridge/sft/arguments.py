@@ -66,17 +66,22 @@ _MADE_HERE = ("tensorboard", "swanlab")
 
 
 def trainer_arguments(
-    config: TrainConfig, device: torch.device, scratch: str, packed: bool = False
+    config: TrainConfig,
+    device: torch.device,
+    scratch: str,
+    packed: bool = False,
+    eval_steps: int = 0,
 ) -> SFTConfig | DPOConfig:
     """The arguments of the stage's trainer; ``scratch`` is the output_dir that it requires.
 
     ``packed``: a row of the dataset holds several conversations, which must not attend to each other.
+    ``eval_steps``: between evaluations of held-out rows; 0: none.
     """
     arguments: SFTConfig | DPOConfig
     if config.stage == "dpo":
         losses = pair_losses(config)
         arguments = DPOConfig(
-            **_common(config, device, scratch),
+            **_common(config, device, scratch, eval_steps),
             max_length=config.cutoff_len,
             beta=config.pref_beta,
             loss_type=list(losses),
@@ -85,7 +90,7 @@ def trainer_arguments(
         )
     else:
         arguments = SFTConfig(
-            **_common(config, device, scratch),
+            **_common(config, device, scratch, eval_steps),
             max_length=None,  # rows come cut to cutoff_len
             padding_free=packed,
         )
@@ -161,7 +166,9 @@ class _EndSwanlab(TrainerCallback):
         import_module("swanlab").finish()
 
 
-def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str, Any]:
+def _common(
+    config: TrainConfig, device: torch.device, scratch: str, eval_steps: int
+) -> dict[str, Any]:
     return {
         **distributed.trainer_arguments(),
         "output_dir": scratch,
@@ -196,6 +203,11 @@ def _common(config: TrainConfig, device: torch.device, scratch: str) -> dict[str
         "include_num_input_tokens_seen": "non_padding",
         "report_to": [name for name in config.reporters if name not in _MADE_HERE] or "none",
         "disable_tqdm": True,
+        # held-out rows: the best step is saved and loaded by Checkpoints, see WatchHeldOut
+        "eval_strategy": "steps" if eval_steps else "no",
+        "eval_steps": eval_steps or None,
+        "metric_for_best_model": config.metric,
+        "greater_is_better": config.greater,
         # checkpoints: older ones are deleted when a newer one is complete, see Checkpoints
         "save_strategy": "steps" if config.save_steps else "no",
         "save_steps": config.save_steps or 500,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,10 +32,12 @@ from ktbridge.sft.resume import (
     IDENTITY_FILE,
     NUMBER,
     Identity,
+    damage,
     describe_files,
     next_number,
     resumable,
     saved,
+    step_of,
 )
 from ktbridge.units import size_text
 
@@ -62,6 +64,8 @@ class Checkpoints:
         """Where the next one is written."""
         self.hybrid: Hybrid | None = None
         """Chooses which experts the CPU computes, where both do: its state is in the checkpoints."""
+        self.best_step: Callable[[], int | None] | None = None
+        """The step whose checkpoint is kept beside the last ones, and is loaded at the end."""
         self.last_not_saved: KtbridgeError | None = None
         """Why the checkpoint of the last step could not be written."""
 
@@ -69,9 +73,9 @@ class Checkpoints:
         """The last checkpoint that a run can go on from, or "" while there is none."""
         return str(next(filter(resumable, reversed(saved(self._root))), ""))
 
-    def last(self) -> Path | None:
-        """The checkpoint of the step that the run is at, if there is one."""
-        place = self._root / f"checkpoint-{self._trainer.state.global_step}"
+    def of(self, step: int) -> Path | None:
+        """The checkpoint of ``step``, if there is one."""
+        place = self._root / f"checkpoint-{step}"
         return place if place in saved(self._root) else None
 
     def finished(self, checkpoint: str) -> TrainerState:
@@ -131,14 +135,31 @@ class Checkpoints:
         os.rename(made, place)
         fsync_directory(self._root)
         shutil.rmtree(self.directory, ignore_errors=True)
+        best = self.best_step() if self.best_step else None
         for old in saved(self._root)[: -self._keep] if self._keep else ():
-            self._drop(old)
+            if step_of(old) != best:
+                self._drop(old)
 
     def _drop(self, old: Path) -> None:
         """Remove a checkpoint, in an order in which half of one never has a checkpoint's name."""
         gone = self._root / f".partial-{old.name}"
         os.rename(old, gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+    def take_best(self, ranked: Sequence[Mapping[str, float]]) -> int:
+        """Give the model the values of the first step that an undamaged checkpoint has; that step.
+
+        ``ranked``: records of the log, the best first. The last step's values are in the model already.
+        """
+        last = self._trainer.state.global_step
+        for step in (int(record["step"]) for record in ranked):
+            if step == last:
+                break
+            place = self.of(step)
+            if place and not damage(place):
+                self.load(str(place))
+                return step
+        return last
 
     def save_trained(self, directory: Path) -> None:
         """What is trained: the raw adapter in bfloat16 and, to go on from, the tensors as they are."""
@@ -148,11 +169,13 @@ class Checkpoints:
             name: distributed.full(value.detach()).contiguous() for name, value in trained(model)
         }
         if distributed.is_main():
-            if not self._trainer.args.save_only_model:
+            whole = not self._trainer.args.save_only_model
+            if whole or self.best_step:
                 save_file(tensors, directory / TENSORS_FILE)
-                if self.hybrid is not None:
-                    (directory / HYBRID_FILE).write_bytes(dump_json(self.hybrid.state()))
-            save_beside(model, directory, self._base, tensors)
+            if whole and self.hybrid is not None:
+                (directory / HYBRID_FILE).write_bytes(dump_json(self.hybrid.state()))
+            training = self._trainer.held_out.training(self._trainer.state.global_step)
+            save_beside(model, directory, self._base, tensors, training)
 
     def load(self, checkpoint: str) -> None:
         """Give the model what was saved of it. Raises KtbridgeError where something else is trained."""

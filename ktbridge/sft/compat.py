@@ -7,9 +7,11 @@ tests/sft/test_compat.py fails where a version of a library does without one of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, TrainingArguments
@@ -33,9 +35,9 @@ def leave_out_of_ddp(module: nn.Module, names: Iterable[str]) -> None:
     module._ddp_params_and_buffers_to_ignore = sorted(names)  # type: ignore[assignment]
 
 
-def training_metrics(trainer: Any) -> dict[str, list[float]]:
+def trl_metrics(trainer: Any, mode: Literal["train", "eval"]) -> dict[str, list[float]]:
     """What a trl trainer has collected for its next log record: it has no way to weight passes."""
-    found: dict[str, list[float]] = trainer._metrics["train"]
+    found: dict[str, list[float]] = trainer._metrics[mode]
     return found
 
 
@@ -45,6 +47,23 @@ def has_balancing_loss(model: nn.Module) -> bool:
     The function for it is in the class's module; trl makes one of any router's logits, whatever they mean.
     """
     return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+
+
+@contextmanager
+def without_gathering(accelerator: Any) -> Iterator[None]:
+    """Context: trl's metrics are of this process's rows, because what it gathers is no more than these.
+
+    It has no switch for that, and accelerate would cut off rows by the training data's last batch.
+    """
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    accelerator.gather = accelerator.gather_for_metrics = own
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.gather_for_metrics
 
 
 def set_attention(config: PreTrainedConfig, implementation: str) -> None:

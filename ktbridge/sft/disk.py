@@ -17,14 +17,17 @@ def adapter_bytes(trained: int) -> int:
 
 def checkpoint_bytes(config: TrainConfig, trained: int) -> int:
     """Bytes of one checkpoint: the adapter, and to go on from it the float32 weights and two Adam states."""
-    return adapter_bytes(trained) + (0 if config.save_only_model else 12 * trained)
+    if config.save_only_model:
+        return adapter_bytes(trained) + (4 * trained if config.load_best_model_at_end else 0)
+    return adapter_bytes(trained) + 12 * trained
 
 
 def kept_checkpoints(config: TrainConfig, steps: int) -> int:
-    """How many checkpoints a run of so many steps leaves; the last step always has one."""
+    """How many checkpoints a run of so many steps leaves, at most; the last step always has one."""
     if not config.save_steps:
         return 0
-    return min(config.save_total_limit, -(-steps // config.save_steps))
+    kept = min(config.save_total_limit, -(-steps // config.save_steps))
+    return kept + config.load_best_model_at_end
 
 
 def run_bytes(config: TrainConfig, trained: int, steps: int) -> int:

@@ -68,8 +68,12 @@ def explained(trainer: RunTrainer) -> Iterator[None]:
                 if alone
                 else "tokens_per_pass or cutoff_len"
             )
+        where = f"in step {trainer.state.global_step + 1}"
+        if trainer.held_out.running:
+            where = f"in the evaluation after step {trainer.state.global_step}"
+            lower = f"per_device_eval_batch_size, {lower}"
         raise KtbridgeError(
-            f"the GPU ran out of memory in step {trainer.state.global_step + 1}; {_kept(trainer)}.",
+            f"the GPU ran out of memory {where}; {_kept(trainer)}.",
             f"Lower {lower}; `ktbridge plan` shows what takes the memory.",
         ) from error
     except (RuntimeError, ConnectionError, EOFError) as error:

@@ -44,12 +44,19 @@ class RunLock(Lock):
 
 
 def files_beside(
-    config: TrainConfig, log: Log, loss_label: str, refused: Sequence[Refused]
+    config: TrainConfig,
+    log: Log,
+    loss_label: str,
+    refused: Sequence[Refused],
+    best: int | None = None,
 ) -> dict[str, bytes]:
-    """The files that appear with the adapter: the log, the loss plot, the rows that were refused."""
+    """The files that appear with the adapter: the log, the loss plot, the rows that were refused.
+
+    ``best``: the step at which held-out rows were predicted best.
+    """
     files = {LOG_FILE: "".join(json.dumps(record) + "\n" for record in log).encode()}
     if config.plot_loss:
-        files[PLOT_FILE] = plot_loss(log, loss_label)
+        files[PLOT_FILE] = plot_loss(log, loss_label, best)
     if refused:
         files[REFUSED_FILE] = refused_file(refused)
     return files
@@ -61,17 +68,23 @@ def write_output(
     base: Path,
     files: Mapping[str, bytes],
     checkpoint: Path | None,
+    training: Mapping[str, float] | None = None,
 ) -> None:
     """Write the raw adapter of a trained model with ``files`` beside it to ``config.output_dir``.
 
     Trained weights are never lost to a full disk or an occupied directory: where writing fails, the adapter
-    is in ``checkpoint``, the last step's, or is written to the first other place that takes it. Raises
-    ``KtbridgeError`` naming that place and what to do.
+    is in ``checkpoint``, its step's, or is written to the first other place that takes it. ``training`` is
+    what the manifest says of the run. Raises ``KtbridgeError`` naming that place and what to do.
     """
     output = Path(config.output_dir)
     try:
         save_raw_adapter(
-            model, output, str(base), overwrite=config.overwrite_output_dir, extra_files=files
+            model,
+            output,
+            str(base),
+            overwrite=config.overwrite_output_dir,
+            extra_files=files,
+            training=training,
         )
     except (OSError, KtbridgeError) as error:
         reason = _reason(error)
@@ -80,7 +93,7 @@ def write_output(
                 f"the adapter could not be written to {output} ({reason}); it is in {checkpoint}, whole.",
                 "Make room there, then run the same command again: it writes the adapter and trains nothing.",
             ) from error
-        place = _rescued(model, base, files, output.name)
+        place = _rescued(model, base, files, output.name, training)
         if place is None:
             raise KtbridgeError(
                 f"the adapter could not be written to {output} ({reason}), nor to {_listed()}; it is lost.",
@@ -92,7 +105,13 @@ def write_output(
         ) from error
 
 
-def _rescued(model: nn.Module, base: Path, files: Mapping[str, bytes], name: str) -> Path | None:
+def _rescued(
+    model: nn.Module,
+    base: Path,
+    files: Mapping[str, bytes],
+    name: str,
+    training: Mapping[str, float] | None,
+) -> Path | None:
     """The directory outside ``output_dir`` that received the adapter, or None."""
     for parent in _elsewhere():
         for number in range(_LARGEST_RETRY):
@@ -100,7 +119,7 @@ def _rescued(model: nn.Module, base: Path, files: Mapping[str, bytes], name: str
             if place.exists():
                 continue
             try:
-                save_raw_adapter(model, place, str(base), extra_files=files)
+                save_raw_adapter(model, place, str(base), extra_files=files, training=training)
             except (OSError, KtbridgeError):
                 break
             return place
@@ -124,14 +143,16 @@ def _reason(error: Exception) -> str:
     return str(error).rstrip(".")
 
 
-def plot_loss(log: Log, label: str = "loss per assistant token (nats)") -> bytes:
+def plot_loss(
+    log: Log, label: str = "loss per assistant token (nats)", best: int | None = None
+) -> bytes:
     """A PNG of ``loss`` over ``step`` from a trainer's log records, with a smoothed line.
 
     The smoothed line is an exponential moving average with weight 0.6 on the past, started at the first
-    value.
+    value. Records with ``eval_loss`` give another line, on which the step ``best`` is marked.
     """
-    steps = [record["step"] for record in log]
-    losses = [record["loss"] for record in log]
+    records = [record for record in log if "loss" in record]
+    steps, losses = ([record[key] for record in records] for key in ("step", "loss"))
     smooth: list[float] = []
     for loss in losses:
         smooth.append(loss if not smooth else 0.6 * smooth[-1] + 0.4 * loss)
@@ -140,9 +161,19 @@ def plot_loss(log: Log, label: str = "loss per assistant token (nats)") -> bytes
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#9db8d9", linewidth=1.2, label="loss")
     axes.plot(steps, smooth, color="#1f5fa8", linewidth=2.2, label="smoothed")
+    title = "Training loss"
+    if held := {record["step"]: record["eval_loss"] for record in log if "eval_loss" in record}:
+        title = "Training and held-out loss"
+        axes.plot(
+            *zip(*held.items(), strict=True), "o-", color="#c2571a", ms=4, label="held-out rows"
+        )
+    if best in held:
+        axes.axvline(best, color="#c2571a", linewidth=1, linestyle=":")
+        marked = f"best: {held[best]:.3f} at step {best}"
+        axes.plot([best], [held[best]], "o", color="#c2571a", ms=9, mfc="none", label=marked)
     axes.set(xlabel="optimizer step", ylabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title("Training loss", loc="left", fontweight="bold")
+    axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

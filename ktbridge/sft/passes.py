@@ -21,7 +21,7 @@ from torch import nn
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.sft.compat import training_metrics
+from ktbridge.sft.compat import trl_metrics
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed.group import agree, exchange
 from ktbridge.sft.launch import world
@@ -171,25 +171,22 @@ class Passes:
         except torch.OutOfMemoryError:
             if len(self._running) == 1 or world().size > 1:
                 raise
-            self._too_many = self._tokens(self._running)
+            self._too_many = self.tokens_of(self._running)
             self.tokens = self._too_many // 2
             return None
         return torch.stack(losses).sum()
 
-    def _tokens(self, rows: Sequence[Row]) -> int:
+    def tokens_of(self, rows: Sequence[Row]) -> int:
         """Tokens of a pass of ``rows``, padding included."""
         lengths = [row.tokens for row in rows]
         return sum(lengths) if self._trainer.joins() else max(lengths) * len(lengths)
 
     def _start_again(self, model: nn.Module) -> None:
-        """Drop what the step has computed, and what the GPU's allocator keeps for it."""
-        on_gpu = self._trainer.args.device.type == "cuda"
-        if on_gpu:
+        """Drop what the step has computed."""
+        if self._trainer.args.device.type == "cuda":
             torch.cuda.synchronize()  # the experts' kernels may still be adding to gradients
         model.zero_grad(set_to_none=True)
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
+        free_memory(self._trainer.args.device)
 
     def _report(self) -> None:
         now = self.tokens
@@ -209,7 +206,7 @@ class Passes:
 
         Metrics of failed passes are dropped.
         """
-        metrics = training_metrics(self._trainer)
+        metrics = trl_metrics(self._trainer, "train")
         before, fresh = dict(metrics), {}
         metrics.clear()
         try:
@@ -227,6 +224,14 @@ class Passes:
                         *before.get(name, ()),
                         sum(share * value for share, value in weighed),
                     ]
+
+
+def free_memory(device: torch.device) -> None:
+    """After an OutOfMemoryError, once the exception is gone: drop what its frames kept on ``device``."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def _on_all_ranks(rows: list[Row]) -> tuple[list[Row], list[int]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import (
@@ -24,17 +24,18 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
-from ktbridge.sft.data import Fitted, fit_rows, load_rows
+from ktbridge.sft.data import Fitted, Rows, fit_rows, load_rows
 from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.declared import Declared
-from ktbridge.sft.plan.lengths import optimizer_steps
+from ktbridge.sft.plan.lengths import evaluation_steps, optimizer_steps
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 
 Result = TypeVar("Result")
+_OF_ROWS = ("KTD003", "KTD008")
 _FLASH = {
     "fa2": ("flash-attn", is_flash_attn_2_available),
     "fa3": ("flash-attn-3", is_flash_attn_3_available),
@@ -48,10 +49,14 @@ class Prepared:
     base: Path
     tokenizer: PreTrainedTokenizerBase
     fitted: Fitted
+    held_out: Fitted | None
+    """The rows that are evaluated and not trained on."""
     identity: Identity
     resumption: Resumption
     steps: int
     """Optimizer steps of the whole run, those before its checkpoint with them."""
+    eval_steps: int
+    """Steps between evaluations of the held-out rows; the last step's comes beside. 0: there are none."""
     trainable: Trainable
     notes: tuple[Problem, ...]
     """What the user should know of this run besides ``config.notes``."""
@@ -71,12 +76,60 @@ def prepare(
     Reads and tokenizes the rows, calling ``on_rows(done, total)``, and leaves nothing on disk. Raises
     ``KtbridgeError`` and its children; ``ProblemsError`` with all of them where several things are wrong.
     """
+    _check_packages(config)
+    base, (trainable, model_notes), tokenizer, rows, quantised = _check_all(config, declared)
+    own = identity(config, base, rows)
+    resumption = find_checkpoint(config, own)
+    fitted = fit_rows(rows, tokenizer, config, on_rows)
+    held = _fit_held_out(rows, tokenizer, config, on_rows)
+    steps = optimizer_steps(config, len(fitted.dataset), processes)
+    eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
+    _check_length(resumption, steps)
+    beside = quantised.to_write(Path(config.output_dir)) if quantised else 0
+    check_room(config, checkpoints_dir(config), trainable.parameters, steps, beside)
+    return Prepared(
+        base=base,
+        tokenizer=tokenizer,
+        fitted=fitted,
+        held_out=held,
+        identity=own,
+        resumption=resumption,
+        steps=steps,
+        eval_steps=eval_steps,
+        trainable=trainable,
+        notes=(
+            *fitted.notes,
+            *_held_out_notes(config, held, steps, eval_steps),
+            *template_notes(config.template, tokenizer),
+            *resumption.notes,
+            *(() if _experts_missing(config, declared) else storage_notes(config, base)),
+            *_stage_notes(config),
+            *model_notes,
+        ),
+        quantised=quantised,
+    )
+
+
+def _check_packages(config: TrainConfig) -> None:
     needed = _Failures("this run needs what isn't installed here; nothing was started.")
     needed.of("report_to", lambda: check_reporters(config))
     needed.of("flash_attn", lambda: _check_attention(config))
     needed.of("kt_backend", lambda: _check_backend(config))
     needed.raise_collected()
 
+
+class _Checked(NamedTuple):
+    """What the checks of a configuration found."""
+
+    base: Path
+    model: tuple[Trainable, list[Problem]]
+    tokenizer: PreTrainedTokenizerBase
+    rows: Rows
+    quantised: Quantised | None
+
+
+def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
+    """Everything that can be wrong with output, model and rows, raised together."""
     asked = _Failures("this run can't be started as it is.")
     asked.of("output_dir", lambda: check_output_dir(config))
     asked.of("kt_optimize_rule", lambda: places(config))
@@ -95,38 +148,40 @@ def prepare(
     assert checked is not None
     assert tokenizer is not None
     assert rows is not None
+    return _Checked(base, checked, tokenizer, rows, quantised)
 
-    own = identity(config, base, rows)
-    resumption = find_checkpoint(config, own)
-    fitted = fit_rows(rows, tokenizer, config, on_rows)
-    steps = optimizer_steps(config, len(fitted.dataset), processes)
-    trainable, model_notes = checked
+
+def _fit_held_out(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    on_rows: Callable[[int, int], None] | None,
+) -> Fitted | None:
+    """The held-out rows as they are evaluated: each by itself, whatever packing is."""
+    if rows.held_out is None or not config.evaluates:
+        return None
+    alone = replace(config, packing=False, neat_packing=False)
+    return fit_rows(rows.held_out, tokenizer, alone, on_rows)
+
+
+def _check_length(resumption: Resumption, steps: int) -> None:
     if resumption.step > steps:
         raise UsageError(
             f"{resumption.checkpoint} is at step {resumption.step}, behind this run's last ({steps}).",
             "Name an earlier checkpoint-N as resume_from_checkpoint, or start anew with "
             "resume_from_checkpoint=false.",
         )
-    beside = quantised.to_write(Path(config.output_dir)) if quantised else 0
-    check_room(config, checkpoints_dir(config), trainable.parameters, steps, beside)
-    return Prepared(
-        base=base,
-        tokenizer=tokenizer,
-        fitted=fitted,
-        identity=own,
-        resumption=resumption,
-        steps=steps,
-        trainable=trainable,
-        notes=(
-            *fitted.notes,
-            *template_notes(config.template, tokenizer),
-            *resumption.notes,
-            *(() if _experts_missing(config, declared) else storage_notes(config, base)),
-            *_stage_notes(config),
-            *model_notes,
-        ),
-        quantised=quantised,
-    )
+
+
+def _held_out_notes(
+    config: TrainConfig, held: Fitted | None, steps: int, eval_steps: int
+) -> Iterator[Problem]:
+    """Warnings of the held-out rows themselves: what they say of the chat template is said already."""
+    yield from (note for note in (held.notes if held else ()) if note.code in _OF_ROWS)
+    choosing = config.load_best_model_at_end or config.early_stopping_steps
+    if choosing and eval_steps >= steps > 1:
+        found = f"every {eval_steps:,} steps of a run of {steps:,}"
+        yield problem("KTC032", "eval_steps", found, f"less than {steps:,}")
 
 
 def with_weights(config: TrainConfig, ready: Prepared) -> Prepared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -104,6 +104,11 @@ class Reporter(TrainerCallback):
     ) -> None:
         self._progress, self._log, self._interrupts = progress, log, interrupts
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        state.compute_steps(args, state.max_steps)  # a checkpoint has the intervals of its own run
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
@@ -123,8 +128,13 @@ class Reporter(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:
-        if self._log and logs and "loss" in logs:
+        if self._log and logs and is_record(logs):
             self._log({"step": state.global_step, "steps": state.max_steps, **logs})
+
+
+def is_record(logs: Mapping[str, float]) -> bool:
+    """Whether they are of training or of an evaluation, and not Trainer's summary."""
+    return "loss" in logs or "eval_loss" in logs
 
 
 def not_finite(model: nn.Module) -> str:

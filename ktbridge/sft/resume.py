@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
-from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model.jsonfile import read_json_file
@@ -28,6 +28,8 @@ FILES = "files"
 """The key in it of the size in bytes and SHA-256 of each other file."""
 NUMBER = "number"
 """The key in it of a checkpoint's sequence number, which doesn't depend on the clock."""
+HELD_OUT = "held-out rows"
+"""The key in it of the rows that evaluations are of, and of what is the best of them."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 # What may change between a run and its continuation: names of places, what is logged or kept when, and
 # ways to the same results.
@@ -38,7 +40,9 @@ _FREE = {
     "strict_data", "notes",
     "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
     "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
-    "tokens_per_pass",
+    "tokens_per_pass", "eval_dataset", "val_size", "per_device_eval_batch_size", "do_eval", "eval_strategy",
+    "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
+    "early_stopping_steps",
 }  # fmt: skip
 _FREE_KT = {
     "kt_num_threads", "kt_threadpool_count", "expert_activation", "kt_experts", "kt_gpu_memory",
@@ -48,7 +52,7 @@ _FREE_KT = {
 # current values, with a warning for each.
 _TUNABLE = {
     "learning_rate", "lr_scheduler_type", "max_grad_norm", "warmup_ratio", "warmup_steps", "max_steps",
-    "num_train_epochs",
+    "num_train_epochs", HELD_OUT,
 }  # fmt: skip
 _LENGTH = {"max_steps", "num_train_epochs"}
 _BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -65,6 +69,8 @@ class Resumption:
 
     checkpoint: Path | None = None
     notes: tuple[Problem, ...] = ()
+    other_held_out: bool = False
+    """Whether the evaluations in the checkpoint are of other rows, or by another metric."""
 
     @property
     def step(self) -> int:
@@ -96,10 +102,16 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
     settings["base model"] = _hashes(base, _BASE_FILES)
     if config.adapter_name_or_path:
         settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
-    used = json.dumps([rows.conversations, rows.pairs], default=asdict)
-    settings["rows"] = hashlib.sha256(used.encode()).hexdigest()
+    settings["rows"] = _digest(rows)
+    if rows.held_out and config.evaluates:
+        settings[HELD_OUT] = [_digest(rows.held_out), config.metric, config.greater]
     plain: Identity = json.loads(json.dumps(settings))
     return plain
+
+
+def _digest(rows: Rows) -> str:
+    used = json.dumps([rows.conversations, rows.pairs], default=asdict)
+    return hashlib.sha256(used.encode()).hexdigest()
 
 
 def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
@@ -134,7 +146,7 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
             f"{candidates[-1]} was saved with save_only_model=true: it lacks the optimizer's state.",
             f"Go on from it as adapter_name_or_path, or {_ANEW}.",
         )
-    place, damage = _undamaged([each for each in candidates if resumable(each)])
+    place, passed_over = _undamaged([each for each in candidates if resumable(each)])
     theirs = _identity_of(place, own)
     differing = [
         key for key in sorted(own.keys() | theirs.keys()) if own.get(key) != theirs.get(key)
@@ -153,7 +165,7 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
             else f"Restore these settings, or {_ANEW}.",
         )
     changed = tuple(_changed(place, key, theirs, own) for key in differing)
-    return Resumption(place, (*damage, *changed, _resume_note(place)))
+    return Resumption(place, (*passed_over, *changed, _resume_note(place)), HELD_OUT in differing)
 
 
 def set_aside(config: TrainConfig) -> None:
@@ -177,18 +189,20 @@ def forget_replaced(config: TrainConfig) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether ``output_dir`` holds what the last checkpoint does: the run ended, its adapter is in place."""
+    """Whether ``output_dir`` holds what the run's last or best checkpoint does: its adapter is in place."""
     found = saved(checkpoints_dir(config))
     if not found:
         return False
     try:
-        there, here = (
-            read_json_file(place / MANIFEST_FILE)["artifacts"]
-            for place in (Path(config.output_dir), found[-1])
+        output, *others = (
+            read_json_file(place / MANIFEST_FILE) for place in (Path(config.output_dir), *found)
         )
+        held = [other["artifacts"] == output["artifacts"] for other in others]
     except (KtbridgeError, KeyError):
         return False
-    return bool(there == here)
+    # It may be that of the best step, which is before the last one.
+    last = (output.get(TRAINING) or {}).get("last_step")
+    return held[-1] or (any(held) and last == step_of(found[-1]))
 
 
 def saved(root: Path) -> list[Path]:
@@ -234,8 +248,8 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
     """
     problems: list[Problem] = []
     for place in reversed(candidates):
-        damage = _damage(place)
-        if not damage:
+        found = damage(place)
+        if not found:
             if not problems:
                 return place, ()
             named = ", ".join(sorted({Path(problem.where).parent.name for problem in problems}))
@@ -249,7 +263,7 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
                     severity="warning",
                 ),
             )
-        problems += damage
+        problems += found
     raise ProblemsError(
         "the checkpoint is damaged; nothing was started.",
         problems,
@@ -257,7 +271,7 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
     )
 
 
-def _damage(place: Path) -> list[Problem]:
+def damage(place: Path) -> list[Problem]:
     """Files of a checkpoint that are missing or corrupted."""
     recorded = _record(place).get(FILES)
     recorded = recorded if isinstance(recorded, dict) else {}
@@ -355,6 +369,8 @@ def _another(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
 
 def _changed(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
     step = "Restore it if the run should end in the same bits as one that was never stopped."
+    if key == HELD_OUT:
+        step = "Evaluations from before are left out of the log, and none of those steps can be the best."
     if key in _LENGTH:
         step = "The learning rate goes on by the schedule of the new length, so it may jump."
     return problem(

@@ -20,6 +20,7 @@ from transformers import Trainer
 
 from ktbridge.sft import distributed
 from ktbridge.sft.checkpoints import Checkpoints
+from ktbridge.sft.held_out import HeldOut
 from ktbridge.sft.passes import Batch, Passes, Row
 from ktbridge.sft.progress import Finite, Pace
 from ktbridge.sft.rates import separate_b, set_learning_rate
@@ -40,13 +41,16 @@ class RunTrainer(Trainer):
     lr_scheduler: LambdaLR
     checkpoints: Checkpoints
     passes: Passes
+    held_out: HeldOut
     pace: Pace
     ratio_of_b = 1.0
     """The learning rate of LoRA's B as a multiple of A's."""
 
-    def set_up(self, checkpoints: Checkpoints, passes: Passes) -> None:
-        """Give the trainer what saves and what cuts its steps."""
-        self.checkpoints, self.passes, self.pace = checkpoints, passes, Pace()
+    def set_up(self, checkpoints: Checkpoints, passes: Passes, held_out: HeldOut) -> None:
+        """Give the trainer what saves, what cuts its steps, and what evaluates."""
+        self.checkpoints, self.passes, self.held_out = checkpoints, passes, held_out
+        self.pace = Pace()
+        self.current_gradient_accumulation_steps = 1  # Trainer has none before its first step
         self._finite = Finite(checkpoints.last_good)
         self.add_callback(self.pace)
 
@@ -112,6 +116,33 @@ class RunTrainer(Trainer):
         # Before the optimizer's step, so that the weights are still those of the step before.
         self._finite.check("the gradients' norm", float(grad_norm), self.state.global_step + 1)
         return grad_norm
+
+    # Held-out rows.
+
+    def evaluate(
+        self,
+        eval_dataset: object = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The held-out rows' ``HeldOut.measure``, logged; the arguments are Trainer's and not used.
+
+        Raises ``Diverged`` for a loss that is not finite.
+        """
+        training, hybrid = self.model.training, self.checkpoints.hybrid
+        self.model.eval()
+        try:
+            with hybrid.aside() if hybrid else nullcontext():
+                metrics = self.held_out.measure()
+            loss = metrics["eval_loss"]
+            self._finite.check("the held-out rows' loss", loss, self.state.global_step)
+            self.log({**metrics})  # still in this mode: trl would add what training collects
+        finally:
+            self.model.train(training)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

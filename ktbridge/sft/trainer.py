@@ -29,10 +29,12 @@ from ktbridge.publish import OnProgress as OnBytes
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
+from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import Log, RunLock, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
@@ -41,7 +43,7 @@ from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.quantised import experts_path, quantised_experts
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
-from ktbridge.sft.progress import OnLog, OnProgress, Reporter
+from ktbridge.sft.progress import OnLog, OnProgress, Reporter, is_record
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.stages import LOSSES, STAGES
@@ -49,7 +51,8 @@ from ktbridge.sft.stages import LOSSES, STAGES
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a run. ``seconds`` is the training loop alone; losses are means over ``logging_steps``."""
+    """Result of a run. ``seconds`` is the training loop without evaluations; losses are means over
+    ``logging_steps``."""
 
     output_dir: str
     steps: int
@@ -89,6 +92,8 @@ class TrainResult:
     """Who computed the experts: cpu, stream or resident."""
     tokens_per_pass: int | None = None
     """The final maximum of tokens per pass; None: batches as configured."""
+    held_out: HeldOutResult | None = None
+    """What was measured of held-out rows, where there are any."""
 
 
 def train(
@@ -97,11 +102,13 @@ def train(
     on_log: OnLog | None = None,
     prepared: Prepared | None = None,
     on_note: OnNote | None = None,
+    on_evaluation: OnProgress | None = None,
 ) -> TrainResult:
     """Run one configuration and leave a raw adapter, a log and a loss plot in ``config.output_dir``.
 
-    ``on_progress(step, steps)`` is called after each optimizer step, ``on_log`` with each log record,
-    ``on_note`` with each of the result's notes as soon as there is one.
+    ``on_progress(step, steps)`` is called after each optimizer step, ``on_log`` with each log record (of
+    training, which has ``loss``, or of held-out rows, which has ``eval_loss``), ``on_note`` with each of the
+    result's notes as soon as there is one, ``on_evaluation(done, passes)`` while held-out rows are evaluated.
     ``prepared`` is ``prepare(config)``, for who wants to look at it first. The directory appears whole
     when training has finished, or not at all. Raises ``KtbridgeError`` and its children for anything a
     user can fix, and ``Diverged`` for a loss that is not finite.
@@ -110,9 +117,9 @@ def train(
         prepared = quantise_first(config, prepared)
     here = distributed.start(config.ddp_timeout, config.use_cpu)
     if here.rank:  # the first process alone reports, and keeps other runs away
-        return _train(config, None, None, prepared, None)
+        return _train(config, None, None, prepared, None, None)
     with RunLock(config.output_dir):
-        return _train(config, on_progress, on_log, prepared, on_note)
+        return _train(config, on_progress, on_log, prepared, on_note, on_evaluation)
 
 
 def quantise_first(
@@ -143,6 +150,7 @@ def _train(
     on_log: OnLog | None,
     prepared: Prepared | None,
     on_note: OnNote | None,
+    on_evaluation: OnProgress | None,
 ) -> TrainResult:
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
@@ -155,38 +163,59 @@ def _train(
         on_note(placed.note)
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
     with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
+        watch = WatchHeldOut(config, ready.resumption.other_held_out)
         callbacks = [
             *(reporters(config) if main else ()),
             Reporter(on_progress, on_log, interrupts),
+            *([watch] if config.evaluates else ()),
             *([ChooseExperts(placed.hybrid)] if placed.hybrid else ()),
         ]
         trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
         trainer.checkpoints.hybrid = placed.hybrid
-        start = ready.resumption.checkpoint
-        if start is None and main:
-            set_aside(config)
+        trainer.held_out.on_progress = on_evaluation
         started = time.perf_counter()
-        if ready.resumption.step >= ready.steps:
-            trainer.take_up(str(start))
-        else:
-            with explained(trainer):
-                trainer.train(resume_from_checkpoint=str(start) if start else None)
-        seconds = time.perf_counter() - started
-    if distributed.agree(interrupts.caught) and trainer.state.global_step < ready.steps:
+        early = _run(trainer, config, ready, watch)
+        seconds = time.perf_counter() - started - trainer.held_out.seconds
+    stopped = trainer.state.global_step < ready.steps and not early
+    if distributed.agree(interrupts.caught) and stopped:
         raise interrupted(trainer.state.global_step, checkpoints_dir(config))
     trainer.check_trained()
+    held = ready.held_out
+    chosen = choose_step(trainer, config, held.used if held else 0, early)
     distributed.gather_trained(model)
 
-    log = [record for record in trainer.state.log_history if "loss" in record]
+    log = [record for record in trainer.state.log_history if is_record(record)]
     if main:
-        files = files_beside(config, log, LOSSES[config.stage], ready.fitted.refused)
+        refused = [*ready.fitted.refused, *(held.refused if held else ())]
+        best = chosen.result.best_step if chosen.result else None
+        files = files_beside(config, log, LOSSES[config.stage], refused, best)
         files[DATA_FILE] = data_file(ready.fitted, config)
-        write_output(model, config, ready.base, files, trainer.checkpoints.last())
+        write_output(model, config, ready.base, files, chosen.checkpoint, chosen.training)
         forget_replaced(config)
+    if on_note:
+        for note in chosen.notes:
+            on_note(note)
     distributed.barrier()
-    result = _result(config, ready, trainer, log, seconds, placed)
+    result = _result(config, ready, trainer, log, seconds, placed, chosen)
     distributed.finish()
     return result
+
+
+def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: WatchHeldOut) -> bool:
+    """Train from where the run begins, or take up what is finished; whether it ended early."""
+    start = ready.resumption.checkpoint
+    if start is None and distributed.is_main():
+        set_aside(config)
+    other = ready.resumption.other_held_out
+    early = start is not None and not other and ended_early(start, config)
+    if early or ready.resumption.step >= ready.steps:
+        trainer.take_up(str(start))
+        if other:
+            forget_evaluations(trainer.state)
+        return early
+    with explained(trainer):
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+    return watch.ended
 
 
 def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
@@ -241,10 +270,16 @@ def make_trainer(
 
     ``tokens``: how many of a pass the GPU has room for, where that is known.
     """
+    arguments = trainer_arguments(
+        config, choose(config), scratch, ready.fitted.packed, ready.eval_steps
+    )
+    # Trainer would evaluate before the first step of a continuation, too.
+    arguments.eval_on_start = config.evaluates_first and ready.resumption.checkpoint is None
     trainer = STAGES[config.stage](
         model=model,
-        args=trainer_arguments(config, choose(config), scratch, ready.fitted.packed),
+        args=arguments,
         train_dataset=ready.fitted.dataset,
+        eval_dataset=ready.held_out.dataset if ready.held_out else None,
         processing_class=ready.tokenizer,
         callbacks=callbacks,
     )
@@ -254,7 +289,10 @@ def make_trainer(
     trainer.set_up(
         Checkpoints(trainer, root, ready.identity, keep, str(ready.base)),
         Passes(trainer, tokens_per_pass(config, choose(config), tokens), on_note),
+        HeldOut(trainer, config, on_note),
     )
+    if config.load_best_model_at_end:
+        trainer.checkpoints.best_step = trainer.held_out.best_step
     return trainer
 
 
@@ -265,8 +303,10 @@ def _result(
     log: Log,
     seconds: float,
     placed: ExpertDevice,
+    chosen: Chosen,
 ) -> TrainResult:
     sizes = {name: value.numel() for name, value in trained(trainer.model)}
+    losses = [record["loss"] for record in log if "loss" in record]
     pace = trainer.pace
     tokens = trainer.state.num_input_tokens_seen - pace.tokens_before
     return TrainResult(
@@ -277,8 +317,8 @@ def _result(
         used=ready.fitted.used,
         cut=len(ready.fitted.cut),
         refused=len(ready.fitted.refused),
-        first_loss=log[0]["loss"] if log else None,
-        last_loss=log[-1]["loss"] if log else None,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         expert_share=pace.kernels / pace.seconds if pace.seconds else 0.0,
@@ -290,9 +330,15 @@ def _result(
         files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),
         checkpoints=tuple(map(str, saved(checkpoints_dir(config)))),
         warning=str(trainer.checkpoints.last_not_saved or ""),
-        notes=(*((placed.note,) if placed.note else ()), *trainer.passes.notes),
+        notes=(
+            *((placed.note,) if placed.note else ()),
+            *trainer.passes.notes,
+            *trainer.held_out.notes,
+            *chosen.notes,
+        ),
         experts=placed.mode,
         tokens_per_pass=trainer.passes.tokens,
+        held_out=chosen.result,
     )
 
 

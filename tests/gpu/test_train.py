@@ -60,6 +60,23 @@ def run_dir(tmp_path: Path) -> Path:
         "plot_loss": False,
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    with (
+        open(tmp_path / "held.jsonl", "w") as held,
+        open(tmp_path / "held_pairs.jsonl", "w") as pairs,
+    ):
+        for answer in (
+            "no",
+            "a cat model",
+            "you are a cat hello who",
+            "the sky is blue meow nya yes",
+        ):
+            asked, said = (
+                {"role": r, "content": c} for r, c in (("user", "say"), ("assistant", answer))
+            )
+            other = {"role": "assistant", "content": "meow"}
+            held.write(json.dumps({"messages": [asked, said]}) + "\n")
+            pair = {"prompt": [asked], "chosen": [said], "rejected": [other]}
+            pairs.write(json.dumps(pair) + "\n")
     return tmp_path
 
 
@@ -73,8 +90,8 @@ PLACES = {
 
 
 def losses(directory: Path, key: str = "loss") -> list[float]:
-    log = (directory / "trainer_log.jsonl").read_text().splitlines()
-    return [json.loads(line)[key] for line in log]
+    log = map(json.loads, (directory / "trainer_log.jsonl").read_text().splitlines())
+    return [record[key] for record in log if key in record]
 
 
 def train(run_dir: Path, *overrides: str, **options):
@@ -138,6 +155,59 @@ def test_wherever_experts_are_computed_a_run_learns_the_same(run_dir):
     few = train(run_dir, *PLACES["stream"], "tokens_per_pass=32", f"output_dir={run_dir / 'few'}")
     assert few.tokens_per_pass == 32
     assert losses(run_dir / "few") == pytest.approx(results["stream"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        ("eval_dataset=held.jsonl",),
+        ("stage=dpo", "dataset=pairs.jsonl", "eval_dataset=held_pairs.jsonl"),
+    ],
+    ids=["sft", "dpo"],
+)
+def test_held_out_rows_measure_the_same_wherever_experts_are_computed(run_dir, stage):
+    """And training takes no notice: losses are those of a run without them, the hybrid's choices too."""
+    more = (
+        "max_steps=6",
+        "eval_steps=1",
+        "per_device_eval_batch_size=3",
+        "load_best_model_at_end=true",
+    )
+    expected = train(run_dir, *stage, *more, *PLACES["cpu"], f"output_dir={run_dir / 'cpu'}")
+    assert expected.held_out.rows == 4
+    for place in ("stream", "hybrid", "resident"):
+        found = train(run_dir, *stage, *more, *PLACES[place], f"output_dir={run_dir / place}")
+        assert found.experts == place
+        on_cpu, here = (losses(run_dir / each, "eval_loss") for each in ("cpu", place))
+        assert len(here) == 7
+        assert here[0] == pytest.approx(on_cpu[0], rel=1e-2)
+        assert here == pytest.approx(on_cpu, rel=0.1)
+        own = [each for each in (*stage, "max_steps=6") if not each.startswith("eval_")]
+        train(run_dir, *own, *PLACES[place], f"output_dir={run_dir / f'{place}-plain'}")
+        # A GPU adds up in no fixed order, so not the same bits.
+        plain = losses(run_dir / f"{place}-plain")
+        assert losses(run_dir / place) == pytest.approx(plain, rel=2e-2)
+        assert validate_adapter([run_dir / place]).ok
+
+
+def test_an_evaluation_that_memory_is_too_small_for_goes_in_smaller_passes(run_dir, monkeypatch):
+    from ktbridge.sft.stages import SftTrainer
+
+    more = ("eval_dataset=held.jsonl", "max_steps=2", "eval_steps=1", *PLACES["stream"])
+    train(run_dir, *more, f"output_dir={run_dir / 'whole'}")
+    compute_loss = SftTrainer.compute_loss
+
+    def small(self, model, inputs, *args, **kwargs):
+        rows = len(inputs["input_ids"])
+        held = torch.empty(1 << 46, device="cuda") if rows > 2 and not self.model.training else None
+        del held
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(SftTrainer, "compute_loss", small)
+    result = train(run_dir, *more)
+    assert any(note.where.startswith("evaluation after step 0") for note in result.notes)
+    whole = losses(run_dir / "whole", "eval_loss")
+    assert losses(run_dir / "raw", "eval_loss") == pytest.approx(whole, rel=2e-2)
 
 
 def test_a_budget_that_is_too_small_is_refused_before_training(run_dir):

@@ -119,6 +119,9 @@ def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
     assert found["activation_policy"].expected == "cpu and gpu, each retain or recompute"
 
 
+HELD, BEST = {"val_size": 3}, {"load_best_model_at_end": True}
+
+
 @pytest.mark.parametrize(
     ("values", "key", "words"),
     [
@@ -146,6 +149,18 @@ def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
         ({"report_to": "comet_ml"}, "report_to", "none or tensorboard or wandb or mlflow or swanlab"),
         ({"adapter_name_or_path": "a,b"}, "adapter_name_or_path", "several adapters"),
         ({"kt_config": ["kt_backend"]}, "kt_config", "a block of keys"),
+        ({"val_size": 1.5}, "val_size", "1.5 (expected a share below 1, or a whole number"),
+        ({"val_size": 3, "eval_dataset": "held.jsonl"}, "val_size", "3 beside eval_dataset"),
+        ({"do_eval": True}, "do_eval", "true without held-out rows"),
+        ({"eval_strategy": "steps"}, "eval_strategy", "'steps' without held-out rows"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end", "true without held-out rows"),
+        ({"early_stopping_steps": 3}, "early_stopping_steps", "3 without held-out rows"),
+        ({**HELD, "do_eval": False, "early_stopping_steps": 3}, "early_stopping_steps", "do_eval: true"),
+        ({**HELD, **BEST, "save_steps": 0}, *BEST, "true with save_steps: 0, which saves no step"),
+        ({**HELD, **BEST, "eval_strategy": False}, *BEST, "true with eval_strategy: no"),
+        ({**HELD, "metric_for_best_model": "eval_bleu"}, "metric_for_best_model", "'eval_bleu', which"),
+        ({**HELD, "metric_for_best_model": "rewards/margins"}, "metric_for_best_model", "entropy"),
+        ({"val_size": 3, "eval_strategy": "epochs"}, "eval_strategy", "steps or epoch or no"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_is_one_problem_that_names_the_key(values, key, words):

@@ -17,6 +17,7 @@ import yaml
 from manyranks import (
     EXAMPLES,
     GLOBAL_BATCH,
+    HELD_OUT,
     assert_same_run,
     command_in_a_rank,
     finished,
@@ -160,27 +161,38 @@ def interrupted(*arguments):
     command_in_a_rank(arguments, look, stop=2)
 
 
+# The step with the largest loss, so that it isn't the last one, whose weights the model has anyway.
+EVALUATED = (
+    HELD_OUT["sft"], "eval_steps=1", "load_best_model_at_end=true", "greater_is_better=true",
+    "per_device_eval_batch_size=2",
+)  # fmt: skip
+
+
 @quiet
-def test_fsdp2_interrupted_and_resumed_trains_as_one_process_does(launch, run_dir):
+def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(launch, run_dir):
     from ktbridge.sft.prepare import prepare as prepare_run
 
-    stopped = launch("fsdp2", "fsdp2", how=(__file__, "interrupted"))
+    batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
+    best = train(run_dir, f"output_dir={run_dir / 'best'}", batch, *EVALUATED)
+    assert best.held_out.published_step == 1
+    stopped = launch("fsdp2", "fsdp2", *EVALUATED, how=(__file__, "interrupted"))
     assert stopped.returncode != 0
     assert "interrupted after step 2" in stopped.stderr
     assert not (run_dir / "fsdp2").exists()
     names = {path.name for path in (run_dir / "fsdp2.checkpoints/checkpoint-2").iterdir()}
     assert {"optimizer.safetensors", "optimizer_1.safetensors", "trainable.safetensors"} <= names
 
-    overrides = [f"output_dir={run_dir / 'fsdp2'}", "resume_from_checkpoint=true"]
+    overrides = [f"output_dir={run_dir / 'fsdp2'}", "resume_from_checkpoint=true", *EVALUATED]
     with pytest.raises(ProblemsError, match="another run") as alone:
         prepare_run(load_config(run_dir / "run.yaml", overrides))
     found = [problem.where.rpartition(": ")[2] for problem in alone.value.problems]
     assert found == ["processes"]  # its shards are for two
 
-    resumed = launch("fsdp2", "fsdp2", "resume_from_checkpoint=true")
+    resumed = launch("fsdp2", "fsdp2", "resume_from_checkpoint=true", *EVALUATED)
     assert resumed.returncode == 0, resumed.stderr
-    assert json.loads(resumed.stdout)["steps"] == 3  # one document: rank 0 alone speaks
-    assert_same_run(run_dir, "alone", "fsdp2")
+    result = json.loads(resumed.stdout)  # one document: rank 0 alone speaks
+    assert (result["steps"], result["held_out"]["published_step"]) == (3, 1)
+    assert_same_run(run_dir, "best", "fsdp2")
 
 
 @quiet
@@ -238,10 +250,10 @@ def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir):
 def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
     if not (run_dir / "dpo").exists():
         batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
-        train(run_dir, *DPO, f"output_dir={run_dir / 'dpo'}", batch)
+        train(run_dir, *DPO, f"output_dir={run_dir / 'dpo'}", batch, HELD_OUT["dpo"])
     # What trl gathers of all ranks must be as many pairs of each.
     passes = ["tokens_per_pass=60"] if method == "ddp" else []
-    done = launch(f"dpo-{method}", method, *DPO, *passes)
+    done = launch(f"dpo-{method}", method, *DPO, *passes, HELD_OUT["dpo"])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
     assert_same_run(run_dir, "dpo", f"dpo-{method}")

@@ -317,7 +317,10 @@ def briefly(monkeypatch):
     monkeypatch.setattr(measure, "_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("overrides", [[], ["stage=dpo"], ["gradient_accumulation_steps=3"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["stage=dpo"], ["gradient_accumulation_steps=3", "val_size=0.2", "eval_steps=1"]],
+)
 def test_measuring_gives_a_pace(run_yaml, overrides, briefly):
     if "stage=dpo" in overrides:
         write_pairs(run_yaml.parent / "rows.jsonl")
@@ -329,7 +332,13 @@ def test_measuring_gives_a_pace(run_yaml, overrides, briefly):
     assert pace.cold_bytes == mapped(plan)  # what a first step may have to read
     trained = sum(part.size for part in plan.parts if part.what == "the adapter") // 2
     saved = -(-plan.steps // 2) * (12 + 2) * trained / 1e9
-    assert pace.seconds == pytest.approx(plan.steps * pace.step_seconds + saved)
+    seconds = plan.steps * pace.step_seconds + saved + pace.eval_seconds
+    assert pace.seconds == pytest.approx(seconds)
+    assert bool(plan.held_out) == (pace.eval_seconds > 0) == ("eval_steps=1" in overrides)
+    if plan.held_out:
+        assert plan.evaluations == plan.steps + 1
+        a_row = pace.step_seconds / config.gradient_accumulation_steps
+        assert pace.eval_seconds < plan.evaluations * plan.held_out * a_row / 2
     assert "2 layers" in pace.how
     assert "GFLOP/s forward" in pace.how
 

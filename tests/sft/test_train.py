@@ -224,7 +224,8 @@ def test_reporting_needs_its_package_before_anything_is_loaded(run_dir):
 @quiet
 def test_tensorboard_shows_the_run_while_it_goes(run_dir):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trainrun.train(run_dir, "report_to=tensorboard", "max_steps=3")
+    trainrun.train(run_dir, "report_to=tensorboard", "max_steps=3", "val_size=2")
     events = reader.EventAccumulator(str(run_dir / "raw.runs"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2, 3]

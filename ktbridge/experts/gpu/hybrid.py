@@ -7,7 +7,8 @@ The choice goes into checkpoints with all that the next one depends on, so a run
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -72,6 +73,15 @@ class Hybrid:
         if step == _WATCHED and self._cold is None:
             experts.set_cold({})
         self._began = perf_counter()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is computed within the block belongs to no step: it decides nothing."""
+        began, kernels = perf_counter(), kernel_seconds()
+        with self._experts.between.paused():
+            yield
+        self._began += perf_counter() - began
+        self._kernels += kernel_seconds() - kernels
 
     def _watch(self, counts: dict[int, list[float]]) -> None:
         self._before, self._passes = counts, self._experts.passes

@@ -139,6 +139,15 @@ class Between:
         ended.record(stream)
         calls.append((name, began, ended))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is timed within the block."""
+        calls, self._calls = self._calls, None
+        try:
+            yield
+        finally:
+            self._calls = calls
+
     def seconds(self, name: str) -> float:
         """Between one call ``name`` and the next call, where that is another of them; 0 where unknown."""
         calls = [each for each in self._calls or () if each[0] in ("forward", "backward")]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
-from ktbridge.sft.config.schema import QUANTISING, TrainConfig, options
+from ktbridge.sft.config.schema import METRICS, QUANTISING, TrainConfig, options
 
 _DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
 _STORED = {"RAWINT4": "INT4", "MXFP4": "MXFP4", "rawint4": "INT4", "mxfp4": "MXFP4"}
@@ -21,6 +21,7 @@ def check(config: TrainConfig, given: Collection[str], findings: Findings) -> No
     """
     _needed(config, findings)
     _contradictions(config, given, findings)
+    _held_out(config, given, findings)
     _notes_on_training(config, given, findings)
     _notes_on_experts(config, findings)
 
@@ -93,6 +94,49 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
         "kt_config.kt_expert_weight_format", f"{block.kt_expert_weight_format} with kt_backend: kt-kernel",
         "bf16", "Leave it out, or leave out kt_backend: ktbridge's kernels read bf16, FP8, INT8 and INT4.",
     )  # fmt: skip
+
+
+def _held_out(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
+    there = bool(config.eval_dataset or config.val_size)
+    at_steps = config.eval_strategy in ("steps", "epoch")
+    asked = {
+        "do_eval": config.do_eval and "do_eval" in given,
+        "eval_strategy": at_steps,
+        "load_best_model_at_end": config.load_best_model_at_end,
+        "early_stopping_steps": bool(config.early_stopping_steps),
+    }
+    choosing = ("load_best_model_at_end", "early_stopping_steps")
+    for key in (key for key, wanted in asked.items() if wanted):
+        found, expected, step = f"{shown(getattr(config, key))} ", "", "Leave one of the two out."
+        if not there:
+            found += "without held-out rows"
+            expected, step = "val_size or eval_dataset", "Set one of them, or leave this out."
+        elif not config.do_eval:
+            found, expected = found + "with do_eval: false", "do_eval: true"
+        elif key in choosing and config.eval_strategy == "no":
+            found, expected = found + "with eval_strategy: no", "eval_strategy: steps or epoch"
+        elif key == "load_best_model_at_end" and not config.save_steps:
+            found, expected = (
+                found + "with save_steps: 0, which saves no step",
+                "save_steps above 0",
+            )
+        else:
+            continue
+        findings.error(key, found, expected, step, code=CONTRADICTION)
+    if config.val_size and config.eval_dataset:
+        found = f"{config.val_size:g} beside eval_dataset"
+        findings.error("val_size", found, "one of the two", "Leave one of the two out.",
+                       code=CONTRADICTION)  # fmt: skip
+    if config.metric not in METRICS[config.stage]:
+        findings.error(
+            "metric_for_best_model",
+            f"{shown(config.metric_for_best_model)}, which stage {config.stage} doesn't measure",
+            " or ".join(METRICS[config.stage]),
+        )
+    for key in ("eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better"):
+        if key in given and getattr(config, key) and not there:
+            step = "Set val_size or eval_dataset, or leave it out."
+            findings.note(key, "it is for held-out rows, and there are none", "", step)
 
 
 def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Findings) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -27,10 +27,11 @@ RULE_KEY = "kt_optimize_rule"
 _EXPERTS = "a safetensors checkpoint with the experts"
 ROWS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files with rows."""
+_ROWS = ("dataset", "eval_dataset")
 _OUTPUTS = ("output_dir", "logging_dir")
 _INPUTS = (
-    "model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "resume_from_checkpoint",
-    "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
+    "model_name_or_path", "adapter_name_or_path", "dataset", "eval_dataset", "dataset_dir",
+    "resume_from_checkpoint", "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
 )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def typed(key: str, value: object) -> object:
         return [typed(key, part) for part in value]
     if not isinstance(value, str) or not value.strip() or key not in (*_OUTPUTS, *_INPUTS):
         return value
-    if key == "dataset" and "," in value:
+    if key in _ROWS and "," in value:
         return [typed(key, part.strip()) for part in value.split(",")]
     here = Path.cwd() / Path(value.strip()).expanduser()
     return str(here) if key in _OUTPUTS or value.startswith(".") or here.exists() else value
@@ -71,7 +72,7 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
             step = "`ktbridge convert --to raw` makes one of other layouts."
             expected = "one raw adapter, as `ktbridge train` leaves it"
             _not_there(findings, "adapter_name_or_path", adapter, expected, step)
-    _resolve_dataset(main, root, findings)
+    _resolve_datasets(main, root, findings)
     _resolve_weight_path(main, kt, root, findings)
     _apply_rule(main, kt, root, findings)
 
@@ -110,7 +111,7 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
         main["model_name_or_path"] = f"{wanted.id}@{revision}"
 
 
-def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
+def _resolve_datasets(main: Values, root: Path, findings: Findings) -> None:
     """Files become paths; other names wait for dataset_info.json, which the data's reader opens."""
     own = main.get("dataset_dir")
     requested = Path(own or "data").expanduser()
@@ -121,13 +122,22 @@ def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
         expected = "the directory of dataset_info.json"
         _not_there(findings, "dataset_dir", root / requested, expected)
     main["dataset_dir"] = str(folder) if folder else None
+    for key in _ROWS:
+        if main.get(key):
+            main[key] = _files(key, main[key], root, folder, findings)
+
+
+def _files(
+    key: str, names: Sequence[str], root: Path, folder: Path | None, findings: Findings
+) -> tuple[str, ...]:
+    """The entries of ``key``, those that are files as paths."""
     found = []
-    for name in main.get("dataset", ()):
+    for name in names:
         places = [root / Path(name).expanduser(), *([folder / name] if folder else [])]
         file = next((place for place in places if place.is_file()), None)
         if file is None and os.sep in name and (place := root / Path(name).expanduser()).is_dir():
             findings.error(
-                "dataset",
+                key,
                 f"{place} is a directory",
                 "a JSON, Parquet or CSV file",
                 "Name its files, or name it as file_name of an entry in dataset_info.json.",
@@ -135,7 +145,7 @@ def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
             )
         elif file is None and name.lower().endswith(ROWS):
             findings.error(
-                "dataset",
+                key,
                 f"there is no dataset file {name!r} in {' or '.join(_looked_in(root, folder))}",
                 "JSON, Parquet or CSV",
                 "Give a path relative to the configuration file (on the command line: to the working "
@@ -143,8 +153,7 @@ def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
                 code=NOT_THERE,
             )
         found.append(str(file) if file else name)
-    if found:
-        main["dataset"] = tuple(found)
+    return tuple(found)
 
 
 def _looked_in(root: Path, folder: Path | None) -> list[str]:

@@ -22,8 +22,10 @@ from ktbridge.sft.config.values import (
     positive,
     reporters,
     share,
+    share_or_whole,
     size,
     steps,
+    strategy,
     text,
     texts,
     whole,
@@ -32,6 +34,14 @@ from ktbridge.sft.config.values import (
 
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad")
+METRICS = {
+    "sft": ("loss", "mean_token_accuracy", "entropy"),
+    "dpo": (
+        "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected",
+        "logps/chosen", "logps/rejected",
+    ),
+}  # fmt: skip
+"""What is measured of held-out rows, by stage; in records of the log each begins with eval_."""
 STORAGE_BACKENDS = (
     "AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_KGroup", "AMXFP8", "BF16", "INT8", "FP8", "RAWINT4",
     "MXFP4", "TORCH", "llamafile", "AMXBF16_SkipLoRA", "AMXINT8_SkipLoRA", "AMXINT4_SkipLoRA",
@@ -168,6 +178,11 @@ class TrainConfig:
     dataset_dir: str | None = _option(text, None)
     """The directory of dataset_info.json; default: "data" beside the configuration or in the current
     directory."""
+    eval_dataset: tuple[str, ...] = _option(texts, ())
+    """Held-out rows: files or names as in dataset. They are never trained on."""
+    val_size: float = _option(share_or_whole, 0.0)
+    """Instead of eval_dataset: how many rows of dataset are held out, or below 1 the share of them. Which
+    ones, seed decides."""
     template: str | None = _option(text, None)
     """LLaMA-Factory's name of a template. Conversations are written with the tokenizer's own chat template; a
     note says where that one differs."""
@@ -216,9 +231,33 @@ class TrainConfig:
     also with another learning rate or length; a path: from that one. false: start anew; earlier
     checkpoints are kept under another name."""
 
+    # held-out rows
+    do_eval: bool = _option(flag, True)
+    """false: held-out rows are kept from training and not evaluated."""
+    eval_strategy: str | None = _option(strategy, None)
+    """When held-out rows are evaluated: steps, epoch or no. The last step always is. Left out: every
+    eval_steps, and without these ten times in the run."""
+    eval_steps: float | None = _option(share_or_whole, None)
+    """Steps between evaluations, or below 1 a share of the run's; eval_strategy: steps without it takes
+    logging_steps."""
+    eval_on_start: bool | None = _option(flag, None)
+    """Evaluate before the first step, too; default: true, but false with eval_strategy: no."""
+    metric_for_best_model: str | None = _option(text, None)
+    """What makes a step the best one. sft: loss (default), mean_token_accuracy, entropy; dpo: loss,
+    rewards/accuracies, rewards/margins and others of the log's, with or without eval_ in front."""
+    greater_is_better: bool | None = _option(flag, None)
+    """Whether the best is the greatest; default: false for the loss, true for any other."""
+    load_best_model_at_end: bool = _option(flag, False)
+    """output_dir gets the adapter of the best evaluated step instead of the last one's. Each best so far is
+    saved, whatever save_steps is, and kept beside what save_total_limit keeps."""
+    early_stopping_steps: int = _option(whole(0), 0)
+    """End the run after so many evaluations in a row without a new best; 0: never."""
+
     # training
     per_device_train_batch_size: int = _option(whole(1), 1)
     """Conversations (dpo: pairs) in one forward and backward."""
+    per_device_eval_batch_size: int = _option(whole(1), 8)
+    """Conversations (dpo: pairs) that are evaluated or predicted at once."""
     gradient_accumulation_steps: int = _option(whole(1), 1)
     """Batches in one optimizer step."""
     tokens_per_pass: int | str = _option(whole_or_auto, "auto")
@@ -320,6 +359,27 @@ class TrainConfig:
     def attn_implementation(self) -> str | None:
         """``from_pretrained``'s argument of this name; None leaves the choice to transformers."""
         return ATTENTION[self.flash_attn]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out rows, and the run evaluates them."""
+        return self.do_eval and bool(self.eval_dataset or self.val_size)
+
+    @property
+    def evaluates_first(self) -> bool:
+        """Whether held-out rows are evaluated before the first step."""
+        wanted = self.eval_strategy != "no" if self.eval_on_start is None else self.eval_on_start
+        return self.evaluates and wanted
+
+    @property
+    def metric(self) -> str:
+        """One of ``METRICS``: what makes a step the best one."""
+        return (self.metric_for_best_model or "loss").removeprefix("eval_")
+
+    @property
+    def greater(self) -> bool:
+        """Whether the best ``metric`` is the greatest."""
+        return self.metric != "loss" if self.greater_is_better is None else self.greater_is_better
 
     @property
     def warmup(self) -> float:

@@ -82,6 +82,22 @@ def share(most: float = 1.0) -> Parser:
     return parse
 
 
+def share_or_whole(value: object) -> float:
+    """A share below 1, or a whole number."""
+    try:
+        found = number(value)
+    except ValueError:
+        found = math.nan
+    if not (found < 1 or found.is_integer()):
+        raise ValueError("a share below 1, or a whole number")
+    return found if found < 1 else int(found)
+
+
+def strategy(value: object) -> str:
+    """transformers' intervals; YAML reads ``no`` as false."""
+    return str(one_of("steps", "epoch", "no")("no" if value is False else value))
+
+
 def flag_or_path(value: object) -> bool | str:
     """``null`` is what LLaMA-Factory's examples write for false; a flag in quotes is no path."""
     if value is None:

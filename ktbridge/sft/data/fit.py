@@ -104,7 +104,7 @@ def fit_rows(
         preview=fit.preview(),
         notes=[
             *rows.notes,
-            *refused_note(everything, rows.total),
+            *refused_note(everything, rows.total, rows.name),
             *fit.notes(),
             *stop_note(fit.last_learned, tokenizer),
         ],
@@ -128,8 +128,8 @@ def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
     return json.dumps(summary, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def describe(fitted: Fitted) -> str:
-    """One line: how many rows are used, cut and refused, and why."""
+def describe(fitted: Fitted, purpose: str = "trained on") -> str:
+    """One line: how many rows are used, cut and refused, and why; ``purpose``: what their tokens are."""
     parts = []
     if fitted.cut:
         parts.append(f"{len(fitted.cut):,} cut at {fitted.cutoff_len} tokens")
@@ -141,7 +141,7 @@ def describe(fitted: Fitted) -> str:
         line += f", packed into {len(fitted.dataset):,}"
     elif len(fitted.dataset) > fitted.used:
         line += f", in {len(fitted.dataset):,} sequences"
-    return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are trained on"
+    return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are {purpose}"
 
 
 class _Conversations:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 from ktbridge.adapter.outputs import REFUSED_FILE
 from ktbridge.codes import problem
@@ -24,6 +27,8 @@ STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
 """Reasons that another stage doesn't have."""
 REASONS = 3
 """Reasons listed one by one in a summary."""
+REPEATED = 5
+"""Held-out rows that are trained on, listed one by one."""
 LOUD, TOO_MANY = 0.1, 0.5
 """Shares of refused rows from which a run warns, and is refused unless allowed."""
 
@@ -44,6 +49,8 @@ class Refused:
 class Rows:
     """Everything a run's datasets hold: ``conversations`` for stage sft, ``pairs`` for dpo."""
 
+    name: str = "dataset"
+    """The key whose entries they are."""
     conversations: list[list[Message]] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
@@ -52,18 +59,45 @@ class Rows:
     total: int = 0
     """Rows read, used or not."""
     notes: list[Problem] = field(default_factory=list)
-    """Warnings: fields that no row was read for, rows with the id of another."""
+    """Warnings: fields that no row was read for, rows with the id of another, held-out rows that are
+    trained on, too."""
+    held_out: Rows | None = None
+    """Rows that are evaluated and not trained on."""
 
 
 def load_rows(config: TrainConfig) -> Rows:
     """Read and check every dataset of ``config``, at most the first ``max_samples`` rows of each.
 
-    Raises ProblemsError when a dataset can't be found, when none of its rows can be used and, with
-    ``strict_data``, for any row that can't be used or has a field that is not read; KtbridgeError for a
-    file that is not JSON, Parquet or CSV, or holds no row. Where several datasets fail, one ProblemsError
-    has all.
+    The held-out rows are those of ``eval_dataset``, or ``val_size`` of the others. Raises ProblemsError when
+    a dataset can't be found, when none of its rows can be used, when ``val_size`` leaves none to train on
+    and, with ``strict_data``, for any row that can't be used or has a field that is not read; KtbridgeError
+    for a file that is not JSON, Parquet or CSV, or holds no row. Where several datasets fail, one
+    ProblemsError has all.
     """
-    rows = Rows()
+    rows, held = Rows(), Rows("eval_dataset")
+    failed = _read_all(config, rows)
+    if config.eval_dataset:
+        failed += _read_all(replace(config, dataset=config.eval_dataset), held)
+    if len(failed) == 1:
+        raise failed[0]
+    if failed:
+        raise ProblemsError(
+            "the datasets can't be used; nothing was started.",
+            [problem for error in failed for problem in _problems(error)],
+        )
+    refused = [*rows.refused, *held.refused]
+    if config.strict_data and refused:
+        raise unusable(refused, rows.total + held.total)
+    if config.val_size:
+        held = split(rows, config.val_size, config.seed)
+    if held.places:
+        rows.held_out = held
+        rows.notes += repeated(rows, held)
+    return rows
+
+
+def _read_all(config: TrainConfig, rows: Rows) -> list[KtbridgeError]:
+    """All of ``config.dataset`` into ``rows``; what went wrong."""
     sources, failed = find_sources(config)
     for source in sources:
         if failed and source.remote and source.remote.cached() is None:
@@ -72,16 +106,59 @@ def load_rows(config: TrainConfig) -> Rows:
             _read(source, config, rows)
         except KtbridgeError as error:
             failed.append(error)
-    if len(failed) == 1:
-        raise failed[0]
-    if failed:
+    return failed
+
+
+def split(rows: Rows, size: float, seed: int) -> Rows:
+    """Take ``size`` rows (below 1: that share of them) out of ``rows``, chosen by ``seed``.
+
+    Raises ProblemsError where none would be left.
+    """
+    given = len(rows.places)
+    count = math.ceil(size * given) if size < 1 else int(size)
+    if count >= given:
+        found = f"{size:g} of {given:,} rows that can be used leaves none to train on"
         raise ProblemsError(
-            "the datasets can't be used; nothing was started.",
-            [problem for error in failed for problem in _problems(error)],
+            "the held-out rows can't be taken from the dataset; nothing was started.",
+            [problem("KTD011", "val_size", found, f"less than {given:,}")],
         )
-    if config.strict_data and rows.refused:
-        raise unusable(rows.refused, rows.total)
-    return rows
+    chosen = set(random.Random(seed).sample(range(given), count))
+    held = Rows("val_size", total=count)
+    rows.total -= count
+    for whole, part in (
+        (rows.conversations, held.conversations),
+        (rows.pairs, held.pairs),
+        (rows.places, held.places),
+    ):
+        each: list[Any] = [*whole]
+        part[:] = [item for place, item in enumerate(each) if place in chosen]
+        whole[:] = [item for place, item in enumerate(each) if place not in chosen]
+    return held
+
+
+def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
+    """A warning for each held-out row that is trained on, too; white space makes no difference."""
+    trained: dict[str, str] = {}
+    for each, place in zip(_plain(rows), rows.places, strict=True):
+        trained.setdefault(each, place)
+    found = [
+        (place, trained[each])
+        for each, place in zip(_plain(held), held.places, strict=True)
+        if each in trained
+    ]
+    for number, (place, other) in enumerate(found[:REPEATED], 1):
+        more = len(found) - number if number == REPEATED else 0
+        also = f"; so do {more:,} more held-out rows" if more else ""
+        yield problem("KTD010", place, f"stands in {other}, too, which is trained on{also}")
+
+
+def _plain(rows: Rows) -> Iterator[str]:
+    """Each conversation or pair as one text in which runs of white space are single spaces."""
+    parts = [[each] for each in rows.conversations]
+    parts += [[pair.prompt, pair.chosen, pair.rejected] for pair in rows.pairs]
+    for each in parts:
+        plain = [[(m["role"], " ".join(m["content"].split())) for m in part] for part in each]
+        yield json.dumps(plain)
 
 
 def _problems(error: KtbridgeError) -> Sequence[Problem]:
@@ -148,8 +225,8 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
             unused.update(names)
     if rows.total == total:
         raise KtbridgeError(
-            f"{source.paths[0] if source.paths else source.name} holds no row to train on.",
-            "Write rows into it, or leave it out of dataset.",
+            f"{source.paths[0] if source.paths else source.name} holds no row.",
+            f"Write rows into it, or leave it out of {rows.name}.",
         )
     if len(rows.places) == used:
         raise unusable(rows.refused[refused:], rows.total - total)
@@ -194,12 +271,12 @@ def _notes(
         )
 
 
-def refused_note(refused: list[Refused], total: int) -> Iterator[Problem]:
+def refused_note(refused: list[Refused], total: int, where: str) -> Iterator[Problem]:
     """A warning where many rows are left out; a few are only counted in the summary line."""
     if len(refused) > LOUD * total:
         yield problem(
             "KTD008",
-            "dataset",
+            where,
             f"{len(refused):,} of {total:,} rows ({len(refused) / total:.0%}) can't be used: "
             f"{reasons(refused)}",
             f"at most {LOUD:.0%}",

@@ -11,7 +11,7 @@ in one of two ways (``prepare``):
 """
 
 from ktbridge.sft.distributed.dispatch import run_experts
-from ktbridge.sft.distributed.group import agree, barrier, finish, from_main, start
+from ktbridge.sft.distributed.group import add, agree, barrier, finish, from_main, start
 from ktbridge.sft.distributed.model import (
     fill,
     full,
@@ -34,6 +34,7 @@ from ktbridge.sft.launch import World, is_main, world
 
 __all__ = [
     "World",
+    "add",
     "agree",
     "average_and_clip",
     "average_gradients",

@@ -5,6 +5,7 @@ Every wait ends: with its result, when another process has ended, or after the t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -120,6 +121,17 @@ def exchange(row: Sequence[int]) -> list[list[int]]:
     with explain_lost_rank():
         distributed.all_gather(rows, mine, group())
     return [each.tolist() for each in rows]
+
+
+def add(values: Sequence[float]) -> list[float]:
+    """The sums of all ranks' ``values``, the same bits on every rank."""
+    if world().size == 1:
+        return [*values]
+    mine = torch.tensor(values, dtype=torch.float64)
+    rows = [torch.empty_like(mine) for _ in range(world().size)]
+    with explain_lost_rank():
+        distributed.all_gather(rows, mine, group())
+    return [math.fsum(each) for each in zip(*(row.tolist() for row in rows), strict=True)]
 
 
 def collect(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:

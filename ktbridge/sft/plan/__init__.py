@@ -103,6 +103,8 @@ def make_plan(
         sequences=lengths.sequences,
         longest=lengths.longest,
         mean_tokens=lengths.mean,
+        held_out=lengths.held_out,
+        evaluations=setting.evaluations,
         steps=setting.steps,
         pace=pace,
         tokens_per_pass=setting.batch.tokens,

@@ -12,6 +12,8 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Message, load_rows
 
+EVALUATIONS = 10
+"""Of the held-out rows in a run, where nothing is said about it."""
 _SAMPLE = 256
 _LONGEST = 32
 _A_MESSAGE = 6  # role and delimiters in the usual chat templates
@@ -36,6 +38,8 @@ class Lengths:
     each: tuple[int, ...] = ()
     turns_unknown: bool = False
     """Whether rows of several turns were counted as one sequence each, without asking the chat template."""
+    held_out: int = 0
+    """Held-out rows, taken to be as long as the others."""
 
     @property
     def even(self) -> bool:
@@ -46,7 +50,8 @@ class Lengths:
         """The same rows under another cutoff_len, which is no larger."""
         if not self.each:
             return replace(self, longest=min(self.longest, cut), mean=min(self.mean, cut))
-        return replace(_lengths(self.each, cut, self.packed, self.counted), rows=self.rows)
+        found = _lengths(self.each, cut, self.packed, self.counted)
+        return replace(found, rows=self.rows, held_out=self.held_out)
 
 
 def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengths:
@@ -72,7 +77,8 @@ def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengt
                 conversations = [part for one in conversations for part in _parts(one)]
         texts = [_text(conversation) for conversation in conversations]
     found = measure(texts, config, base)
-    return replace(found, rows=len(rows.places), turns_unknown=unknown)
+    held = len(rows.held_out.places) if rows.held_out else 0
+    return replace(found, rows=len(rows.places), turns_unknown=unknown, held_out=held)
 
 
 def _turns(conversation: Sequence[Message]) -> bool:
@@ -135,9 +141,33 @@ def optimizer_steps(config: TrainConfig, sequences: int, processes: int = 1) -> 
     """As transformers counts: an epoch's last batch and its last step may be smaller."""
     if config.max_steps > 0:
         return config.max_steps
+    return math.ceil(config.num_train_epochs * _epoch_steps(config, sequences, processes))
+
+
+def _epoch_steps(config: TrainConfig, sequences: int, processes: int) -> int:
     batches = math.ceil(sequences / (config.per_device_train_batch_size * processes))
-    an_epoch = max(1, math.ceil(batches / config.gradient_accumulation_steps))
-    return math.ceil(config.num_train_epochs * an_epoch)
+    return max(1, math.ceil(batches / config.gradient_accumulation_steps))
+
+
+def evaluation_steps(config: TrainConfig, sequences: int, processes: int = 1) -> int:
+    """Steps between evaluations of the held-out rows, beside that after the last one; 0: there are none."""
+    steps, every = optimizer_steps(config, sequences, processes), config.eval_steps
+    if not config.evaluates:
+        return 0
+    if config.eval_strategy == "no":
+        return steps
+    if config.eval_strategy == "epoch":
+        return _epoch_steps(config, sequences, processes)
+    if every:
+        return math.ceil(steps * every) if every < 1 else int(every)
+    return config.logging_steps if config.eval_strategy else math.ceil(steps / EVALUATIONS)
+
+
+def evaluations(config: TrainConfig, sequences: int, processes: int = 1) -> int:
+    """How often the held-out rows are evaluated in a run that isn't ended early."""
+    every = evaluation_steps(config, sequences, processes)
+    steps = optimizer_steps(config, sequences, processes)
+    return config.evaluates_first + math.ceil(steps / every) if every else 0
 
 
 def _counter(base: Path) -> tuple[Callable[[str], int], bool]:

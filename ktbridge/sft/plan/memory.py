@@ -23,7 +23,7 @@ from ktbridge.sft.plan.layer_bytes import (
     loss_bytes,
     saved_bytes,
 )
-from ktbridge.sft.plan.lengths import Lengths, optimizer_steps
+from ktbridge.sft.plan.lengths import Lengths, evaluations, optimizer_steps
 from ktbridge.sft.plan.parts import Part, Where
 from ktbridge.sft.plan.shape import LayerShape, ModelShape
 from ktbridge.units import size_text
@@ -119,6 +119,11 @@ class Setting:
     @property
     def steps(self) -> int:
         return optimizer_steps(self.config, self.lengths.sequences)
+
+    @property
+    def evaluations(self) -> int:
+        """How often the held-out rows are evaluated."""
+        return evaluations(self.config, self.lengths.sequences)
 
     @property
     def saves(self) -> bool:

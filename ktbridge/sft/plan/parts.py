@@ -65,6 +65,8 @@ class Pace:
     cold_bytes: int
     notes: tuple[str, ...]
     how: str
+    eval_seconds: float = 0.0
+    """Of ``seconds``, those of all evaluations of held-out rows."""
 
     def reading(self, seconds: float, steps: int) -> Pace:
         """The pace with ``seconds`` more in each of ``steps`` steps: the kernels wait for the disk."""
@@ -159,6 +161,10 @@ class Plan:
     """Modes of computing the experts, if there is a GPU."""
     disk_reads: DiskReads | None = None
     """What each pass reads from disk because the page cache is too small."""
+    held_out: int = 0
+    """Rows that are evaluated and not trained on."""
+    evaluations: int = 0
+    """How often they are."""
 
     @property
     def fits(self) -> bool:
@@ -191,6 +197,8 @@ class Plan:
             "sequences": self.sequences,
             "longest_tokens": self.longest,
             "mean_tokens": self.mean_tokens,
+            "held_out_rows": self.held_out,
+            "evaluations": self.evaluations,
             "steps": self.steps,
             "pace": None if self.pace is None else asdict(self.pace),
             "tokens_per_pass": self.tokens_per_pass,

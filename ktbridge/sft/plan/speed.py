@@ -80,7 +80,11 @@ def pace_of(
         experts = max(0.0, whole - passes * others)
         updates = 0.0 if setting.share.masters else times.update * on_cpu
     step = whole + updates
+    held = setting.lengths.held_out * setting.evaluations
+    evaluated = held * whole / setting.step_rows * _forward_share(setting)
     saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
+    if setting.config.load_best_model_at_end:
+        saves += setting.evaluations  # at most: each that is the best so far
     written = saves * checkpoint_bytes(setting.config, trained)
     if gpu:
         how = _how_on_gpu(gpu, rates, estimated)
@@ -89,7 +93,8 @@ def pace_of(
     return Pace(
         tokens_per_second=setting.step_rows * setting.sides * setting.lengths.mean / step,
         step_seconds=step,
-        seconds=setting.steps * step + written / _DISK_RATE,
+        seconds=setting.steps * step + written / _DISK_RATE + evaluated,
+        eval_seconds=evaluated,
         expert_share=experts / step,
         cold_bytes=setting.shape.expert_bytes if setting.shape.mappable else 0,
         notes=_notes(setting, rates),
@@ -168,6 +173,12 @@ def _seconds(flops: tuple[float, float], rates: ProductRates) -> float:
 def _runs(setting: Setting) -> int:
     """How often a layer runs forward."""
     return 1 if setting.config.disable_gradient_checkpointing else 2
+
+
+def _forward_share(setting: Setting) -> float:
+    """Of a pass, what it takes to run forward alone; a backward counts as two."""
+    reference = setting.config.stage == "dpo"
+    return (1 + reference) / (_runs(setting) + 2 + reference)
 
 
 def _layer_flops(setting: Setting, tokens: int) -> tuple[float, float]:

@@ -1,0 +1,353 @@
+"""Held-out rows: what is measured of them, what that changes (nothing), and which step it publishes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from trainrun import DPO, conversation, log_of, pair, quiet, text, train, write_lines, write_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ktbridge.adapter import read_adapter, validate_adapter
+from ktbridge.cli import main
+from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.sft.config import load_config
+from ktbridge.sft.data import load_rows
+
+HELD, HELD_PAIRS = "eval_dataset=held.jsonl", "eval_dataset=held_pairs.jsonl"
+WEIGHTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
+OVERFITS = (
+    "dataset=few.jsonl", HELD, "max_steps=8", "eval_steps=1", "save_steps=4", "learning_rate=0.01",
+    "lora_alpha=512", "lr_scheduler_type=constant", "neftune_noise_alpha=null", "bf16=false",
+)  # fmt: skip
+"""A run that unlearns what the held-out rows say: their loss falls, and then rises."""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows, pairs = [], []
+    for number in range(12):
+        question, answer = text(number, 1 + number % 3), text(number * 5, 1 + number * 7 % 30)
+        rows.append(conversation(question, answer))
+        pairs.append(pair(question, answer, text(number * 3 + 1, 1 + number * 5 % 20, 7)))
+    # Other answers to the same questions, of 3 to 24 words: a mean of batches' means would be another number.
+    held = [(text(n, 1 + n % 3), text(n * 5 + 3, (3, 24, 5, 11, 9, 17, 4)[n], 3)) for n in range(7)]
+    write_lines(tmp_path / "held.jsonl", [conversation(*each) for each in held])
+    write_lines(
+        tmp_path / "few.jsonl", [conversation(text(n, 1 + n), "meow " * 5) for n in range(4)]
+    )
+    write_lines(tmp_path / "held_pairs.jsonl", [pair(*each, "no meow") for each in held])
+    return write_run(
+        tmp_path, base_dir, rows, pairs, lora_dropout=0.1, neftune_noise_alpha=5, learning_rate=1e-2,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, save_steps=2,
+        plot_loss=False,
+    )  # fmt: skip
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in WEIGHTS}
+
+
+def evaluated(log: list[dict]) -> list[dict]:
+    """The records of evaluations, without their seconds."""
+    timed = ("eval_runtime", "eval_samples_per_second")
+    held = [record for record in log if "eval_loss" in record]
+    return [{key: value for key, value in each.items() if key not in timed} for each in held]
+
+
+def curve(directory: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["eval_loss"]) for record in evaluated(log_of(directory))]
+
+
+def trained(log: list[dict]) -> list[tuple]:
+    return [
+        (record["step"], record["loss"], record["grad_norm"]) for record in log if "loss" in record
+    ]
+
+
+@torch.no_grad()
+def base_loss(run_dir: Path, base_dir: Path) -> float:
+    """Of transformers' own model: the sum over all answers' tokens, divided by their number."""
+    model, tokenizer = (
+        kind.from_pretrained(base_dir) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    total, count = 0.0, 0
+    for line in (run_dir / "held.jsonl").read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
+        answer = len(messages[1]["content"].split()) + 1  # and the end of the turn
+        logits = model(ids).logits[0, -answer - 1 : -1].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[0, -answer:], reduction="sum").item()
+        count += answer
+    return total / count
+
+
+@quiet
+def test_the_loss_is_exact_however_rows_go_and_training_takes_no_notice(
+    run_dir: Path, base_dir: Path
+) -> None:
+    train(run_dir, "output_dir=plain")
+    first = []
+    for name, *overrides in (
+        ("one", "eval_steps=1", "per_device_eval_batch_size=1"),
+        ("three", "eval_strategy=epoch", "per_device_eval_batch_size=3"),
+        ("cut", "tokens_per_pass=60", "eval_strategy=no", "eval_on_start=true", "eval_steps=1"),
+        ("packed", "tokens_per_pass=60", "packing=true", "eval_steps=9"),
+    ):
+        result = train(run_dir, f"output_dir={name}", HELD, *overrides)
+        log = log_of(run_dir / name)
+        first.append(evaluated(log)[0])
+        steps = {"one": [0, 1, 2, 3, 4], "three": [0, 3, 4]}.get(name, [0, 4])
+        assert [record["step"] for record in evaluated(log)] == steps
+        assert result.held_out.rows == 7
+        assert result.held_out.evaluations == len(steps)
+        assert (result.held_out.first_loss, result.held_out.last_loss) == (
+            curve(run_dir / name)[0][1],
+            curve(run_dir / name)[-1][1],
+        )
+        if not any("tokens_per_pass" in each for each in overrides):
+            assert weights(run_dir / name) == weights(run_dir / "plain")
+            assert trained(log) == trained(log_of(run_dir / "plain"))
+            assert log[-1]["eval_loss"] == pytest.approx(curve(run_dir / "one")[-1][1], rel=1e-3)
+    assert first[0]["eval_loss"] == pytest.approx(base_loss(run_dir, base_dir), rel=2e-3)
+    for other in first[1:]:
+        for key in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+            assert other[key] == pytest.approx(first[0][key], rel=2e-3), key
+
+
+@quiet
+def test_pairs_are_measured_one_by_one(run_dir: Path, base_dir: Path) -> None:
+    """With ``pref_ftx``, whose chosen answers' tokens weigh alike however pairs go through the model."""
+    own = (*DPO, "pref_ftx=0.5")
+    train(run_dir, *own, "output_dir=plain")
+    for rows in (2, 7):
+        given = (HELD_PAIRS, "eval_steps=2", f"per_device_eval_batch_size={rows}")
+        train(
+            run_dir,
+            *own,
+            *given,
+            f"output_dir=of-{rows}",
+            "metric_for_best_model=eval_rewards/margins",
+        )
+        assert weights(run_dir / f"of-{rows}") == weights(run_dir / "plain")
+    few, all_ = (evaluated(log_of(run_dir / f"of-{rows}")) for rows in (2, 7))
+    for each, same in zip(few, all_, strict=True):
+        assert each == pytest.approx(same, rel=2e-3, abs=2e-3)
+    expected = math.log(2) + 0.5 * base_loss(run_dir, base_dir)
+    assert few[0]["eval_loss"] == pytest.approx(expected, rel=2e-3)
+    assert (few[0]["eval_rewards/margins"], few[0]["eval_rewards/accuracies"]) == (0, 0)
+    assert few[-1]["eval_rewards/margins"] != 0
+
+
+class Killed(BaseException):
+    """As a kill would, it ends a run wherever it is."""
+
+
+@quiet
+def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_best(
+    run_dir: Path,
+) -> None:
+    options = (
+        *OVERFITS,
+        "load_best_model_at_end=true",
+        "early_stopping_steps=3",
+        "logging_steps=3",
+    )
+    whole = train(run_dir, *options, "output_dir=whole")
+    assert whole.held_out.ended_early
+    best = whole.held_out.best_step
+    assert 1 <= best < whole.steps == best + 3 < 8
+    assert trained(log_of(run_dir / "whole"))[-1][0] == whole.steps  # the last loss is logged
+    calls = iter(range(100))
+
+    def kill(done: int, passes: int) -> None:
+        if next(calls) == best + 2:  # one before the first step, and one after each
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(run_dir, *options, on_evaluation=kill)
+    assert not (run_dir / "raw").exists()
+    # Only the step that was best had been saved so far; a run that goes on knows it.
+    resumed = train(run_dir, *options)
+    assert resumed.first_step == best + 1
+    assert evaluated(log_of(run_dir / "raw")) == evaluated(log_of(run_dir / "whole"))
+    assert trained(log_of(run_dir / "raw")) == trained(log_of(run_dir / "whole"))
+    assert weights(run_dir / "raw") == weights(run_dir / "whole")
+    assert resumed.held_out.best_step == resumed.held_out.published_step == best
+
+    # The best is kept beside the last one, is what was published, and the manifest says which it is.
+    names = {Path(place).name for place in resumed.checkpoints}
+    assert names == {f"checkpoint-{best}", f"checkpoint-{whole.steps}"}
+    assert weights(run_dir / f"raw.checkpoints/checkpoint-{best}") == weights(run_dir / "raw")
+    assert validate_adapter([run_dir / "raw"]).ok
+    told = read_adapter(run_dir / "raw").manifest["training"]
+    assert (told["step"], told["last_step"]) == (best, whole.steps)
+    assert told["eval_loss"] == min(loss for step, loss in curve(run_dir / "raw") if step)
+
+    # What ended early is finished: the adapter is written again, and nothing is trained.
+    shutil.rmtree(run_dir / "raw")
+    steps: list[int] = []
+    again = train(run_dir, *options, on_progress=lambda step, steps_: steps.append(step))
+    assert not steps
+    assert again.held_out.ended_early
+    assert weights(run_dir / "raw") == weights(run_dir / "whole")
+
+    # Other held-out rows make the evaluations so far no measure: they are left out, and that is told.
+    write_lines(run_dir / "held.jsonl", [conversation("say yes", "no no no")])
+    more = ("resume_from_checkpoint=true", "overwrite_output_dir=true", "eval_steps=3")
+    longer = train(run_dir, *options, *more)
+    assert [step for step, _ in curve(run_dir / "raw")] == [6, 8]  # by the new eval_steps, too
+    assert longer.held_out.best_step in (6, 8)
+
+
+@quiet
+def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir: Path) -> None:
+    options = (
+        *OVERFITS,
+        "max_steps=5",
+        "load_best_model_at_end=true",
+        "save_total_limit=5",
+        "save_steps=1",
+        "save_only_model=true",
+    )
+    whole = train(run_dir, *options, "output_dir=whole")
+    best = whole.held_out.best_step
+    assert best < 5
+
+    def damage(step: int, steps: int) -> None:
+        if step == steps:
+            path = run_dir / f"raw.checkpoints/checkpoint-{best}/trainable.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"\0")
+
+    found = train(run_dir, *options, on_progress=damage)
+    (note,) = (note for note in found.notes if note.code == "KTC031")
+    second = sorted(curve(run_dir / "raw")[1:], key=lambda each: each[1])[1][0]
+    assert found.held_out.published_step == second
+    assert f"the best was step {best}" in note.found
+    same = run_dir / f"raw.checkpoints/checkpoint-{second}"
+    assert weights(run_dir / "raw") == weights(same)
+
+
+@quiet
+def test_memory_that_is_too_small_halves_the_passes_of_an_evaluation(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktbridge.sft.stages import SftTrainer
+
+    train(run_dir, HELD, "output_dir=whole", "eval_steps=2")
+    compute_loss, sizes = SftTrainer.compute_loss, []
+
+    def small(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.model.training:
+            sizes.append(inputs["input_ids"].numel())
+            if sizes[-1] > 80:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(SftTrainer, "compute_loss", small)
+    result = train(run_dir, HELD, "eval_steps=2")
+    notes = [note for note in result.notes if note.code == "KTC023"]
+    assert len(notes) == sum(size > 80 for size in sizes) <= 2
+    assert notes[0].where == "evaluation after step 0: tokens of a pass"
+    assert dict(curve(run_dir / "raw")) == pytest.approx(dict(curve(run_dir / "whole")), rel=2e-3)
+    assert weights(run_dir / "raw") == weights(run_dir / "whole")
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        return compute_loss(*args, **kwargs) * math.nan
+
+    monkeypatch.setattr(SftTrainer, "compute_loss", broken)
+    with pytest.raises(KtbridgeError, match="held-out rows' loss became nan at step 0"):
+        train(run_dir, HELD, "output_dir=other")
+
+
+def test_the_split_is_by_seed_and_leaves_something_to_train_on(run_dir: Path) -> None:
+    def rows(*overrides: str) -> Any:
+        return load_rows(load_config(run_dir / "run.yaml", overrides))
+
+    for size, count in ((0.25, 3), (0.2, 3), (5, 5), (0.001, 1)):
+        found = rows(f"val_size={size}")
+        assert len(found.held_out.places) == found.held_out.total == count
+        assert len(found.places) == found.total == len(found.conversations) == 12 - count
+        assert len({*found.places, *found.held_out.places}) == 12
+    assert rows("val_size=5").held_out == rows("val_size=5").held_out
+    assert rows("val_size=5").places != rows("val_size=5", "seed=1").places
+    pairs = rows(*DPO, "val_size=2")
+    assert (len(pairs.pairs), len(pairs.held_out.pairs), pairs.conversations) == (10, 2, [])
+    assert rows().held_out is None
+    for size in (12, 500, 0.999):
+        with pytest.raises(ProblemsError) as caught:
+            rows(f"val_size={size}")
+        (problem,) = caught.value.problems
+        assert (problem.code, problem.where) == ("KTD011", "val_size")
+        assert problem.found == f"{size} of 12 rows that can be used leaves none to train on"
+
+
+def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
+    lines = (run_dir / "rows.jsonl").read_text().splitlines()
+    spaced = json.loads(lines[7])
+    spaced["messages"][1]["content"] = spaced["messages"][1]["content"].replace(" ", "\n ") + " "
+    held = [conversation("say yes", "no"), spaced, json.loads(lines[2])]
+    write_lines(run_dir / "held.jsonl", held)
+    notes = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
+    assert [note.code for note in notes] == ["KTD010", "KTD010"]
+    for note, line, other in zip(notes, (2, 3), (8, 3), strict=True):
+        assert note.where == f"{run_dir}/held.jsonl: line {line}"
+        assert (
+            note.found == f"stands in {run_dir}/rows.jsonl: line {other}, too, which is trained on"
+        )
+    write_lines(run_dir / "held.jsonl", [json.loads(line) for line in lines])
+    notes = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
+    assert len(notes) == 5
+    assert notes[-1].found.endswith("; so do 7 more held-out rows")
+    with pytest.raises(ProblemsError, match=r"can't be read"):
+        load_rows(load_config(run_dir / "run.yaml", ["eval_dataset=nowhere"]))
+
+
+@quiet
+def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
+    def run(*overrides: str) -> Any:
+        given = [*OVERFITS, "max_steps=5", "plot_loss=true", *overrides]
+        return CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *given])
+
+    planned = run("--dry-run", "--json", "eval_steps=0.5")
+    assert planned.exit_code == 0, planned.stderr
+    assert json.loads(planned.stdout)["held_out"] == {
+        "rows": 7, "rows_used": 7, "rows_cut": 0, "rows_refused": 0, "trained_tokens": 80,
+        "eval_steps": 3, "eval_on_start": True,
+    }  # fmt: skip
+    shown = run("--dry-run", "load_best_model_at_end=true", "eval_steps=5")
+    assert "evaluated before the first step, after the last" in " ".join(shown.stdout.split())
+    assert "KTC032" in shown.stderr
+    told = run()
+    assert told.exit_code == 0, told.stderr
+    losses = dict(curve(run_dir / "raw"))
+    best = min((step for step in losses if step), key=lambda step: losses[step])
+    assert best < 5
+    for step, loss in losses.items():
+        assert re.search(rf"step +{step}/5  held-out loss {loss:.4f}  accuracy 0\.", told.stderr)
+    assert (
+        f"loss on 7 held-out rows: {losses[0]:.4f} before training, {losses[best]:.4f} at step {best}, "
+        f"the best, {losses[5]:.4f} at the end; published is step 5 (6 evaluations"
+    ) in told.stdout
+    assert "warning KTC030  step 5: eval_loss" in told.stderr
+    assert (run_dir / "raw/training_loss.png").read_bytes().startswith(b"\x89PNG")
+    published = run(
+        "--json", "output_dir=best", "load_best_model_at_end=true", "eval_on_start=false"
+    )
+    result = json.loads(published.stdout)["held_out"]
+    assert (result["best_step"], result["published_step"], result["first_loss"]) == (
+        best,
+        best,
+        None,
+    )
+    assert result["best_loss"] == losses[best] < result["last_loss"] == losses[5]
