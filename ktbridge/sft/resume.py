@@ -34,7 +34,8 @@ _FREE = {
     "model_name_or_path", "adapter_name_or_path", "run_name", "logging_dir", "strict_data", "notes",
     "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
     "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
-    "tokens_per_pass",
+    "tokens_per_pass", "do_predict", "predict_with_generate", "eval_dataset", "per_device_eval_batch_size",
+    "max_new_tokens", "do_sample", "temperature", "top_p", "top_k",
 }  # fmt: skip
 _FREE_KT = {
     "kt_num_threads", "kt_threadpool_count", "expert_activation", "kt_experts", "kt_gpu_memory",

@@ -14,6 +14,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, h
 from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
+from ktbridge.serve.conversions import read_any
 from ktbridge.serve.doctor_packages import PACKAGES
 from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
 from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
@@ -121,13 +122,13 @@ def _halves(request: ServeRequest) -> tuple[Named, Named, list[str]]:
     seen: set[str] = set()
     for name, directory, layout in request.directories():
         if name is None:
-            expert.append(("--expert-adapter", _open(directory, layout).path))
+            expert.append(("--expert-adapter", _open(directory, layout, request.model).path))
             continue
         check_adapter_name(name)
         if name in seen:
             raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
         seen.add(name)
-        adapter = _open(directory, layout)
+        adapter = _open(directory, layout, request.model)
         if adapter.expert_layers():
             expert.append((name, adapter.path))
         if adapter.nonexpert_keys():
@@ -159,9 +160,9 @@ def _within(limits: Limits, config: ModelConfig) -> Limits:
     return replace(limits, context=own)
 
 
-def _open(directory: str, layout: str | None) -> Adapter:
-    """Open an adapter of ``layout`` (None: of any)."""
-    adapter = read_adapter(directory)
+def _open(directory: str, layout: str | None, model: str) -> Adapter:
+    """Open an adapter of ``layout`` (None: of any, in any format)."""
+    adapter = read_any(directory, model) if layout is None else read_adapter(directory)
     if layout is not None and adapter.layout != layout:
         option = OPTION_OF_LAYOUT[adapter.layout]
         raise UsageError(

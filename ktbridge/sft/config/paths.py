@@ -24,10 +24,11 @@ from ktbridge.sft.config.values import Values, one_of
 
 RULE_KEY = "kt_optimize_rule"
 _EXPERTS = "a safetensors checkpoint with the experts"
+_DATASETS = ("dataset", "eval_dataset")
 _OUTPUTS = ("output_dir", "logging_dir")
 _INPUTS = (
-    "model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "resume_from_checkpoint",
-    "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
+    "model_name_or_path", "adapter_name_or_path", "dataset", "eval_dataset", "dataset_dir",
+    "resume_from_checkpoint", "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
 )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def typed(key: str, value: object) -> object:
         return [typed(key, part) for part in value]
     if not isinstance(value, str) or not value.strip() or key not in (*_OUTPUTS, *_INPUTS):
         return value
-    if key == "dataset" and "," in value:
+    if key in _DATASETS and "," in value:
         return [typed(key, part.strip()) for part in value.split(",")]
     here = Path.cwd() / Path(value.strip()).expanduser()
     return str(here) if key in _OUTPUTS or value.startswith(".") or here.exists() else value
@@ -64,7 +65,7 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     if main.get("adapter_name_or_path"):
         adapter = at(main["adapter_name_or_path"])
         main["adapter_name_or_path"] = str(adapter)
-        if not adapter.is_dir():
+        if not (adapter.is_dir() or (adapter.is_file() and not main.get("do_train", True))):
             step = "`ktbridge convert --to raw` makes one of other layouts."
             expected = "one raw adapter, as `ktbridge train` leaves it"
             _not_there(findings, "adapter_name_or_path", adapter, expected, step)
@@ -106,30 +107,33 @@ def _resolve_dataset(main: Values, root: Path, findings: Findings) -> None:
         expected = "the directory of dataset_info.json"
         _not_there(findings, "dataset_dir", root / requested, expected)
     main["dataset_dir"] = str(folder) if folder else None
-    found = []
-    for name in main.get("dataset", ()):
-        places = [root / Path(name).expanduser(), *([folder / name] if folder else [])]
-        file = next((place for place in places if place.is_file()), None)
-        if file is None and os.sep in name and (place := root / Path(name).expanduser()).is_dir():
-            findings.error(
-                "dataset",
-                f"{place} is a directory",
-                "a JSON or JSONL file",
-                "Name its files, or name it as file_name of an entry in dataset_info.json.",
-                code=NOT_THERE,
-            )
-        elif file is None and name.lower().endswith((".json", ".jsonl")):
-            findings.error(
-                "dataset",
-                f"there is no dataset file {name!r} in {' or '.join(_looked_in(root, folder))}",
-                "JSON or JSONL",
-                "Give a path relative to the configuration file (on the command line: to the working "
-                "directory), or a name in dataset_info.json.",
-                code=NOT_THERE,
-            )
-        found.append(str(file) if file else name)
-    if found:
-        main["dataset"] = tuple(found)
+    for key in _DATASETS:
+        if main.get(key):
+            main[key] = tuple(_dataset(key, name, root, folder, findings) for name in main[key])
+
+
+def _dataset(key: str, name: str, root: Path, folder: Path | None, findings: Findings) -> str:
+    """The file of one entry of ``dataset`` or ``eval_dataset``, or its name where there is none."""
+    places = [root / Path(name).expanduser(), *([folder / name] if folder else [])]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None and os.sep in name and (place := root / Path(name).expanduser()).is_dir():
+        findings.error(
+            key,
+            f"{place} is a directory",
+            "a JSON or JSONL file",
+            "Name its files, or name it as file_name of an entry in dataset_info.json.",
+            code=NOT_THERE,
+        )
+    elif file is None and name.lower().endswith((".json", ".jsonl")):
+        findings.error(
+            key,
+            f"there is no dataset file {name!r} in {' or '.join(_looked_in(root, folder))}",
+            "JSON or JSONL",
+            "Give a path relative to the configuration file (on the command line: to the working "
+            "directory), or a name in dataset_info.json.",
+            code=NOT_THERE,
+        )
+    return str(file) if file else name
 
 
 def _looked_in(root: Path, folder: Path | None) -> list[str]:

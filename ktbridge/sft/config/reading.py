@@ -20,7 +20,7 @@ from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
 from ktbridge.sft.config.values import Parser, Values
 from ktbridge.sft.launch import launch_problems
 
-_REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
+_REQUIRED: Values = {"model_name_or_path": "", "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""
 
 
@@ -38,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             f"there is no configuration file {str(path)!r}.",
             "`ktbridge demo` writes a complete example (demo.yaml).",
         )
-    values = _yaml(path)
+    values = read_yaml(path)
     for override in overrides:
         _override(values, override)
     return parse_config(values, str(path), path.resolve().parent)
@@ -66,11 +66,16 @@ def parse_config(
     nested = {str(key): value for key, value in (block or {}).items()}
     outside, inside = moved(flat, nested, findings)
     main = _parsed(TrainConfig, outside, OUTSIDE, "", findings)
+    if main.get("do_predict"):  # as LLaMA-Factory's files for prediction have it
+        main.setdefault("do_train", False)
     kt = _parsed(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
     if root is not None:
         paths.resolve(main, kt, root, findings)
         findings.errors += launch_problems()
     config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
+    for key, needed in (("dataset", config.do_train), ("eval_dataset", config.do_predict)):
+        if needed and outside.get(key) is None:
+            findings.error(key, "missing", "a value", code=NOT_GIVEN)
     check(config, {*main, *(f"kt_config.{key}" for key in kt)}, findings)
     findings.raise_errors()
     packing = config.packing or config.neat_packing
@@ -145,7 +150,7 @@ def _override(values: dict[object, Any], text: str) -> None:
     values[key] = paths.typed(key, parsed)
 
 
-def _yaml(path: Path) -> dict[Any, Any]:
+def read_yaml(path: Path) -> dict[Any, Any]:
     """The keys and values in a file. Raises ``UsageError`` naming the line where it isn't YAML."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)

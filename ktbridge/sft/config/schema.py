@@ -14,6 +14,7 @@ from ktbridge.sft.config.values import (
     Parser,
     flag,
     flag_or_path,
+    fraction,
     gpu_experts,
     number,
     one_of,
@@ -90,13 +91,14 @@ class TrainConfig:
     # model
     model_name_or_path: str = _option(text)
     """The base model: a directory, or the id of a model in the local Hub cache."""
-    dataset: tuple[str, ...] = _option(texts)
-    """JSON or JSONL files, relative to the configuration file, or names in dataset_info.json; comma-separated
-    or a list."""
     output_dir: str = _option(text)
-    """Where the adapter, the log and the loss plot appear when the run is finished."""
+    """Where the adapter, the log and the loss plot appear when the run is finished, and predictions."""
+    dataset: tuple[str, ...] = _option(texts, ())
+    """Required with do_train: JSON or JSONL files, relative to the configuration file, or names in
+    dataset_info.json; comma-separated or a list."""
     adapter_name_or_path: str | None = _option(text, None)
-    """A raw adapter to go on training from, instead of a new LoRA."""
+    """A raw adapter to go on training from, instead of a new LoRA; do_predict: the one that answers, in any
+    format that `ktbridge convert` reads."""
     flash_attn: str = _option(one_of(*ATTENTION), "auto")
     """Attention of transformers: its own choice, eager (disabled), sdpa or flash-attention (fa2,
     fa3)."""
@@ -109,7 +111,13 @@ class TrainConfig:
     )
     """Only LoRA is trained."""
     do_train: bool = _option(flag, True)
-    """true, or there is nothing to do."""
+    """Train. Left out it is false where do_predict is true."""
+    do_predict: bool = _option(flag, False)
+    """Answer the rows of eval_dataset (docs/predict.md), after training with the trained adapter."""
+    predict_with_generate: bool = _option(
+        flag, True, "do_predict writes answers and their metrics."
+    )
+    """do_predict: false is an error, as there is no other way to predict."""
     lora_rank: int = _option(whole(1), 8)
     """Rank of the non-expert LoRA, and of the experts' unless kt_lora_rank is given."""
     lora_alpha: float | None = _option(number, None)
@@ -131,6 +139,8 @@ class TrainConfig:
     dataset_dir: str | None = _option(text, None)
     """The directory of dataset_info.json; default: "data" beside the configuration or in the current
     directory."""
+    eval_dataset: tuple[str, ...] = _option(texts, ())
+    """Held-out rows: files or names as in dataset. They are never trained on."""
     template: str | None = _option(text, None)
     """Noted only: conversations are written with the tokenizer's own chat template."""
     cutoff_len: int = _option(whole(1), 2048)
@@ -179,6 +189,8 @@ class TrainConfig:
     # training
     per_device_train_batch_size: int = _option(whole(1), 1)
     """Conversations (dpo: pairs) in one forward and backward."""
+    per_device_eval_batch_size: int = _option(whole(1), 8)
+    """Conversations (dpo: pairs) that are evaluated or predicted at once."""
     gradient_accumulation_steps: int = _option(whole(1), 1)
     """Batches in one optimizer step."""
     tokens_per_pass: int | str = _option(whole_or_auto, "auto")
@@ -223,6 +235,18 @@ class TrainConfig:
     """Stay on the CPU though there is a GPU."""
     ddp_timeout: int = _option(whole(1), 1800)
     """Seconds that processes wait for each other."""
+
+    # prediction
+    max_new_tokens: int = _option(whole(1), 1024)
+    """do_predict: tokens of an answer, at most."""
+    do_sample: bool = _option(flag, True)
+    """do_predict: false takes the likeliest token each time."""
+    temperature: float = _option(number, 0.95)
+    """do_predict: below 1 makes likely tokens likelier; 0 is the same as do_sample: false."""
+    top_p: float = _option(fraction, 0.7)
+    """do_predict: sample among the likeliest tokens that have this probability together."""
+    top_k: int = _option(whole(0), 50)
+    """do_predict: sample among so many of the likeliest tokens; 0: among all."""
 
     # KTransformers
     use_kt: bool = _option(
