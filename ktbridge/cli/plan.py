@@ -10,6 +10,7 @@ import click
 
 from ktbridge.cli._app import Command
 from ktbridge.cli._machine import described, machine_options
+from ktbridge.errors import UsageError
 
 if TYPE_CHECKING:
     from ktbridge.sft.plan import Plan
@@ -39,6 +40,11 @@ def command(
     from ktbridge.sft.plan import make_plan, this_machine
 
     parsed = load_config(config, overrides)
+    if not parsed.do_train:
+        raise UsageError(
+            f"{config} trains nothing: do_train is false.",
+            "`ktbridge predict CONFIG --dry-run` shows what would be answered.",
+        )
     target = this_machine(Path(parsed.output_dir), described(machine))
     with stderr.status("Reading headers and rows, timing the kernels …"):
         plan = make_plan(parsed, target, measure=not no_measure)

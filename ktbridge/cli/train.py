@@ -51,29 +51,45 @@ def command(
         if not dry_run:
             _follow(parsed)
         return
+    if not parsed.do_train:
+        from ktbridge.cli import predict
+
+        predict.run(parsed, dry_run=dry_run, as_json=as_json)
+        return
     print_notes(parsed.notes)
-    with _stdout_for_results(), stderr.status("Loading torch …"):
+    with stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
 
         trainer.quiet_libraries()
     with progress_bar("reading rows", unit="rows") as bar:
         ready = prepare.prepare(parsed, world().size, bar)
     print_problems(ready.notes)
+    if parsed.do_predict:  # rows that can't be used are told before hours of training
+        from ktbridge.cli import predict
+
+        asked = predict.read(parsed, before_training=True)
     if dry_run:
         _show_plan(parsed, ready, as_json)
         return
     stderr.print(shown(describe(ready.fitted)), soft_wrap=True)  # before hours of training
     result = _train_with_progress(parsed, ready)
+    if not as_json:
+        _show_result(result)
+    predicted = predict.answer(asked) if parsed.do_predict else None
     if as_json:
         notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
-        emit_json({**dataclasses.asdict(result), "notes": notes})
-    else:
-        _show_result(result)
+        more = {} if predicted is None else {"predictions": predicted.as_dict()}
+        emit_json({**dataclasses.asdict(result), **more, "notes": notes})
+    elif predicted is not None:
+        predict.show(predicted)
+    if predicted is not None and predicted.problems:
+        print_problems(predicted.problems)
+        sys.exit(1)
 
 
 def _follow(parsed: TrainConfig) -> None:
     """Train as one of several processes that isn't the first."""
-    with _stdout_for_results():
+    with stdout_for_results():
         from ktbridge.sft import trainer
 
         trainer.quiet_libraries()
@@ -132,7 +148,7 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
                 eta = timedelta(seconds=round(left))
                 stderr.print(f"step {step:>5}/{steps}  {figures}  eta {eta}")
 
-        with _stdout_for_results():
+        with stdout_for_results():
             return trainer.train(
                 config,
                 on_progress=bar,
@@ -143,7 +159,7 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
 
 
 @contextmanager
-def _stdout_for_results() -> Iterator[None]:
+def stdout_for_results() -> Iterator[None]:
     """Redirect libraries' stdout to stderr within the block, and permanently for their child processes.
 
     wandb's process, for example, still writes after the run; transformers logs about it on import.
@@ -202,7 +218,7 @@ def _show_plan(parsed: TrainConfig, ready: Prepared, as_json: bool) -> None:
     _show_trainable(trainable, parsed)
     for name, pieces in fitted.preview.items():
         _show_preview(name, pieces)
-    _show_refused(refused)
+    show_refused(refused)
     _show_steps(ready)
 
 
@@ -261,7 +277,7 @@ def _show_preview(name: str, pieces: list[tuple[str, bool]]) -> None:
     console.print("\n".join(f"    {line}" for line in text.split("\n")) + "\n", soft_wrap=True)
 
 
-def _show_refused(refused: list[dict[str, str]]) -> None:
+def show_refused(refused: list[dict[str, str]]) -> None:
     from ktbridge.cli._ui import console, shown
 
     if refused:

@@ -22,6 +22,7 @@ from ktbridge.experts import checkpointing
 from ktbridge.experts.loading import load_for_kernels
 from ktbridge.experts.nonexpert_lora import TunedModel
 from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.publish import RunLock
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
@@ -29,7 +30,7 @@ from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
-from ktbridge.sft.output import Log, RunLock, files_beside, write_output
+from ktbridge.sft.output import Log, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting

@@ -69,7 +69,7 @@ def test_an_adapter_in_another_tools_format_serves_the_same(
     assert (made / "fused_expert_lora.safetensors").stat().st_size
     assert read_sources(request)[0][0].path == made
     given.unlink() if to == "gguf" else (given / "adapter_model.safetensors").unlink()
-    with pytest.raises(KtbridgeError, match="does not exist|no adapter weights"):
+    with pytest.raises(KtbridgeError, match=r"does not exist|no adapter weights"):
         plan_local(request)
 
 

@@ -5,9 +5,16 @@
 in a line, and ``refused_file`` lists those that are not trained on.
 """
 
-from ktbridge.sft.data.fit import Fitted, describe, fit_rows
+from ktbridge.sft.data.fit import Fitted, all_refused, describe, fit_rows
 from ktbridge.sft.data.layout import Message, Pair
-from ktbridge.sft.data.rows import REFUSED_FILE, Refused, Rows, load_rows, refused_file
+from ktbridge.sft.data.rows import (
+    REFUSED_FILE,
+    Refused,
+    Rows,
+    load_rows,
+    refused_file,
+    refused_note,
+)
 
 __all__ = [
     "REFUSED_FILE",
@@ -16,8 +23,10 @@ __all__ = [
     "Pair",
     "Refused",
     "Rows",
+    "all_refused",
     "describe",
     "fit_rows",
     "load_rows",
     "refused_file",
+    "refused_note",
 ]

@@ -190,8 +190,8 @@ def _notes(
         )
 
 
-def refused_note(refused: list[Refused], total: int) -> Iterator[Problem]:
-    """A warning where many rows are left out; a few are only counted in the summary line."""
+def refused_note(refused: list[Refused], total: int, file: str = REFUSED_FILE) -> Iterator[Problem]:
+    """A warning where many rows are left out, which ``file`` will list; a few are only counted."""
     if len(refused) > LOUD * total:
         yield problem(
             "KTD008",
@@ -199,7 +199,7 @@ def refused_note(refused: list[Refused], total: int) -> Iterator[Problem]:
             f"{len(refused):,} of {total:,} rows ({len(refused) / total:.0%}) can't be used: "
             f"{reasons(refused)}",
             f"at most {LOUD:.0%}",
-            f"Read {REFUSED_FILE} in output_dir, or the lines that --dry-run lists.",
+            f"Read {file} in output_dir, or the lines that --dry-run lists.",
         )
 
 
