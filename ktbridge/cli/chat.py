@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ktbridge.cli._app import Command, Terminated, render, terminable
+from ktbridge.cli._inference import for_chat, from_file, inference_argument, inference_of
 from ktbridge.errors import KtbridgeError, UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ HELP = """\
 
 
 @click.command(cls=Command)
+@inference_argument(for_chat, chat=True)
 @click.option(
     "--server",
     "--base-url",
@@ -56,17 +58,24 @@ HELP = """\
 @click.option(
     "--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment."
 )
-def command(**options: Any) -> None:
+@click.pass_context
+def command(context: click.Context, **options: Any) -> None:
     """Chat with a served model, or with a base model's directory and its adapter.
 
-    With --base-model the embedded engine is started for the chat and ends with it. /help shows what
+    With --base-model the embedded engine is started for the chat and ends with it. The adapter may have
+    any format that `ktbridge convert` reads. CONFIG is LLaMA-Factory's inference YAML; options win over
+    it. /help shows what
     can be typed; on a pipe every line is a question (or a command), and answers go to stdout. The exit
     code is 1 if a line from a pipe failed.
 
     \b
     ktbridge chat --base-model MODEL --adapter OUTPUT/adapter
     ktbridge chat --server http://127.0.0.1:8000 --model tiny:neko
+    ktbridge chat inference.yaml --temperature 0
     """
+    _prefer_options(context, options)
+    found = inference_of(context)
+    options["top_p"] = found.top_p if found else None
     _check_options(options)
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, TextIOWrapper):
@@ -77,9 +86,31 @@ def command(**options: Any) -> None:
             from ktbridge.serve.chat import engine
 
             base_model = options["base_model"] or options["model"]
-            child = stack.enter_context(engine(base_model, options["adapter"], options["threads"]))
+            flags = _engine_flags(context)
+            child = stack.enter_context(
+                engine(base_model, options["adapter"], options["threads"], flags)
+            )
         failed = _converse(_conversation(options, child), child)
     sys.exit(1 if failed and not sys.stdin.isatty() else 0)
+
+
+def _prefer_options(context: click.Context, options: dict[str, Any]) -> None:
+    """Drop what a file says of an engine where the command line names a server or another model."""
+    names: tuple[str, ...] = ("base_model", "adapter", "threads")
+    if options["server"] is None:
+        names = () if options["model"] is None else ("base_model",)
+    for name in names:
+        if from_file(context, name):
+            options[name] = None
+
+
+def _engine_flags(context: click.Context) -> list[str]:
+    """Options of `ktbridge serve` for the engine that a file asks for."""
+    found = inference_of(context)
+    if found is None or found.engine is None:
+        return []
+    trusting = found.engine == "sglang" and found.trust_remote_code
+    return ["--engine", found.engine, *(["--trust-remote-code"] if trusting else [])]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -109,7 +140,7 @@ def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversati
     from ktbridge.serve.chat import ADAPTER, Conversation, arms_of
     from ktbridge.served_names import adapter_name, split_name
 
-    asked = {name: options[name] for name in ("temperature", "max_tokens", "seed")}
+    asked = {name: options[name] for name in ("temperature", "top_p", "max_tokens", "seed")}
     if child is None:
         client = OpenAIClient(options["server"], options["api_key"])
         listed = client.models()

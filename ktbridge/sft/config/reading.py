@@ -65,10 +65,10 @@ def parse_config(
     flat = {str(key): value for key, value in values.items() if key != "kt_config"}
     nested = {str(key): value for key, value in (block or {}).items()}
     outside, inside = moved(flat, nested, findings)
-    main = _parsed(TrainConfig, outside, OUTSIDE, "", findings)
+    main = parse_keys(TrainConfig, outside, OUTSIDE, "", findings)
     if main.get("do_predict"):  # as LLaMA-Factory's files for prediction have it
         main.setdefault("do_train", False)
-    kt = _parsed(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
+    kt = parse_keys(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
     if root is not None:
         paths.resolve(main, kt, root, findings)
         findings.errors += launch_problems()
@@ -82,7 +82,7 @@ def parse_config(
     return replace(config, packing=packing, notes=tuple(findings.notes))
 
 
-def _parsed(
+def parse_keys(
     cls: type, values: Mapping[str, object], foreign: Foreign, prefix: str, findings: Findings
 ) -> Values:
     """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out."""
