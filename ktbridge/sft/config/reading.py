@@ -20,7 +20,7 @@ from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
 from ktbridge.sft.config.values import Parser, Values
 from ktbridge.sft.launch import launch_problems
 
-_REQUIRED: Values = {"model_name_or_path": "", "output_dir": ""}
+_REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""
 
 
@@ -65,17 +65,17 @@ def parse_config(
     flat = {str(key): value for key, value in values.items() if key != "kt_config"}
     nested = {str(key): value for key, value in (block or {}).items()}
     outside, inside = moved(flat, nested, findings)
-    main = parse_keys(TrainConfig, outside, OUTSIDE, "", findings)
-    if main.get("do_predict"):  # as LLaMA-Factory's files for prediction have it
-        main.setdefault("do_train", False)
+    if outside.get("do_predict") and outside.get("do_train") is None:
+        outside["do_train"] = False  # as in LLaMA-Factory's files for prediction
+    unneeded = ("dataset",) if outside.get("do_train") is False else ()
+    main = parse_keys(TrainConfig, outside, OUTSIDE, "", findings, unneeded)
     kt = parse_keys(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
     if root is not None:
         paths.resolve(main, kt, root, findings)
         findings.errors += launch_problems()
     config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
-    for key, needed in (("dataset", config.do_train), ("eval_dataset", config.do_predict)):
-        if needed and outside.get(key) is None:
-            findings.error(key, "missing", "a value", code=NOT_GIVEN)
+    if config.do_predict and outside.get("eval_dataset") is None:
+        findings.error("eval_dataset", "missing", "a value", code=NOT_GIVEN)
     check(config, {*main, *(f"kt_config.{key}" for key in kt)}, findings)
     findings.raise_errors()
     packing = config.packing or config.neat_packing
@@ -83,9 +83,17 @@ def parse_config(
 
 
 def parse_keys(
-    cls: type, values: Mapping[str, object], foreign: Foreign, prefix: str, findings: Findings
+    cls: type,
+    values: Mapping[str, object],
+    foreign: Foreign,
+    prefix: str,
+    findings: Findings,
+    unneeded: Sequence[str] = (),
 ) -> Values:
-    """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out."""
+    """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out.
+
+    Keys without a default that are missing are errors, but for those that are ``unneeded``.
+    """
     known = options(cls)
     given = {key: value for key, value in values.items() if value is not None or key not in known}
     result: Values = {}
@@ -100,7 +108,7 @@ def parse_keys(
             hint = known[key].metadata["hint"] or _unquoted(value, known[key].metadata["parse"])
             findings.error(f"{prefix}{key}", shown(value), str(error), hint)
     for key, item in known.items():
-        if item.default is MISSING and key not in given:
+        if item.default is MISSING and key not in given and key not in unneeded:
             findings.error(f"{prefix}{key}", "missing", "a value", code=NOT_GIVEN)
     return result
 

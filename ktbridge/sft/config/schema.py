@@ -91,11 +91,11 @@ class TrainConfig:
     # model
     model_name_or_path: str = option(text)
     """The base model: a directory, or the id of a model in the local Hub cache."""
+    dataset: tuple[str, ...] = option(texts)
+    """JSON or JSONL files, relative to the configuration file, or names in dataset_info.json; comma-separated
+    or a list. Not needed without do_train."""
     output_dir: str = option(text)
     """Where the adapter, the log and the loss plot appear when the run is finished, and predictions."""
-    dataset: tuple[str, ...] = option(texts, ())
-    """Required with do_train: JSON or JSONL files, relative to the configuration file, or names in
-    dataset_info.json; comma-separated or a list."""
     adapter_name_or_path: str | None = option(text, None)
     """A raw adapter to go on training from, instead of a new LoRA; do_predict: the one that answers, in any
     format that `ktbridge convert` reads."""
