@@ -48,7 +48,10 @@ def command(
 def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool) -> None:
     """Predict, or show what would be predicted."""
     from ktbridge.cli._ui import emit_json, print_notes, print_problems
+    from ktbridge.sft.launch import world
 
+    if world().rank:  # the first process alone predicts
+        return
     print_notes(parsed.notes)
     ready = read(parsed)
     if dry_run:

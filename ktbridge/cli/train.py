@@ -48,7 +48,7 @@ def command(
         # Read when CUDA starts: batches of many sizes would fragment fixed-size memory segments.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if world().rank:  # only the first process reports
-        if not dry_run:
+        if parsed.do_train and not dry_run:
             _follow(parsed)
         return
     if not parsed.do_train:

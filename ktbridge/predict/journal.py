@@ -82,21 +82,25 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _read(self, identity: Identity) -> int:
-        """Take in what is there; the length of its whole lines in bytes."""
+        """Take in what is there; the length in bytes of its whole lines, 0 where none is an answer."""
         self._file.seek(0)
+        theirs: Identity = {}
         length = 0
         for number, text in enumerate(self._file):
             try:
-                line = json.loads(text) if text.endswith(b"\n") else None
+                line = json.loads(text) if text.endswith(b"\n") else {}
                 if number == 0:
-                    self._check(line["identity"], identity)  # type: ignore[index]
+                    theirs = dict(line["identity"])
                 else:
-                    row = int(line["row"])  # type: ignore[index]
-                    answer = Answered(str(line["predict"]), bool(line["cut"]))  # type: ignore[index]
-                    self.answers[row], self.seconds = answer, float(line["seconds"])  # type: ignore[index]
+                    answer = Answered(str(line["predict"]), bool(line["cut"]))
+                    self.answers[int(line["row"])] = answer
+                    self.seconds = float(line["seconds"])
             except (ValueError, TypeError, LookupError):
-                return length
+                break
             length += len(text)
+        if not self.answers:
+            return 0
+        self._check(theirs, identity)
         return length
 
     def _check(self, theirs: Identity, own: Identity) -> None:
