@@ -66,6 +66,7 @@ def for_chat(found: Inference) -> dict[str, Any]:
         "temperature": found.temperature,
         "max_tokens": found.max_tokens,
         "threads": found.threads,
+        "engine": found.engine,
     }
 
 

@@ -15,6 +15,7 @@ from ktbridge.cli._inference import for_chat, from_file, inference_argument, inf
 from ktbridge.errors import KtbridgeError, UsageError
 
 if TYPE_CHECKING:
+    from ktbridge.predict.inference import Inference
     from ktbridge.serve.chat import Child, Conversation
 
 HELP = """\
@@ -56,6 +57,11 @@ HELP = """\
 @click.option("--seed", type=int, help="Repeatable answers.")
 @click.option("--threads", type=click.IntRange(1), help="With --base-model: CPU threads.")
 @click.option(
+    "--engine",
+    type=click.Choice(["auto", "sglang", "local"]),
+    help="With --base-model: as `ktbridge serve` has it.",
+)
+@click.option(
     "--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment."
 )
 @click.pass_context
@@ -86,7 +92,7 @@ def command(context: click.Context, **options: Any) -> None:
             from ktbridge.serve.chat import engine
 
             base_model = options["base_model"] or options["model"]
-            flags = _engine_flags(context)
+            flags = _engine_flags(options["engine"], inference_of(context))
             child = stack.enter_context(
                 engine(base_model, options["adapter"], options["threads"], flags)
             )
@@ -96,7 +102,7 @@ def command(context: click.Context, **options: Any) -> None:
 
 def _prefer_options(context: click.Context, options: dict[str, Any]) -> None:
     """Drop what a file says of an engine where the command line names a server or another model."""
-    names: tuple[str, ...] = ("base_model", "adapter", "threads")
+    names: tuple[str, ...] = ("base_model", "adapter", "threads", "engine")
     if options["server"] is None:
         names = () if options["model"] is None else ("base_model",)
     for name in names:
@@ -104,22 +110,21 @@ def _prefer_options(context: click.Context, options: dict[str, Any]) -> None:
             options[name] = None
 
 
-def _engine_flags(context: click.Context) -> list[str]:
-    """Options of `ktbridge serve` for the engine that a file asks for."""
-    found = inference_of(context)
-    if found is None or found.engine is None:
-        return []
-    trusting = found.engine == "sglang" and found.trust_remote_code
-    return ["--engine", found.engine, *(["--trust-remote-code"] if trusting else [])]
+def _engine_flags(engine: str | None, file: Inference | None) -> list[str]:
+    """Options of `ktbridge serve` for the engine that is asked for."""
+    trusting = engine == "sglang" and file is not None and file.trust_remote_code
+    flags = [] if engine is None else ["--engine", engine]
+    return [*flags, *(["--trust-remote-code"] if trusting else [])]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raises UsageError unless they name either a server or a model to start an engine with."""
     if options["server"] is not None:
-        if any(options[name] is not None for name in ("base_model", "adapter", "threads")):
+        own = ("base_model", "adapter", "threads", "engine")
+        if any(options[name] is not None for name in own):
             raise UsageError(
-                "--base-model, --adapter and --threads are for an engine that chat starts; a server has "
-                "its own.",
+                "--base-model, --adapter, --threads and --engine are for an engine that chat starts; a "
+                "server has its own.",
                 "leave them out, or leave --server out",
             )
     elif options["base_model"] is not None and options["model"] is not None:

@@ -16,6 +16,7 @@ import click
 from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
+    from ktbridge.predict.prompts import Prepared as Asked
     from ktbridge.sft.base_model import Trainable
     from ktbridge.sft.config import TrainConfig
     from ktbridge.sft.prepare import Prepared
@@ -38,7 +39,8 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
-    from ktbridge.cli._ui import emit_json, print_notes, print_problems, progress_bar, shown, stderr
+    from ktbridge.cli import predict
+    from ktbridge.cli._ui import print_notes, print_problems, progress_bar, shown, stderr
     from ktbridge.sft.config import load_config
     from ktbridge.sft.data import describe
     from ktbridge.sft.launch import world
@@ -52,8 +54,6 @@ def command(
             _follow(parsed)
         return
     if not parsed.do_train:
-        from ktbridge.cli import predict
-
         predict.run(parsed, dry_run=dry_run, as_json=as_json)
         return
     print_notes(parsed.notes)
@@ -64,25 +64,33 @@ def command(
     with progress_bar("reading rows", unit="rows") as bar:
         ready = prepare.prepare(parsed, world().size, bar)
     print_problems(ready.notes)
-    if parsed.do_predict:  # rows that can't be used are told before hours of training
-        from ktbridge.cli import predict
-
-        asked = predict.read(parsed, before_training=True)
+    # Rows to predict that can't be used are told before hours of training, too.
+    asked = predict.read(parsed, before_training=True) if parsed.do_predict else None
     if dry_run:
         _show_plan(parsed, ready, as_json)
         return
-    stderr.print(shown(describe(ready.fitted)), soft_wrap=True)  # before hours of training
+    stderr.print(shown(describe(ready.fitted)), soft_wrap=True)
     result = _train_with_progress(parsed, ready)
+    notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
+    _report(result, notes, asked, as_json)
+
+
+def _report(
+    result: TrainResult, notes: list[dict[str, str]], asked: Asked | None, as_json: bool
+) -> None:
+    """Show what was trained, then predict what is ``asked``; exit with 1 where rows have no answer."""
+    from ktbridge.cli import predict
+    from ktbridge.cli._ui import emit_json, print_problems
+
     if not as_json:
         _show_result(result)
-    predicted = predict.answer(asked) if parsed.do_predict else None
+    predicted = predict.answer(asked) if asked else None
     if as_json:
-        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
-        more = {} if predicted is None else {"predictions": predicted.as_dict()}
+        more = {"predictions": predicted.as_dict()} if predicted else {}
         emit_json({**dataclasses.asdict(result), **more, "notes": notes})
-    elif predicted is not None:
+    elif predicted:
         predict.show(predicted)
-    if predicted is not None and predicted.problems:
+    if predicted and predicted.problems:
         print_problems(predicted.problems)
         sys.exit(1)
 
