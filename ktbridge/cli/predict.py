@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,9 @@ def answer(ready: Prepared) -> PredictResult:
     from ktbridge.cli.train import stdout_for_results
     from ktbridge.predict.run import plan_engine, predict
 
+    # A row that fails is a problem of the result; its traceback is for --debug.
+    if not click.get_current_context().meta.get("ktbridge.debug"):
+        logging.getLogger("ktbridge.serve.local.batch").setLevel(logging.CRITICAL)
     plan = plan_engine(ready)
     print_problems(found for found in plan.problems if found.severity != "info")
     come = 0

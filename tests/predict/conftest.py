@@ -9,10 +9,16 @@ from trainrun import conversation, write_lines
 
 from ktbridge.adapter import convert_adapter
 
-ROWS = [
-    conversation(f"How are you today {i}? 你喜欢吃苹果吗", f"I am fine, thank you. 我很喜欢 {i}")
-    for i in range(9)
-]
+
+@pytest.fixture(scope="session")
+def dataset():
+    """Nine rows."""
+    return [
+        conversation(
+            f"How are you today {i}? 你喜欢吃苹果吗", f"I am fine, thank you. 我很喜欢 {i}"
+        )
+        for i in range(9)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +30,11 @@ def gguf(base, adapter, tmp_path_factory):  # noqa: F811
 
 
 @pytest.fixture
-def write(tmp_path, base, adapter):  # noqa: F811
+def write(tmp_path, base, adapter, dataset):  # noqa: F811
     """write(rows, KEY=VALUE …): ``predict.yaml`` as LLaMA-Factory's example has it; returns its path."""
 
-    def make(rows=ROWS, **changes):
-        write_lines(tmp_path / "rows.jsonl", rows)
+    def make(rows=None, **changes):
+        write_lines(tmp_path / "rows.jsonl", rows or dataset)
         values = {
             "model_name_or_path": str(base), "adapter_name_or_path": str(adapter), "stage": "sft",
             "do_predict": True, "finetuning_type": "lora", "eval_dataset": "rows.jsonl", "cutoff_len": 256,
