@@ -231,6 +231,22 @@ class Staging:
             raise KtbridgeError(f"{self.target} {reason[0]}", reason[1])
 
 
+class RunLock(Lock):
+    """Within the block no other run of this machine writes to ``output_dir`` or its checkpoints.
+
+    Raises ``KtbridgeError`` with the other run's process id where there is one.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+        super().__init__(output_dir, self._refuse)
+
+    def _refuse(self, holder: str) -> None:
+        raise KtbridgeError(
+            f"another run is writing to {self.target} ({holder}).",
+            "Wait for it, end it, or give this run another output_dir.",
+        )
+
+
 def fsync_directory(path: Path) -> None:
     """Fsync ``path``, so that renames inside it are durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -98,6 +98,10 @@ Errors are reported all at once, before anything is started ([train.md](train.md
 message of KTC001 to KTC006 names the key, and its next step is about that key.
 """,
     ),
+    "predict": (
+        "Predictions: `ktbridge predict`",
+        "A killed run goes on with the same command ([predict.md](predict.md)).\n",
+    ),
     "experts": (
         "Routed experts: `ktbridge.sft` as a library, and `ktbridge train`",
         "Raised where a model is wrapped or given an adapter ([library.md](library.md)).\n",

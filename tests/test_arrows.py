@@ -14,7 +14,8 @@ FLOORS = (
     "model",
     "adapter",
     "experts",
-    "sft serve verify eval demo",
+    "sft serve verify eval recipe",
+    "demo predict",
     "cli",
     "__main__",
 )

@@ -38,6 +38,7 @@ PRELOADED = (
     "torch.distributed.tensor", "expertmoe", "ktbridge.cli.convert", "ktbridge.cli.validate",
     "ktbridge.cli.verify", "ktbridge.verify.run", "ktbridge.verify.reference_model", "ktbridge.cli.serve",
     "ktbridge.serve.local.launch", "ktbridge.serve.local.app", "ktbridge.serve.local.loading", "uvicorn",
+    "ktbridge.cli.predict", "ktbridge.predict.run", "ktbridge.predict.inference", "jieba",
 )  # fmt: skip
 
 

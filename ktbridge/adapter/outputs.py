@@ -227,6 +227,7 @@ OURS = re.compile(
     r"|(?:adapter_model|fused_expert_lora)(?:-\d+-of-\d+)?\.safetensors"
     r"|adapter_model\.safetensors\.index\.json|adapter_model\.gguf"
     r"|trainer_log\.jsonl|training_loss\.png|training_data\.json|refused_rows\.jsonl"
+    r"|generated_predictions\.jsonl|predict_results\.json|predict_refused_rows\.jsonl"
 )
 # Files that only training writes: a conversion can be repeated, training costs days.
 _TRAINED = re.compile(r"fused_expert_lora.*|trainer_log\.jsonl|training_(loss\.png|data\.json)")

@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": "Show what this machine can do: CPU ISA, memory, GPU, packages.",
     "plan": "Predict memory, disk and time of a training run, before it starts.",
     "train": "Fine-tune: experts on the CPU kernels, the rest by PEFT.",
+    "predict": "Answer a dataset's rows, with LLaMA-Factory's metrics.",
     "convert": "Turn a raw adapter into the layouts that engines serve.",
     "validate": "Check adapter directories for what engines would silently ignore.",
     "serve": "Serve a base model with its adapter over an OpenAI-compatible API.",

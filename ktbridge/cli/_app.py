@@ -51,7 +51,13 @@ class Command(click.Command):
     ) -> click.Context:
         own = args[: args.index("--")] if "--" in args else args
         debug = "--debug" in own or os.environ.get("KTBRIDGE_DEBUG", "") not in ("", "0")
-        context = super().make_context(info_name, args, parent, **extra)
+        try:
+            context = super().make_context(info_name, args, parent, **extra)
+        except KtbridgeError as error:  # of a file that gives the options their defaults
+            if debug:
+                raise
+            render(error, "--json" in own)
+            sys.exit(error.exit_code)
         context.meta["ktbridge.debug"] = debug
         return context
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TITLE = "Options of SGLang-KT (--engine sglang)"
 FLAGS = "engine flags after --"
+_NOT_GIVEN = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+"""Where values come from that nobody typed: our defaults, and those of an inference YAML."""
 _option: Any = partial(click.option, cls=TitledOption, title=TITLE)
 OPTIONS = (
     _option("--engine-version", metavar="VERSION", help="With --dry-run: of sglang-kt."),
@@ -75,8 +77,8 @@ def given(context: click.Context) -> list[str]:
     return [
         parameter.opts[0] if isinstance(parameter, click.Option) else FLAGS
         for parameter in context.command.params
-        if (getattr(parameter, "title", "") == TITLE or isinstance(parameter, click.Argument))
-        and context.get_parameter_source(parameter.name or "") is not ParameterSource.DEFAULT
+        if (getattr(parameter, "title", "") == TITLE or parameter.name == "flags")
+        and context.get_parameter_source(parameter.name or "") not in _NOT_GIVEN
         and context.params[parameter.name or ""] not in ((), None, False)
     ]
 

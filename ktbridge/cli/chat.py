@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ktbridge.cli._app import Command, Terminated, render, terminable
+from ktbridge.cli._inference import for_chat, from_file, inference_argument, inference_of
 from ktbridge.errors import KtbridgeError, UsageError
 
 if TYPE_CHECKING:
+    from ktbridge.predict.inference import Inference
     from ktbridge.serve.chat import Child, Conversation
 
 HELP = """\
@@ -26,6 +28,7 @@ HELP = """\
 
 
 @click.command(cls=Command)
+@inference_argument(for_chat, chat=True)
 @click.option(
     "--server",
     "--base-url",
@@ -54,19 +57,31 @@ HELP = """\
 @click.option("--seed", type=int, help="Repeatable answers.")
 @click.option("--threads", type=click.IntRange(1), help="With --base-model: CPU threads.")
 @click.option(
+    "--engine",
+    type=click.Choice(["auto", "sglang", "local"]),
+    help="With --base-model: as `ktbridge serve` has it.",
+)
+@click.option(
     "--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment."
 )
-def command(**options: Any) -> None:
+@click.pass_context
+def command(context: click.Context, **options: Any) -> None:
     """Chat with a served model, or with a base model's directory and its adapter.
 
-    With --base-model the embedded engine is started for the chat and ends with it. /help shows what
+    With --base-model the embedded engine is started for the chat and ends with it. The adapter may have
+    any format that `ktbridge convert` reads. CONFIG is LLaMA-Factory's inference YAML; options win over
+    it. /help shows what
     can be typed; on a pipe every line is a question (or a command), and answers go to stdout. The exit
     code is 1 if a line from a pipe failed.
 
     \b
     ktbridge chat --base-model MODEL --adapter OUTPUT/adapter
     ktbridge chat --server http://127.0.0.1:8000 --model tiny:neko
+    ktbridge chat inference.yaml --temperature 0
     """
+    _prefer_options(context, options)
+    found = inference_of(context)
+    options["top_p"] = found.top_p if found else None
     _check_options(options)
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, TextIOWrapper):
@@ -79,18 +94,39 @@ def command(**options: Any) -> None:
 
             base_model = options["base_model"] or options["model"]
             ensure_model(base_model)
-            child = stack.enter_context(engine(base_model, options["adapter"], options["threads"]))
+            flags = _engine_flags(options["engine"], inference_of(context))
+            child = stack.enter_context(
+                engine(base_model, options["adapter"], options["threads"], flags)
+            )
         failed = _converse(_conversation(options, child), child)
     sys.exit(1 if failed and not sys.stdin.isatty() else 0)
+
+
+def _prefer_options(context: click.Context, options: dict[str, Any]) -> None:
+    """Drop what a file says of an engine where the command line names a server or another model."""
+    names: tuple[str, ...] = ("base_model", "adapter", "threads", "engine")
+    if options["server"] is None:
+        names = () if options["model"] is None else ("base_model",)
+    for name in names:
+        if from_file(context, name):
+            options[name] = None
+
+
+def _engine_flags(engine: str | None, file: Inference | None) -> list[str]:
+    """Options of `ktbridge serve` for the engine that is asked for."""
+    trusting = engine == "sglang" and file is not None and file.trust_remote_code
+    flags = [] if engine is None else ["--engine", engine]
+    return [*flags, *(["--trust-remote-code"] if trusting else [])]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raises UsageError unless they name either a server or a model to start an engine with."""
     if options["server"] is not None:
-        if any(options[name] is not None for name in ("base_model", "adapter", "threads")):
+        own = ("base_model", "adapter", "threads", "engine")
+        if any(options[name] is not None for name in own):
             raise UsageError(
-                "--base-model, --adapter and --threads are for an engine that chat starts; a server has "
-                "its own.",
+                "--base-model, --adapter, --threads and --engine are for an engine that chat starts; a "
+                "server has its own.",
                 "leave them out, or leave --server out",
             )
     elif options["base_model"] is not None and options["model"] is not None:
@@ -111,7 +147,7 @@ def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversati
     from ktbridge.serve.chat import ADAPTER, Conversation, arms_of
     from ktbridge.served_names import adapter_name, split_name
 
-    asked = {name: options[name] for name in ("temperature", "max_tokens", "seed")}
+    asked = {name: options[name] for name in ("temperature", "top_p", "max_tokens", "seed")}
     if child is None:
         client = OpenAIClient(options["server"], options["api_key"])
         listed = client.models()

@@ -10,6 +10,7 @@ import click
 
 from ktbridge.cli._app import Command
 from ktbridge.cli._machine import described, machine_options
+from ktbridge.errors import UsageError
 
 if TYPE_CHECKING:
     from ktbridge.sft.plan import Plan
@@ -41,6 +42,11 @@ def command(
     from ktbridge.sft.plan import make_plan, this_machine
 
     parsed = load_config(config, overrides)
+    if not parsed.do_train:
+        raise UsageError(
+            f"{config} trains nothing: do_train is false.",
+            "`ktbridge predict CONFIG --dry-run` shows what would be answered.",
+        )
     target = this_machine(Path(parsed.output_dir), described(machine))
     declared = declared_model(parsed.model_name_or_path)
     ensure_rows(parsed)

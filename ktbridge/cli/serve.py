@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ktbridge.cli import _serve_local, _serve_sglang
 from ktbridge.cli._app import Command
+from ktbridge.cli._inference import for_serve, from_file, inference_argument
 
 
 def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -36,7 +38,20 @@ def _sglang_is_here() -> bool:
     return bool(read_gpus())
 
 
-@click.command(cls=Command)
+class _Serve(Command):
+    """What stands behind -- is the engine's, and never CONFIG."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        cut = args.index("--") if "--" in args else len(args)
+        left = super().parse_args(ctx, args[:cut])
+        if flags := args[cut + 1 :]:
+            ctx.params["flags"] = (*ctx.params["flags"], *flags)
+            ctx.set_parameter_source("flags", ParameterSource.COMMANDLINE)
+        return left
+
+
+@click.command(cls=_Serve)
+@inference_argument(for_serve)
 @click.option(
     "--base-model",
     "--model",
@@ -51,7 +66,7 @@ def _sglang_is_here() -> bool:
     multiple=True,
     metavar="NAME=DIR",
     callback=_named,
-    help="An adapter as training wrote it (or any layout): all of it.",
+    help="An adapter as training wrote it, or in any format that `ktbridge convert` reads: all of it.",
 )
 @click.option("--expert-adapter", metavar="DIR", help="Expert LoRA, serving layout.")
 @click.option(
@@ -118,16 +133,22 @@ def command(
     Requests choose the arm by the model name: S is base + expert LoRA, S:NAME the whole adapter
     NAME. With the local engine, S:base is the base model itself, and a name that isn't offered is
     a 404. With SGLang-KT, --dry-run shows which names there are; flags after -- are the engine's.
-    --cores, --memory, --gpus and --gpu-memory make that plan for another machine.
+    --cores, --memory, --gpus and --gpu-memory make that plan for another machine. CONFIG is
+    LLaMA-Factory's inference YAML, with API_HOST, API_PORT and API_KEY from the environment; options
+    win over it.
 
     \b
     ktbridge serve --base-model MODEL --adapter neko=OUTPUT/adapter --served-model-name tiny
     ktbridge serve --base-model MODEL --expert-adapter EXPERT --nonexpert-adapter neko=NONEXPERT
     ktbridge serve --base-model MODEL --adapter neko=OUTPUT/adapter --engine sglang --dry-run \\
         --cores 32 --memory 256GB --gpus 1 --gpu-memory 24GB
+    ktbridge serve inference.yaml --port 8001
     """
     from ktbridge.cli._hub import ensure_model
 
+    others = ("expert_adapter", "nonexpert_adapters", "merged_adapters")
+    if from_file(context, "adapters") and any(options[name] for name in others):
+        options["adapters"] = {}
     for_sglang = _serve_sglang.given(context)
     if engine == "auto":
         engine = "sglang" if for_sglang or _sglang_is_here() else "local"

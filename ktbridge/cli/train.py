@@ -16,6 +16,7 @@ import click
 from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
+    from ktbridge.predict.prompts import Prepared as Asked
     from ktbridge.sft.base_model import Trainable
     from ktbridge.sft.best_step import HeldOutResult
     from ktbridge.sft.config import TrainConfig
@@ -39,8 +40,9 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
-    from ktbridge.cli._hub import declared_model, ensure_model, ensure_rows, wait_for_model
-    from ktbridge.cli._ui import emit_json, print_notes, print_problems, progress_bar, shown, stderr
+    from ktbridge.cli import predict
+    from ktbridge.cli._hub import declared_model, ensure_model, ensure_rows
+    from ktbridge.cli._ui import print_notes, print_problems, progress_bar, shown, stderr
     from ktbridge.model import resolve_model
     from ktbridge.sft.config import load_config
     from ktbridge.sft.launch import world
@@ -51,25 +53,26 @@ def command(
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     here = world()
     if here.rank:  # only the first process reports
-        if not dry_run:
-            if here.local_rank:
-                wait_for_model(parsed.model_name_or_path)
-            else:  # the first of another host, whose cache may be its own
-                ensure_model(parsed.model_name_or_path, quiet=True)
-            _follow(parsed)
+        if parsed.do_train and not dry_run:
+            _follow(parsed, here.local_rank)
+        return
+    if not parsed.do_train:
+        predict.run(parsed, dry_run=dry_run, as_json=as_json)
         return
     print_notes(parsed.notes)
     declared = declared_model(parsed.model_name_or_path)
     if declared is None and not dry_run:
         ensure_model(parsed.model_name_or_path)
     ensure_rows(parsed)
-    with _stdout_for_results(), stderr.status("Loading torch …"):
+    with stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
 
         trainer.quiet_libraries()
     with progress_bar("reading rows", unit="rows") as bar:
         ready = prepare.prepare(parsed, here.size, bar, declared)
     print_problems(ready.notes)
+    # Rows to predict that can't be used are told before hours of training, too.
+    asked = predict.read(parsed, before_training=True) if parsed.do_predict else None
     if dry_run:
         _show_plan(parsed, ready, as_json)
         return
@@ -83,16 +86,39 @@ def command(
         print_problems(ready.notes[known:])
     _quantise(parsed, ready)
     result = _train_with_progress(parsed, ready)
-    if as_json:
-        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
-        emit_json({**dataclasses.asdict(result), "notes": notes})
-    else:
+    notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
+    _report(result, notes, asked, as_json)
+
+
+def _report(
+    result: TrainResult, notes: list[dict[str, str]], asked: Asked | None, as_json: bool
+) -> None:
+    """Show what was trained, then predict what is ``asked``; exit with 1 where rows have no answer."""
+    from ktbridge.cli import predict
+    from ktbridge.cli._ui import emit_json, print_problems
+
+    if not as_json:
         _show_result(result)
+    predicted = predict.answer(asked) if asked else None
+    if as_json:
+        more = {"predictions": predicted.as_dict()} if predicted else {}
+        emit_json({**dataclasses.asdict(result), **more, "notes": notes})
+    elif predicted:
+        predict.show(predicted)
+    if predicted and predicted.problems:
+        print_problems(predicted.problems)
+        sys.exit(1)
 
 
-def _follow(parsed: TrainConfig) -> None:
+def _follow(parsed: TrainConfig, local_rank: int) -> None:
     """Train as one of several processes that isn't the first."""
-    with _stdout_for_results():
+    from ktbridge.cli._hub import ensure_model, wait_for_model
+
+    if local_rank:
+        wait_for_model(parsed.model_name_or_path)
+    else:  # the first of another host, whose cache may be its own
+        ensure_model(parsed.model_name_or_path, quiet=True)
+    with stdout_for_results():
         from ktbridge.sft import trainer
 
         trainer.quiet_libraries()
@@ -194,7 +220,7 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
                 eta = timedelta(seconds=round(left))
                 stderr.print(f"step {step:>5}/{steps}  {figures}  eta {eta}")
 
-        with _stdout_for_results():
+        with stdout_for_results():
             return trainer.train(
                 config,
                 on_progress=bar,
@@ -216,7 +242,7 @@ def _details(record: dict[str, float]) -> str:
 
 
 @contextmanager
-def _stdout_for_results() -> Iterator[None]:
+def stdout_for_results() -> Iterator[None]:
     """Redirect libraries' stdout to stderr within the block, and permanently for their child processes.
 
     wandb's process, for example, still writes after the run; transformers logs about it on import.
@@ -277,7 +303,7 @@ def _show_plan(parsed: TrainConfig, ready: Prepared, as_json: bool) -> None:
     _show_trainable(trainable, parsed)
     for name, pieces in fitted.preview.items():
         _show_preview(name, pieces)
-    _show_refused(refused)
+    show_refused(refused)
     _show_steps(ready, parsed)
 
 
@@ -359,7 +385,7 @@ def _show_preview(name: str, pieces: list[tuple[str, bool]]) -> None:
     console.print("\n".join(f"    {line}" for line in text.split("\n")) + "\n", soft_wrap=True)
 
 
-def _show_refused(refused: list[dict[str, str]]) -> None:
+def show_refused(refused: list[dict[str, str]]) -> None:
     from ktbridge.cli._ui import console, shown
 
     if refused:

@@ -1,4 +1,4 @@
-"""Findings about training: the configuration, the run, the data, and a model's experts."""
+"""Findings about training: the configuration, the run, the data, predictions, and a model's experts."""
 
 from __future__ import annotations
 
@@ -86,6 +86,13 @@ DATA = Subject("Training data", "sft", (
     Code("KTD011", "error", "val_size leaves no row to train on", "Lower val_size, or name eval_dataset."),
 ))  # fmt: skip
 
+PREDICTIONS = Subject("Predictions", "predict", (
+    Code("KTP001", "error", "a row could not be answered; the results are those of the others",
+         "Run the same command again, which asks for these rows alone."),
+    Code("KTP002", "error", "unfinished predictions belong to another model, dataset or setting",
+         "Restore the setting, or delete the file of unfinished predictions to start anew."),
+))  # fmt: skip
+
 EXPERTS = Subject("Routed experts and their LoRA", "experts", (
     Code("KTL001", "error", "expert LoRA and routed experts are in different layers", _ITS_BASE),
     Code("KTL002", "error", "a tensor of the adapter has another shape than its place in the model",
@@ -103,4 +110,4 @@ EXPERTS = Subject("Routed experts and their LoRA", "experts", (
     Code("KTL007", "error", "the adapter has LoRA on a module that the model doesn't have", _ITS_BASE),
 ))  # fmt: skip
 
-SUBJECTS = (CONFIGURATION, RUN, DATA, EXPERTS)
+SUBJECTS = (CONFIGURATION, RUN, DATA, PREDICTIONS, EXPERTS)

@@ -127,7 +127,15 @@ def release_layers(model: torch.nn.Module, layers: Iterable[int]) -> None:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``path``. Raises KtbridgeError when it does not load."""
+    """The tokenizer in ``path``. Raises KtbridgeError when it does not load.
+
+    Without its files transformers would silently make an empty one.
+    """
+    if not any(any(path.glob(names)) for names in ("*token*", "vocab*", "*.model")):
+        raise KtbridgeError(
+            f"{path} has no tokenizer.",
+            "Copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into it.",
+        )
     with readable_load_errors(path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path)
 

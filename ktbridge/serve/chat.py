@@ -175,17 +175,23 @@ class Child:
 
 
 @contextmanager
-def engine(model: str, adapter: str | None = None, threads: int | None = None) -> Iterator[Child]:
+def engine(
+    model: str,
+    adapter: str | None = None,
+    threads: int | None = None,
+    flags: Sequence[str] = (),
+) -> Iterator[Child]:
     """`ktbridge serve` on a free loopback port, once it is ready.
 
-    ``adapter`` (any layout) is served as S:adapter. The child's output goes to our stderr. Raises
-    KtbridgeError when it ends before it is ready.
+    ``adapter`` (any format) is served as S:adapter. ``flags`` are further options of `ktbridge serve`. The
+    child's output goes to our stderr. Raises KtbridgeError when it ends before it is ready.
     """
     key = secrets.token_hex(16)
     command = [sys.executable, "-c", "from ktbridge.cli import main; main()", "serve"]
     command += ["--base-model", model, "--port", "0", "--json"]
     command += ["--adapter", f"{ADAPTER}={adapter}"] if adapter is not None else []
     command += ["--threads", str(threads)] if threads is not None else []
+    command += flags
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

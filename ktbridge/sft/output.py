@@ -1,4 +1,4 @@
-"""The output directory of a run: one run at a time, and what stands there when it is finished."""
+"""The output directory of a run: what stands there when it is finished."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import nn
 from ktbridge.adapter.outputs import LOG_FILE, PLOT_FILE, REFUSED_FILE
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.raw_adapter import save_raw_adapter
-from ktbridge.publish import Lock
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Refused, refused_file
 
@@ -25,22 +24,6 @@ Log = Sequence[Mapping[str, float]]
 """Records of training: step, loss and pace of each."""
 _LARGEST_RETRY = 100
 """Number of names tried in each place."""
-
-
-class RunLock(Lock):
-    """Within the block no other run of this machine writes to ``output_dir`` or its checkpoints.
-
-    Raises ``KtbridgeError`` with the other run's process id where there is one.
-    """
-
-    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
-        super().__init__(output_dir, self._refuse)
-
-    def _refuse(self, holder: str) -> None:
-        raise KtbridgeError(
-            f"another run is training into {self.target} ({holder}).",
-            "Wait for it, end it, or give this run another output_dir.",
-        )
 
 
 def files_beside(

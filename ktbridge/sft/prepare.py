@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import (
@@ -16,7 +16,7 @@ from transformers.utils import (
 )
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.model import find_model, resolve_model
@@ -28,13 +28,13 @@ from ktbridge.sft.data import Fitted, Rows, fit_rows, load_rows
 from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
+from ktbridge.sft.failures import Failures
 from ktbridge.sft.plan.declared import Declared
 from ktbridge.sft.plan.lengths import evaluation_steps, optimizer_steps
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 
-Result = TypeVar("Result")
 _OF_ROWS = ("KTD003", "KTD008")
 _FLASH = {
     "fa2": ("flash-attn", is_flash_attn_2_available),
@@ -76,6 +76,10 @@ def prepare(
     Reads and tokenizes the rows, calling ``on_rows(done, total)``, and leaves nothing on disk. Raises
     ``KtbridgeError`` and its children; ``ProblemsError`` with all of them where several things are wrong.
     """
+    if not config.do_train:
+        raise UsageError(
+            "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
+        )
     _check_packages(config)
     base, (trainable, model_notes), tokenizer, rows, quantised = _check_all(config, declared)
     own = identity(config, base, rows)
@@ -111,7 +115,7 @@ def prepare(
 
 
 def _check_packages(config: TrainConfig) -> None:
-    needed = _Failures("this run needs what isn't installed here; nothing was started.")
+    needed = Failures("this run needs what isn't installed here; nothing was started.")
     needed.of("report_to", lambda: check_reporters(config))
     needed.of("flash_attn", lambda: _check_attention(config))
     needed.of("kt_backend", lambda: _check_backend(config))
@@ -130,7 +134,7 @@ class _Checked(NamedTuple):
 
 def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     """Everything that can be wrong with output, model and rows, raised together."""
-    asked = _Failures("this run can't be started as it is.")
+    asked = Failures("this run can't be started as it is.")
     asked.of("output_dir", lambda: check_output_dir(config))
     asked.of("kt_optimize_rule", lambda: places(config))
     asked.of("kt_experts", lambda: check_expert_device(config))
@@ -138,7 +142,7 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
     quantised = None
     checked = asked.of("model", lambda: check_model(config, base, declared)) if base else None
-    tokenizer = asked.of("tokenizer", lambda: _tokenizer(base)) if base else None
+    tokenizer = asked.of("tokenizer", lambda: load_tokenizer(base)) if base else None
     rows = asked.of("dataset", lambda: load_rows(config))
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
@@ -190,36 +194,6 @@ def with_weights(config: TrainConfig, ready: Prepared) -> Prepared:
     return replace(ready, quantised=quantised_experts(config, ready.base), notes=notes)
 
 
-class _Failures:
-    """Failures of several independent checks, reported together."""
-
-    def __init__(self, sentence: str) -> None:
-        self._sentence = sentence
-        self._found: list[tuple[str, KtbridgeError]] = []
-
-    def of(self, where: str, check: Callable[[], Result]) -> Result | None:
-        """The check's result, or None where it fails; ``where`` is what it looks at."""
-        try:
-            return check()
-        except KtbridgeError as error:
-            self._found.append((where, error))
-            return None
-
-    def raise_collected(self) -> None:
-        """Raise a single failure as it is, several as one ProblemsError."""
-        if len(self._found) == 1:
-            raise self._found[0][1]
-        if self._found:
-            problems = [problem for found in self._found for problem in _problems(*found)]
-            raise ProblemsError(self._sentence, problems)
-
-
-def _problems(where: str, error: KtbridgeError) -> tuple[Problem, ...]:
-    if isinstance(error, ProblemsError) and error.problems:
-        return error.problems
-    return (problem("KTC014", where, error.sentence.rstrip("."), next_step=error.next_step),)
-
-
 def _check_attention(config: TrainConfig) -> None:
     """Refuse flash-attention that isn't there; with the package ``kernels`` transformers has its own."""
     package, available = _FLASH.get(config.flash_attn, ("", None))
@@ -259,16 +233,6 @@ def _quantised(config: TrainConfig, base: Path, declared: Declared | None) -> Qu
             "Make BF16 of them with scripts/dequantize_checkpoint.py, or leave kt_backend out.",
         )
     return None
-
-
-def _tokenizer(base: Path) -> PreTrainedTokenizerBase:
-    """The base's tokenizer; without its files transformers would silently make an empty one."""
-    if not any(any(base.glob(names)) for names in ("*token*", "vocab*", "*.model")):
-        raise KtbridgeError(
-            f"{base} has no tokenizer.",
-            "Copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into it.",
-        )
-    return load_tokenizer(base)
 
 
 def _check_packing(config: TrainConfig, base: Path) -> None:

@@ -26,6 +26,7 @@ from ktbridge.experts.nonexpert_lora import TunedModel
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.model import resolve_model
 from ktbridge.publish import OnProgress as OnBytes
+from ktbridge.publish import RunLock
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
@@ -36,7 +37,7 @@ from ktbridge.sft.data import data_file
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
-from ktbridge.sft.output import Log, RunLock, files_beside, write_output
+from ktbridge.sft.output import Log, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting

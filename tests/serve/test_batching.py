@@ -275,8 +275,14 @@ def test_packed_linears_compute_the_same():
 def test_a_draw_is_as_likely_as_its_word():
     """Frequencies of a seeded picker, within five standard deviations; a nucleus holds the rest out."""
     shares = torch.tensor([0.05, 0.5, 0.15, 0.0, 0.3])
-    for top_p, expected in ((1.0, shares), (0.7, torch.tensor([0, 0.625, 0, 0, 0.375]))):
-        picker = Sampler(Sampling(1, top_p=top_p, seed=5))
+    for top_p, top_k, expected in (
+        (1.0, 0, shares),
+        (0.7, 0, torch.tensor([0, 0.625, 0, 0, 0.375])),
+        (1.0, 3, torch.tensor([0, 0.5, 0.15, 0, 0.3]) / 0.95),
+        (0.6, 3, torch.tensor([0, 0.625, 0, 0, 0.375])),  # of the three alone
+        (1.0, 99, shares),
+    ):
+        picker = Sampler(Sampling(1, top_p=top_p, top_k=top_k, seed=5))
         drawn = torch.tensor([picker.pick(shares.log()) for _ in range(3000)])
         found = drawn.bincount(minlength=5) / len(drawn)
         assert bool(((found - expected).abs() <= 5 * (expected / len(drawn)).sqrt()).all())

@@ -70,7 +70,7 @@ def test_what_goes_wrong_is_said_and_counted(chat, server):
     assert "Traceback" not in done.stderr
     cases = {
         "there is nothing to chat with": (),
-        "--adapter and --threads": ("--base-url", server.url, "--adapter", "x"),
+        "--adapter, --threads and --engine": ("--base-url", server.url, "--adapter", "x"),
         "--base-model, --adapter": ("--server", server.url, "--base-model", "x"),
         "--base-model starts an engine": ("--model", "tiny", "--base-model", "x"),
         "is not a server's URL": ("--server", "127.0.0.1:8000", "--model", "tiny"),

@@ -8,10 +8,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ktbridge.adapter import convert_adapter
-from ktbridge.errors import ProblemsError, UsageError
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.serve.local.plan import plan_local
 from ktbridge.serve.local.sampling import prompt_logprobs
 from ktbridge.serve.request import ServeRequest
+from ktbridge.serve.sglang.adapters import read_sources
 
 PROMPT = list(range(30, 70))
 
@@ -48,6 +49,28 @@ def test_every_layout_serves_the_same(base, layouts):
         base, expert_adapter=layouts["expert"], nonexpert_adapters={"neko": layouts["nonexpert"]}
     )
     assert raw == merged == split
+
+
+@pytest.mark.parametrize("to", ["gguf", "sglang-3d"])
+def test_an_adapter_in_another_tools_format_serves_the_same(
+    base, adapter, to, tmp_path, monkeypatch
+):
+    """It is converted once, into the cache; a changed one is another adapter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    convert_adapter(adapter, to=to, output_dir=tmp_path / "other", base_model=str(base))
+    given = tmp_path / "other" / "adapter_model.gguf" if to == "gguf" else tmp_path / "other"
+    request = ServeRequest(str(base), adapters={"neko": str(given)}, served_name="s")
+    assert logprobs(base, adapters=request.adapters) == logprobs(
+        base, adapters={"neko": str(adapter)}
+    )
+    (made,) = (tmp_path / "cache").glob("ktbridge/serving/*")
+    (made / "fused_expert_lora.safetensors").write_bytes(b"")  # as a full disk might leave it
+    assert plan_local(request).expert == made
+    assert (made / "fused_expert_lora.safetensors").stat().st_size
+    assert read_sources(request)[0][0].path == made
+    given.unlink() if to == "gguf" else (given / "adapter_model.safetensors").unlink()
+    with pytest.raises(KtbridgeError, match=r"does not exist|no adapter weights"):
+        plan_local(request)
 
 
 def test_two_nonexpert_adapters_share_one_model(base, layouts, make_adapter):

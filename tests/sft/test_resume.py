@@ -234,8 +234,7 @@ def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> 
         second = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *overrides])
         assert second.exit_code == 1
         assert (
-            f"another run is training into {run_dir / 'raw'} (process {first.pid} on"
-            in second.stderr
+            f"another run is writing to {run_dir / 'raw'} (process {first.pid} on" in second.stderr
         )
     first.kill()  # and so gives the lock up
     first.communicate(200)

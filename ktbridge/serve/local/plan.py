@@ -15,6 +15,7 @@ from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.hub import short_name
+from ktbridge.serve.conversions import read_any
 from ktbridge.serve.doctor_packages import PACKAGES
 from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
 from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
@@ -122,13 +123,13 @@ def _halves(request: ServeRequest) -> tuple[Named, Named, list[str]]:
     seen: set[str] = set()
     for name, directory, layout in request.directories():
         if name is None:
-            expert.append(("--expert-adapter", _open(directory, layout).path))
+            expert.append(("--expert-adapter", _open(directory, layout, request.model).path))
             continue
         check_adapter_name(name)
         if name in seen:
             raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
         seen.add(name)
-        adapter = _open(directory, layout)
+        adapter = _open(directory, layout, request.model)
         if adapter.expert_layers():
             expert.append((name, adapter.path))
         if adapter.nonexpert_keys():
@@ -160,9 +161,9 @@ def _within(limits: Limits, config: ModelConfig) -> Limits:
     return replace(limits, context=own)
 
 
-def _open(directory: str, layout: str | None) -> Adapter:
-    """Open an adapter of ``layout`` (None: of any)."""
-    adapter = read_adapter(directory)
+def _open(directory: str, layout: str | None, model: str) -> Adapter:
+    """Open an adapter of ``layout`` (None: of any, in any format)."""
+    adapter = read_any(directory, model) if layout is None else read_adapter(directory)
     if layout is not None and adapter.layout != layout:
         option = OPTION_OF_LAYOUT[adapter.layout]
         raise UsageError(

@@ -24,7 +24,10 @@ SEED_STEP = 0x9E3779B97F4A7C15  # odd and large: seeds of neighbouring choices d
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a prompt. ``temperature`` 0 is greedy; ``top_logprobs`` None: no logprobs."""
+    """How to continue a prompt. ``temperature`` 0 is greedy; ``top_logprobs`` None: no logprobs.
+
+    ``top_k``: tokens that are sampled among, before ``top_p``; 0: all.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -33,6 +36,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Sampler:
     def __init__(self, sampling: Sampling, choice: int = 0) -> None:
         self.temperature = sampling.temperature
         self.top_p = sampling.top_p
+        self.top_k = sampling.top_k
         self.generator = torch.Generator()
         if sampling.seed is None:
             self.generator.seed()
@@ -155,8 +160,8 @@ class Sampler:
         # Subtracting the maximum first keeps a small temperature from making inf - inf.
         scaled = row.float()
         probabilities = ((scaled - scaled.max()) / self.temperature).softmax(-1)
-        if self.top_p < 1:
-            likeliest, ids = _head(probabilities, self.top_p)
+        if self.top_k or self.top_p < 1:
+            likeliest, ids = _head(probabilities, self.top_p, self.top_k)
             return int(ids[self._draw(likeliest)])
         return self._draw(probabilities)
 
@@ -170,9 +175,18 @@ class Sampler:
         return min(int(torch.searchsorted(sums, at, right=True)), len(weights) - 1)
 
 
-def _head(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-p nucleus of ``probabilities`` [V], descending, and its ids: the shortest prefix with ``top_p``."""
+def _head(
+    probabilities: torch.Tensor, top_p: float, top_k: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-p nucleus of ``probabilities`` [V], descending, and its ids: the shortest prefix with ``top_p``.
+
+    With ``top_k`` it is the nucleus of the ``top_k`` likeliest, as if there were no others.
+    """
     whole = len(probabilities)
+    if 0 < top_k < whole:
+        likeliest, ids = probabilities.topk(top_k)
+        nucleus, places = _head(likeliest / likeliest.sum(), top_p)
+        return nucleus, ids[places]
     # Sorting the whole vocabulary is the slowest part, and seldom needed.
     for size in (min(HEAD, whole), whole):
         likeliest, ids = probabilities.topk(size)

@@ -1,9 +1,7 @@
 """The adapters of a launch: the halves that each has, their layout, and a cache of conversions.
 
-A directory of the cache is named by a hash over the content of its sources, so an adapter that was
-rewritten in place, with the same size and time, is another directory. The engine keeps a split copy of a
-merged adapter by path, time and size; it is pointed to a directory of ours for the same reason (and
-because its own lies in /tmp under a predictable name).
+The engine keeps a split copy of a merged adapter by path, time and size; it is pointed to a directory of
+the cache, which is named by content (and the engine's own lies in /tmp under a predictable name).
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,12 +22,10 @@ from ktbridge.adapter.keys import FUSED_NAMES, fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE, trained_on
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import hash_file
+from ktbridge.serve.conversions import RECIPE, is_intact, read_any
 from ktbridge.serve.request import OPTION_OF_LAYOUT, RequestedLayout, ServeRequest
 
-# Part of every key: bump it when the conversion's output changes, to invalidate old results.
-_RECIPE = "1"
 ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]
 
 
@@ -66,7 +61,8 @@ def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Proble
     # Whole adapters first: their order is part of the command line and of the cache's keys.
     for name, directory, layout in sorted(request.directories(), key=lambda given: bool(given[2])):
         try:
-            adapter = read_adapter(directory)
+            whole = layout is None
+            adapter = read_any(directory, request.model) if whole else read_adapter(directory)
         except ProblemsError as error:
             problems += error.problems
             continue
@@ -204,15 +200,9 @@ class Conversion:
         return {"layout": self.layout, "sources": sources, "target": str(self.target)}
 
 
-def cache_root() -> Path:
-    """$XDG_CACHE_HOME/ktbridge/serving, or below ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "ktbridge" / "serving"
-
-
 def cached(sources: Sequence[Source], root: Path) -> Path:
     """The directory below ``root`` for what is made from ``sources``."""
-    digest = hashlib.sha256(_RECIPE.encode())
+    digest = hashlib.sha256(RECIPE.encode())
     for source in sources:
         digest.update(f"\0{source.layout}\0{source.digest}".encode())
     return root / digest.hexdigest()[:24]
@@ -244,22 +234,6 @@ def convert(conversion: Conversion) -> bool:
         if joined is not None:
             shutil.rmtree(joined, ignore_errors=True)
     return True
-
-
-def is_intact(directory: Path, layout: str) -> bool:
-    """Whether a converted directory matches its manifest, by size and hash."""
-    with suppress(KtbridgeError, OSError):
-        manifest = read_json_file(directory / MANIFEST_FILE)
-        artifacts = manifest.get("artifacts")
-        if manifest.get("layout") != layout or not isinstance(artifacts, dict) or not artifacts:
-            return False
-        return all(
-            isinstance(record, dict)
-            and (directory / name).stat().st_size == record.get("size")
-            and hash_file(directory / name) == record.get("sha256")
-            for name, record in artifacts.items()
-        )
-    return False
 
 
 def _join(expert: Path, nonexpert: Path, target: Path, base_model: str) -> None:

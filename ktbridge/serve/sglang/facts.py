@@ -25,8 +25,9 @@ from ktbridge.model import (
 )
 from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
+from ktbridge.serve.conversions import cache_root
 from ktbridge.serve.request import SglangRequest
-from ktbridge.serve.sglang.adapters import Source, cache_root, read_sources
+from ktbridge.serve.sglang.adapters import Source, read_sources
 from ktbridge.units import size_text
 
 LOGGING = "SGLANG_LOGGING_CONFIG_PATH"

@@ -13,7 +13,7 @@ tools, paths.py what is relative to the file (and KTransformers' rule files), ch
 keys; findings.py collects what is wrong, reading.py combines them.
 """
 
-from ktbridge.sft.config.paths import check_output_dir
+from ktbridge.sft.config.paths import check_output_dir, check_writable
 from ktbridge.sft.config.reading import load_config, parse_config
 from ktbridge.sft.config.schema import KtConfig, TrainConfig
 
@@ -21,6 +21,7 @@ __all__ = [
     "KtConfig",
     "TrainConfig",
     "check_output_dir",
+    "check_writable",
     "load_config",
     "parse_config",
 ]

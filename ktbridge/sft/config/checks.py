@@ -10,6 +10,7 @@ from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
 from ktbridge.sft.config.schema import METRICS, QUANTISING, TrainConfig, options
 
 _DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
+_ANSWERS = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k")
 _STORED = {"RAWINT4": "INT4", "MXFP4": "MXFP4", "rawint4": "INT4", "mxfp4": "MXFP4"}
 """What KTransformers' backends and formats read, which nothing is converted to."""
 
@@ -22,14 +23,16 @@ def check(config: TrainConfig, given: Collection[str], findings: Findings) -> No
     _needed(config, findings)
     _contradictions(config, given, findings)
     _held_out(config, given, findings)
+    _check_prediction(config, findings)
     _notes_on_training(config, given, findings)
     _notes_on_experts(config, findings)
 
 
 def _needed(config: TrainConfig, findings: Findings) -> None:
-    for key, value in (("use_kt", config.use_kt), ("do_train", config.do_train)):
-        if not value:
-            findings.error(key, "false", "true", options(TrainConfig)[key].metadata["hint"])
+    if not config.use_kt:
+        findings.error("use_kt", "false", "true", options(TrainConfig)["use_kt"].metadata["hint"])
+    if not config.do_train and not config.do_predict:
+        findings.error("do_train", "false", "true", "Or set do_predict: true.")
     if config.expert_rank > MAX_EXPERT_RANK:
         findings.error(
             "lora_rank",
@@ -96,6 +99,25 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
     )  # fmt: skip
 
 
+def _check_prediction(config: TrainConfig, findings: Findings) -> None:
+    if not config.do_predict:
+        return
+    if config.stage == "dpo":
+        findings.error(
+            "do_predict",
+            "true with stage: dpo",
+            "stage: sft",
+            "Train without it, then predict rows that are conversations: `ktbridge predict CONFIG stage=sft "
+            "eval_dataset=FILE`.",
+            code=CONTRADICTION,
+        )
+    if not config.predict_with_generate:
+        hint = options(TrainConfig)["predict_with_generate"].metadata["hint"]
+        findings.error(
+            "predict_with_generate", "false with do_predict", "true", hint, CONTRADICTION
+        )
+
+
 def _held_out(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
     there = bool(config.eval_dataset or config.val_size)
     at_steps = config.eval_strategy in ("steps", "epoch")
@@ -144,6 +166,10 @@ def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Fi
         for key in _DPO:
             if key in given:
                 findings.note(key, "it is for stage: dpo", "", "Leave it out.")
+    if not config.do_predict:
+        for key in _ANSWERS:
+            if key in given:
+                findings.note(key, "it is for do_predict", "", "Leave it out.")
     if config.lora_dropout:
         findings.note(
             "lora_dropout", "the expert LoRA has none: it is for the non-experts alone", "",

@@ -47,6 +47,13 @@ class Foreign:
         own = self._exact.get(key)
         return own or next((r for start, r in self._starts.items() if key.startswith(start)), None)
 
+    def foreign(self, key: str, known: Iterable[str]) -> Row | None:
+        """The row for ``key``, unless it only begins like one and is likely a ``known`` key misspelled."""
+        row = self.row(key)
+        if key in self._exact or not difflib.get_close_matches(key, known, 1, cutoff=0.85):
+            return row
+        return None
+
     def take(
         self, values: Mapping[str, object], known: Iterable[str], prefix: str, findings: Findings
     ) -> dict[str, object]:
@@ -57,10 +64,8 @@ class Foreign:
         known = tuple(known)
         rest = {}
         for key, value in values.items():
-            row = None if key in known else self.row(key)
-            if row is None or (
-                key not in self._exact and difflib.get_close_matches(key, known, 1, cutoff=0.85)
-            ):
+            row = None if key in known else self.foreign(key, known)
+            if row is None:
                 rest[key] = value
             elif value is not None and not any(_equal(value, idle) for idle in row.same):
                 report = findings.error if row.refused else findings.note

@@ -68,7 +68,7 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     if main.get("adapter_name_or_path"):
         adapter = at(main["adapter_name_or_path"])
         main["adapter_name_or_path"] = str(adapter)
-        if not adapter.is_dir():
+        if not (adapter.is_dir() or (adapter.is_file() and not main.get("do_train", True))):
             step = "`ktbridge convert --to raw` makes one of other layouts."
             expected = "one raw adapter, as `ktbridge train` leaves it"
             _not_there(findings, "adapter_name_or_path", adapter, expected, step)
@@ -245,10 +245,7 @@ def _apply_rule(main: Values, kt: Values, root: Path, findings: Findings) -> Non
 
 
 def check_output_dir(config: TrainConfig) -> None:
-    """Refuse an output directory that could not be written, before any work is done for it.
-
-    Tests it by creating an empty directory where the adapter's would be, and removing it.
-    """
+    """Refuse an output directory that could not be written, before any work is done for it."""
     output = Path(config.output_dir)
     reason = why_not_writable(output, config.overwrite_output_dir)
     if reason:
@@ -256,6 +253,11 @@ def check_output_dir(config: TrainConfig) -> None:
         if why_not_writable(output, overwrite=True) is None:
             step += ", or overwrite_output_dir=true"
         raise UsageError(f"{output} {reason[0]}.", f"{step}.")
+    check_writable(output)
+
+
+def check_writable(output: Path) -> None:
+    """Create an empty directory where ``output`` would be, and remove it. Raises UsageError."""
     parent = next(path for path in output.absolute().parents if path.exists())
     try:
         os.rmdir(tempfile.mkdtemp(prefix=f".{output.name}.", dir=parent))

@@ -38,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             f"there is no configuration file {str(path)!r}.",
             "`ktbridge demo` writes a complete example (demo.yaml).",
         )
-    values = _yaml(path)
+    values = read_yaml(path)
     for override in overrides:
         _override(values, override)
     return parse_config(values, str(path), path.resolve().parent)
@@ -65,22 +65,35 @@ def parse_config(
     flat = {str(key): value for key, value in values.items() if key != "kt_config"}
     nested = {str(key): value for key, value in (block or {}).items()}
     outside, inside = moved(flat, nested, findings)
-    main = _parsed(TrainConfig, outside, OUTSIDE, "", findings)
-    kt = _parsed(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
+    if outside.get("do_predict") and outside.get("do_train") is None:
+        outside["do_train"] = False  # as in LLaMA-Factory's files for prediction
+    unneeded = ("dataset",) if outside.get("do_train") is False else ()
+    main = parse_keys(TrainConfig, outside, OUTSIDE, "", findings, unneeded)
+    kt = parse_keys(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
     if root is not None:
         paths.resolve(main, kt, root, findings)
         findings.errors += launch_problems()
     config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
+    if config.do_predict and outside.get("eval_dataset") is None:
+        findings.error("eval_dataset", "missing", "a value", code=NOT_GIVEN)
     check(config, {*main, *(f"kt_config.{key}" for key in kt)}, findings)
     findings.raise_errors()
     packing = config.packing or config.neat_packing
     return replace(config, packing=packing, notes=tuple(findings.notes))
 
 
-def _parsed(
-    cls: type, values: Mapping[str, object], foreign: Foreign, prefix: str, findings: Findings
+def parse_keys(
+    cls: type,
+    values: Mapping[str, object],
+    foreign: Foreign,
+    prefix: str,
+    findings: Findings,
+    unneeded: Sequence[str] = (),
 ) -> Values:
-    """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out."""
+    """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out.
+
+    Keys without a default that are missing are errors, but for those that are ``unneeded``.
+    """
     known = options(cls)
     given = {key: value for key, value in values.items() if value is not None or key not in known}
     result: Values = {}
@@ -97,7 +110,7 @@ def _parsed(
             hint = known[key].metadata["hint"] or _unquoted(value, known[key].metadata["parse"])
             findings.error(f"{prefix}{key}", shown(value), str(error), hint)
     for key, item in known.items():
-        if item.default is MISSING and key not in given:
+        if item.default is MISSING and key not in given and key not in unneeded:
             findings.error(f"{prefix}{key}", "missing", "a value", code=NOT_GIVEN)
     return result
 
@@ -147,7 +160,7 @@ def _override(values: dict[object, Any], text: str) -> None:
     values[key] = paths.typed(key, parsed)
 
 
-def _yaml(path: Path) -> dict[Any, Any]:
+def read_yaml(path: Path) -> dict[Any, Any]:
     """The keys and values in a file. Raises ``UsageError`` naming the line where it isn't YAML."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)

@@ -98,6 +98,12 @@ def strategy(value: object) -> str:
     return str(one_of("steps", "epoch", "no")("no" if value is False else value))
 
 
+def fraction(value: object) -> float:
+    if not (found := number(value)) or found > 1:
+        raise ValueError("a number above 0, at most 1")
+    return found
+
+
 def flag_or_path(value: object) -> bool | str:
     """``null`` is what LLaMA-Factory's examples write for false; a flag in quotes is no path."""
     if value is None:

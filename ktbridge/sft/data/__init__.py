@@ -5,9 +5,9 @@
 in a line, and ``refused_file`` lists those that are not trained on.
 """
 
-from ktbridge.sft.data.fit import Fitted, data_file, describe, fit_rows
+from ktbridge.sft.data.fit import Fitted, all_refused, data_file, describe, fit_rows
 from ktbridge.sft.data.layout import Message, Pair
-from ktbridge.sft.data.rows import Refused, Rows, load_rows, refused_file
+from ktbridge.sft.data.rows import Refused, Rows, load_rows, refused_file, refused_note
 
 __all__ = [
     "Fitted",
@@ -15,9 +15,11 @@ __all__ = [
     "Pair",
     "Refused",
     "Rows",
+    "all_refused",
     "data_file",
     "describe",
     "fit_rows",
     "load_rows",
     "refused_file",
+    "refused_note",
 ]

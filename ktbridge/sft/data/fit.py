@@ -83,14 +83,7 @@ def fit_rows(
             refused.append(Refused(rows.places[number], why, fit.plain(given[number])))
         if on_progress:
             on_progress(start + len(batch), len(given))
-    if not fit.used:
-        raise _nothing_left(refused, len(given))
-    everything = [*rows.refused, *refused]
-    if config.strict_data and everything:
-        raise unusable(everything, rows.total)
-    share = len(everything) / rows.total
-    if share > TOO_MANY and not config.allow_refused_rows:
-        raise _too_many(everything, rows.total)
+    everything = all_refused(rows, refused, config)
     return Fitted(
         dataset=fit.dataset(),
         total=rows.total,
@@ -109,6 +102,22 @@ def fit_rows(
             *stop_note(fit.last_learned, tokenizer),
         ],
     )
+
+
+def all_refused(rows: Rows, refused: list[Refused], config: TrainConfig) -> list[Refused]:
+    """The rows refused when they were read, and ``refused`` of those that could be read.
+
+    Raises ProblemsError when nothing is left, when there are too many of them or, with ``strict_data``, any.
+    """
+    if len(refused) == len(rows.places):
+        raise _nothing_left(refused, len(refused))
+    everything = [*rows.refused, *refused]
+    if config.strict_data and everything:
+        raise unusable(everything, rows.total)
+    share = len(everything) / rows.total
+    if share > TOO_MANY and not config.allow_refused_rows:
+        raise _too_many(everything, rows.total)
+    return everything
 
 
 def data_file(fitted: Fitted, config: TrainConfig) -> bytes:

@@ -271,8 +271,10 @@ def _notes(
         )
 
 
-def refused_note(refused: list[Refused], total: int, where: str) -> Iterator[Problem]:
-    """A warning where many rows are left out; a few are only counted in the summary line."""
+def refused_note(
+    refused: list[Refused], total: int, where: str = "dataset", file: str = REFUSED_FILE
+) -> Iterator[Problem]:
+    """A warning where many rows of ``where`` are left out, which ``file`` will list; few are only counted."""
     if len(refused) > LOUD * total:
         yield problem(
             "KTD008",
@@ -280,7 +282,7 @@ def refused_note(refused: list[Refused], total: int, where: str) -> Iterator[Pro
             f"{len(refused):,} of {total:,} rows ({len(refused) / total:.0%}) can't be used: "
             f"{reasons(refused)}",
             f"at most {LOUD:.0%}",
-            f"Read {REFUSED_FILE} in output_dir, or the lines that --dry-run lists.",
+            f"Read {file} in output_dir, or the lines that --dry-run lists.",
         )
 
 

@@ -1,0 +1,83 @@
+"""LLaMA-Factory's inference YAML as an optional argument: its values are defaults of a command's options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+if TYPE_CHECKING:
+    from ktbridge.predict.inference import Inference
+
+ADAPTER = "adapter"
+"""The name that the adapter of a file is served by."""
+_META = "ktbridge.inference"
+_ENVIRONMENT = {"host": "API_HOST", "port": "API_PORT", "api_key": "API_KEY"}
+"""Variables that LLaMA-Factory's API reads, by our option."""
+Defaults = Callable[["Inference"], dict[str, Any]]
+
+
+def inference_argument(
+    defaults: Defaults, chat: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the argument CONFIG to a command; ``defaults`` maps a file to defaults of its options."""
+
+    def read(context: click.Context, _: click.Parameter, path: str | None) -> None:
+        if path is None or context.resilient_parsing:
+            return
+        from ktbridge.cli._ui import print_notes
+        from ktbridge.predict.inference import load_inference
+
+        found = context.meta[_META] = load_inference(path, chat)
+        print_notes(found.notes)
+        given = {name: value for name, value in defaults(found).items() if value is not None}
+        context.default_map = given
+
+    return click.argument(
+        "config",
+        required=False,
+        is_eager=True,
+        expose_value=False,
+        callback=read,
+        metavar="[CONFIG]",
+    )
+
+
+def inference_of(context: click.Context) -> Inference | None:
+    """What the command's file asks for, if one was given."""
+    found: Inference | None = context.meta.get(_META)
+    return found
+
+
+def from_file(context: click.Context, option: str) -> bool:
+    """Whether an option has its value from the file alone."""
+    return context.get_parameter_source(option) is ParameterSource.DEFAULT_MAP
+
+
+def for_chat(found: Inference) -> dict[str, Any]:
+    """Defaults of `ktbridge chat`."""
+    return {
+        "base_model": found.model,
+        "adapter": found.adapter,
+        "system": found.system,
+        "temperature": found.temperature,
+        "max_tokens": found.max_tokens,
+        "threads": found.threads,
+        "engine": found.engine,
+    }
+
+
+def for_serve(found: Inference) -> dict[str, Any]:
+    """Defaults of `ktbridge serve`, with LLaMA-Factory's environment variables."""
+    environment = {name: os.environ.get(variable) for name, variable in _ENVIRONMENT.items()}
+    return {
+        "model": found.model,
+        "adapters": [f"{ADAPTER}={found.adapter}"] if found.adapter else None,
+        "engine": found.engine,
+        "trust_remote_code": found.trust_remote_code or None,
+        "threads": found.threads,
+        **environment,
+    }

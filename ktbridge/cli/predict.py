@@ -1,0 +1,178 @@
+"""ktbridge predict CONFIG: answer a dataset's rows, as LLaMA-Factory's predict_with_generate does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from ktbridge.cli._app import Command
+
+if TYPE_CHECKING:
+    from ktbridge.predict.prompts import Prepared
+    from ktbridge.predict.run import PredictResult
+    from ktbridge.sft.config import TrainConfig
+
+PREVIEW = 2000
+"""Number of characters shown of the first prompt."""
+
+
+@click.command(cls=Command)
+@click.argument("config", type=click.Path(dir_okay=False))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--dry-run", is_flag=True, help="Check everything that needs no weights, then stop.")
+@click.option("--strict-data", is_flag=True, help="Refuse the run if any row can't be used.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    config: str, overrides: tuple[str, ...], dry_run: bool, strict_data: bool, as_json: bool
+) -> None:
+    """Answer the rows of `eval_dataset` with the base model and its adapter, and measure the answers.
+
+    CONFIG is a training YAML with LLaMA-Factory's field names; KEY=VALUE overrides one of them. The
+    adapter is `adapter_name_or_path`, of any format that `ktbridge convert` reads, or what CONFIG itself
+    has trained. The output directory gets generated_predictions.jsonl and predict_results.json. A killed
+    run goes on with the same command. The exit code is 1 if rows could not be answered.
+
+    \b
+    ktbridge predict run.yaml eval_dataset=held-out.jsonl max_new_tokens=256 do_sample=false
+    ktbridge predict run.yaml eval_dataset=held-out.jsonl max_samples=20 --dry-run
+    """
+    from ktbridge.sft.config import load_config
+
+    more = ["do_predict=true", *(["strict_data=true"] if strict_data else [])]
+    parsed = load_config(config, (*overrides, *more))
+    run(parsed, dry_run=dry_run, as_json=as_json)
+
+
+def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool) -> None:
+    """Predict, or show what would be predicted."""
+    from ktbridge.cli._hub import ensure_model, ensure_rows
+    from ktbridge.cli._ui import emit_json, print_notes, print_problems
+    from ktbridge.sft.launch import world
+
+    if world().rank:  # the first process alone predicts
+        return
+    print_notes(parsed.notes)
+    ensure_model(parsed.model_name_or_path, weights=not dry_run)
+    ensure_rows(parsed)
+    ready = read(parsed)
+    if dry_run:
+        _show_plan(ready, as_json)
+        return
+    result = answer(ready)
+    if as_json:
+        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes)]
+        emit_json({**result.as_dict(), "notes": notes})
+    else:
+        show(result)
+    print_problems(result.problems)
+    sys.exit(1 if result.problems else 0)
+
+
+def read(parsed: TrainConfig, before_training: bool = False) -> Prepared:
+    """Everything that needs neither weights nor the adapter; prints what is to be noted."""
+    from ktbridge.cli._ui import print_problems, progress_bar, stderr
+    from ktbridge.cli.train import stdout_for_results
+
+    with stdout_for_results(), stderr.status("Loading torch …"):
+        from ktbridge.predict.prompts import prepare
+    with progress_bar("reading rows", unit="rows") as bar:
+        ready = prepare(parsed, bar, before_training)
+    print_problems(ready.notes)
+    return ready
+
+
+def answer(ready: Prepared) -> PredictResult:
+    """Predict with a bar showing rows and ETA. Raises KeyboardInterrupt saying how far it came."""
+    from ktbridge.cli._app import terminable
+    from ktbridge.cli._ui import print_problems, progress_bar, stderr
+    from ktbridge.cli.train import stdout_for_results
+    from ktbridge.predict.run import plan_engine, predict
+
+    # A row that fails is a problem of the result; its traceback is for --debug.
+    if not click.get_current_context().meta.get("ktbridge.debug"):
+        logging.getLogger("ktbridge.serve.local.batch").setLevel(logging.CRITICAL)
+    plan = plan_engine(ready)
+    print_problems(found for found in plan.problems if found.severity != "info")
+    come = 0
+
+    def on_loading() -> None:
+        stderr.print(f"loading {plan.model} ...", markup=False, soft_wrap=True)
+
+    with terminable(), stdout_for_results(), progress_bar("answering", unit="rows") as bar:
+
+        def on_progress(done: int, total: int) -> None:
+            nonlocal come
+            come = done
+            bar(done, total)
+
+        try:
+            return predict(ready, plan, on_progress, on_loading)
+        except KeyboardInterrupt as stop:
+            said = f"{come:,} of {len(ready.prompts):,} rows are answered; the same command goes on"
+            raise type(stop)(said) from None
+
+
+def show(result: PredictResult) -> None:
+    """The metrics, and how many rows they are of."""
+    from ktbridge.cli._ui import console
+
+    for name, value in sorted(result.metrics.items()):
+        console.print(f"{name:28} {value:g}", markup=False)
+    parts = {
+        "answered before": result.resumed,
+        "cut at max_new_tokens": result.cut,
+        "refused": result.refused,
+        "without an answer": len(result.problems),
+    }
+    more = "".join(f", {count:,} {what}" for what, count in parts.items() if count)
+    who = f"with {result.adapter}" if result.adapter else "by the base model, without an adapter"
+    line = f"answered {result.answered:,} of {result.rows:,} rows {who}{more}"
+    console.print(line, markup=False, soft_wrap=True)
+    for name in result.files:
+        console.print(f"  {result.output_dir}/{name}", markup=False, soft_wrap=True)
+
+
+def _show_plan(ready: Prepared, as_json: bool) -> None:
+    """--dry-run: who answers, how, the first prompt with its label, refused rows."""
+    from ktbridge.cli._ui import console, emit_json, shown
+    from ktbridge.cli.train import show_refused
+    from ktbridge.predict.run import plan_engine, sampling_of
+
+    plan, first = plan_engine(ready), ready.prompts[0]
+    sampling = sampling_of(ready.config, 0, ready.context - len(first.ids))
+    refused = [{"where": item.where, "why": item.why} for item in ready.refused]
+    document = {
+        "base": str(ready.base),
+        "arm": plan.arms[0].description,
+        "adapter": str(plan.expert or next((path for _, path in plan.nonexpert), "")) or None,
+        "rows": ready.total,
+        "prompts": len(ready.prompts),
+        "prompt_tokens": sum(len(prompt.ids) for prompt in ready.prompts),
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "first": {"prompt": first.text, "label": first.label, "tokens": len(first.ids)},
+        "refused": refused,
+    }
+    if as_json:
+        notes = [note.as_dict() for note in (*ready.config.notes, *ready.notes)]
+        emit_json({**document, "notes": notes})
+        return
+    console.print(
+        f"{document['arm']} of {ready.base} answers {len(ready.prompts):,} of {ready.total:,} rows, "
+        f"{document['prompt_tokens']:,} tokens, with at most {sampling.max_tokens:,} each",
+        markup=False,
+        soft_wrap=True,
+    )
+    if document["adapter"]:
+        console.print(f"adapter: {document['adapter']}", markup=False, soft_wrap=True)
+    console.print(f"the first prompt, {len(first.ids):,} tokens, and its label:")
+    for text in (first.text, first.label):
+        lines = text[:PREVIEW].split("\n")
+        console.print("\n".join(f"    {shown(line)}" for line in lines), soft_wrap=True)
+        if len(text) > PREVIEW:
+            console.print(f"    … ({len(text) - PREVIEW:,} characters more)")
+        console.print()
+    show_refused(refused)

@@ -1,0 +1,162 @@
+"""The rows of ``eval_dataset`` as prompts and labels, checked before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.experts.loading import load_tokenizer
+from ktbridge.install import install_hint
+from ktbridge.model import find_model, read_model_config, resolve_model
+from ktbridge.predict.journal import journal_of
+from ktbridge.predict.results import PREDICTIONS, REFUSED
+from ktbridge.serve.local.plan import check_installed
+from ktbridge.sft.config import TrainConfig, check_writable
+from ktbridge.sft.data import Refused, all_refused, load_rows, refused_note
+from ktbridge.sft.data.chat import ChatTemplate
+from ktbridge.sft.failures import Failures
+
+if TYPE_CHECKING:
+    from ktbridge.sft.data import Rows
+
+BATCH = 256
+"""Rows tokenized at once, and between two calls of ``on_rows``."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation up to its last answer, as a server's chat template writes it, and that answer."""
+
+    text: str
+    ids: list[int]
+    label: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Predictions that are ready to be made. ``context``: tokens of the model, prompt and answer together."""
+
+    config: TrainConfig
+    base: Path
+    context: int
+    prompts: list[Prompt]
+    refused: list[Refused]
+    total: int
+    notes: tuple[Problem, ...]
+
+
+def prepare(
+    config: TrainConfig, on_rows: Progress | None = None, before_training: bool = False
+) -> Prepared:
+    """Check everything that needs neither weights nor the adapter, and read the rows.
+
+    Calls ``on_rows(done, total)``, and leaves nothing on disk. ``before_training``: the adapter is trained
+    first, and its output directory is for training to check. Raises ``KtbridgeError`` and its children;
+    ``ProblemsError`` with all of them where several things are wrong.
+    """
+    check_installed()
+    if find_spec("jieba") is None:
+        raise KtbridgeError("the metrics of predictions need jieba.", install_hint("eval"))
+    asked = Failures("these predictions can't be made as they are.")
+    asked.of("output_dir", lambda: _check_output(config, before_training))
+    find_base = find_model if before_training else resolve_model  # weights may be downloaded later
+    base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
+    chat = asked.of("tokenizer", lambda: ChatTemplate(load_tokenizer(base))) if base else None
+    rows = asked.of("eval_dataset", lambda: load_rows(_only_predicted(config)))
+    asked.raise_collected()
+    assert base is not None
+    assert chat is not None
+    assert rows is not None
+    context = _context(base)
+    prompts, refused = _prompts(rows, chat, config, context, on_rows)
+    everything = all_refused(rows, refused, config)
+    return Prepared(
+        config=config,
+        base=base,
+        context=context,
+        prompts=prompts,
+        refused=everything,
+        total=rows.total,
+        notes=(
+            *rows.notes,
+            *refused_note(everything, rows.total, "eval_dataset", REFUSED),
+            *_notes(config),
+        ),
+    )
+
+
+def _only_predicted(config: TrainConfig) -> TrainConfig:
+    """The rows of ``eval_dataset`` as all that there are."""
+    return replace(config, dataset=config.eval_dataset, eval_dataset=(), val_size=0.0)
+
+
+def _check_output(config: TrainConfig, before_training: bool) -> None:
+    """Refuse to write over finished predictions, and a place where nothing can be written."""
+    output = Path(config.output_dir)
+    check_writable(output)
+    unfinished = journal_of(output).exists()
+    if before_training and unfinished:
+        raise UsageError(
+            f"{journal_of(output)} has the answers of an earlier adapter, which aren't finished.",
+            "Finish them with `ktbridge predict CONFIG`, or delete that file.",
+        )
+    if before_training or config.overwrite_output_dir or unfinished:
+        return
+    if (output / PREDICTIONS).exists():
+        raise UsageError(
+            f"{output} has predictions already.",
+            "Give another output_dir, or overwrite_output_dir=true to replace them at the end.",
+        )
+
+
+def _context(base: Path) -> int:
+    own = read_model_config(base).text.get("max_position_embeddings")
+    return own if type(own) is int and own > 0 else 2**31
+
+
+def _notes(config: TrainConfig) -> list[Problem]:
+    if not config.kt_config.kt_weight_path:
+        return []
+    found = (
+        f"{config.kt_config.kt_weight_path}, while answers use the experts of model_name_or_path"
+    )
+    step = "To predict with these experts, name a whole checkpoint that has them as model_name_or_path."
+    return [problem("KTC012", "kt_config.kt_weight_path", found, "", step)]
+
+
+def _prompts(
+    rows: Rows, chat: ChatTemplate, config: TrainConfig, context: int, on_rows: Progress | None
+) -> tuple[list[Prompt], list[Refused]]:
+    prompts: list[Prompt] = []
+    refused: list[Refused] = []
+    given = iter(zip(rows.conversations, rows.places, strict=True))
+    most = min(config.cutoff_len, context - 1)
+    while batch := list(islice(given, BATCH)):
+        texts, whys = [], []
+        for messages, _ in batch:
+            try:
+                texts.append(chat.text(messages[:-1], opened=True) if messages[:-1] else "")
+                whys.append("" if messages[:-1] else "an answer without a prompt")
+            except ValueError as error:
+                texts.append("")
+                whys.append(str(error))
+        ids, _ = chat.tokens(texts)
+        for (messages, where), text, tokens, why in zip(batch, texts, ids, whys, strict=True):
+            if not why and len(tokens) > most:
+                limit = f"cutoff_len={most}" if most == config.cutoff_len else "the model's context"
+                why = f"no answer within {limit} tokens: the prompt has {len(tokens):,}"
+            if why:
+                refused.append(Refused(where, why, {"messages": messages}))
+            else:
+                prompts.append(Prompt(text, tokens, messages[-1]["content"], where))
+        if on_rows:
+            on_rows(len(prompts) + len(refused), len(rows.conversations))
+    return prompts, refused

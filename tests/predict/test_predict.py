@@ -1,0 +1,208 @@
+"""`ktbridge predict` as a process: LLaMA-Factory's files and metrics, interruptions, mistakes."""
+
+import json
+import re
+import time
+
+import jieba
+import pytest
+import torch
+from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+from safetensors.torch import load_file, save_file
+from trainrun import conversation, pair
+from transformers import AutoTokenizer
+
+from ktbridge.eval.imports import Source, import_answers, score_imports
+from ktbridge.eval.scorers import measure_texts
+from ktbridge.predict.results import measure
+
+jieba.setLogLevel(40)
+
+
+def results_in(directory):
+    return json.loads((directory / "predict_results.json").read_text())
+
+
+def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictions, base, tmp_path):
+    broken = {"messages": dataset[0]["messages"][:1]}
+    file = write([*dataset[:4], broken, *dataset[4:]], template="qwen3")
+    shown = predict(file, "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "answers 9 of 10 rows" in shown.stdout
+    assert "rows.jsonl: line 5: the last message is not the assistant's" in shown.stdout
+    assert (
+        "    How are you today 0? 你喜欢吃苹果吗<|im_end|>\n    <|im_start|>assistant"
+        in shown.stdout
+    )
+    assert not (tmp_path / "out").exists()
+    done = predict(file, "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["answered"], said["refused"], said["ok"]) == (9, 1, True)
+
+    rows = predictions()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for row, (question, answer) in zip(rows, (row["messages"] for row in dataset), strict=True):
+        prompt = tokenizer.apply_chat_template(
+            [question], tokenize=False, add_generation_prompt=True
+        )
+        assert row.keys() == {"prompt", "predict", "label"}
+        assert (row["prompt"], row["label"]) == (prompt, answer["content"])
+    metrics = results_in(tmp_path / "out")
+    how = SmoothingFunction().method3
+    bleu = [
+        round(
+            100 * sentence_bleu([list(r["label"])], list(r["predict"]), smoothing_function=how), 4
+        )
+        for r in rows
+    ]
+    assert metrics["predict_bleu-4"] == pytest.approx(sum(bleu) / len(bleu), abs=1e-4)
+    texts, labels = [row["predict"] for row in rows], [[row["label"]] for row in rows]
+    rouges = measure_texts("lf", texts, labels)[
+        "scores"
+    ]  # held against the package's own elsewhere
+    assert {name: metrics[f"predict_{name}"] for name in rouges} == rouges
+    assert metrics["predict_samples"] == 9
+    assert metrics["predict_runtime"] > 0
+    assert metrics["predict_samples_per_second"] > 0
+
+    source = Source("full", "lf", tmp_path / "out" / "generated_predictions.jsonl")
+    import_answers([source], tmp_path / "read")
+    assert len(score_imports(tmp_path / "read")["items"]) == 9
+    again = predict(file)
+    assert again.returncode == 2
+    assert "has predictions already" in again.stderr
+
+
+def test_any_adapter_format_answers_alike_and_the_base_otherwise(
+    write, predict, predictions, gguf, tmp_path
+):
+    adapters = {"raw": {}, "gguf": {"adapter_name_or_path": str(gguf)}}
+    answers = {}
+    for name, changes in (adapters | {"base": {"adapter_name_or_path": None}}).items():
+        done = predict(write(**changes), f"output_dir={tmp_path / name}", "max_samples=3")
+        assert done.returncode == 0, done.stderr
+    for name in ("raw", "gguf", "base"):
+        answers[name] = predictions(name)
+    assert answers["raw"] == answers["gguf"] != answers["base"]
+    assert "by the base model, without an adapter" in done.stdout
+
+
+def test_a_killed_run_goes_on_to_the_same_files(write, predict, predictions, warm, tmp_path):
+    """Each row has random numbers of its own. One at a time: neighbours may move answers by rounding."""
+    file = write(per_device_eval_batch_size=1, max_new_tokens=80, do_sample=True, temperature=1.5)
+    assert predict(file, f"output_dir={tmp_path / 'whole'}").returncode == 0
+    journal = tmp_path / "out.predictions.jsonl"
+    process = warm.start(
+        "-m", "ktbridge", "predict", file, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="1"
+    )
+    ends = time.monotonic() + 100
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 3):
+        assert process.poll() is None
+        assert time.monotonic() < ends
+        time.sleep(0.002)
+    process.kill()
+    process.communicate(10)
+    assert not (tmp_path / "out").exists()
+    with journal.open("ab") as torn:
+        torn.write(b'{"row": 8, "predict": "half an ans')
+    other = predict(file, "temperature=0.5")
+    assert other.returncode == 1
+    assert re.search(r"KTP002 .*: temperature\n +found +1.5 in the unfinished run", other.stderr)
+    done = predict(file)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"answered 9 of 9 rows with .*, [3-8] answered before", done.stdout)
+    assert predictions() == predictions("whole")
+    assert not journal.exists()
+    found, wanted = results_in(tmp_path / "out"), results_in(tmp_path / "whole")
+    for timed in ("predict_runtime", "predict_samples_per_second"):
+        assert found.pop(timed) > 0 < wanted.pop(timed)
+    assert found == wanted
+
+
+def test_rows_that_fail_are_named_and_asked_again(
+    write, dataset, predict, predictions, base, tmp_path
+):
+    """A word of the vocabulary whose embedding is damaged: only the row that has it has no answer."""
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in base.iterdir():
+        (damaged / path.name).symlink_to(path)
+    (word,) = AutoTokenizer.from_pretrained(base).encode("散步", add_special_tokens=False)[:1]
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.embed_tokens.weight"][word] = torch.nan
+    (damaged / "model.safetensors").unlink()
+    save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
+    rows = [*dataset[:2], conversation("散步", "no"), *dataset[2:4]]
+    file = write(rows, model_name_or_path=str(damaged), adapter_name_or_path=None, do_sample=True)
+    for before in ("", ", 4 answered before"):
+        done = predict(file)
+        assert done.returncode == 1
+        assert "KTP001" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "rows.jsonl: line 3" in done.stderr
+        assert f"without an adapter{before}" in done.stdout
+        assert [row["label"] for row in predictions()] == [
+            r["messages"][1]["content"] for r in dataset[:4]
+        ]
+    metrics = results_in(tmp_path / "out")
+    assert (metrics["predict_samples"], metrics["predict_unanswered"]) == (4, 1)
+
+
+def test_training_predicts_with_what_it_trained(
+    write, dataset, warm, predict, predictions, tmp_path
+):
+    own = {"do_train": True, "dataset": "rows.jsonl", "num_train_epochs": 1, "lora_rank": 4}
+    file = write(dataset[:3], adapter_name_or_path=None, **own)
+    early = predict(file)
+    assert early.returncode == 1
+    assert "has no adapter yet" in early.stderr
+    done = warm.run("-m", "ktbridge", "train", file, "--json", KTBRIDGE_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["steps"] == 3
+    assert said["predictions"]["adapter"] == str(tmp_path / "out")
+    trained = predictions()
+    assert len(trained) == 3
+    done = predict(file, "overwrite_output_dir=true")
+    assert done.returncode == 0, done.stderr
+    assert predictions() == trained
+    refused = warm.run("-m", "ktbridge", "plan", write())
+    assert refused.returncode == 2
+    assert "trains nothing" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eval_dataset": None}, "eval_dataset\n    found     missing"),
+        ({"eval_dataset": "no.jsonl"}, "there is no dataset file 'no.jsonl'"),
+        ({"stage": "dpo"}, "true with stage: dpo"),
+        ({"predict_with_generate": False}, "false with do_predict"),
+        ({"top_p": 0}, "a number above 0, at most 1"),
+        ({"adapter_name_or_path": "no"}, "there is no directory"),
+        ({"cutoff_len": 4}, "no answer within cutoff_len=4 tokens: the prompt has"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(write, predict, tmp_path, changes, words):
+    done = predict(write(**changes))
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_pairs_are_no_rows_to_predict(write, predict):
+    done = predict(write([pair("a", "b", "c")]))
+    assert done.returncode == 1
+    assert "a preference pair" in done.stderr
+
+
+def test_accuracy_of_choices():
+    def rows(*pairs):
+        return [{"prompt": "", "predict": predict, "label": label} for predict, label in pairs]
+
+    found = measure(rows(("B", "B"), ("The answer is C.", "(C)"), ("A", "D"), ("?", "A.")), 0, 2.0)
+    assert found["predict_accuracy"] == 50
+    assert found["predict_samples_per_second"] == 2
+    assert "predict_accuracy" not in measure(rows(("B", "B"), ("A", "A cat")), 0, 1.0)
+    assert measure([], 3, 0.0)["predict_unanswered"] == 3
