@@ -24,6 +24,7 @@ WIDE = {
     "experts/gpu/executor.py:__init__",
     "experts/gpu/triton_kernels.py:_activation_backward",
     "experts/gpu/triton_kernels.py:_fill",
+    "experts/gpu/triton_kernels.py:_keep",
     "experts/inject.py:wrap_experts",
     "experts/layer.py:__init__",
     "experts/layer.py:from_tensors",

@@ -79,6 +79,8 @@ class KtConfig:
     """Rank of the expert LoRA; default: lora_rank."""
     kt_lora_alpha: float | None = _option(number, None)
     """Alpha of the expert LoRA; default: twice kt_lora_rank where that is given, else lora_alpha."""
+    kt_lora_dropout: float | None = _option(share(), None)
+    """Dropout of the expert LoRA's inputs; default: lora_dropout."""
     expert_activation: str = _option(one_of("retain", "recompute"), "retain")
     """The older name of kt_cpu_activation."""
 
@@ -115,7 +117,7 @@ class TrainConfig:
     lora_alpha: float | None = _option(number, None)
     """Default: twice the rank."""
     lora_dropout: float = _option(share(), 0.0)
-    """Dropout of the non-expert LoRA; the expert LoRA has none."""
+    """sft: dropout of LoRA's inputs in training; of the experts' too unless kt_lora_dropout is given."""
     lora_target: tuple[str, ...] = _option(texts, ("all",))
     """Module names for the non-expert LoRA, or "all": every linear module outside the experts."""
     pref_beta: float = _option(positive, 0.1)
@@ -261,6 +263,12 @@ class TrainConfig:
         if own.kt_lora_alpha is not None:
             return own.kt_lora_alpha
         return self.alpha if own.kt_lora_rank is None else 2.0 * own.kt_lora_rank
+
+    @property
+    def expert_dropout(self) -> float:
+        """Dropout of the expert LoRA's inputs. DPO has none: policy and reference must see the same."""
+        own = self.kt_config.kt_lora_dropout
+        return 0.0 if self.stage == "dpo" else self.lora_dropout if own is None else own
 
     @property
     def activation(self) -> str:
