@@ -108,7 +108,7 @@ def _kept(key, number, projection, at, threshold):  # type: ignore[no-untyped-de
     return bits.to(tl.int32) >= threshold
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit(do_not_specialize=["key", "projection", "threshold"])
 def _keep(  # type: ignore[no-untyped-def]
     source, tokens, out, columns, source_step, numbers, key, projection, threshold,
     gathered: tl.constexpr, block: tl.constexpr,
@@ -137,7 +137,7 @@ def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch
     return out
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit(do_not_specialize=["key", "projection", "threshold"])
 def _add_kept(  # type: ignore[no-untyped-def]
     total, part, columns, numbers, key, projection, threshold, block: tl.constexpr
 ):
