@@ -23,6 +23,7 @@ WIDE = {
     "experts/backends/kt_kernel.py:__init__",
     "experts/gpu/executor.py:__init__",
     "experts/gpu/triton_kernels.py:_activation_backward",
+    "experts/gpu/triton_kernels.py:_add_kept",
     "experts/gpu/triton_kernels.py:_fill",
     "experts/gpu/triton_kernels.py:_keep",
     "experts/inject.py:wrap_experts",

@@ -2,6 +2,7 @@
 
 import mmap
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -276,11 +277,16 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
             expected = operations.keep(given, which_rows, mask)
             at = None if which_rows is None else which_rows.to(CUDA)
             assert torch.equal(triton.keep(given.to(CUDA), at, there_too).cpu(), expected)
-        total = h[:, :width].clone()
-        found = total.to(CUDA)
-        triton.add_kept(found, d_h.to(CUDA), there_too)
-        operations.add_kept(total, d_h, mask)
-        close(found, total)
+        for count in (1, 2) if projection < 2 else (1,):
+            total, parts = h[:, :width].clone(), [d_h, h[:, :width].contiguous()][:count]
+            masks, theirs = (
+                [replace(each, projection=projection + step) for step in range(count)]
+                for each in (mask, there_too)
+            )
+            found = total.to(CUDA)
+            triton.add_kept(found, [part.to(CUDA) for part in parts], theirs)
+            operations.add_kept(total, parts, masks)
+            close(found, total)
 
 
 @pytest.mark.parametrize("cold", [(), (0, 5), range(6)])

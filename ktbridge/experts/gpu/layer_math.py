@@ -120,7 +120,7 @@ def forward(
     """Outputs of the group's experts, [R, H] by row, of ``hidden`` [T, H]."""
     masks = _masks(w, rows, dropout)
     gate_up = _gate_up(w, hidden, rows, masks)[1]
-    h = _activated(w, gate_up, rows, masks)
+    h, _ = _activated(w, gate_up, rows, masks)
     return by_row(h, w.down[:, : w.hidden], rows.ends, rows.bounds)
 
 
@@ -142,27 +142,28 @@ def backward(
     inner, rank = w.inner, w.rank
     ends, bounds = rows.ends, rows.bounds
     masks = _masks(w, rows, dropout)
-    x, gate_up = _gate_up(w, hidden, rows, masks)
-    h = _activated(w, gate_up, rows, masks)
+    thin_x, gate_up, seen = _gate_up(w, hidden, rows, masks)
+    h, seen_h = _activated(w, gate_up, rows, masks)
     d = operations.gather(d_out, rows.tokens, borders(rank)[1])
     if rank:
         right = w.down[:, : w.hidden, inner:]
         d[:, w.hidden :] = by_row(d[:, : w.hidden], right.transpose(1, 2), ends, bounds)
     d_h = _left(w.down[:, :, :inner], d, w.hidden, rows, masks[2:])
     lora = wanted and rank > 0
-    found = _down_gradients(w, d, h, weights, rows, masks) if lora else {}
+    found = _down_gradients(w, d, h, seen_h, weights, rows) if lora else {}
+    del d, seen_h
     d_gate_up, d_weights = operations.activation_backward(
         gate_up, d_h, h, weights, inner, borders(rank)[0]
     )
-    del d, d_h, h, gate_up  # with dropout there are more rows to come
+    del d_h, h, gate_up
     if rank:
         right = w.gate_up[:, : 2 * inner, w.hidden :]
         d_gate_up[:, 2 * inner :] = by_row(
             d_gate_up[:, : 2 * inner], right.transpose(1, 2), ends, bounds
         )
     if lora:
-        found |= _gate_up_gradients(w, d_gate_up, x, hidden, rows, masks)
-    del x
+        found |= _gate_up_gradients(w, d_gate_up, thin_x, seen, rows)
+    del seen  # with dropout there are more rows to come
     d_x = _left(w.gate_up[:, :, : w.hidden], d_gate_up, 2 * inner, rows, masks[:2])
     return d_x, d_weights, found
 
@@ -183,10 +184,12 @@ def _left(
     above = matrices[:, :width].transpose(1, 2)
     total = by_row(d[:, :width], above, rows.ends, rows.bounds)
     thin = (d.shape[1] - width) // len(masks)
-    for index, mask in enumerate(masks):
+    parts = []
+    for index in range(len(masks)):
         here = slice(width + index * thin, width + (index + 1) * thin)
         below = matrices[:, here].transpose(1, 2)
-        operations.add_kept(total, by_row(d[:, here], below, rows.ends, rows.bounds), mask)
+        parts.append(by_row(d[:, here], below, rows.ends, rows.bounds))
+    operations.add_kept(total, parts, masks)
     return total
 
 
@@ -194,17 +197,14 @@ def _down_gradients(
     w: Bordered,
     d: torch.Tensor,
     h: torch.Tensor,
+    seen: torch.Tensor,
     weights: torch.Tensor,
     rows: Rows,
-    masks: tuple[Mask, ...],
 ) -> dict[str, torch.Tensor]:
-    """The gradients of down's LoRA [E, ...]."""
+    """The gradients of down's LoRA [E, ...], whose A has ``seen``."""
     column, ends, bounds = weights[:, None], rows.ends, rows.bounds
     z = (h[:, w.inner :] * (column * w.scale)).bfloat16()
     thin = (d[:, w.hidden :] * column).bfloat16()
-    seen = h[:, : w.inner]
-    if masks:
-        seen = operations.keep(seen, None, masks[2])
     return {
         "down_lora_b": over_rows(d[:, : w.hidden], z, ends, bounds)[:, :, : w.rank],
         "down_lora_a": over_rows(thin, seen, ends, bounds)[:, : w.rank],
@@ -214,54 +214,54 @@ def _down_gradients(
 def _gate_up_gradients(
     w: Bordered,
     d_gate_up: torch.Tensor,
-    x: torch.Tensor,
-    hidden: torch.Tensor,
+    thin_x: torch.Tensor,
+    seen: tuple[torch.Tensor, ...],
     rows: Rows,
-    masks: tuple[Mask, ...],
 ) -> dict[str, torch.Tensor]:
-    """The gradients of gate's and up's LoRA [E, ...]; ``x`` has z behind it, ``d_gate_up`` its d s B."""
-    inner, half, ends, bounds = w.inner, padded(w.rank), rows.ends, rows.bounds
-    thin = d_gate_up[:, 2 * inner :]
-    z = (x[:, w.hidden :] * w.scale).bfloat16()
+    """The gradients of gate's and up's LoRA [E, ...]; ``d_gate_up`` has its d s B behind it.
+
+    ``thin_x`` is z, and ``seen`` what both A had, or what each had.
+    """
+    inner, ends, bounds = w.inner, rows.ends, rows.bounds
+    thin = d_gate_up[:, 2 * inner :].chunk(len(seen), dim=1)
+    z = (thin_x * w.scale).bfloat16()
     b = over_rows(d_gate_up[:, : 2 * inner], z, ends, bounds)
-    a = over_rows(thin, x[:, : w.hidden], ends, bounds) if not masks else None
+    a = [over_rows(d, x, ends, bounds) for d, x in zip(thin, seen, strict=True)]
     found = {}
     for index, name in enumerate(("gate", "up")):
-        first = index * half
-        if a is None:
-            seen = operations.keep(hidden, rows.tokens, masks[index])
-            found[f"{name}_lora_a"] = over_rows(thin[:, first : first + half], seen, ends, bounds)[
-                :, : w.rank
-            ]
-        else:
-            found[f"{name}_lora_a"] = a[:, first : first + w.rank]
-        found[f"{name}_lora_b"] = b[:, index * inner : (index + 1) * inner, first : first + w.rank]
+        here = slice(index * padded(w.rank), index * padded(w.rank) + w.rank)
+        found[f"{name}_lora_a"] = a[0][:, here] if len(a) == 1 else a[index][:, : w.rank]
+        found[f"{name}_lora_b"] = b[:, index * inner : (index + 1) * inner, here]
     return found
 
 
 def _gate_up(
     w: Bordered, hidden: torch.Tensor, rows: Rows, masks: tuple[Mask, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x with z behind it [R, H + R'], and gate and up of it [R, 2I]."""
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """z of x [R, R'], gate and up of it [R, 2I], and what A had of x [R, H]: of both, or of each."""
     twice, size = 2 * w.inner, w.hidden
     wide, half = borders(w.rank)
     x = operations.gather(hidden, rows.tokens, wide)
+    seen = tuple(operations.keep(hidden, rows.tokens, mask) for mask in masks[:2])
     if wide and not masks:
         x[:, size:] = by_row(x[:, :size], w.gate_up[:, twice:, :size], rows.ends, rows.bounds)
-    for index, mask in enumerate(masks[:2]):
-        seen, first = operations.keep(hidden, rows.tokens, mask), index * half
+    for index, kept in enumerate(seen):
+        first = index * half
         below = w.gate_up[:, twice + first : twice + first + half, :size]
-        x[:, size + first : size + first + half] = by_row(seen, below, rows.ends, rows.bounds)
-    return x, by_row(x, w.gate_up[:, :twice], rows.ends, rows.bounds)
+        x[:, size + first : size + first + half] = by_row(kept, below, rows.ends, rows.bounds)
+    gate_up = by_row(x, w.gate_up[:, :twice], rows.ends, rows.bounds)
+    if masks:
+        return x[:, size:].clone(), gate_up, seen  # and not x
+    return x[:, size:], gate_up, (x[:, :size],)
 
 
 def _activated(
     w: Bordered, gate_up: torch.Tensor, rows: Rows, masks: tuple[Mask, ...]
-) -> torch.Tensor:
-    """silu(gate) * up, and its z behind it: [R, I + Q]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up, and its z behind it: [R, I + Q]; and what A had of it, [R, I]."""
     wide = borders(w.rank)[1]
     h = operations.activation(gate_up, w.inner, wide)
+    seen = operations.keep(h[:, : w.inner], None, masks[2]) if masks else h[:, : w.inner]
     if wide:
-        seen = operations.keep(h[:, : w.inner], None, masks[2]) if masks else h[:, : w.inner]
         h[:, w.inner :] = by_row(seen, w.down[:, w.hidden :, : w.inner], rows.ends, rows.bounds)
-    return h
+    return h, seen

@@ -181,12 +181,15 @@ def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch
     return rows * mask.kept(source.shape[1])
 
 
-def add_kept(total: torch.Tensor, part: torch.Tensor, mask: Mask) -> None:
-    """Add ``part`` [R, n] to ``total`` where ``mask`` keeps it."""
+def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]) -> None:
+    """Add each of ``parts`` [R, n], one or two, to ``total`` where its mask keeps it."""
     if fused := kernels(total):
-        fused.add_kept(total, part, mask)
+        fused.add_kept(total, parts, masks)
         return
-    total += part * mask.kept(total.shape[1])
+    whole = total.float()
+    for part, mask in zip(parts, masks, strict=True):
+        whole += part * mask.kept(total.shape[1])
+    total.copy_(whole)
 
 
 def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -94,18 +96,18 @@ def activation_backward(
 
 
 @triton.jit
-def _kept(key, number, projection, at, threshold):  # type: ignore[no-untyped-def]
-    """Whether a mask keeps the columns ``at`` of a row: ``Mask.kept``."""
+def _kept(key, number, projection, pairs, threshold):  # type: ignore[no-untyped-def]
+    """Whether a mask keeps each column of ``pairs`` of a row: ``Mask.kept``."""
     z = (3 * number + projection + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     z = z ^ (z >> 31)
-    v = (at // 2).to(tl.uint32) * 0x9E3779B9 + z.to(tl.uint32)
+    v = pairs.to(tl.uint32) * 0x9E3779B9 + z.to(tl.uint32)
     v = ((v ^ (v >> 16)) * 0x7FEB352D) ^ (z >> 32).to(tl.uint32)
     v = (v ^ (v >> 15)) * 0x846CA68B
     v = v ^ (v >> 16)
-    bits = tl.where(at % 2 == 0, v & 0xFFFF, v >> 16)
-    return bits.to(tl.int32) >= threshold
+    bits = tl.interleave((v & 0xFFFF).to(tl.int32), (v >> 16).to(tl.int32))
+    return bits >= threshold
 
 
 @triton.jit(do_not_specialize=["key", "projection", "threshold"])
@@ -115,10 +117,11 @@ def _keep(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
+    pairs = tl.program_id(1) * (block // 2) + tl.arange(0, block // 2)
     token = row
     if gathered:
         token = tl.load(tokens + row)
-    kept = _kept(key, tl.load(numbers + row), projection, at, threshold)
+    kept = _kept(key, tl.load(numbers + row), projection, pairs, threshold)
     value = tl.load(source + token * source_step + at, mask=(at < columns) & kept, other=0.0)
     tl.store(out + row * columns + at, value, mask=at < columns)
 
@@ -128,7 +131,7 @@ def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch
     count = len(source) if tokens is None else len(tokens)
     out = source.new_empty(count, columns)
     if count:
-        block = min(triton.next_power_of_2(columns), 2048)
+        block = _block_of_pairs(columns)
         drop = mask.dropout
         _keep[(count, triton.cdiv(columns, block))](
             source, mask.numbers if tokens is None else tokens, out, columns, source.stride(0),
@@ -137,28 +140,38 @@ def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch
     return out
 
 
+def _block_of_pairs(columns: int) -> int:
+    return max(2, min(triton.next_power_of_2(columns), 2048))
+
+
 @triton.jit(do_not_specialize=["key", "projection", "threshold"])
 def _add_kept(  # type: ignore[no-untyped-def]
-    total, part, columns, numbers, key, projection, threshold, block: tl.constexpr
-):
+    total, part, other, columns, numbers, key, projection, threshold,
+    both: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
-    kept = _kept(key, tl.load(numbers + row), projection, at, threshold) & (at < columns)
-    place = row * columns + at
-    more = tl.load(part + place, mask=kept, other=0.0).to(tl.float32)
-    value = tl.load(total + place, mask=kept, other=0.0).to(tl.float32) + more
-    tl.store(total + place, value.to(tl.bfloat16), mask=kept)
+    pairs = tl.program_id(1) * (block // 2) + tl.arange(0, block // 2)
+    number, mask, place = tl.load(numbers + row), at < columns, row * columns + at
+    kept = _kept(key, number, projection, pairs, threshold) & mask
+    value = tl.load(total + place, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(part + place, mask=kept, other=0.0).to(tl.float32)
+    if both:
+        kept = _kept(key, number, projection + 1, pairs, threshold) & mask
+        value += tl.load(other + place, mask=kept, other=0.0).to(tl.float32)
+    tl.store(total + place, value.to(tl.bfloat16), mask=mask)
 
 
-def add_kept(total: torch.Tensor, part: torch.Tensor, mask: Mask) -> None:
-    """``total`` and ``part`` are contiguous."""
-    columns = total.shape[1]
+def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]) -> None:
+    """All tensors are contiguous; a second mask is of the next projection."""
+    columns, mask = total.shape[1], masks[0]
     if len(total):
-        block = min(triton.next_power_of_2(columns), 2048)
+        block = _block_of_pairs(columns)
         drop = mask.dropout
         _add_kept[(len(total), triton.cdiv(columns, block))](
-            total, part, columns, mask.numbers, drop.key, mask.projection, drop.threshold, block
-        )
+            total, parts[0], parts[-1], columns, mask.numbers, drop.key, mask.projection,
+            drop.threshold, len(parts) > 1, block,
+        )  # fmt: skip
 
 
 @triton.jit
