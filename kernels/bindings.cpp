@@ -6,6 +6,7 @@
 
 #include <array>
 #include <limits>
+#include <tuple>
 
 #include "common/ceilings.h"
 #include "common/cpu.h"
@@ -32,6 +33,13 @@ Lora<T> lora_at(const LoraAddresses& at, int rank, float scale) {
   lora.rank = rank;
   lora.scale = scale;
   return lora;
+}
+
+using DropoutAt = std::tuple<std::uint64_t, std::uint16_t, Address>;  // key, threshold, numbers or 0
+
+Dropout dropout_at(const DropoutAt& at) {
+  const auto& [key, threshold, numbers] = at;
+  return {key, threshold, reinterpret_cast<const std::int64_t*>(numbers)};
 }
 
 Storage storage_named(const std::string& name) {
@@ -96,12 +104,13 @@ class Layer {
 
   std::unique_ptr<Saved> run_forward(const LoraAddresses& lora, int rank, float scale, int tokens,
                                      int top_k, Address hidden, Address ids, Address weights, Address out,
-                                     Keep keep) const {
+                                     Keep keep, const DropoutAt& dropout) const {
     check_size(tokens, top_k);
     py::gil_scoped_release release;
     return forward(machine_, *experts_, lora_at<const float>(lora, rank, scale), tokens, top_k,
                    reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
-                   reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep);
+                   reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep,
+                   dropout_at(dropout));
   }
 
   void run_backward(const Saved& saved, const LoraAddresses& lora, int rank, float scale, Address hidden,
@@ -116,12 +125,14 @@ class Layer {
   // The same two, when a CUDA stream comes to them. The caller keeps what is addressed alive until then.
   std::shared_ptr<Job> queue_forward(Address launch, Address stream, const LoraAddresses& lora, int rank,
                                      float scale, int tokens, int top_k, Address hidden, Address ids,
-                                     Address weights, Address out, Keep keep) const {
+                                     Address weights, Address out, Keep keep,
+                                     const DropoutAt& dropout) const {
     check_size(tokens, top_k);
     return queued(launch, stream, [=, machine = machine_, experts = experts_](Job& job) {
       job.saved = forward(machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
                           reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
-                          reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep);
+                          reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep,
+                          dropout_at(dropout));
     });
   }
 

@@ -83,6 +83,7 @@ class Layer:
         weights: int,
         out: int,
         keep: Keep,
+        dropout: tuple[int, int, int],
     ) -> Saved | None: ...
     def backward(
         self,
@@ -110,6 +111,7 @@ class Layer:
         weights: int,
         out: int,
         keep: Keep,
+        dropout: tuple[int, int, int],
     ) -> Job: ...
     def queue_backward(
         self,

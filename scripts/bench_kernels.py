@@ -5,6 +5,7 @@
     scripts/bench_kernels.py --shape 64,6,2048,1408,512 --threads 2 --accuracy --peer torch
     scripts/bench_kernels.py --shape 64,6,2048,1408,512 --threads-sweep 1,2,4,8,16
     scripts/bench_kernels.py --decode --peer torch
+    scripts/bench_kernels.py --lora-dropout 0.1          with it and without, taking turns
     scripts/bench_kernels.py --from-json run.json --plot roofline.png
 
 Every contestant is a process with its own copy of the same seeded weights; they take turns, so quote
@@ -96,6 +97,9 @@ class Bench:
         if self.sweep:
             return [dataclasses.replace(ours, threads=threads) for threads in self.sweep]
         found = [ours]
+        if share := self.options["lora_dropout"]:
+            spec = {**ours.spec, "lora_dropout": share}
+            found.append(Contestant(f"dropout {share:g}", ours.module, spec))
         if "kt-kernel" in peers:
             found += self._kt_kernel()
         if "torch" in peers:
@@ -166,7 +170,7 @@ class Bench:
             "peak_bytes": usage["peak"],
             "extra_bytes": usage["peak"] - usage["before"] - shape.weight_bytes,
         }
-        if reference is not None:
+        if reference is not None and "lora_dropout" not in worker.contestant.spec:
             path = self.scratch / "results.safetensors"
             worker.ask("save", path=str(path))
             entry["accuracy"] = relative_errors(path, reference)
@@ -302,6 +306,7 @@ EXISTING = click.Path(exists=True, path_type=Path)
 @click.option("--threads", type=COUNT, help="Default: one a physical core.")
 @click.option("--threads-sweep", type=Counts(), help="Only ktbridge, one shape, by threads.")
 @click.option("--rank", default=8, show_default=True, type=COUNT)
+@click.option("--lora-dropout", default=0.0, type=click.FloatRange(0, 1, max_open=True))
 @click.option("--repeat", default=7, show_default=True, type=COUNT, help="Measured rounds.")
 @click.option("--isa", default="auto", show_default=True, help="ktbridge's kernels.")
 @click.option("--accuracy", "accurate", is_flag=True, help="Error against float32 autograd.")

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 
+from ktbridge.experts.dropout import Mask, draw
 from ktbridge.experts.weights import PROJECTIONS
 from ktbridge.sft import ExpertWeights, MoELoRAExperts
 
@@ -126,25 +127,29 @@ def make_inputs(shape, seed=1, experts_used=None):
     )
 
 
-def reference(weights, lora, scale, hidden, ids, routing, noise=lambda x: x):
+def reference(weights, lora, scale, hidden, ids, routing, noise=lambda x: x, dropout=None):
     """The layer in float32. ``lora`` is by name; a projection that isn't there has none.
 
     ``noise`` is applied to every intermediate result, to see what rounding it may do.
     """
     out = torch.zeros_like(hidden)
 
-    def project(x, index, expert):
+    def project(x, index, expert, slots):
         y, name = x @ noise(weights[index][expert]).T, PROJECTIONS[index]
         if f"{name}_lora_a" in lora:
             a, b = lora[f"{name}_lora_a"][expert], lora[f"{name}_lora_b"][expert]
+            if dropout is not None:
+                x = x * Mask(dropout, index, slots).kept(x.shape[1]) * dropout.growth
             y = y + noise(scale * (x @ noise(a).T)) @ noise(b).T
         return noise(y)
 
     for expert in range(len(weights[0])):
         token, choice = torch.where(ids == expert)
-        x = hidden[token]
-        inner = noise(torch.nn.functional.silu(project(x, 0, expert)) * project(x, 1, expert))
-        out = out.index_add(0, token, project(inner, 2, expert) * routing[token, choice, None])
+        x, slots = hidden[token], token * ids.shape[1] + choice
+        gate = torch.nn.functional.silu(project(x, 0, expert, slots))
+        inner = noise(gate * project(x, 1, expert, slots))
+        y = project(inner, 2, expert, slots)
+        out = out.index_add(0, token, y * routing[token, choice, None])
     return out
 
 
@@ -159,11 +164,14 @@ def outcome(layer, inputs, d_out):
 
 
 def exact_outcome(layer, plain, inputs, d_out=None, noise=lambda x: x):
-    """The same by ``reference``, and the d_out that it took."""
+    """The same by ``reference``, and the d_out that it took; with dropout, of the seed there is now."""
     hidden, routing = inputs[0].float().requires_grad_(), inputs[2].clone().requires_grad_()
     lora = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
     scale = layer.lora_alpha / max(layer.lora_rank, 1)
-    out = reference(plain, lora, scale, hidden, inputs[1], routing, noise)
+    state = torch.get_rng_state()
+    dropout = draw(layer.lora_dropout) if lora else None
+    torch.set_rng_state(state)
+    out = reference(plain, lora, scale, hidden, inputs[1], routing, noise, dropout)
     if d_out is None:
         # Half of d_out points along the output: a d_weight is a dot product with it, and a single one that
         # nearly cancels would measure bfloat16's rounding, not the kernel.

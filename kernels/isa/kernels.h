@@ -15,6 +15,17 @@ struct Tokens {
   const int* index = nullptr;
   int count = 0, columns = 0;
   const bf16* row(int i) const { return source + index[i] * stride; }
+  // token_pairs_to_right only, null for all: `kept_bits` of these rows from its column on, so many words
+  // each.
+  const std::uint32_t* kept = nullptr;
+  int kept_words = 0;
+};
+
+// What LoRA's dropout is made from for some rows: two seeds a row, and the bound below which 16 bits drop
+// an element (moe/dropout.h).
+struct Seeds {
+  const std::uint32_t *first, *second;
+  std::uint16_t threshold;
 };
 
 // One strip of tokens and one tile's worth (32) of the intermediate size, in backward.
@@ -23,7 +34,8 @@ struct InnerTile {
   const bf16 *gate, *up;  // pre-activations, left tiles [16 tokens][32]
   const float* weight;    // [16] routing weights, 0 where there is no token
   bf16 *d_gate, *d_up, *h;
-  float* d_weight;  // [16] out: <dh~, h> over these 32
+  float* d_weight;                      // [16] out: <dh~, h> over these 32
+  const std::uint32_t* kept = nullptr;  // [16] the bits of h that are written, all of it where null
 };
 
 struct Kernels {
@@ -70,6 +82,13 @@ struct Kernels {
   // target[row0 + i][column0 + j] += blocks, within [rows, columns]; `transposed` swaps i and j.
   void (*add_blocks)(const float* blocks, int m, int n, float* target, int rows, int columns, int column0,
                      bool transposed);
+
+  // A right strip of 16 rows of `seeds` with `tiles` tiles, from column 0 on, without what is dropped.
+  void (*drop_right)(const bf16* strip, int tiles, const Seeds& seeds, bf16* target);
+  // Bit c of bits[row * words + w]: whether column + 32 w + c of a row is kept; `column` is even.
+  void (*kept_bits)(const Seeds& seeds, int rows, int column, int words, std::uint32_t* bits);
+  // Two neighbouring blocks [16][16] += those of `part` where the bits of rows, `words` apart, are set.
+  void (*add_kept)(float* blocks, const float* part, const std::uint32_t* bits, int words);
 
   // Runs `rounds` of independent products out of registers and returns their FLOPs: this path's own
   // products, and float32 multiply-adds. The faster of the two is the ceiling of docs/kernels.md.

@@ -21,6 +21,12 @@
 //   dot(sum, pair, right)                        sum + both products of a pair
 //   from_bytes shift_left shift_right bits_and bits_or whole           bits; whole: int32 -> float32
 //
+// Pairs as 16 x 32 bits without a sign, for dropout (moe/drop.h):
+//   + * ^ shift_down                             as their names say, modulo 2^32
+//   at_least(p, least)                           32 bits: whether each 16 of p, in a row, are `least` or
+//   more keep(a, bits)                                zeros where a bit is 0: of 32 in a row, or of 16
+//   float32 keep_at_least(a, p, least)                   keep(a, at_least(p, least))
+//
 // Each isa/*.cpp compiles this under its own flags, so everything that includes it has internal linkage
 // and uses no library template: a shared inline function would let the linker hand, say, AVX-512 code to
 // a CPU that has none.

@@ -138,6 +138,53 @@ inline void interleave(Pairs a, Pairs b, Pairs& first, Pairs& second) {
   first = half(a.v[0], b.v[0]);
   second = half(a.v[1], b.v[1]);
 }
+template <class F>
+inline Pairs both(F f) {
+  return {{f(0), f(1)}};
+}
+inline Pairs operator+(Pairs a, Pairs b) {
+  return both([&](int i) { return _mm256_add_epi32(a.v[i], b.v[i]); });
+}
+inline Pairs operator*(Pairs a, Pairs b) {
+  return both([&](int i) { return _mm256_mullo_epi32(a.v[i], b.v[i]); });
+}
+inline Pairs operator^(Pairs a, Pairs b) {
+  return both([&](int i) { return _mm256_xor_si256(a.v[i], b.v[i]); });
+}
+template <int kBits>
+inline Pairs shift_down(Pairs a) {
+  return both([&](int i) { return _mm256_srli_epi32(a.v[i], kBits); });
+}
+// All ones in the 16 bits that are `least` or more.
+inline Pairs mask_at_least(Pairs a, std::uint16_t least) {
+  const __m256i bound = _mm256_set1_epi16(static_cast<short>(least));
+  return both([&](int i) { return _mm256_cmpeq_epi16(_mm256_max_epu16(a.v[i], bound), a.v[i]); });
+}
+inline std::uint32_t at_least(Pairs a, std::uint16_t least) {
+  const Pairs mask = mask_at_least(a, least);
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(mask.v[0], mask.v[1]), 0xd8);
+  return static_cast<std::uint32_t>(_mm256_movemask_epi8(bytes));
+}
+inline Pairs keep(Pairs a, std::uint32_t bits) {
+  const __m256i each = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192,
+                                         16384, static_cast<short>(0x8000));
+  return both([&](int i) {
+    const __m256i all = _mm256_set1_epi16(static_cast<short>(bits >> 16 * i));
+    return _mm256_and_si256(a.v[i], _mm256_cmpeq_epi16(_mm256_and_si256(all, each), each));
+  });
+}
+inline Lanes keep(Lanes a, std::uint32_t bits) {
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return halves([&](int i) {
+    const __m256i all = _mm256_set1_epi32(static_cast<int>(bits >> 8 * i));
+    const __m256i mask = _mm256_cmpeq_epi32(_mm256_and_si256(all, each), each);
+    return _mm256_and_ps(a.v[i], _mm256_castsi256_ps(mask));
+  });
+}
+inline Pairs keep_at_least(Pairs a, Pairs words, std::uint16_t least) {
+  const Pairs mask = mask_at_least(words, least);
+  return both([&](int i) { return _mm256_and_si256(a.v[i], mask.v[i]); });
+}
 inline Split split(Pairs a) { return {low(a), high(a)}; }
 // 4 x 4 blocks, two side by side in registers whose halves are loaded from rows four apart, so that nothing
 // has to cross the middle of a register. Eight rows at a time: rows a power of two apart share a set of L1,

@@ -101,6 +101,23 @@ inline void turn_rows(const bf16* rows, std::ptrdiff_t row, Pairs (&columns)[16]
   for (int i = 0; i < 16; ++i) columns[i] = load_pairs(rows + i * row);
   transpose(columns);
 }
+inline Pairs operator+(Pairs a, Pairs b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Pairs operator*(Pairs a, Pairs b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+inline Pairs operator^(Pairs a, Pairs b) { return {_mm512_xor_si512(a.v, b.v)}; }
+template <int kBits>
+inline Pairs shift_down(Pairs a) {
+  return {_mm512_srli_epi32(a.v, kBits)};
+}
+inline std::uint32_t at_least(Pairs a, std::uint16_t least) {
+  return _mm512_cmpge_epu16_mask(a.v, _mm512_set1_epi16(static_cast<short>(least)));
+}
+inline Pairs keep(Pairs a, std::uint32_t bits) { return {_mm512_maskz_mov_epi16(bits, a.v)}; }
+inline Lanes keep(Lanes a, std::uint32_t bits) {
+  return {_mm512_maskz_mov_ps(static_cast<__mmask16>(bits), a.v)};
+}
+inline Pairs keep_at_least(Pairs a, Pairs words, std::uint16_t least) {
+  return keep(a, at_least(words, least));
+}
 inline Split split(Pairs a) { return a; }
 inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
   return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)), (__m512bh)right.v)};

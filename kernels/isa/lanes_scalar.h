@@ -119,6 +119,42 @@ inline void turn_rows(const bf16* rows, std::ptrdiff_t row, Pairs (&columns)[16]
   for (int i = 0; i < 16; ++i)
     for (int j = 0; j < 16; ++j) __builtin_memcpy(&columns[j].v[i], rows + i * row + 2 * j, 4);
 }
+template <class F>
+inline Pairs each_pair(F f) {
+  Pairs result;
+  for (int i = 0; i < 16; ++i) result.v[i] = f(i);
+  return result;
+}
+inline Pairs operator+(Pairs a, Pairs b) {
+  return each_pair([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Pairs operator*(Pairs a, Pairs b) {
+  return each_pair([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Pairs operator^(Pairs a, Pairs b) {
+  return each_pair([&](int i) { return a.v[i] ^ b.v[i]; });
+}
+template <int kBits>
+inline Pairs shift_down(Pairs a) {
+  return each_pair([&](int i) { return a.v[i] >> kBits; });
+}
+inline std::uint32_t at_least(Pairs a, std::uint16_t least) {
+  std::uint32_t bits = 0;
+  for (int i = 0; i < 16; ++i)
+    bits |= ((a.v[i] & 0xffffu) >= least ? 1u << 2 * i : 0u) | (a.v[i] >> 16 >= least ? 2u << 2 * i : 0u);
+  return bits;
+}
+inline Pairs keep(Pairs a, std::uint32_t bits) {
+  return each_pair([&](int i) {
+    return a.v[i] & ((bits >> 2 * i & 1u ? 0xffffu : 0u) | (bits >> 2 * i & 2u ? 0xffff0000u : 0u));
+  });
+}
+inline Lanes keep(Lanes a, std::uint32_t bits) {
+  return each_lane([&](int i) { return bits >> i & 1u ? a.v[i] : 0.f; });
+}
+inline Pairs keep_at_least(Pairs a, Pairs words, std::uint16_t least) {
+  return keep(a, at_least(words, least));
+}
 inline Split split(Pairs a) { return a; }
 inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
   const float first = float_of(pair << 16), second = float_of(pair & 0xffff0000u);

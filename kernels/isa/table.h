@@ -3,6 +3,7 @@
 
 #include "gemm/vector.h"
 #include "isa/kernels.h"
+#include "moe/drop.h"
 #include "moe/epilogues.h"
 #include "weights/pack.h"
 
@@ -39,7 +40,8 @@ inline Kernels vector_kernels() {
           pack_right,     tokens_to_left,  tokens_to_right, token_pairs_to_right,
           tiles_to_right, blocks_to_left,  blocks_to_right, transpose_blocks,
           activate,       inner_gradients, weigh_rows,      round_rows,
-          sum_rows,       add_blocks,      peak_vector,     peak_float};
+          sum_rows,       add_blocks,      drop_right,      kept_bits,
+          add_kept,       peak_vector,     peak_float};
 }
 
 }  // namespace

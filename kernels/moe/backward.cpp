@@ -5,6 +5,9 @@
 //   dX  = dg Wg + s (dg Bg) Ag + du Wu + s (du Bu) Au,  summed over the token's slots
 //   dB  = d^T t                            dA  = (s d B)^T input,   t = s (input A^T)
 //
+// With dropout (moe/dropout.h) A's products, which are in dh~ and dX, count only where the input was kept,
+// so they are apart from W's; and dA takes the input without what was dropped.
+//
 // The weighted quantities enter dB and dA of down through the thin factors: (w t) and (w s dy Bd).
 #include <mutex>
 
@@ -65,11 +68,13 @@ class Backward {
         if (sizes_.rank > 0)
           kernels_.pack_right(factor_a(lora_, kDown, sizes_, expert), sizes_.rank, column,
                               {panel + tile_elements(sizes_.hidden_tiles), stride, 2 * live});
-        multiply(kernels_, {{left, right, tiles}}, result);
+        const float* part = product_and_part(left, right, sizes_.hidden_tiles, result);
         for (int j = 0; j < block.count; ++j)
-          for (int t = 0; t < live; ++t)
-            inner_tile(expert, block.begin + j, p * kPanelTiles + t,
-                       result + (j * 2 * live + 2 * t) * kBlock, h + (j * kPanelTiles + t) * kTile);
+          for (int t = 0; t < live; ++t) {
+            const int at = (j * 2 * live + 2 * t) * kBlock;
+            inner_tile(expert, block.begin + j, p * kPanelTiles + t, result + at,
+                       part == nullptr ? nullptr : part + at, h + (j * kPanelTiles + t) * kTile);
+          }
         if (sizes_.rank == 0) continue;
         for (int t = 0; t < live; ++t) {
           const int tile = p * kPanelTiles + t;
@@ -112,10 +117,15 @@ class Backward {
     bf16* panel = workspace(kPanel, kStrips * stride);
     for_token_blocks(routing_, expert, tiles, kStrips * tiles, [&](TokenBlock block) {
       float* result = result_blocks(kMain, block.count * kStrips);
-      Strips x, dy;
+      Strips x[2], dy;
+      KeptColumns kept[2];
       for (int p = unit.begin; p < unit.end; ++p) {
         const int column = p * kStrips * kStrip,
                   strips = std::min(kStrips, 2 * tiles_of(sizes_.hidden - column));
+        const int turn = (p - unit.begin) % kPanelsAtOnce, panels = std::min(kPanelsAtOnce, unit.end - p);
+        if (turn == 0 && drops())
+          for (Projection projection : {kGate, kUp})
+            kept[projection] = kept_columns(projection, expert, block, column, panels);
         bf16* at = panel;
         const auto pack = [&](const Matrix& matrix, int reduction) {
           kernels_.pack_right(matrix, reduction, column, {at, stride, strips});
@@ -125,7 +135,7 @@ class Backward {
         pack(experts_.weight[kGate][expert], sizes_.inner);
         pack(experts_.weight[kUp][expert], sizes_.inner);
         pack(factor_a(lora_, kUp, sizes_, expert), sizes_.rank);
-        multiply(kernels_, {{d_strips(expert, block), {panel, stride, strips}, tiles}}, result);
+        outer_product(d_strips(expert, block), {panel, stride, strips}, kept, turn * kPanelTiles, result);
         for (int j = 0; j < block.count; ++j) {
           const int strip = block.begin + j;
           for (int i = 0; i < strips; i += 2)
@@ -135,16 +145,16 @@ class Backward {
                 dx_stride_);
         }
         if (sizes_.rank == 0) continue;
-        const int turn = (p - unit.begin) % kPanelsAtOnce;
         if (turn == 0) {
-          const int panels = std::min(kPanelsAtOnce, unit.end - p);
-          x = rows_over_tokens(hidden_, kGradient, expert, block, column, panels);
-          dy = rows_over_tokens(d_out_, kLocal, expert, block, column, panels);
+          x[kGate] = rows_over_tokens(hidden_, kGradient, expert, block, column, panels, kept[kGate]);
+          x[kUp] = drops() ? rows_over_tokens(hidden_, kDropped, expert, block, column, panels, kept[kUp])
+                           : x[kGate];
+          dy = rows_over_tokens(d_out_, kLocal, expert, block, column, panels, {});
         }
         const auto part = [&](Strips all) {
           return Strips{all.data + turn * kStrips * all.stride, all.stride, strips};
         };
-        outer_gradients(expert, block, column, part(x), part(dy));
+        outer_gradients(expert, block, column, part(x[kGate]), part(x[kUp]), part(dy));
       }
     });
   }
@@ -202,18 +212,49 @@ class Backward {
                             target.stride);
   }
 
-  // One strip of tokens, one tile of I: everything that follows from dh~.
-  void inner_tile(int expert, int strip, int tile, const float* result, bf16* h) {
+  bool drops() const { return saved_.seeds.any(); }
+
+  static Strips behind(Strips strips, int tiles) {
+    strips.data += tile_elements(tiles);
+    return strips;
+  }
+
+  // left x right -> `result`, where LoRA's factors lie behind the first `tiles` tiles of both. With dropout
+  // their product isn't added, but returned in blocks of its own.
+  const float* product_and_part(Strips left, Strips right, int tiles, float* result) const {
+    if (!drops()) {
+      multiply(kernels_, {{left, right, tiles + sizes_.rank_tiles}}, result);
+      return nullptr;
+    }
+    multiply(kernels_, {{left, right, tiles}}, result);
+    return thin_part(behind(left, tiles), behind(right, tiles));
+  }
+  const float* thin_part(Strips left, Strips right) const {
+    float* part = result_blocks(kPart, left.count * right.count);
+    multiply(kernels_, {{left, right, sizes_.rank_tiles}}, part);
+    return part;
+  }
+
+  // One strip of tokens, one tile of I: everything that follows from dh~, whose LoRA's `part` is null where
+  // `result` has it already.
+  void inner_tile(int expert, int strip, int tile, float* result, const float* part, bf16* h) {
+    std::uint32_t kept[kStrip];
+    if (part != nullptr) {
+      const Seeds seeds = saved_.seeds.from(kDown, first_slot(routing_, expert, strip));
+      kernels_.kept_bits(seeds, kStrip, tile * kSteps, 1, kept);
+      kernels_.add_kept(result, part, kept, 1);
+    }
     const std::ptrdiff_t row = routing_.first_strip[expert] + strip;
-    const std::ptrdiff_t kept = tile_elements(row * sizes_.inner_tiles + tile);
+    const std::ptrdiff_t at = tile_elements(row * sizes_.inner_tiles + tile);
     bf16* d = d_.data() + row * d_stride_ + tile_elements(sizes_.rank_tiles + tile);
     float weight[kStrip], d_weight[kStrip];
     strip_weights(routing_, expert, strip, weight);
-    kernels_.inner_gradients({result, inner_.gate.data() + kept, inner_.up.data() + kept, weight, d,
-                              d + tile_elements(sizes_.inner_tiles), h, d_weight});
-    float* part = d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing_.slots() +
-                  first_slot(routing_, expert, strip);
-    std::copy_n(d_weight, live_rows(routing_, expert, strip), part);
+    kernels_.inner_gradients({result, inner_.gate.data() + at, inner_.up.data() + at, weight, d,
+                              d + tile_elements(sizes_.inner_tiles), h, d_weight,
+                              part == nullptr ? nullptr : kept});
+    float* d_weights = d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing_.slots() +
+                       first_slot(routing_, expert, strip);
+    std::copy_n(d_weight, live_rows(routing_, expert, strip), d_weights);
   }
 
   // target += thin^T right for one block of tokens; target is [r, columns], or its transpose.
@@ -234,30 +275,71 @@ class Backward {
                  d_lora_.b[projection], expert, sizes_.inner, column, true);
   }
 
+  // `kept_bits` of one block of tokens; null where all is kept.
+  struct KeptColumns {
+    const std::uint32_t* bits = nullptr;
+    int words = 0;  // of a token
+  };
+
+  // Of gate's or up's input, for `panels` panels from `column`.
+  KeptColumns kept_columns(Projection projection, int expert, TokenBlock block, int column,
+                           int panels) const {
+    thread_local Buffer<std::uint32_t> buffers[2];
+    const int words = std::min(panels * kPanelTiles, tiles_of(sizes_.hidden - column));
+    const int rows = block.count * kStrip;
+    std::uint32_t* bits = buffers[projection].reserve(static_cast<std::size_t>(rows) * words);
+    const Seeds seeds = saved_.seeds.from(projection, first_slot(routing_, expert, block.begin));
+    kernels_.kept_bits(seeds, rows, column, words, bits);
+    return {bits, words};
+  }
+
+  // dX of a panel, whose columns begin at `word` of what is kept.
+  void outer_product(Strips d, Strips panel, const KeptColumns (&kept)[2], int word, float* result) const {
+    const int rank_tiles = sizes_.rank_tiles, inner_tiles = 2 * sizes_.inner_tiles;
+    if (!drops()) {
+      multiply(kernels_, {{d, panel, 2 * rank_tiles + inner_tiles}}, result);
+      return;
+    }
+    multiply(kernels_, {{behind(d, rank_tiles), behind(panel, rank_tiles), inner_tiles}}, result);
+    for (Projection projection : {kGate, kUp}) {
+      const int tiles = projection == kGate ? 0 : rank_tiles + inner_tiles;
+      const float* part = thin_part(behind(d, tiles), behind(panel, tiles));
+      const KeptColumns& columns = kept[projection];
+      for (int i = 0; i < d.count; ++i)
+        for (int j = 0; j < panel.count; j += 2) {
+          const std::ptrdiff_t at = (static_cast<std::ptrdiff_t>(i) * panel.count + j) * kBlock;
+          const std::uint32_t* bits = columns.bits + i * kStrip * columns.words + word + j / 2;
+          kernels_.add_kept(result + at, part + at, bits, columns.words);
+        }
+    }
+  }
+
   // x or dy of one block of tokens as right strips over tokens, for `panels` panels from `column`: a
-  // token's row is read in pieces of up to 512 bytes instead of 128.
+  // token's row is read in pieces of up to 512 bytes instead of 128. What isn't `kept` is 0.
   Strips rows_over_tokens(const bf16* source, Purpose purpose, int expert, TokenBlock block, int column,
-                          int panels) const {
+                          int panels, KeptColumns kept) const {
     const int begin = block.begin * kStrip,
               count = std::min(block.count * kStrip, routing_.rows(expert) - begin);
     const int strips = std::min(panels * kStrips, 2 * tiles_of(sizes_.hidden - column));
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
     const Strips right{workspace(purpose, kPanelsAtOnce * kStrips * stride), stride, strips};
     const int* index = routing_.token.data() + routing_.first[expert] + begin;
-    kernels_.token_pairs_to_right({source, sizes_.hidden, index, count, sizes_.hidden}, column, right);
+    kernels_.token_pairs_to_right(
+        {source, sizes_.hidden, index, count, sizes_.hidden, kept.bits, kept.words}, column, right);
     return right;
   }
 
   // dA of gate and up, and dB of down, for the columns of H at `column`, whose x and dy are given.
-  void outer_gradients(int expert, TokenBlock block, int column, Strips x, Strips dy) const {
+  void outer_gradients(int expert, TokenBlock block, int column, Strips x_gate, Strips x_up,
+                       Strips dy) const {
     const auto add = [&](const Buffer<bf16>& thin, Projection projection, Strips right, float* tensor,
                          bool transposed) {
       if (tensor != nullptr)
         add_gradient(from(thin_strips(thin, routing_, sizes_, expert, projection), block), right, block,
                      tensor, expert, sizes_.hidden, column, transposed);
     };
-    add(thin_, kGate, x, d_lora_.a[kGate], false);
-    add(thin_, kUp, x, d_lora_.a[kUp], false);
+    add(thin_, kGate, x_gate, d_lora_.a[kGate], false);
+    add(thin_, kUp, x_up, d_lora_.a[kUp], false);
     add(saved_.thin, kDown, dy, d_lora_.b[kDown], true);
   }
 
@@ -289,32 +371,7 @@ class Backward {
   Buffer<bf16> thin_;       // (s dg Bg)^T and (s du Bu)^T, as Saved::thin
 };
 
-// g and u again, where forward didn't keep them.
-std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts, const LoraWeights& lora,
-                                  const Saved& saved, const bf16* hidden) {
-  if (saved.keep == Keep::retain) return nullptr;
-  auto again = std::make_unique<Saved>();
-  const Sizes sizes(experts, lora.rank);
-  reserve_inner(*again, saved.routing, sizes);
-  const GateUp gate_up{*machine.kernels, experts, lora, sizes, saved.routing, hidden};
-  Work work;
-  work.first_panels = sizes.inner_tiles;
-  work.first = [&](Unit unit) { gate_up.run(unit, {nullptr, 0, again.get()}); };
-  run_work(machine, experts, saved.routing, work);
-  return again;
-}
-
 }  // namespace
-
-std::size_t backward_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
-  const Sizes sizes(hidden, intermediate, rank);
-  std::size_t taken = memory_taken(load.strips * gradient_stride(sizes) * sizeof(bf16)) +
-                      memory_taken(load.slots * slot_stride(sizes) * sizeof(bf16)) +
-                      memory_taken(weight_gradients(sizes, load.slots) * sizeof(float)) +
-                      memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
-  if (keep == Keep::recompute) taken += 2 * memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
-  return taken;
-}
 
 void backward(const Machine& machine, const Experts& experts, const LoraWeights& lora, const Saved& saved,
               const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights,

@@ -76,7 +76,8 @@ inline void activate(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* g
 
 // h = silu(g) u;  dh = w dh~;  dg = dh u silu'(g), silu'(g) = s + g s (1 - s) with s = sigmoid(g);
 // du = dh silu(g);  d w = <dh~, h>.
-inline void inner_gradients(const InnerTile& tile) {
+template <bool kAll>
+inline void inner_gradients_of(const InnerTile& tile) {
   for (int i = 0; i < kStrip; ++i) {
     Lanes g[2], u[2], h[2], dg[2], du[2];
     widen(load_pairs(tile.gate + i * kSteps), g[0], g[1]);
@@ -95,8 +96,12 @@ inline void inner_gradients(const InnerTile& tile) {
     tile.d_weight[i] = sum(product);
     store(tile.d_gate + i * kSteps, sequence(dg[0], dg[1]));
     store(tile.d_up + i * kSteps, sequence(du[0], du[1]));
-    store(tile.h + i * kSteps, sequence(h[0], h[1]));
+    const Pairs both = sequence(h[0], h[1]);
+    store(tile.h + i * kSteps, kAll ? both : keep(both, tile.kept[i]));
   }
+}
+inline void inner_gradients(const InnerTile& tile) {
+  tile.kept == nullptr ? inner_gradients_of<true>(tile) : inner_gradients_of<false>(tile);
 }
 
 inline void weigh_rows(const float* blocks, std::ptrdiff_t apart, const float* weight, int live,

@@ -20,7 +20,7 @@ class Forward {
         sizes_(experts, lora.rank),
         saved_(saved),
         routing_(saved.routing),
-        gate_up_{kernels_, experts, lora, sizes_, routing_, hidden},
+        gate_up_{kernels_, experts, lora, sizes_, routing_, saved.seeds, hidden},
         h_stride_(tile_elements(sizes_.inner_tiles + sizes_.rank_tiles)),
         y_stride_(slot_stride(sizes_)),
         h_(routing_.first_strip.back() * h_stride_),
@@ -37,17 +37,23 @@ class Forward {
     const Strips a = left_rows(kernels_, factor_a(lora_, kDown, sizes_, expert), 0, strips, room);
     for_token_blocks(routing_, expert, sizes_.inner_tiles, 0, [&](TokenBlock block) {
       const Strips h = h_strips(expert, block);
-      float* t = result_blocks(kSmall, strips * block.count);
-      multiply(kernels_, {{a, h, sizes_.inner_tiles}}, t);
-      kernels_.blocks_to_right(t, strips, block.count, lora_.scale,
-                               writable(h) + tile_elements(sizes_.inner_tiles), h_stride_);
-      if (saved_.keep == Keep::nothing) return;
-      float* weights = result_blocks(kWeights, block.count);
-      for (int i = 0; i < block.count; ++i)
-        strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);
-      const Strips thin = thin_strips(saved_.thin, routing_, sizes_, expert, kDown);
-      kernels_.blocks_to_left(t, strips, block.count, lora_.scale, weights,
-                              writable(thin) + tile_elements(block.begin / 2), thin.stride);
+      const auto product = [&](int first, Strips input) {
+        float* t = result_blocks(kSmall, strips * input.count);
+        multiply(kernels_, {{a, input, sizes_.inner_tiles}}, t);
+        kernels_.blocks_to_right(t, strips, input.count, lora_.scale,
+                                 writable(h) + first * h_stride_ + tile_elements(sizes_.inner_tiles),
+                                 h_stride_);
+        if (saved_.keep == Keep::nothing) return;
+        const int begin = block.begin + first;
+        float* weights = result_blocks(kWeights, input.count);
+        for (int i = 0; i < input.count; ++i)
+          strip_weights(routing_, expert, begin + i, weights + i * kStrip);
+        const Strips thin = thin_strips(saved_.thin, routing_, sizes_, expert, kDown);
+        kernels_.blocks_to_left(t, strips, input.count, lora_.scale, weights,
+                                writable(thin) + tile_elements(begin / 2), thin.stride);
+      };
+      for_lora_input(kernels_, routing_, saved_.seeds, kDown, expert, block, h, sizes_.inner_tiles,
+                     product);
     });
   }
 
@@ -116,10 +122,11 @@ class Forward {
 
 std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora,
                                int tokens, int top_k, const bf16* hidden, const std::int64_t* ids,
-                               const float* weights, bf16* out, Keep keep) {
+                               const float* weights, bf16* out, Keep keep, const Dropout& dropout) {
   auto saved = std::make_unique<Saved>();
   saved->routing = route(experts.count(), tokens, top_k, ids, weights);
   saved->keep = keep;
+  if (lora.rank > 0) saved->seeds = drop_seeds(dropout, saved->routing);
   const Sizes sizes(experts, lora.rank);
   if (keep == Keep::retain) reserve_inner(*saved, saved->routing, sizes);
   if (keep != Keep::nothing) reserve_thin(*saved, saved->routing, sizes);

@@ -64,13 +64,17 @@ void GateUp::thin(Projection projection, Unit unit, TokenBlock block, Strips x, 
   bf16* room = workspace(kFactor, sizes.rank_strips * stride);
   const Strips a =
       left_rows(kernels, factor_a(lora, projection, sizes, unit.expert), 0, sizes.rank_strips, room);
-  float* result = result_blocks(kSmall, sizes.rank_strips * block.count);
-  multiply(kernels, {{a, x, sizes.hidden_tiles}}, result);
-  kernels.blocks_to_right(result, sizes.rank_strips, block.count, lora.scale, writable(t), t.stride);
-  if (unit.begin != 0 || target.saved->thin.data() == nullptr) return;
-  const Strips kept = thin_strips(target.saved->thin, routing, sizes, unit.expert, projection);
-  kernels.blocks_to_left(result, sizes.rank_strips, block.count, lora.scale, nullptr,
-                         writable(kept) + tile_elements(block.begin / 2), kept.stride);
+  const auto product = [&](int first, Strips input) {
+    float* result = result_blocks(kSmall, sizes.rank_strips * input.count);
+    multiply(kernels, {{a, input, sizes.hidden_tiles}}, result);
+    kernels.blocks_to_right(result, sizes.rank_strips, input.count, lora.scale,
+                            writable(t) + first * t.stride, t.stride);
+    if (unit.begin != 0 || target.saved->thin.data() == nullptr) return;
+    const Strips kept = thin_strips(target.saved->thin, routing, sizes, unit.expert, projection);
+    kernels.blocks_to_left(result, sizes.rank_strips, input.count, lora.scale, nullptr,
+                           writable(kept) + tile_elements((block.begin + first) / 2), kept.stride);
+  };
+  for_lora_input(kernels, routing, seeds, projection, unit.expert, block, x, sizes.hidden_tiles, product);
 }
 
 void reserve_inner(Saved& saved, const Routing& routing, const Sizes& sizes) {
@@ -82,12 +86,36 @@ void reserve_thin(Saved& saved, const Routing& routing, const Sizes& sizes) {
   saved.thin.reset(thin_elements(sizes, routing.first_double.back()));
 }
 
+std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts, const LoraWeights& lora,
+                                  const Saved& saved, const bf16* hidden) {
+  if (saved.keep == Keep::retain) return nullptr;
+  auto again = std::make_unique<Saved>();
+  const Sizes sizes(experts, lora.rank);
+  reserve_inner(*again, saved.routing, sizes);
+  const GateUp gate_up{*machine.kernels, experts, lora, sizes, saved.routing, saved.seeds, hidden};
+  Work work;
+  work.first_panels = sizes.inner_tiles;
+  work.first = [&](Unit unit) { gate_up.run(unit, {nullptr, 0, again.get()}); };
+  run_work(machine, experts, saved.routing, work);
+  return again;
+}
+
 std::size_t saved_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
   const Sizes sizes(hidden, intermediate, rank);
   if (keep == Keep::nothing) return 0;
   const std::size_t thin = memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
   const std::size_t inner = memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
   return keep == Keep::retain ? thin + 2 * inner : thin;
+}
+
+std::size_t backward_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
+  const Sizes sizes(hidden, intermediate, rank);
+  std::size_t taken = memory_taken(load.strips * gradient_stride(sizes) * sizeof(bf16)) +
+                      memory_taken(load.slots * slot_stride(sizes) * sizeof(bf16)) +
+                      memory_taken(weight_gradients(sizes, load.slots) * sizeof(float)) +
+                      memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
+  if (keep == Keep::recompute) taken += 2 * memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
+  return taken;
 }
 
 }  // namespace ktbridge

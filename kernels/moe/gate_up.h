@@ -20,6 +20,7 @@ struct GateUp {
   const LoraWeights& lora;
   const Sizes& sizes;
   const Routing& routing;
+  const DropSeeds& seeds;
   const bf16* hidden;
 
   void run(Unit unit, const GateUpTarget& target) const;
@@ -27,6 +28,10 @@ struct GateUp {
   void thin(Projection projection, Unit unit, TokenBlock block, Strips x, Strips t,
             const GateUpTarget& target) const;
 };
+
+// g and u again, where forward didn't keep them; else null.
+std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts, const LoraWeights& lora,
+                                  const Saved& saved, const bf16* hidden);
 
 void reserve_inner(Saved& saved, const Routing& routing, const Sizes& sizes);
 void reserve_thin(Saved& saved, const Routing& routing, const Sizes& sizes);

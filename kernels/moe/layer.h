@@ -5,7 +5,8 @@
 //     h = silu(g) u                       y = h Wd^T + s (h Ad^T) Bd^T
 // with s = alpha / r (LoRA, arXiv:2106.09685; gated experts, arXiv:2002.05202). W are bf16, FP8, INT8 or
 // INT4 where they lie, A and B fp32 masters rounded to bf16 before use, sums are fp32. g, u, h and the
-// thin s (x A^T) are rounded to bf16, and backward uses the rounded values.
+// thin s (x A^T) are rounded to bf16, and backward uses the rounded values. With dropout each A sees x or h
+// without the elements that moe/dropout.h drops, and the caller's s is larger by 1 / (1 - p).
 #pragma once
 
 #include <array>
@@ -16,11 +17,10 @@
 #include "common/buffer.h"
 #include "common/pool.h"
 #include "isa/kernels.h"
+#include "moe/dropout.h"
 #include "moe/routing.h"
 
 namespace ktbridge {
-
-enum Projection { kGate, kUp, kDown, kProjections };
 
 // gate and up are [I, H] and down [H, I], for each expert.
 struct Experts {
@@ -56,6 +56,7 @@ enum class Keep {
 // What forward keeps for backward.
 struct Saved {
   Routing routing;
+  DropSeeds seeds;
   Keep keep = Keep::nothing;
   Buffer<bf16> gate, up;  // g, u: left tiles [token strips][tiles of I][16][32]
   Buffer<bf16> thin;      // (s x A^T)^T of gate, up, and w (s h A^T)^T of down: left strips over tokens
@@ -73,10 +74,11 @@ std::size_t saved_memory(int hidden, int intermediate, int rank, const Load& loa
 std::size_t backward_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep);
 
 // hidden [tokens, H] bf16, ids and weights [tokens, top_k], out [tokens, H] bf16. Returns what `backward`
-// needs; null for Keep::nothing. Throws std::out_of_range for an id that is no expert's.
+// needs; null for Keep::nothing. `dropout` is backward's, too. Throws std::out_of_range for an id that is
+// no expert's.
 std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, const LoraWeights& lora,
                                int tokens, int top_k, const bf16* hidden, const std::int64_t* ids,
-                               const float* weights, bf16* out, Keep keep);
+                               const float* weights, bf16* out, Keep keep, const Dropout& dropout = {});
 
 // d_out, d_hidden [tokens, H] bf16; d_weights [tokens, top_k] float32 (overwritten). d_lora's gradients
 // are added to what is there; null pointers are skipped.

@@ -29,13 +29,13 @@ struct Sizes {
 };
 
 // One thread's memory, by purpose; kept from unit to unit and from pass to pass.
-enum Purpose { kTokens, kPanel, kFactor, kThin, kGradient, kLocal, kPurposes };
+enum Purpose { kTokens, kPanel, kFactor, kThin, kGradient, kLocal, kDropped, kPurposes };
 
 inline bf16* workspace(Purpose purpose, std::ptrdiff_t elements) {
   thread_local Buffer<bf16> buffers[kPurposes];
   return buffers[purpose].reserve(elements);
 }
-enum ResultPurpose { kMain, kSmall, kTurned, kWeights, kResultPurposes };
+enum ResultPurpose { kMain, kSmall, kTurned, kWeights, kPart, kResultPurposes };
 inline float* result_blocks(ResultPurpose purpose, std::ptrdiff_t blocks) {
   thread_local Buffer<float> buffers[kResultPurposes];
   return buffers[purpose].reserve(blocks * kBlock);
@@ -115,6 +115,28 @@ inline Strips token_strips(const Routing& routing, int expert, TokenBlock block,
   Strips strips{data, stride, block.count};
   strips.live = live_rows(routing, expert, block.begin + block.count - 1);
   return strips;
+}
+
+// x or h of one block of tokens, right strips of `tiles` tiles, as A of a projection sees it: body(first,
+// strips), where `first` counts from the block's. With dropout that are copies of a few strips at a time,
+// an even number; enough for the products' blocks, and few beside x in L2.
+template <class Body>
+void for_lora_input(const Kernels& kernels, const Routing& routing, const DropSeeds& seeds,
+                    Projection projection, int expert, TokenBlock block, Strips x, int tiles, Body body) {
+  if (!seeds.any()) return body(0, x);
+  constexpr int kAtOnce = 6;
+  const std::ptrdiff_t stride = tile_elements(tiles);
+  bf16* room = workspace(kDropped, kAtOnce * stride);
+  for (int first = 0; first < block.count; first += kAtOnce) {
+    Strips some{room, stride, std::min(kAtOnce, block.count - first)};
+    for (int i = 0; i < some.count; ++i) {
+      const int slot = first_slot(routing, expert, block.begin + first + i);
+      kernels.drop_right(x.data + (first + i) * x.stride, tiles, seeds.from(projection, slot),
+                         room + i * stride);
+    }
+    if (first + some.count == block.count) some.live = x.live;
+    body(first, some);
+  }
 }
 
 // The routing weights of one strip's tokens; 0 where there is no token.

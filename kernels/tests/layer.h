@@ -95,7 +95,31 @@ struct Batch {
   std::vector<std::int64_t> ids;
   std::vector<float> weights;
   AtPageEnd<bf16> hidden, d_out;
+  std::vector<std::int64_t> numbers;
+  Dropout dropout;
+
+  // Drops a share of LoRA's inputs; slots are numbered in another order, as a part of a larger pass's are.
+  void drop(Random& random, double share) {
+    numbers = random.many(static_cast<int>(ids.size()),
+                          [&] { return static_cast<std::int64_t>(random.below(1 << 30)); });
+    dropout = {0x123456789abcdef0u + static_cast<std::uint64_t>(random.below(1 << 30)),
+               static_cast<std::uint16_t>(share * 65536), numbers.data()};
+  }
 };
+
+// moe/dropout.h's definition, an element at a time.
+inline bool kept(const Dropout& dropout, std::size_t slot, int projection, int column) {
+  const std::uint64_t number = dropout.numbers == nullptr ? slot : dropout.numbers[slot];
+  std::uint64_t z = dropout.key + (3 * number + projection + 1) * 0x9e3779b97f4a7c15u;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  z ^= z >> 31;
+  std::uint32_t v = static_cast<std::uint32_t>(z) + static_cast<std::uint32_t>(column / 2) * 0x9e3779b9u;
+  v = (v ^ v >> 16) * 0x7feb352du ^ static_cast<std::uint32_t>(z >> 32);
+  v = (v ^ v >> 15) * 0x846ca68bu;
+  v ^= v >> 16;
+  return (column % 2 == 0 ? v & 0xffff : v >> 16) >= dropout.threshold;
+}
 
 // Everything a pass computes. T is what the layer writes, or double.
 template <class Half, class Float>
@@ -139,7 +163,7 @@ inline LoraGradients gradients(const Model& model, Computed& results) {
 inline std::unique_ptr<Saved> run_forward(const Machine& machine, const Model& model, const Batch& batch,
                                           Keep keep, Computed& results) {
   return forward(machine, model.experts, model.lora, batch.tokens, batch.top_k, batch.hidden.data(),
-                 batch.ids.data(), batch.weights.data(), results.out.data(), keep);
+                 batch.ids.data(), batch.weights.data(), results.out.data(), keep, batch.dropout);
 }
 
 inline Computed run(const Machine& machine, const Model& model, const Batch& batch, Keep keep) {
@@ -175,7 +199,8 @@ inline Exact reference(const Model& model, const Batch& batch) {
       t.assign(rank, 0);
       for (int r = 0; r < rank; ++r) {
         for (std::size_t k = 0; k < in.size(); ++k)
-          t[r] += in[k] * model.a_at(p, e, r, static_cast<int>(k));
+          if (kept(batch.dropout, slot, p, static_cast<int>(k)))
+            t[r] += in[k] * model.a_at(p, e, r, static_cast<int>(k));
         t[r] = rounded(s * t[r]);
       }
       for (int n = 0; n < model.rows(p); ++n) {
@@ -195,12 +220,14 @@ inline Exact reference(const Model& model, const Batch& batch) {
               weight * d[n] * t[r];
         }
         for (int k = 0; k < model.columns(p); ++k)
-          result.d_lora[2 * p][(static_cast<std::ptrdiff_t>(e) * rank + r) * model.columns(p) + k] +=
-              weight * thin[r] * in[k];
+          if (kept(batch.dropout, slot, p, k))
+            result.d_lora[2 * p][(static_cast<std::ptrdiff_t>(e) * rank + r) * model.columns(p) + k] +=
+                weight * thin[r] * in[k];
       }
       for (int k = 0; k < model.columns(p); ++k) {
         for (int n = 0; n < model.rows(p); ++n) d_in[k] += d[n] * to_float(model.weights[p][e].at(n, k));
-        for (int r = 0; r < rank; ++r) d_in[k] += thin[r] * model.a_at(p, e, r, k);
+        for (int r = 0; r < rank && kept(batch.dropout, slot, p, k); ++r)
+          d_in[k] += thin[r] * model.a_at(p, e, r, k);
       }
       return d_in;
     };

@@ -149,6 +149,36 @@ void fused_weights() {
   }
 }
 
+void dropped_inputs() {
+  Random random(8);
+  const int sizes[][2] = {{72, 41}, {1, 1}, {33, 31}, {64, 96}, {300, 130}};
+  for (const auto& [hidden, inner] : sizes)
+    for (double share : {0.1, 0.5, 0.99})
+      for (int rank : {1, 8, 40}) {
+        const check::Case name(std::to_string(hidden) + " x " + std::to_string(inner) + ", rank " +
+                               std::to_string(rank) + ", " + std::to_string(share));
+        const Shape shape{hidden, inner, 3, rank};
+        const Model model(random, shape);
+        // An expert with more than the strips that are copied at a time, and few tokens.
+        for (int tokens : {1, 15, 150}) {
+          const check::Case name(std::to_string(tokens) + " tokens");
+          Batch batch(random, shape, tokens, tokens > 100 ? 2 : 1, tokens > 100 ? 0 : -1);
+          batch.drop(random, share);
+          check_layer(model, batch);
+        }
+      }
+  // Where only some factors are there, and in order where nobody numbers the slots.
+  const Shape shape{72, 41, 4, 8};
+  for (int missing = 0; missing < 6; ++missing) {
+    Present present = kAllPresent;
+    present[missing] = false;
+    Batch batch(random, shape, 40, 2);
+    batch.drop(random, 0.3);
+    batch.dropout.numbers = nullptr;
+    check_layer(Model(random, shape, present), batch);
+  }
+}
+
 void nothing_to_do() {
   Random random(6);
   for (int rank : {0, 8}) {
@@ -172,6 +202,7 @@ int main() {
   every_storage();
   few_tokens();
   fused_weights();
+  dropped_inputs();
   nothing_to_do();
   return check::report();
 }

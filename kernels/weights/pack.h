@@ -148,21 +148,29 @@ inline void tokens_to_right(const Tokens& tokens, bf16* strip) {
   }
 }
 
-inline void token_pairs_to_right(const Tokens& tokens, int column, Strips target) {
-  const Pairs zero = pairs(every(0.f), every(0.f));
+template <bool kAll>
+inline void pairs_to_right(const Tokens& tokens, int column, Strips target) {
+  const auto part = [&](int i, int c) {
+    if (i >= tokens.count) return pairs(every(0.f), every(0.f));
+    const Pairs row = row_part(tokens.row(i), c, tokens.columns);
+    return kAll ? row : keep(row, tokens.kept[i * tokens.kept_words + (c - column) / kSteps]);
+  };
   const int padded = tiles_of(tokens.count) * kSteps;
   for (int i = 0; i < padded; i += 2)
     for (int strip = 0; strip < target.count; strip += 2) {
       const int c = column + strip * kStrip;
-      const Pairs a = i < tokens.count ? row_part(tokens.row(i), c, tokens.columns) : zero;
-      const Pairs b = i + 1 < tokens.count ? row_part(tokens.row(i + 1), c, tokens.columns) : zero;
       Pairs first, second;
-      interleave(a, b, first, second);
+      interleave(part(i, c), part(i + 1, c), first, second);
       bf16* to =
           const_cast<bf16*>(target.data) + strip * target.stride + static_cast<std::ptrdiff_t>(i) * kStrip;
       store(to, first);
       store(to + target.stride, second);
     }
+}
+
+inline void token_pairs_to_right(const Tokens& tokens, int column, Strips target) {
+  tokens.kept == nullptr ? pairs_to_right<true>(tokens, column, target)
+                         : pairs_to_right<false>(tokens, column, target);
 }
 
 inline void tiles_to_right(Strips left, int tile, Strips target) {

@@ -334,6 +334,7 @@ def _effective(parsed: TrainConfig) -> dict[str, object]:
     """Settings derived from others, with their effective values."""
     own = dataclasses.asdict(parsed.kt_config)
     own |= {"kt_lora_rank": parsed.expert_rank, "kt_lora_alpha": parsed.expert_alpha}
+    own["kt_lora_dropout"] = parsed.expert_dropout or own["kt_lora_dropout"]
     return {"lora_alpha": parsed.alpha, "kt_config": own}
 
 

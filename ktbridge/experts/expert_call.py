@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing, compat, crossing, queued
+from ktbridge.experts.dropout import Dropout
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
@@ -25,15 +26,32 @@ Saved = _kernels.Saved | _kernels.Job | None
 
 @dataclass(frozen=True)
 class Lora:
-    """A layer's LoRA as one call uses it: tensors [E, ...] by name, and α / r."""
+    """A layer's LoRA as one call uses it: tensors [E, ...] by name, α / r, and what is dropped of its inputs.
+
+    What is kept is not scaled: with dropout ``scale`` is α / r / (1 - p).
+    """
 
     tensors: dict[str, torch.Tensor]
     scale: float
+    dropout: Dropout | None = None
 
     def arguments(self) -> tuple[list[int], int, float]:
         """Addresses, rank and scale as the kernels take them."""
         rank = next((t.shape[1] for name, t in self.tensors.items() if name.endswith("_a")), 0)
         return _addresses(self.tensors), rank, self.scale if self.tensors else 0.0
+
+
+@dataclass(frozen=True)
+class LoraUse:
+    """How one call uses a layer's LoRA: all of ``Lora`` but its tensors."""
+
+    names: tuple[str, ...]
+    scale: float
+    dropout: Dropout | None
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> Lora:
+        """With ``tensors``, which are in the order of ``names``."""
+        return Lora(dict(zip(self.names, tensors, strict=True)), self.scale, self.dropout)
 
 
 def run_forward(
@@ -54,6 +72,7 @@ def run_forward(
         *inputs[1].shape,
         *(tensor.data_ptr() for tensor in (*inputs, out)),
         keep,
+        lora.dropout.arguments() if lora.dropout else (0, 0, 0),
     )
     if stream is not None:
         return queued.queue(stream, kernels.queue_forward, arguments, (owner, inputs, out, lora))
@@ -103,8 +122,7 @@ class ExpertCall:
 
     layer: _kernels.Layer
     weights: tuple[ExpertWeights, ...]
-    names: tuple[str, ...]
-    scale: float
+    used: LoraUse
     keep: _kernels.Keep
     accumulate: bool
     ahead: bool = False
@@ -114,10 +132,6 @@ class ExpertCall:
     saved: Saved = None
     host: tuple[torch.Tensor, ...] = ()
     """Host copies of hidden [T, H] and topk_weights [T, K] that came from a GPU."""
-
-    def lora(self, tensors: Iterable[torch.Tensor]) -> Lora:
-        """This call's LoRA of ``tensors``, which are in the order of ``names``."""
-        return Lora(dict(zip(self.names, tensors, strict=True)), self.scale)
 
 
 class ExpertFunction(torch.autograd.Function):
@@ -133,7 +147,7 @@ class ExpertFunction(torch.autograd.Function):
         *lora: torch.Tensor,
     ) -> torch.Tensor:
         ctx.parameters, ctx.device = lora, hidden.device
-        used = call.lora(parameter.contiguous() for parameter in lora)
+        used = call.used.of(parameter.contiguous() for parameter in lora)
         crosses = hidden.device.type != "cpu"
         if call.replayed is not None:
             out = call.replayed if crosses else call.replayed.clone()
@@ -174,7 +188,7 @@ class ExpertFunction(torch.autograd.Function):
         targets: dict[str, torch.Tensor | None] = {}
         returned: list[torch.Tensor | None] = []
         needs = ctx.needs_input_grad[4:]
-        for name, parameter, needed in zip(call.names, ctx.parameters, needs, strict=True):
+        for name, parameter, needed in zip(call.used.names, ctx.parameters, needs, strict=True):
             straight = call.accumulate and needed and accumulates(parameter)
             if straight and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -184,7 +198,7 @@ class ExpertFunction(torch.autograd.Function):
         last = not compat.graph_is_kept()
         stream = torch.cuda.current_stream(ctx.device) if crosses else None
         tensors = hidden, d_out, d_hidden, d_weights
-        used = call.lora(lora)
+        used = call.used.of(lora)
         run_backward(call.layer, stream, call.saved, tensors, used, targets, last, call)
         if isinstance(call.saved, _kernels.Job):
             assert stream is not None

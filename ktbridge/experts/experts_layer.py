@@ -16,7 +16,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.expert_call import LORA_NAMES, float_zeros
+from ktbridge.experts.dropout import Dropout, draw
+from ktbridge.experts.expert_call import LORA_NAMES, LoraUse, float_zeros
 from ktbridge.experts.weights import ExpertWeights
 
 MERGE_STEP = (
@@ -140,6 +141,7 @@ class ExpertsLayer(nn.Module, PeftLayer):
         lora_alpha: float,
         lora_targets: tuple[str, ...],
         activation: str,
+        lora_dropout: float = 0.0,
     ) -> None:
         """``weights`` are gate, up and down, checked; ``lora_targets`` is empty where there is no LoRA."""
         super().__init__()
@@ -150,6 +152,8 @@ class ExpertsLayer(nn.Module, PeftLayer):
         self.intermediate_size, self.hidden_size = weights[0].rows, weights[2].rows
         self.lora_rank, self.lora_alpha = int(lora_rank), float(lora_alpha)
         self.lora_targets, self.activation = lora_targets, activation
+        self.lora_dropout = nn.Dropout(lora_dropout)
+        """Its p and mode are the LoRA's: it is never called, but found by whoever looks for dropout."""
         self.lora_enabled = True
         self.lora_frozen = False
         """Whether the LoRA is kept from training on purpose (``ktbridge.sft.freeze_expert_lora``)."""
@@ -224,6 +228,16 @@ class ExpertsLayer(nn.Module, PeftLayer):
                     f"moved or converted to, they stay float32 on {where}.",
                 )
         return names, lora
+
+    def draw_lora_use(self) -> tuple[LoraUse, tuple[torch.Tensor, ...]]:
+        """How a forward uses the LoRA now, and its parameters; with dropout, this draws a key.
+
+        A forward whose output is known already draws, too, so that what follows it draws the same again.
+        """
+        names, lora = self.lora_in_use()
+        dropout: Dropout | None = draw(self.lora_dropout) if names else None
+        scale = self.lora_alpha / self.lora_rank if names else 0.0
+        return LoraUse(names, scale * (dropout.growth if dropout else 1), dropout), lora
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
@@ -300,6 +314,12 @@ def check_inputs(
             f"hidden {tuple(hidden.shape)}, topk_ids {tuple(ids.shape)} and topk_weights "
             f"{tuple(weights.shape)} don't fit: expected [T, {hidden_size}], [T, K] and [T, K]."
         )
+
+
+def check_dropout(share: object) -> None:
+    """Raise ``UsageError`` where ``share`` is no probability that something is dropped."""
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
+        raise UsageError(f"lora_dropout must be a number from 0 to below 1, not {share!r}.")
 
 
 def describe(tensor: object) -> str:

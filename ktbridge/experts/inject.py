@@ -51,6 +51,7 @@ def wrap_experts(
     lora_targets: Sequence[str] = PROJECTIONS,
     activation: str = "retain",
     accumulate_grad: bool = False,
+    lora_dropout: float = 0.0,
     freeze_rest: bool = True,
     backend: str = "ktbridge",
     max_tokens: int = 4096,
@@ -87,7 +88,7 @@ def wrap_experts(
     else:
         kind = partial(MoELoRAExperts.from_tensors, isa=isa, accumulate_grad=accumulate_grad)
     lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_targets": lora_targets}
-    make = partial(kind, **lora, threads=threads, activation=activation)
+    make = partial(kind, **lora, lora_dropout=lora_dropout, threads=threads, activation=activation)
     layers = [make(*(given_experts(module) or own_experts(module))) for _, module in found]
     # Nothing has been changed so far, and nothing fails from here on.
     if freeze_rest and not has_peft(base):

@@ -19,7 +19,7 @@ from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import MAX_EXPERT_RANK, checkpointing
 from ktbridge.experts.expert_call import ExpertCall, ExpertFunction, kernels_of
-from ktbridge.experts.experts_layer import ExpertsLayer, check_inputs
+from ktbridge.experts.experts_layer import ExpertsLayer, check_dropout, check_inputs
 from ktbridge.experts.gpu.gpu_call import GpuCall, GpuFunction, OnGpu
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
 
@@ -40,6 +40,11 @@ class MoELoRAExperts(ExpertsLayer):
     have parameters; ``lora_rank=0`` has none. ``lora_enabled = False`` runs the base experts and keeps the
     parameters. Without gradients to compute (``torch.no_grad()``, or nothing that requires one) a forward
     keeps nothing.
+
+    In training mode, ``lora_dropout`` is the probability p with which an element of A's input is left out, as
+    in PEFT: y = W x + (α/r) · B A drop(x), where drop divides what is kept by 1 - p and is drawn anew for
+    each projection, token and expert of a token. Masks follow from torch's seed, and are the same whoever
+    computes the layer (``ktbridge.experts.dropout``). ``layer.lora_dropout.p`` may be changed between passes.
 
     ``activation`` decides what a forward keeps for its backward: "retain" keeps each expert's activations,
     "recompute" only the routing and the LoRA's thin products, for one more gate and up product in backward.
@@ -79,15 +84,18 @@ class MoELoRAExperts(ExpertsLayer):
         lora_targets: Sequence[str] = PROJECTIONS,
         activation: str = "retain",
         accumulate_grad: bool = False,
+        lora_dropout: float = 0.0,
     ) -> None:
         checked, _, _ = checked_layer(gate, up, down)
         _check_options(lora_rank, lora_alpha, isa, threads, activation)
+        check_dropout(lora_dropout)
         super().__init__(
             checked,
             lora_rank=lora_rank,
             lora_alpha=lora_alpha,
             lora_targets=_targets(lora_targets, int(lora_rank)),
             activation=activation,
+            lora_dropout=lora_dropout,
         )
         self._layer = kernels_of(self._weights, isa, threads)
         self.accumulate_grad = accumulate_grad
@@ -109,6 +117,7 @@ class MoELoRAExperts(ExpertsLayer):
         lora_targets: Sequence[str] = PROJECTIONS,
         activation: str = "retain",
         accumulate_grad: bool = False,
+        lora_dropout: float = 0.0,
     ) -> MoELoRAExperts:
         """A layer over ``gate``, ``up`` [E, I, H] and ``down`` [E, H, I].
 
@@ -133,6 +142,7 @@ class MoELoRAExperts(ExpertsLayer):
             lora_targets=lora_targets,
             activation=activation,
             accumulate_grad=accumulate_grad,
+            lora_dropout=lora_dropout,
         )
 
     @property
@@ -154,19 +164,17 @@ class MoELoRAExperts(ExpertsLayer):
         shapes, and ``IndexError`` when an id is not an expert's.
         """
         check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
-        names, lora = self.lora_in_use()
+        used, lora = self.draw_lora_use()
         # Asked here because inside autograd's function it is always off.
         needed = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (hidden, topk_weights, *lora)
         )
-        scale = self.lora_alpha / self.lora_rank if names else 0.0
         keep = _KEEP[self.activation] if needed else _kernels.Keep.nothing
         if self.gpu is not None and hidden.device == self.gpu.experts.device:
             there = GpuCall(
                 self.gpu.experts,
                 self.gpu.index,
-                names,
-                scale,
+                used,
                 keep,
                 self.accumulate_grad,
                 checkpointing.replayed(),
@@ -182,8 +190,7 @@ class MoELoRAExperts(ExpertsLayer):
         call = ExpertCall(
             self._layer,
             self._weights,
-            names,
-            scale,
+            used,
             keep,
             self.accumulate_grad,
             self.run_ahead,

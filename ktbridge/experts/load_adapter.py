@@ -205,9 +205,10 @@ def load_raw_adapter(
     start, problems = fit(adapter, _directory(model), model, found)
     if problems:
         raise ProblemsError(f"{adapter.path} can't be put on this model.", problems)
+    dropout = float(adapter.config.get("lora_dropout") or 0)
     lora = LoraConfig(
         **acting(adapter),
-        lora_dropout=float(adapter.config.get("lora_dropout") or 0),
+        lora_dropout=dropout,
         base_model_name_or_path=adapter.base_model,
         inference_mode=not trainable,
         task_type="CAUSAL_LM",
@@ -217,7 +218,8 @@ def load_raw_adapter(
         if ".lora_" in name:
             parameter.data = parameter.data.float()
     trained = bool(adapter.experts)
-    wrap_experts(tuned, adapter.rank if trained else 0, adapter.alpha if trained else 0, **options)
+    numbers = (adapter.rank, adapter.alpha) if trained else (0, 0)
+    wrap_experts(tuned, *numbers, **{"lora_dropout": dropout if trainable else 0.0, **options})
     copy_nonexpert(model, start)
     if trained:
         load_expert_lora(tuned, adapter)

@@ -210,6 +210,7 @@ def _peft_config(model: nn.Module, adapter_name: str) -> dict[str, Any]:
         lora = LoraConfig(
             r=first.lora_rank,
             lora_alpha=first.lora_alpha,  # type: ignore[arg-type]  # fractions are fine
+            lora_dropout=first.lora_dropout.p,
             target_modules=DUMMY_TARGET_MODULES,
             task_type="CAUSAL_LM",
         )

@@ -29,8 +29,8 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
     family (``left_out_of_all``); with ``config.adapter_name_or_path`` it is what that adapter has.
     Else names of modules, or the ends of their paths: "gate_proj" is that of shared experts and dense
     layers, "mlp.gate_proj" of dense layers alone, "gate" the router. Routed experts have LoRA whatever
-    is named ("experts": they alone), but with ``kt_skip_expert_lora_adaptation``. ``lora_dropout``
-    is for linear modules; a router's LoRA has none.
+    is named ("experts": they alone), but with ``kt_skip_expert_lora_adaptation``. A router's LoRA has no
+    dropout.
 
     Raises UsageError naming every target that the model doesn't have, ProblemsError naming everything in
     which an adapter to go on from doesn't fit configuration or model, and what ``wrap_experts`` does.
@@ -44,6 +44,7 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
         config.expert_alpha,
         threads=config.kt_config.kt_num_threads or threads_beside_python(device),
         activation=config.activation,
+        lora_dropout=config.expert_dropout,
         accumulate_grad=True,  # the Trainer reads .grad only, after whole backward passes
         backend="kt-kernel" if config.kt_config.kt_backend == "kt-kernel" else "ktbridge",
         max_tokens=most_tokens(config),

@@ -252,10 +252,15 @@ def _stage_notes(config: TrainConfig) -> list[Problem]:
     if config.stage != "dpo":
         return []
     notes = []
-    if config.lora_dropout:
-        found = f"{config.lora_dropout}, which dpo doesn't use"
-        expected = "0: policy and reference must see the same"
-        notes.append(problem("KTC012", "lora_dropout", found, expected, ""))
+    asked = {
+        "lora_dropout": config.lora_dropout,
+        "kt_config.kt_lora_dropout": config.kt_config.kt_lora_dropout,
+    }
+    for key, value in asked.items():
+        if value:
+            found = f"{value}, which dpo doesn't use"
+            expected = "0: policy and reference must see the same"
+            notes.append(problem("KTC012", key, found, expected, ""))
     if config.adapter_name_or_path:
         found = "an adapter to go on from, while dpo's reference is the base model without it"
         step = "To stay near the adapter instead, merge it into the base first (`ktbridge merge`)."

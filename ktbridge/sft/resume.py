@@ -98,6 +98,10 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
         settings["kt_config"].pop(key, None)
     if found := quantised_experts(config, base):
         settings["experts quantised to"] = found.storage
+    # Without it as in runs that began before the experts had dropout, and others aren't taken for those.
+    settings["kt_config"].pop("kt_lora_dropout")
+    if config.expert_dropout:
+        settings["kt_config"]["kt_lora_dropout"] = config.expert_dropout
     if world().size > 1:
         settings["processes"] = world().size
     settings["base model"] = _hashes(base, _BASE_FILES)

@@ -74,7 +74,7 @@ def forward(stream, layer, ids=None, out=None):
     out, kept = torch.zeros_like(hidden) if out is None else out, Kept()
     arguments = (
         [0] * 6, 0, 0.0, SHAPE.tokens, SHAPE.top_k,
-        *(tensor.data_ptr() for tensor in (*tensors, out)), _kernels.Keep.retain,
+        *(tensor.data_ptr() for tensor in (*tensors, out)), _kernels.Keep.retain, (0, 0, 0),
     )  # fmt: skip
     watched = weakref.ref(kept)
     queued.queue(stream, layer._layer.queue_forward, arguments, (tensors, out, layer, kept))

@@ -2,6 +2,7 @@
 
 import mmap
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from expertmoe import (
 )
 from gpuexperts import chain, give, least_slot
 
+from ktbridge.experts.dropout import Dropout, Mask
 from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.copying import Registered, Registration, Staged, register
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
@@ -264,6 +266,48 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
         given = None if each is None else each.to(CUDA)
         close(triton.combine(d_h.to(CUDA), at.to(CUDA), given), expected)
     assert triton.gather(source.to(CUDA), which[:0].to(CUDA), wide).shape == (0, width + wide)
+    numbers = torch.randint(2**33, (rows,))
+    for projection, key in enumerate((5, 2**62 + 12345, 2**63 - 1)):
+        mask, there_too = (
+            Mask(Dropout(key, 6554), projection, each) for each in (numbers, numbers.to(CUDA))
+        )
+        assert torch.equal(there_too.kept(width).cpu(), mask.kept(width))
+        for which_rows in (which, None):
+            given = source if which_rows is not None else h[:, :width]
+            expected = operations.keep(given, which_rows, mask)
+            at = None if which_rows is None else which_rows.to(CUDA)
+            assert torch.equal(triton.keep(given.to(CUDA), at, there_too).cpu(), expected)
+        for count in (1, 2) if projection < 2 else (1,):
+            total, parts = h[:, :width].clone(), [d_h, h[:, :width].contiguous()][:count]
+            masks, theirs = (
+                [replace(each, projection=projection + step) for step in range(count)]
+                for each in (mask, there_too)
+            )
+            found = total.to(CUDA)
+            triton.add_kept(found, [part.to(CUDA) for part in parts], theirs)
+            operations.add_kept(total, parts, masks)
+            close(found, total)
+
+
+@pytest.mark.parametrize("cold", [(), (0, 5), range(6)])
+def test_dropout_is_the_same_on_the_gpu_and_split_with_the_cpu(cold, tmp_path):
+    shape = SHAPES[2]
+    layer, plain = mapped_layer(tmp_path / "weights", shape, lora_dropout=0.5)
+    inputs = make_inputs(shape)
+    torch.manual_seed(3)
+    exact, d_out = exact_outcome(layer, plain, inputs)
+    copier = Staged(CUDA, 2)
+    for resident in ((), (0,)):
+        give([layer], CUDA, groups=2, resident=resident, copier=copier, cold=cold)
+        results = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            results.append(outcome(layer, there(inputs), d_out.to(CUDA)))
+        assert same_bits(results)
+        far = {name: error(results[0][name].cpu(), exact[name]) for name in exact}
+        assert max(far.values()) <= TOLERANCE, (cold, resident, far)
+        torch.cuda.synchronize()
+    copier.close()
 
 
 @pytest.mark.parametrize("storage", FORMATS)

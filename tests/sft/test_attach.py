@@ -78,7 +78,10 @@ def test_what_is_saved_is_loaded_by_all(model_type: str, tmp_path: Path) -> None
     later = attach_lora(load_mapped(base, torch.float32), again).eval()
     with torch.no_grad():
         assert torch.equal(later(IDS).logits, full)
-    assert all(layer.lora_rank == 4 for layer in expert_layers(later).values())
+    assert all(
+        (layer.lora_rank, layer.lora_dropout.p) == (4, 0.1)
+        for layer in expert_layers(later).values()
+    )
     save_raw_adapter(later, tmp_path / "later", str(base))
     for file in raw.iterdir():
         if file.name != "kt_adapter_manifest.json":  # says when

@@ -190,6 +190,23 @@ def test_an_override_wins_however_the_file_spells_the_key(tmp_path, given, overr
     assert load_config(path).kt_config.kt_experts == "cpu"
 
 
+def test_dropout_is_for_both_halves_unless_the_experts_have_their_own():
+    config = parse_config({**GOOD, "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.1})
+    assert (config.expert_dropout, config.notes) == (0.1, ())
+    for own in ({"kt_lora_dropout": 0}, {"kt_config": {"lora_dropout": 0}}):
+        config = parse_config({**GOOD, "lora_dropout": 0.1, **own})
+        assert (config.lora_dropout, config.expert_dropout, config.notes) == (0.1, 0.0, ())
+    assert parse_config({**GOOD, "kt_lora_dropout": 0.25}).expert_dropout == 0.25
+    assert parse_config({**GOOD, "lora_dropout": 0.1, "stage": "dpo"}).expert_dropout == 0.0
+    wheel = {**GOOD, "lora_dropout": 0.1, "kt_backend": "kt-kernel"}
+    with pytest.raises(ProblemsError) as caught:
+        parse_config(wheel)
+    (problem,) = caught.value.problems
+    assert problem.where.endswith(": kt_config.kt_lora_dropout")
+    assert parse_config({**wheel, "kt_lora_dropout": 0}).lora_dropout == 0.1
+    assert parse_config({**wheel, "stage": "dpo"}).expert_dropout == 0.0
+
+
 def test_what_is_for_experts_on_the_gpu_is_noted_where_they_arent():
     block = {"kt_num_gpu_experts": 4, "kt_gpu_memory": "24GB"}
     parsed = parse_config({**GOOD, "kt_config": {**block, "kt_experts": "cpu"}})

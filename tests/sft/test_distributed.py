@@ -28,9 +28,11 @@ from manyranks import (
     write_run,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from trainrun import DPO, quiet, train
 
 from ktbridge.errors import ProblemsError
+from ktbridge.experts import checkpointing
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import agree, from_main, prepare, start, world
 
@@ -55,15 +57,19 @@ def check_layer(counts):
     shape = Shape(8, 2, 64, 32, sum(counts))
     whole = make_inputs(shape)
     d_out = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(3)).bfloat16()
-    alone = outcome(make_layer(shape)[0], whole, d_out)
+    one = make_layer(shape, lora_dropout=0.3)[0]
+    torch.manual_seed(5)
+    alone = outcome(one, whole, d_out)
 
-    layer, _ = make_layer(shape)
+    layer, _ = make_layer(shape, lora_dropout=0.3)
     prepare(Model(layer))
     assert bool(list(layer.parameters())) == (here.rank == 0)
     mine = slice(sum(counts[: here.rank]), sum(counts[: here.rank + 1]))
     rows = [tensor[mine] for tensor in whole]
+    torch.manual_seed(5)
     with torch.no_grad():
         assert torch.equal(layer(*rows), alone["out"][mine])
+    torch.manual_seed(5)
     together = outcome(layer, rows, d_out[mine])
 
     # Gradients on rank 0's parameters are means over ranks; halves are exact in bfloat16, thirds aren't.
@@ -75,10 +81,27 @@ def check_layer(counts):
 
     # A rank whose hidden states need no gradient still comes to backward, for the expert LoRA.
     layer.zero_grad()
+    torch.manual_seed(5)
     layer(*rows).backward(d_out[mine])
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter.grad, together[name])
+    check_what_follows(layer, rows, d_out[mine])
     return layer, rows
+
+
+def check_what_follows(layer, rows, d_out):
+    """Checkpointing draws the same again behind the experts, though rank 0 alone draws for these."""
+
+    def region(x):
+        return layer(x, *rows[1:]) * torch.rand(1).bfloat16()
+
+    found = []
+    for how in ({}, {"use_reentrant": False, "context_fn": checkpointing.contexts}):
+        torch.manual_seed(5)
+        x = rows[0].clone().requires_grad_()
+        (checkpoint(region, x, **how) if how else region(x)).backward(d_out)
+        found.append(x.grad)
+    assert torch.equal(*found)
 
 
 def two_ranks():

@@ -410,6 +410,14 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     with pytest.raises(ProblemsError, match="another run") as caught:
         found(load_config(run_dir / "run.yaml", ["use_rslora=true"]))
     assert [problem.found for problem in caught.value.problems] == ["False in the checkpoint's run"]
+    # Earlier versions had no dropout on the experts: such a run is one with none.
+    earlier = json.loads(whole)
+    assert earlier["kt_config"].pop("kt_lora_dropout") == 0.1
+    (place / IDENTITY_FILE).write_text(json.dumps(earlier))
+    with pytest.raises(ProblemsError, match="another run"):
+        found(config)
+    without = load_config(run_dir / "run.yaml", ["kt_lora_dropout=0"])
+    assert found(without).checkpoint == place
     (place / IDENTITY_FILE).write_text(whole)
     anew = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=false"])
     assert found(anew).checkpoint is None

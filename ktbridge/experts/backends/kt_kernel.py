@@ -89,6 +89,7 @@ class KtRequest:
     storage: str = "bf16"
     targets: Collection[str] = PROJECTIONS
     numa_nodes: int = 1
+    dropout: float = 0.0
 
     def arguments(self) -> dict[str, object]:
         """The keyword arguments of ``KTMoEWrapper`` for the layer, but for its number and method.
@@ -125,6 +126,8 @@ class KtRequest:
             yield "the expert LoRA is not on all of gate, up and down (it knows no other)"
         if not self.alpha > 0:
             yield f"lora_alpha is {self.alpha:g} (expected above 0)"
+        if self.dropout:
+            yield f"lora_dropout is {self.dropout:g} (it has none on the experts)"
         if self.hidden % _STEP or self.inner % (_STEP * max(pools, 1)):
             parts = f" on each of {pools} NUMA nodes" if pools > 1 else ""
             sizes = f"hidden size {self.hidden} or intermediate size {self.inner}"
@@ -165,6 +168,7 @@ class KtKernelExperts(ExpertsLayer):
         threads: int | None = None,
         threadpool_count: int = 1,
         activation: str = "retain",
+        lora_dropout: float = 0.0,
         share_backward_bb: bool = False,
     ) -> None:
         """``gate``, ``up`` [E, I, H] and ``down`` [E, H, I] bfloat16, as for ``MoELoRAExperts``; packed here.
@@ -193,6 +197,7 @@ class KtKernelExperts(ExpertsLayer):
             storage=weights[0].storage,
             targets=lora_targets,
             numa_nodes=_numa_nodes(),
+            dropout=lora_dropout,
         )
         arguments = request.arguments()
         kt_kernel = load_kt_kernel(f"{self.METHOD['method']}_MOE")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -51,17 +52,21 @@ class ColdExperts:
         """Weighted outputs by row [S, H] of the rows ``tokens`` [S] of ``hidden`` [T, H].
 
         ``ids`` [S] int64 are places in ``experts``, ``weights`` [S] float32; ``lora`` has this layer's
-        tensors, of all experts.
+        tensors, of all experts, and where it drops anything the rows' numbers.
         """
-        with self._beside(hidden, tokens, ids, weights, *lora.tensors.values()):
+        dropout = lora.dropout
+        used = [] if dropout is None or dropout.numbers is None else [dropout.numbers]
+        with self._beside(hidden, tokens, ids, weights, *used, *lora.tensors.values()):
             x = hidden[tokens]
             if not len(x):
                 return self._back(x), None
             own = self._own(lora)
-            hosts = crossing.to_host(x, ids, weights, *own.values(), wait=False)
+            hosts = crossing.to_host(x, ids, weights, *own.values(), *used, wait=False)
             out = crossing.host_empty(x, self._stream is not None)
             inputs = hosts[0], hosts[1][:, None], hosts[2]
-            there = Lora(dict(zip(own, hosts[3:], strict=True)), lora.scale)
+            if dropout is not None:
+                dropout = replace(dropout, numbers=hosts[-1])
+            there = Lora(dict(zip(own, hosts[3:], strict=False)), lora.scale, dropout)
             saved = run_forward(self._kernels, self._stream, inputs, out, there, keep, self)
             if self._stream is not None and keep == _kernels.Keep.nothing:
                 queued.finish(self._stream)  # nothing else would report a failure

@@ -247,15 +247,17 @@ class GpuExperts:
         edge, saved = routing.bounds[layer.hot], None
         if layer.cold is not None:
             tokens, by_row = routing.tokens[edge:], routing.row_weights(weights)[edge:]
-            ids = routing.owners(edge) - layer.hot
-            coming, saved = layer.cold.forward(hidden, tokens, ids, by_row, lora, keep)
+            ids, own = routing.owners(edge) - layer.hot, lora
+            if lora.dropout:
+                own = replace(lora, dropout=replace(lora.dropout, numbers=routing.slots[edge:]))
+            coming, saved = layer.cold.forward(hidden, tokens, ids, by_row, own, keep)
             weights = torch.where(routing.rows < edge, weights, 1.0)  # theirs are weighted
         given = self._borders(layer, lora)
         for number in range(len(layer.groups)):
             rows, where = routing.of_experts(*layer.starts[number : number + 2])
             w = self._matrices(layer, number, given, lora.scale, True, turns)
             if where.stop > where.start:
-                out[where] = layer_math.forward(w, hidden, rows)
+                out[where] = layer_math.forward(w, hidden, rows, lora.dropout)
         if layer.cold is not None:
             (out[edge:],) = coming.get()
         return operations.combine(out, routing.rows, weights), saved
@@ -297,7 +299,7 @@ class GpuExperts:
                 )
                 continue
             d_x[where], d_weights[where], found = layer_math.backward(
-                w, hidden, d_out, by_row[where], rows, bool(names)
+                w, hidden, d_out, by_row[where], rows, bool(names), lora.dropout
             )
             parts.append(found)
         parts.reverse()

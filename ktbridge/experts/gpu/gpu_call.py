@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
 from ktbridge.experts import checkpointing, compat
-from ktbridge.experts.expert_call import Lora, Saved, accumulates
+from ktbridge.experts.expert_call import Lora, LoraUse, Saved, accumulates
 from ktbridge.experts.gpu.executor import GpuExperts, Inputs
 from ktbridge.experts.gpu.routing import Routing
 from ktbridge.experts.gpu.streams import Kept
@@ -31,8 +31,7 @@ class GpuCall:
 
     experts: GpuExperts
     index: int
-    names: tuple[str, ...]
-    scale: float
+    used: LoraUse
     keep: _kernels.Keep
     """What the CPU keeps of its experts for a backward; nothing where none will follow."""
     accumulate: bool
@@ -101,7 +100,7 @@ class GpuFunction(torch.autograd.Function):
         )
         returned: list[torch.Tensor | None] = []
         later = []
-        for name, parameter, wanted in zip(call.names, ctx.parameters, needed, strict=True):
+        for name, parameter, wanted in zip(call.used.names, ctx.parameters, needed, strict=True):
             if not wanted:
                 returned.append(None)
             elif not (call.accumulate and accumulates(parameter, reduced=False)):
@@ -114,11 +113,8 @@ class GpuFunction(torch.autograd.Function):
 
 
 def _on_device(call: GpuCall, parameters: Sequence[torch.Tensor]) -> Lora:
-    tensors = {
-        name: parameter.detach().to(call.experts.device, non_blocking=True)
-        for name, parameter in zip(call.names, parameters, strict=True)
-    }
-    return Lora(tensors, call.scale)
+    device = call.experts.device
+    return call.used.of(each.detach().to(device, non_blocking=True) for each in parameters)
 
 
 _coming: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []

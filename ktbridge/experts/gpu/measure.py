@@ -98,6 +98,7 @@ def _part(layer: MoELoRAExperts, experts: Sequence[int]) -> MoELoRAExperts:
         lora_targets=layer.lora_targets,
         activation=layer.activation,
         accumulate_grad=True,
+        lora_dropout=layer.lora_dropout.p,
     )
 
 

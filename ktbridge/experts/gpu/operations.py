@@ -18,6 +18,8 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
+from ktbridge.experts.dropout import Mask
+
 _BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
 _WIDTH = _BYTES // 2  # in elements
 IN_TORCH = hasattr(functional, "grouped_mm")
@@ -169,6 +171,25 @@ def activation_backward(
     out[:, :inner] = d * up * sigmoid * (1 + gate * (1 - sigmoid))
     out[:, inner : 2 * inner] = d * gate * sigmoid
     return out, d_weights
+
+
+def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch.Tensor:
+    """Rows [R, n] of ``source`` [T, n] with zeros where ``mask`` drops them; ``tokens`` None: as they are."""
+    if fused := kernels(source):
+        return fused.keep(source, tokens, mask)
+    rows = source if tokens is None else source[tokens]
+    return rows * mask.kept(source.shape[1])
+
+
+def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]) -> None:
+    """Add each of ``parts`` [R, n], one or two, to ``total`` where its mask keeps it."""
+    if fused := kernels(total):
+        fused.add_kept(total, parts, masks)
+        return
+    whole = total.float()
+    for part, mask in zip(parts, masks, strict=True):
+        whole += part * mask.kept(total.shape[1])
+    total.copy_(whole)
 
 
 def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

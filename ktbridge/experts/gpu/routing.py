@@ -21,6 +21,8 @@ class Rows:
 
     tokens: torch.Tensor
     """[R] int64: the token of each row."""
+    slots: torch.Tensor
+    """[R] int64: its place in the flat [T * K]; T * K for padding."""
     ends: torch.Tensor
     """[E] int32 on the device: where each expert's rows end, counted from the group's first."""
     bounds: tuple[int, ...]
@@ -54,7 +56,8 @@ class Routing:
         start = self.bounds[first]
         where = slice(start, self.bounds[end])
         bounds = tuple(bound - start for bound in self.bounds[first : end + 1])
-        return Rows(self.tokens[where], self.ends[first:end] - start, bounds), where
+        tokens, slots = self.tokens[where], self.slots[where]
+        return Rows(tokens, slots, self.ends[first:end] - start, bounds), where
 
     def row_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """``weights`` [T, K] float32 by row: [R], 0 for padding."""

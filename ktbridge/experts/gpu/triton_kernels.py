@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
+from ktbridge.experts.dropout import Mask
 from ktbridge.experts.weights import ExpertWeights
 
 
@@ -90,6 +93,85 @@ def activation_backward(
             gate_up, d_h, h, weights, out, d_weights, inner, h.stride(0), 2 * inner + wide, block
         )
     return out, d_weights
+
+
+@triton.jit
+def _kept(key, number, projection, pairs, threshold):  # type: ignore[no-untyped-def]
+    """Whether a mask keeps each column of ``pairs`` of a row: ``Mask.kept``."""
+    z = (3 * number + projection + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    v = pairs.to(tl.uint32) * 0x9E3779B9 + z.to(tl.uint32)
+    v = ((v ^ (v >> 16)) * 0x7FEB352D) ^ (z >> 32).to(tl.uint32)
+    v = (v ^ (v >> 15)) * 0x846CA68B
+    v = v ^ (v >> 16)
+    bits = tl.interleave((v & 0xFFFF).to(tl.int32), (v >> 16).to(tl.int32))
+    return bits >= threshold
+
+
+@triton.jit(do_not_specialize=["key", "projection", "threshold"])
+def _keep(  # type: ignore[no-untyped-def]
+    source, tokens, out, columns, source_step, numbers, key, projection, threshold,
+    gathered: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    pairs = tl.program_id(1) * (block // 2) + tl.arange(0, block // 2)
+    token = row
+    if gathered:
+        token = tl.load(tokens + row)
+    kept = _kept(key, tl.load(numbers + row), projection, pairs, threshold)
+    value = tl.load(source + token * source_step + at, mask=(at < columns) & kept, other=0.0)
+    tl.store(out + row * columns + at, value, mask=at < columns)
+
+
+def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch.Tensor:
+    columns = source.shape[1]
+    count = len(source) if tokens is None else len(tokens)
+    out = source.new_empty(count, columns)
+    if count:
+        block = _block_of_pairs(columns)
+        drop = mask.dropout
+        _keep[(count, triton.cdiv(columns, block))](
+            source, mask.numbers if tokens is None else tokens, out, columns, source.stride(0),
+            mask.numbers, drop.key, mask.projection, drop.threshold, tokens is not None, block,
+        )  # fmt: skip
+    return out
+
+
+def _block_of_pairs(columns: int) -> int:
+    return max(2, min(triton.next_power_of_2(columns), 2048))
+
+
+@triton.jit(do_not_specialize=["key", "projection", "threshold"])
+def _add_kept(  # type: ignore[no-untyped-def]
+    total, part, other, columns, numbers, key, projection, threshold,
+    both: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    pairs = tl.program_id(1) * (block // 2) + tl.arange(0, block // 2)
+    number, mask, place = tl.load(numbers + row), at < columns, row * columns + at
+    kept = _kept(key, number, projection, pairs, threshold) & mask
+    value = tl.load(total + place, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(part + place, mask=kept, other=0.0).to(tl.float32)
+    if both:
+        kept = _kept(key, number, projection + 1, pairs, threshold) & mask
+        value += tl.load(other + place, mask=kept, other=0.0).to(tl.float32)
+    tl.store(total + place, value.to(tl.bfloat16), mask=mask)
+
+
+def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]) -> None:
+    """All tensors are contiguous; a second mask is of the next projection."""
+    columns, mask = total.shape[1], masks[0]
+    if len(total):
+        block = _block_of_pairs(columns)
+        drop = mask.dropout
+        _add_kept[(len(total), triton.cdiv(columns, block))](
+            total, parts[0], parts[-1], columns, mask.numbers, drop.key, mask.projection,
+            drop.threshold, len(parts) > 1, block,
+        )  # fmt: skip
 
 
 @triton.jit

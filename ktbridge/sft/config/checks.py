@@ -97,6 +97,12 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
         "kt_config.kt_expert_weight_format", f"{block.kt_expert_weight_format} with kt_backend: kt-kernel",
         "bf16", "Leave it out, or leave out kt_backend: ktbridge's kernels read bf16, FP8, INT8 and INT4.",
     )  # fmt: skip
+    error_if(
+        block.kt_backend == "kt-kernel" and config.expert_dropout > 0,
+        "kt_config.kt_lora_dropout", f"{config.expert_dropout} with kt_backend: kt-kernel",
+        "0, as kt-kernel has no dropout on experts",
+        "Set kt_lora_dropout: 0, or leave out kt_backend: ktbridge's kernels have it.",
+    )  # fmt: skip
 
 
 def _check_prediction(config: TrainConfig, findings: Findings) -> None:
@@ -170,11 +176,6 @@ def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Fi
         for key in _ANSWERS:
             if key in given:
                 findings.note(key, "it is for do_predict", "", "Leave it out.")
-    if config.lora_dropout:
-        findings.note(
-            "lora_dropout", "the expert LoRA has none: it is for the non-experts alone", "",
-            "Set it to 0 to train both alike.",
-        )  # fmt: skip
     if config.logging_dir and "tensorboard" not in config.report_to:
         findings.note("logging_dir", "it is for report_to: tensorboard", "", "Leave it out.")
     own = config.kt_config.kt_lora_rank

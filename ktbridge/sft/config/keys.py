@@ -104,6 +104,7 @@ OUTSIDE = _TABLES["outside"]
 _ALIASES = {
     "lora_rank": "kt_lora_rank",
     "lora_alpha": "kt_lora_alpha",
+    "lora_dropout": "kt_lora_dropout",
     "kt_expert_checkpoint_path": "kt_weight_path",
 }
 """Key in the block -> its name there."""

@@ -97,6 +97,8 @@ class KtConfig:
     """Rank of the expert LoRA; default: lora_rank."""
     kt_lora_alpha: float | None = option(number, None)
     """Alpha of the expert LoRA; default: twice kt_lora_rank where that is given, else lora_alpha."""
+    kt_lora_dropout: float | None = option(share(), None)
+    """Dropout of the expert LoRA's inputs; default: lora_dropout."""
     kt_skip_expert_lora_adaptation: bool = option(flag, False)
     """true: no expert LoRA is made; attention and what else lora_target names are trained alone."""
     expert_activation: str = option(one_of("retain", "recompute"), "retain")
@@ -161,7 +163,7 @@ class TrainConfig:
     lora_alpha: float | None = option(number, None)
     """Default: twice the rank."""
     lora_dropout: float = option(share(), 0.0)
-    """Dropout of the non-expert LoRA; the expert LoRA has none."""
+    """sft: dropout of LoRA's inputs in training; of the experts' too unless kt_lora_dropout is given."""
     use_rslora: bool = option(flag, False)
     """rsLoRA: both LoRAs are scaled by alpha / √rank instead of alpha / rank. The adapter has plain LoRA's
     lora_alpha for the same scale, alpha · √rank, as every engine reads it."""
@@ -367,6 +369,12 @@ class TrainConfig:
                 return self.alpha
             given = 2.0 * own.kt_lora_rank
         return stabilised(given, self.expert_rank) if self.use_rslora else given
+
+    @property
+    def expert_dropout(self) -> float:
+        """Dropout of the expert LoRA's inputs. DPO has none: policy and reference must see the same."""
+        own = self.kt_config.kt_lora_dropout
+        return 0.0 if self.stage == "dpo" else self.lora_dropout if own is None else own
 
     @property
     def activation(self) -> str:

@@ -60,6 +60,8 @@ def run_experts(
     call = _Call(layer, ids, checkpointing.replayed())
     if call.replayed is not None:
         call.training = True
+        if is_main():
+            layer.draw_lora_use()  # as the first time, for what comes after it
     else:
         _Calls.number += 1
         call.number = _Calls.number

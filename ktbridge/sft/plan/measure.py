@@ -65,6 +65,7 @@ def measure_experts(setting: Setting, tokens: int, room: int | None) -> ExpertTi
             or threads_beside_python(torch.device("cuda" if setting.cuda else "cpu")),
             activation=setting.config.activation,
             accumulate_grad=True,
+            lora_dropout=setting.config.expert_dropout,
         )
         for _ in range(count)
     ]
@@ -103,7 +104,9 @@ def measure_gpu_layer(setting: Setting, tokens: int) -> LayerTimes | None:
     storage = setting.shape.expert_storage if setting.shape.mappable else "bf16"
     size = setting.expert_pass(tokens)
     layer = MoELoRAExperts.from_tensors(
-        *_random_layer(storage, size, setting.shape.mappable), lora_rank=size.rank
+        *_random_layer(storage, size, setting.shape.mappable),
+        lora_rank=size.rank,
+        lora_dropout=setting.config.expert_dropout,
     )
     threads = threads_beside_python(device) if share and share.hybrid else None
     slots = share.slots or None if share else None
