@@ -161,7 +161,7 @@ def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_b
         *OVERFITS,
         "load_best_model_at_end=true",
         "early_stopping_steps=3",
-        "logging_steps=3",
+        "logging_steps=2",
     )
     whole = train(run_dir, *options, "output_dir=whole")
     assert whole.held_out.ended_early
