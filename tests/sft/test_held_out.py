@@ -309,6 +309,8 @@ def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
     notes = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
     assert len(notes) == 5
     assert notes[-1].found.endswith("; so do 7 more held-out rows")
+    pairs = load_rows(load_config(run_dir / "run.yaml", [*DPO, "eval_dataset=pairs.jsonl"])).notes
+    assert pairs[1].where == f"{run_dir}/pairs.jsonl: line 2"
     with pytest.raises(ProblemsError, match=r"can't be read"):
         load_rows(load_config(run_dir / "run.yaml", ["eval_dataset=nowhere"]))
 
