@@ -199,12 +199,21 @@ def _held_out_line(held: HeldOutResult) -> str:
 
 def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
     """Run the recipe with a bar showing step, loss, pace and ETA; without a terminal print twenty lines."""
-    from ktbridge.cli._ui import print_problems, stderr, training_bar
+    from ktbridge.cli._ui import Lines, print_problems, stderr, training_bar
     from ktbridge.sft import trainer
 
     began = time.monotonic()
     behind = ready.resumption.step
+    lines = Lines("evaluating")
     with training_bar(behind, ready.steps) as bar:
+
+        def on_evaluation(done: int, passes: int) -> None:
+            nonlocal lines
+            bar.describe(f"evaluating {done}/{passes}")
+            if done == 1:
+                lines = Lines("evaluating")
+            if not stderr.is_terminal:
+                lines(done, passes)
 
         def on_log(record: dict[str, float]) -> None:
             step, steps = int(record["step"]), int(record["steps"])
@@ -227,7 +236,7 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
                 on_log=on_log,
                 prepared=ready,
                 on_note=lambda note: print_problems([note]),
-                on_evaluation=lambda done, passes: bar.describe(f"evaluating {done}/{passes}"),
+                on_evaluation=on_evaluation,
             )
 
 

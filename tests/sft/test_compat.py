@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -67,6 +68,9 @@ def test_trl_keeps_its_metrics_where_passes_look_for_them(trainer: type) -> None
     source = inspect.getsource(trainer)
     assert "self._metrics = {" in source
     assert '"train": defaultdict(list)' in source
+    assert '"eval": defaultdict(list)' in source
+    gathers = {"gather(", "gather_for_metrics("}  # and by nothing else, see without_gathering
+    assert {*re.findall(r"self\.accelerator\.(gather\w*\()", source)} <= gathers
 
 
 @pytest.mark.parametrize(("model_type", "has_one"), [("mixtral", True), ("glm4_moe", False)])

@@ -161,7 +161,7 @@ def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_b
         *OVERFITS,
         "load_best_model_at_end=true",
         "early_stopping_steps=3",
-        "logging_steps=3",
+        "logging_steps=2",
     )
     whole = train(run_dir, *options, "output_dir=whole")
     assert whole.held_out.ended_early
@@ -309,6 +309,8 @@ def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
     notes = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
     assert len(notes) == 5
     assert notes[-1].found.endswith("; so do 7 more held-out rows")
+    pairs = load_rows(load_config(run_dir / "run.yaml", [*DPO, "eval_dataset=pairs.jsonl"])).notes
+    assert pairs[1].where == f"{run_dir}/pairs.jsonl: line 2"
     with pytest.raises(ProblemsError, match=r"can't be read"):
         load_rows(load_config(run_dir / "run.yaml", ["eval_dataset=nowhere"]))
 
