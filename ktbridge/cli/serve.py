@@ -43,7 +43,7 @@ def _sglang_is_here() -> bool:
     "model",
     required=True,
     metavar="DIR",
-    help="The base model's directory.",
+    help="The base model: a directory, or org/name or org/name@revision on the Hub.",
 )
 @click.option(
     "--adapter",
