@@ -41,7 +41,11 @@ HELP = """\
     metavar="NAME",
     help="With --server: the served name. Without: the same as --base-model.",
 )
-@click.option("--base-model", metavar="DIR", help="Start an engine with this base model.")
+@click.option(
+    "--base-model",
+    metavar="DIR",
+    help="Start an engine with this base model: a directory, or org/name on the Hub.",
+)
 @click.option("--adapter", metavar="DIR", help="With --base-model: its adapter, of any layout.")
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option(

@@ -12,7 +12,10 @@ from ktbridge.cli._app import Command
 @click.command(cls=Command)
 @click.argument("raw_dir", type=click.Path())
 @click.option(
-    "--base-model", required=True, metavar="DIR", help="The model the adapter was trained on."
+    "--base-model",
+    required=True,
+    metavar="DIR",
+    help="The model the adapter was trained on: a directory, or org/name on the Hub.",
 )
 @click.option(
     "--output",

@@ -58,7 +58,7 @@ class _Serve(Command):
     "model",
     required=True,
     metavar="DIR",
-    help="The base model's directory.",
+    help="The base model: a directory, or org/name or org/name@revision on the Hub.",
 )
 @click.option(
     "--adapter",

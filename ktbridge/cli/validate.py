@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("dirs", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
 @click.option(
-    "--base-model", metavar="DIR", help="Check against this model; config.json is enough."
+    "--base-model",
+    metavar="DIR",
+    help="Check against this model (a directory, or org/name on the Hub); config.json is enough.",
 )
 @click.option("--engine", metavar="ENGINE", help="Apply this version's contract: sglang-kt==0.7.2.")
 @click.option("--structure-only", is_flag=True, help="Check names and shapes, don't read values.")

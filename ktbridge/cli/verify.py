@@ -34,7 +34,12 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     "--model", required=True, metavar="NAME", help="The served name to judge, such as S:NAME."
 )
 @click.option("--adapter", required=True, metavar="DIR", help="The adapter, as training wrote it.")
-@click.option("--base-model", required=True, metavar="DIR", help="The base model's directory.")
+@click.option(
+    "--base-model",
+    required=True,
+    metavar="DIR",
+    help="The base model: a directory, or org/name on the Hub.",
+)
 @click.option("--expert-model", metavar="NAME", help="The served name with the expert LoRA alone.")
 @click.option(
     "--api-key",

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hubserver import Hub, running_hub
 from rawadapter import write_base, write_config, write_raw
 from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor
+from ktbridge.cli import main
 from ktbridge.model import resolve_model
 from ktbridge.model.hub import Repository, name_of, repository
 
@@ -56,6 +58,24 @@ def command(hub: Hub, tmp_path: Path) -> Run:
             text=True,
             timeout=120,
         )
+
+    return run
+
+
+@pytest.fixture
+def call(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The same in this process, ten times as fast."""
+    hub.use(monkeypatch, tmp_path / "home")
+
+    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        if offline := environment.get("HF_HUB_OFFLINE"):
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", bool(offline))
+        if endpoint := environment.get("HF_ENDPOINT"):
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_TOKEN", environment.get("HF_TOKEN", ""))
+        done = CliRunner().invoke(main, [*map(str, arguments)])
+        return subprocess.CompletedProcess([*arguments], done.exit_code, done.stdout, done.stderr)
 
     return run
 
@@ -167,6 +187,19 @@ def test_a_second_process_waits_for_the_first(
     assert hub.downloads(shard) == [""]
 
 
+def test_other_ranks_wait_for_the_first(
+    hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
+) -> None:
+    waits = f"from ktbridge.cli._hub import wait_for_model; wait_for_model({NAME!r})"
+    environment = {**os.environ, **hub.environment(tmp_path / "home")}
+    with subprocess.Popen([sys.executable, "-c", waits], env=environment) as rank:
+        command("validate", raw, "--base-model", NAME)
+        assert rank.poll() is None  # the small files don't suffice
+        command("merge", raw, "--base-model", NAME, "--output", "merged")
+        assert rank.wait(60) == 0
+    assert {len(hub.downloads(name)) for name in base if name.startswith("model-")} == {1}
+
+
 def _tensors(directory: Path) -> dict[str, Tensor]:
     from ktbridge.model import open_checkpoint
 
@@ -222,7 +255,7 @@ def test_a_broken_connection_and_damage_on_the_way(
 )
 def test_what_cant_be_had_is_one_sentence(
     name: str, environment: dict[str, str], words: tuple[str, ...], hub: Hub,
-    base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path,
+    base: dict[str, bytes], call: Run, raw: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     pickled = {name: base[name] for name in ("config.json", "pytorch_model.bin")}
     shard = next(name for name in base if name.startswith("model-"))
@@ -230,29 +263,29 @@ def test_what_cant_be_had_is_one_sentence(
     hub.model("org/big", base, sizes={shard: 10**17})  # more than any disk has
     hub.model("org/pickled", pickled)
     hub.model("org/other", {"README.md": b"# other"})
-    done = command("merge", raw, "--base-model", name, "--output", "merged", **environment)
+    done = call("merge", raw, "--base-model", name, "--output", "merged", **environment)
     one_sentence(done, *words)
     assert not [p for p in (tmp_path / "home").rglob("*") if p.suffix in (".bin", ".safetensors")]
 
 
 def test_a_token_opens_what_is_private(
-    hub: Hub, base: dict[str, bytes], command: Run, raw: Path
+    hub: Hub, base: dict[str, bytes], call: Run, raw: Path
 ) -> None:
     hub.model("org/mine", base, private=True)
     hub.tokens.add("hf_secret")
     arguments = ["validate", raw, "--base-model", "org/mine"]
-    one_sentence(command(*arguments), "may be read with no token")
-    one_sentence(command(*arguments, HF_TOKEN="hf_wrong"), "may be read with HF_TOKEN")
-    done = command(*arguments, HF_TOKEN="hf_secret")
+    one_sentence(call(*arguments), "may be read with no token")
+    one_sentence(call(*arguments, HF_TOKEN="hf_wrong"), "may be read with HF_TOKEN")
+    done = call(*arguments, HF_TOKEN="hf_secret")
     assert done.returncode == 0, done.stderr
     assert not hub.downloads(".safetensors")
 
 
 def test_another_shape_is_seen_by_config_json_alone(
-    hub: Hub, command: Run, raw: Path, tmp_path: Path
+    hub: Hub, call: Run, raw: Path, tmp_path: Path
 ) -> None:
     other = write_config(tmp_path / "other", num_hidden_layers=2, hidden_size=32)
     hub.model("org/other", {"config.json": (other / "config.json").read_bytes()})
-    done = command("validate", raw, "--base-model", "org/other", "--json")
+    done = call("validate", raw, "--base-model", "org/other", "--json")
     assert done.returncode == 1
     assert "KTB605" in {problem["code"] for problem in json.loads(done.stdout)["problems"]}

@@ -370,3 +370,14 @@ def test_reading_a_configuration_needs_neither_torch_nor_numpy():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+def test_a_revision_belongs_to_a_model_of_the_hub(tmp_path):
+    path = written(tmp_path, model_name_or_path="org/name", model_revision="v1")
+    assert load_config(path).model_name_or_path == "org/name@v1"
+    assert load_config(path, ["model_name_or_path=org/name@v1"]).model_name_or_path.endswith("@v1")
+    (tmp_path / "local").mkdir()
+    for other in ("org/name@v2", "local"):
+        with pytest.raises(ProblemsError) as caught:
+            load_config(path, [f"model_name_or_path={other}"])
+        assert ["model_revision" in one.where for one in caught.value.problems] == [True]
