@@ -80,8 +80,8 @@ def main(config: str, overrides: tuple[str, ...], storages: str, as_json: bool) 
     table = Table(box=SIMPLE_HEAD)
     headings = (
         "experts in",
-        "loss, step 1",
-        "loss, last quarter",
+        "first loss",
+        "last loss",
         "experts",
         "peak RAM",
         "tokens/s",
