@@ -11,11 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktbridge.errors import Problem, UsageError
+from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.findings import CONTRADICTION, NOT_THERE, UNKNOWN, Findings, shown
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
 from ktbridge.sft.config.reading import parse_keys, read_yaml
-from ktbridge.sft.config.schema import KtConfig, TrainConfig, option, options
-from ktbridge.sft.config.values import Values, flag, fraction, number, one_of, text, whole
+from ktbridge.sft.config.values import (
+    Values,
+    flag,
+    fraction,
+    number,
+    one_of,
+    option,
+    options,
+    text,
+    whole,
+)
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
 _NOTED = {

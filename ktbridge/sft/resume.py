@@ -18,7 +18,8 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import hash_file
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.config.schema import KtConfig, options
+from ktbridge.sft.config.kt_schema import KtConfig
+from ktbridge.sft.config.values import options
 from ktbridge.sft.data import Rows
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts

@@ -12,7 +12,7 @@ from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
-from ktbridge.sft.config.schema import options
+from ktbridge.sft.config.values import options
 
 
 @pytest.mark.parametrize("table", [IN_BLOCK, OUTSIDE], ids=["block", "outside"])

@@ -18,7 +18,8 @@ from importlib.resources import files
 import yaml
 
 from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
-from ktbridge.sft.config.schema import KtConfig, options
+from ktbridge.sft.config.kt_schema import KtConfig
+from ktbridge.sft.config.values import options
 
 
 @dataclass(frozen=True)

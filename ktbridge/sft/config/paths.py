@@ -20,7 +20,8 @@ from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
 from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, NOT_THERE, Findings
-from ktbridge.sft.config.schema import STORAGE_BACKENDS, TrainConfig
+from ktbridge.sft.config.kt_schema import STORAGE_BACKENDS
+from ktbridge.sft.config.schema import TrainConfig
 from ktbridge.sft.config.values import Values, one_of
 
 RULE_KEY = "kt_optimize_rule"

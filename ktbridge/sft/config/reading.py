@@ -16,8 +16,9 @@ from ktbridge.sft.config.checks import check
 from ktbridge.sft.config.findings import MISSING as NOT_GIVEN
 from ktbridge.sft.config.findings import UNKNOWN, Findings, shown
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, moved
-from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
-from ktbridge.sft.config.values import Parser, Values
+from ktbridge.sft.config.kt_schema import KtConfig
+from ktbridge.sft.config.schema import TrainConfig
+from ktbridge.sft.config.values import Parser, Values, options
 from ktbridge.sft.launch import launch_problems
 
 _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}

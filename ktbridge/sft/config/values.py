@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
 from ktbridge.errors import UsageError
@@ -168,3 +169,13 @@ def reporters(*choices: str) -> Parser:
         return found[0] if len(found) == 1 else found
 
     return parse
+
+
+def option(parse: Parser, default: Any = MISSING, hint: str = "") -> Any:
+    """A key of the configuration; ``hint`` is the next step after a value it doesn't take."""
+    return field(default=default, metadata={"parse": parse, "hint": hint})  # type: ignore[call-overload]
+
+
+def options(cls: type) -> dict[str, Field]:
+    """The keys of a configuration class that a file may set, in order."""
+    return {item.name: item for item in fields(cls) if "parse" in item.metadata}
