@@ -61,7 +61,9 @@ def write_card(adapter: Adapter, name: str, base: str, evaluation: Evaluation) -
     results = [row for bench in evaluation.benches for row in _results(hub, bench)]
     data = hub.ModelCardData(
         base_model=known.id if known else None,
-        library_name="peft",
+        # Not "peft": its snippet on the Hub would load half of a raw adapter without a word.
+        library_name="ktbridge",
+        base_model_relation="adapter",
         pipeline_tag="text-generation",
         tags=["lora", "mixture-of-experts", "ktbridge"],
         model_name=name.rpartition("/")[2],

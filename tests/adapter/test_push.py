@@ -65,7 +65,7 @@ def test_an_adapter_goes_to_the_hub_whole_with_its_card_and_without_rows(hub, tr
     assert {**repo.files, "refused_rows.jsonl": b""}.keys() == {*local, "README.md"}
     assert all(repo.files[name] == local[name] for name in repo.files if name != "README.md")
     data, body = card_of(repo.files["README.md"].decode())
-    assert (data["base_model"], data["library_name"]) == (BASE, "peft")
+    assert (data["base_model"], data["base_model_relation"]) == (BASE, "adapter")
     for words in (
         "# neko", f"`{BASE}`", "rank 4, alpha 8, on down_proj, gate_proj, up_proj of 3 experts in 2 layers",
         "rank 4, alpha 8, on k_proj, o_proj, q_proj, v_proj", "raw, ",

@@ -289,3 +289,13 @@ def test_another_shape_is_seen_by_config_json_alone(
     done = call("validate", raw, "--base-model", "org/other", "--json")
     assert done.returncode == 1
     assert "KTB605" in {problem["code"] for problem in json.loads(done.stdout)["problems"]}
+
+
+def test_without_huggingface_hub_names_are_a_sentence_and_paths_work(
+    call: Run, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_base(tmp_path / "base")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    done = call("merge", raw, "--base-model", NAME, "--output", "merged")
+    one_sentence(done, "need the package huggingface_hub", "pip install huggingface_hub")
+    assert call("merge", raw, "--base-model", base, "--output", "merged").returncode == 0
