@@ -39,6 +39,7 @@ NAMES = {
     "how much is checked or measured": "--structure-only --strict --strict-data --no-measure --quick",
     "an evaluation": "--bench --compat --items --train-data --arm --slices --limit --partner --judge "
                      "--no-judge --judge-pairs --judge-may-be-remote --fail-on --resume --lf --lm-eval",
+    "several runs": "--sweep",
     "what is printed": "--dry-run --json --markdown --debug --help",
 }  # fmt: skip
 

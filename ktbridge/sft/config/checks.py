@@ -6,8 +6,9 @@ import os
 from collections.abc import Collection
 
 from ktbridge.experts import MAX_EXPERT_RANK
-from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
+from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.schema import TrainConfig, options
+from ktbridge.yamlfile import shown
 
 _DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
 _QUANTISED = {

@@ -17,8 +17,9 @@ from importlib.resources import files
 
 import yaml
 
-from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
+from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.schema import KtConfig, options
+from ktbridge.yamlfile import shown
 
 
 @dataclass(frozen=True)
