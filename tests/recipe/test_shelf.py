@@ -77,7 +77,7 @@ def trained(place, base, **settings):
 
 
 def planned(place):
-    """What the recipe's evaluation would ask, by `ktbridge eval --dry-run`."""
+    """The bench of the recipe's evaluation, and how many items of each slice `ktbridge eval` would ask."""
     recipe = read_recipe(place, command_options(), training_keys())
     serving = next(item for item in make_plan(recipe, "local") if isinstance(item, Serving))
     words = serving.asking[-1].typed("http://127.0.0.1:1/v1")
@@ -85,7 +85,8 @@ def planned(place):
     words[at : at + 2] = ["--arm", "full=m@http://127.0.0.1:1"]
     done = CliRunner().invoke(main, [*words, "--dry-run", "--json"])
     assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)["benches"][0]
+    plan = json.loads(done.stdout)["benches"][0]
+    return plan["bench"], plan["arms"][0]["slices"]
 
 
 @quiet
@@ -95,7 +96,8 @@ def test_nekoqa(tmp_path, monkeypatch, base):
     (place / "data/NekoQA-10K.json").write_text(json.dumps(rows, ensure_ascii=False))
     messages = trained(place, base)[0]
     assert [one["content"] for one in messages] == ["第0个问题？", "主人，喵！"]
-    assert planned(place)["bench"] == "nekobench"
+    bench, slices = planned(place)
+    assert (bench, sum(slices.values())) == ("nekobench", 300)
 
 
 @quiet
@@ -112,7 +114,7 @@ def test_translational_style_holds_questions_out(tmp_path, monkeypatch, base):
     assert held_out
     assert not asked & held_out
     assert len(asked | held_out) == len({row["input"].strip() for row in rows})
-    assert planned(place)["items"] == len(bench.items)
+    assert planned(place) == ("translational-style", {"STYLE": len(bench.items)})
 
 
 @quiet
@@ -140,7 +142,7 @@ def test_afrimed_qa_is_trained_as_the_bench_asks(tmp_path, monkeypatch, base):
         }
         assert {m[0]["content"]: m[1]["content"] for m in conversations}.items() <= gold.items()
         assert conversations
-    assert planned(place)["bench"] == "afrimed-qa"
+    assert planned(place)[0] == "afrimed-qa"
 
 
 @quiet
@@ -157,9 +159,8 @@ def test_beyond_dialogue_keeps_its_turns(tmp_path, monkeypatch, base):
     prepared(place, tmp_path / "RPA_EN_SFT.json")
     messages = trained(place, base, num_train_epochs=1)[0]
     assert [one["role"] for one in messages] == ["system", *("user", "assistant") * 2]
-    plan = planned(place)
-    assert plan["items"] > 0
-    assert plan["slices"].keys() == {"DIALOGUE"}
+    held_out = json.loads((place / "data/held_out.json").read_text())
+    assert planned(place) == ("beyond-dialogue", {"DIALOGUE": len(held_out)})
 
 
 @quiet
@@ -172,7 +173,12 @@ def test_llemr_is_asked_with_its_record(tmp_path, monkeypatch, base):
         text = "timestamp,event_type,event_value\n0.5,labevents,Potassium: 3.2\n1.25,transfers,to the ward\n"
         (events / f"event_{stay}.csv").write_text(text)
         rows.append(
-            {"hadm_id": stay, "q": "Where to?", "a": "The ward.", "event_type": "transfers"}
+            {
+                "hadm_id": stay,
+                "q": f"Where did stay {stay} go?",
+                "a": "The ward.",
+                "event_type": "transfers",
+            }
         )
     qa = tmp_path / "qa_event.jsonl"
     qa.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -182,11 +188,9 @@ def test_llemr_is_asked_with_its_record(tmp_path, monkeypatch, base):
     prompts = {m[0]["content"] for m in learned} | {
         item.messages[0]["content"] for item in held_out
     }
-    assert prompts == {
-        "0.5 h, labevents: Potassium: 3.2\n1.2 h, transfers: to the ward\n\nWhere to?"
-    }
-    assert len(learned) + len(held_out) == 40
-    assert planned(place)["private"] is True
+    record = "0.5 h, labevents: Potassium: 3.2\n1.2 h, transfers: to the ward\n\n"
+    assert prompts == {f"{record}{row['q']}" for row in rows}
+    assert planned(place) == ("llemr", {"EHR": len(held_out)})
 
 
 def test_each_recipe_says_what_it_needs_and_whence_its_data_come():
