@@ -38,6 +38,7 @@ PRELOADED = (
     "torch.distributed.tensor", "expertmoe", "ktbridge.cli.convert", "ktbridge.cli.validate",
     "ktbridge.cli.verify", "ktbridge.verify.run", "ktbridge.verify.reference_model", "ktbridge.cli.serve",
     "ktbridge.serve.local.launch", "ktbridge.serve.local.app", "ktbridge.serve.local.loading", "uvicorn",
+    "ktbridge.cli.eval", "ktbridge.cli._eval_inputs", "ktbridge.eval", "ktbridge.eval.html",
 )  # fmt: skip
 
 
@@ -103,6 +104,11 @@ class WarmPython:
     def __init__(self, directory: Path) -> None:
         self._address = str(directory / "warm")
         self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, once something was started: the value of ``ADDRESS`` for stand-ins."""
+        return self._address
 
     def start(self, *arguments: object, cwd: Path | None = None, **environment: str) -> Process:
         """``python ARGUMENT …`` in this process's directory, or ``cwd``, and environment with changes."""
