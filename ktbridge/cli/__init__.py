@@ -25,8 +25,8 @@ COMMANDS = {
     "verify": "Prove that a served adapter took effect.",
     "eval": "Ask a bench's questions of each arm and score the answers.",
     "report": "Tables and one HTML file from what eval stored.",
-    "init": "List recipes for public datasets, or copy one to run and change.",
-    "run": "Run a recipe: all of the above, resumable; several runs with --sweep.",
+    "init": "List recipes for public datasets, or copy one to run.",
+    "run": "Run a recipe, from training to report; several runs with --sweep.",
     "merge": "Add an adapter to its base weights: a checkpoint any engine serves.",
 }
 

@@ -14,7 +14,7 @@ import click
 from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
-    from ktbridge.recipe import Cell, Comparison, Item, Recipe, Runner
+    from ktbridge.recipe import Comparison, Item, Runner
     from ktbridge.recipe.read import Options
 
 PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "output_dir")
@@ -59,7 +59,6 @@ def command(
     """
     from ktbridge.cli._recipe import Shown
     from ktbridge.cli._ui import console, emit_json, stderr
-    from ktbridge.errors import KtbridgeError
     from ktbridge.recipe import Runner, cells, compare, make_plan, parse_sweep, read_recipe
 
     trained = training_keys()
@@ -75,32 +74,42 @@ def command(
     with terminable():
         signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
         try:
-            done = runner.run(plan)
+            runner.run(plan)
         except KeyboardInterrupt as stop:
             stop.args = ("what is finished is kept; the same command goes on from there",)
             raise
     comparison = compare(found.directory, runs, plan) if runs else None
     if as_json:
-        steps = [one._asdict() for one in done]
+        steps = [one._asdict() for one in runner.done]
         failed = {name: error.sentence for name, error in runner.failed.items()}
         document = {"ok": not failed, "recipe": str(found.path), "steps": steps, "failed": failed}
         emit_json(document | {"comparison": comparison.document if comparison else None})
         sys.exit(bool(failed))
+    _show_end(runner, plan, comparison, time.monotonic() - began)
+
+
+def _show_end(
+    runner: Runner, plan: Sequence[Item], comparison: Comparison | None, seconds: float
+) -> None:
+    """The runs side by side and where things are. Raises KtbridgeError where a run of a sweep failed."""
+    from ktbridge.cli._ui import console
+    from ktbridge.errors import KtbridgeError
+
     if comparison:
         _print_comparison(comparison)
-    kept = sum(one.kept for one in done)
-    seconds = time.monotonic() - began
+    kept = sum(one.kept for one in runner.done)
     console.rule("[bold]Done", align="left")
-    console.print(f"{len(done) - kept} commands run, {kept} kept, in {seconds:.0f} s. Look at:")
-    for path in _results(found, plan, runs):
-        console.print(f"  {path}", markup=False, soft_wrap=True)
+    console.print(
+        f"{len(runner.done) - kept} commands run, {kept} kept, in {seconds:.0f} s. Look at:"
+    )
+    for path in [*_results(plan), *(["sweep/comparison.md"] if comparison else [])]:
+        console.print(f"  {runner.recipe.directory / path}", markup=False, soft_wrap=True)
     if runner.failed:
         reasons = "\n".join(
-            f"{name or 'the sweep'}: {error}" for name, error in runner.failed.items()
+            f"{name or 'the sweep'}: {error.sentence}" for name, error in runner.failed.items()
         )
-        raise KtbridgeError(
-            f"{len(runner.failed)} failed:\n{reasons}", "Run the same command again."
-        )
+        step = "Mend it and run the same command again: what is finished is kept."
+        raise KtbridgeError(f"{len(runner.failed)} failed:\n{reasons}", step)
 
 
 def training_keys() -> list[str]:
@@ -158,14 +167,12 @@ def _show(runner: Runner, plan: Sequence[Item], as_json: bool) -> None:
         click.echo(f"# kept: {line}" if kept else f"$ {line}")
 
 
-def _results(recipe: Recipe, plan: Sequence[Item], runs: Sequence[Cell]) -> list[Path]:
+def _results(plan: Sequence[Item]) -> list[str]:
     from ktbridge.recipe import Step
 
     steps = [item for item in plan if isinstance(item, Step)]
     found = [path for step in steps if step.command == "train" for path in step.writes]
-    found += [f"{step.words[1]}/report.html" for step in steps if step.command == "report"]
-    found += ["sweep/comparison.md"] if runs else []
-    return [recipe.directory / path for path in found]
+    return found + [f"{step.words[1]}/report.html" for step in steps if step.command == "report"]
 
 
 def _print_comparison(comparison: Comparison) -> None:

@@ -230,7 +230,8 @@ def make_plan(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list[I
     items: list[Item] = []
     asked = recipe.steps["eval"] is not None
     output = f"{ROOM}/{EVALUATION}" if cells else recipe.option("eval", "output", EVALUATION)
-    runs = [_Run(recipe, engine, cell) for cell in (cells or [None])]
+    each: Sequence[Cell | None] = cells or [None]
+    runs = [_Run(recipe, engine, cell) for cell in each]
     for number, run in enumerate(runs):
         items.append(run.train())
         if recipe.steps["convert"] is not None:
