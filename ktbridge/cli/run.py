@@ -61,6 +61,8 @@ def command(
     from ktbridge.cli._ui import console, emit_json, stderr
     from ktbridge.recipe import Runner, cells, compare, make_plan, parse_sweep, read_recipe
 
+    if "=" in recipe and not Path(recipe).exists():  # an override; the recipe is the one here
+        recipe, overrides = "recipe.yaml", (recipe, *overrides)
     trained = training_keys()
     found = read_recipe(recipe, command_options(), trained, list(map(_absolute, overrides)))
     runs = cells(parse_sweep(sweep, trained) or found.sweep)

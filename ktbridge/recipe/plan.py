@@ -241,7 +241,7 @@ def make_plan(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list[I
         asking = [run.verify()] if recipe.steps["verify"] is not None else []
         if asked:
             last = number == len(runs) - 1 and engine == "local"
-            log = None if last else f"{os.path.dirname(run.key('eval')) or '.'}/eval.log"
+            log = None if last else run.key("eval.log")
             asking.append(run.eval("eval", _arms(run, engine, number == 0), output, log))
         if recipe.steps["serve"] is not None and asking:
             items.append(Serving(run.serve(), tuple(asking)))

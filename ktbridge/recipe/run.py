@@ -103,8 +103,9 @@ class Runner:
         for item in plan:
             steps = (item.step, *item.asking) if isinstance(item, Serving) else (item,)
             run = steps[0].run
+            asking = [step for step in steps if step.command != "serve"]
             keep = {
-                step.key: not anew.get(run) and self._kept(step, state, item) for step in steps[-2:]
+                step.key: not anew.get(run) and self._kept(step, state, item) for step in asking
             }
             for step in steps:
                 if step.command == "serve":

@@ -202,7 +202,7 @@ def test_commands_of_a_dry_run_can_be_typed_and_nothing_is_run(place):
     assert "--engine sglang" in serve
     assert verify.startswith("$ ktbridge verify --server URL --model tiny:neko --adapter out/raw")
     assert "--arm full=tiny:neko@URL" in full
-    assert full.endswith("> ./eval.log")
+    assert full.endswith("> eval.log")
     assert ("adapter" in base, "--arm base=tiny@URL" in asked) == (False, True)
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
 
@@ -324,14 +324,14 @@ def test_two_runs_at_a_time_in_one_directory_are_refused(place):
         Runner(read(place)).run([])
 
 
-def test_the_summary_is_one_document(tmp_path):
+def test_the_summary_is_one_document(tmp_path, monkeypatch):
     (tmp_path / "train.yaml").write_text(
         "model_name_or_path: nowhere\ndataset: none.jsonl\noutput_dir: out\n"
     )
     write(tmp_path)
-    dry = CliRunner().invoke(
-        main, ["run", str(tmp_path), "--dry-run", "--json", "--engine", "local"]
-    )
+    monkeypatch.chdir(tmp_path)
+    options = ["--dry-run", "--json", "--engine", "local"]
+    dry = CliRunner().invoke(main, ["run", "lora_rank=2", *options])
     plan = json.loads(dry.stdout)
     assert (plan["directory"], len(plan["steps"])) == (str(Path(tmp_path).resolve()), 6)
-    assert not any(step["kept"] for step in plan["steps"])
+    assert plan["steps"][0] == {"command": "ktbridge train train.yaml lora_rank=2", "kept": False}
