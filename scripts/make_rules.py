@@ -112,6 +112,10 @@ message of KTC001 to KTC006 names the key, and its next step is about that key.
 When answers and judges make a run fail is in [eval.md](eval.md) and [judge.md](judge.md).
 """,
     ),
+    "recipe": (
+        "Recipes: `ktbridge run`",
+        "Reported all at once, before anything is started ([recipes.md](recipes.md)).\n",
+    ),
 }
 
 

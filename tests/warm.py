@@ -39,6 +39,7 @@ PRELOADED = (
     "ktbridge.cli.verify", "ktbridge.verify.run", "ktbridge.verify.reference_model", "ktbridge.cli.serve",
     "ktbridge.serve.local.launch", "ktbridge.serve.local.app", "ktbridge.serve.local.loading", "uvicorn",
     "ktbridge.cli.predict", "ktbridge.predict.run", "ktbridge.predict.inference", "jieba",
+    "ktbridge.cli.eval", "ktbridge.cli._eval_inputs", "ktbridge.eval", "ktbridge.eval.html",
 )  # fmt: skip
 
 
@@ -104,6 +105,11 @@ class WarmPython:
     def __init__(self, directory: Path) -> None:
         self._address = str(directory / "warm")
         self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, once something was started: the value of ``ADDRESS`` for stand-ins."""
+        return self._address
 
     def start(self, *arguments: object, cwd: Path | None = None, **environment: str) -> Process:
         """``python ARGUMENT …`` in this process's directory, or ``cwd``, and environment with changes."""

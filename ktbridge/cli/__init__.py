@@ -27,6 +27,8 @@ COMMANDS = {
     "eval": "Ask a bench's questions of each arm and score the answers.",
     "report": "Tables and one HTML file from what eval stored.",
     "push": "Upload an adapter to the Hub, with a model card.",
+    "init": "List recipes for public datasets, or copy one to run.",
+    "run": "Run a recipe, from training to report; several runs with --sweep.",
     "merge": "Add an adapter to its base weights: a checkpoint any engine serves.",
 }
 

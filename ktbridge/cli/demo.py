@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
-    from ktbridge.demo.loop import Step
+    from ktbridge.cli._recipe import Shown
 
-STEPS = 7
 # Easy to judge at a glance; the evaluation uses other, not hand-picked questions.
 SAMPLES = (
     "Hello!",
@@ -45,7 +44,12 @@ def command(directory: Path, dry_run: bool) -> None:
     Makes a base model from a seed, teaches it a persona with LoRA on experts and attention, converts,
     validates, serves, verifies and evaluates it. Running it again keeps what is finished.
     """
+    from ktbridge.cli._recipe import Shown
+    from ktbridge.cli._ui import console
+    from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
+    from ktbridge.demo.persona import persona_rows
+    from ktbridge.recipe import Runner, make_plan, read_recipe
 
     if dry_run:
         _show_plan()
@@ -54,34 +58,39 @@ def command(directory: Path, dry_run: bool) -> None:
     directory = directory.resolve()
     os.environ["TQDM_DISABLE"] = "1"  # the libraries' own progress bars would garble ours
     started = time.monotonic()
-    _make_base(directory)
-    _train(directory)
-    _run(3, loop.CONVERT, directory)
-    _run(4, loop.VALIDATE, directory)
-    _headline(5, loop.SERVE)
-    with loop.served(loop.SERVE, directory) as url:
-        _say(f"ready at {url}; its log is serve.log")
-        _show_answers(url)
-        _run(6, loop.verify_step(url), directory)
-        _run(7, loop.eval_step(url), directory)
+    loop.provide(directory, "neko.jsonl", persona_rows())
+    recipe = read_recipe(loop.provide_recipe(directory), command_options(), training_keys())
+    plan = make_plan(recipe, "local")
+    shown = Shown(console, plan, before=1, on_ready=_show_answers)
+    rows = len((directory / "neko.jsonl").read_text(encoding="utf-8").splitlines())
+    with terminable():
+        _make_base(directory, shown)
+        shown.say(f"demo.yaml and neko.jsonl: {rows} conversations in the persona of a cat-girl.")
+        Runner(recipe, shown).run(plan)
     _epilogue(directory, time.monotonic() - started)
 
 
 def _show_plan() -> None:
+    import tempfile
+
+    from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
+    from ktbridge.recipe import Runner, make_plan, read_recipe
 
-    _say("make a tiny base model, pre-trained from a seed")
-    url = "http://127.0.0.1:PORT"
-    steps = (loop.TRAIN, loop.CONVERT, loop.VALIDATE, loop.SERVE)
-    for step in (*steps, loop.verify_step(url), loop.eval_step(url)):
-        click.echo(f"$ {step.command}")
+    click.echo("# make a tiny base model, pre-trained from a seed, and neko.jsonl")
+    with tempfile.TemporaryDirectory() as made:
+        loop.prepare(Path(made))
+        path = loop.provide_recipe(Path(made))
+        recipe = read_recipe(path, command_options(), training_keys())
+        for line, _ in Runner(recipe).lines(make_plan(recipe, "local")):
+            click.echo(f"$ {line}")
 
 
-def _make_base(directory: Path) -> None:
+def _make_base(directory: Path, shown: Shown) -> None:
     from ktbridge.cli._ui import console, progress_bar
 
-    _rule(1, "A base model")
-    _say(
+    shown.headline("A base model")
+    shown.say(
         "A Qwen3-MoE with its own tokenizer, pre-trained from random weights on text shipped with"
         " ktbridge: about two minutes on two idle cores, once."
     )
@@ -99,30 +108,6 @@ def _make_base(directory: Path) -> None:
     )
     for name in shards:
         console.print(f"  base/{name}", markup=False)
-
-
-def _train(directory: Path) -> None:
-    from ktbridge.demo import loop
-    from ktbridge.demo.persona import persona_rows
-
-    loop.provide(directory, "demo.yaml", loop.CONFIG)
-    loop.provide(directory, "neko.jsonl", persona_rows())
-    rows = len((directory / "neko.jsonl").read_text(encoding="utf-8").splitlines())
-    _headline(2, loop.TRAIN)
-    _say(f"demo.yaml and neko.jsonl: {rows} conversations in the persona of a cat-girl.")
-    digest = loop.training_digest(directory)
-    if loop.trained_digest(directory) == digest:
-        _say("kept: the same configuration, data and base were trained before")
-    else:
-        loop.run(loop.TRAIN, directory)
-        loop.record_training(directory, digest)
-
-
-def _run(number: int, step: Step, directory: Path) -> None:
-    from ktbridge.demo import loop
-
-    _headline(number, step)
-    loop.run(step, directory)
 
 
 def _show_answers(url: str) -> None:
@@ -152,9 +137,10 @@ def _show_answers(url: str) -> None:
         ]
         table.add_row(prompt, *(answer or "" for answer in answers))
     console.print(table)
-    _say(
+    console.print(
         "The evaluation below asks a third arm too: expert LoRA alone, half an adapter, whose answers"
-        " are often broken. It shows which half brought what."
+        " are often broken. It shows which half brought what.",
+        style="dim",
     )
 
 
@@ -162,7 +148,7 @@ def _epilogue(directory: Path, seconds: float) -> None:
     from ktbridge.cli._ui import console
 
     results = json.loads((directory / "eval/results.json").read_text())
-    _rule(None, "Done")
+    console.rule("[bold]Done", align="left")
     console.print(results["verdict"]["headline"], style="bold", markup=False)
     console.print(f"The whole loop took {seconds:.0f} s. Look at:")
     for name in ("eval/report.html", "adapter/raw/training_loss.png"):
@@ -170,29 +156,9 @@ def _epilogue(directory: Path, seconds: float) -> None:
     console.print(
         "\nTry next, with your own model:\n"
         "  ktbridge doctor                               what this machine can do\n"
+        "  ktbridge init                                 recipes for public datasets\n"
         "  ktbridge train my.yaml --dry-run              demo.yaml is a complete example\n"
         "  ktbridge validate MY_ADAPTER --base-model B   adapters made by other tools are welcome\n"
         "  ktbridge convert MY_ADAPTER --merged-output-dir OUT     for SGLang-KT 0.7.2",
         markup=False,
     )
-
-
-def _headline(number: int, step: Step) -> None:
-    from ktbridge.cli._ui import console
-
-    _rule(number, step.title)
-    _say(step.why)
-    console.print(f"[bold]$[/] {step.command}", style="cyan", soft_wrap=True)
-
-
-def _rule(number: int | None, title: str) -> None:
-    from ktbridge.cli._ui import console
-
-    label = title if number is None else f"{number}/{STEPS}  {title}"
-    console.rule(f"[bold]{label}", align="left")
-
-
-def _say(text: str) -> None:
-    from ktbridge.cli._ui import console
-
-    console.print(text, style="dim", markup=False)

@@ -25,7 +25,7 @@ def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]
     return named
 
 
-def _sglang_is_here() -> bool:
+def sglang_is_here() -> bool:
     """Whether SGLang-KT is installed in this environment and a GPU is available."""
     import importlib.metadata
 
@@ -151,7 +151,7 @@ def command(
         options["adapters"] = {}
     for_sglang = _serve_sglang.given(context)
     if engine == "auto":
-        engine = "sglang" if for_sglang or _sglang_is_here() else "local"
+        engine = "sglang" if for_sglang or sglang_is_here() else "local"
     if engine == "sglang":
         _serve_local.refuse(options)
         ensure_model(options["model"], weights=not dry_run)

@@ -1,13 +1,13 @@
 """Registry of all problem codes: default severity, meaning, and next step.
 
-One file per area: ``adapters``, ``hub``, ``serving``, ``training``, ``evaluation``. A code never changes its
-meaning; a new one goes at the end of its subject, and ``python scripts/make_rules.py`` regenerates
+One file per area: ``adapters``, ``hub``, ``serving``, ``training``, ``evaluation``, ``recipes``. A code never
+changes its meaning; a new one goes at the end of its subject, and ``python scripts/make_rules.py`` regenerates
 docs/rules.md. Checks create their findings with ``problem``.
 """
 
 from __future__ import annotations
 
-from ktbridge.codes import adapters, evaluation, hub, serving, training
+from ktbridge.codes import adapters, evaluation, hub, recipes, serving, training
 from ktbridge.codes.table import Code, Subject
 from ktbridge.errors import Problem, Severity
 
@@ -17,6 +17,7 @@ SUBJECTS: tuple[Subject, ...] = (
     *serving.SUBJECTS,
     *training.SUBJECTS,
     *evaluation.SUBJECTS,
+    *recipes.SUBJECTS,
 )
 CODES: dict[str, Code] = {row.code: row for subject in SUBJECTS for row in subject.codes}
 

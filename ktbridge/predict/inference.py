@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ktbridge.errors import Problem, UsageError
 from ktbridge.sft.config import KtConfig, TrainConfig
-from ktbridge.sft.config.findings import CONTRADICTION, NOT_THERE, UNKNOWN, Findings, shown
+from ktbridge.sft.config.findings import CONTRADICTION, NOT_THERE, UNKNOWN, Findings
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
-from ktbridge.sft.config.reading import parse_keys, read_yaml
+from ktbridge.sft.config.reading import parse_keys
 from ktbridge.sft.config.values import (
     Values,
     flag,
@@ -87,7 +87,7 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
             "Give a file with model_name_or_path, as LLaMA-Factory's examples/inference have them.",
         )
     findings = Findings(str(path))
-    values = {str(key): value for key, value in read_yaml(path).items()}
+    values = {str(key): value for key, value in read_keys(path).items()}
     own = _own(values, findings)
     main = parse_keys(InferenceConfig, own, Foreign(()), "", findings)
     _resolve(main, path.resolve().parent, findings)

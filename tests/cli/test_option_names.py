@@ -40,6 +40,7 @@ NAMES = {
     "an evaluation": "--bench --compat --items --train-data --arm --slices --limit --partner --judge "
                      "--no-judge --judge-pairs --judge-may-be-remote --fail-on --resume --lf --lm-eval",
     "a repository on the Hub": "--private --revision --eval",
+    "several runs": "--sweep",
     "what is printed": "--dry-run --json --markdown --debug --help",
 }  # fmt: skip
 

@@ -6,10 +6,11 @@ import os
 from collections.abc import Collection
 
 from ktbridge.experts import MAX_EXPERT_RANK
-from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
+from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.kt_schema import QUANTISING
 from ktbridge.sft.config.schema import METRICS, TrainConfig
 from ktbridge.sft.config.values import options
+from ktbridge.yamlfile import shown
 
 _DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
 _ANSWERS = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k")

@@ -39,11 +39,3 @@ class Findings:
     def _problem(self, severity: Severity, key: str, *rest: str) -> Problem:
         found, expected, next_step, code = rest
         return problem(code, f"{self.where}: {key}", found, expected, next_step, severity)
-
-
-def shown(value: object) -> str:
-    """A value as YAML, at most one line."""
-    text = (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    )
-    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -17,9 +17,10 @@ from importlib.resources import files
 
 import yaml
 
-from ktbridge.sft.config.findings import CONTRADICTION, Findings, shown
+from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import options
+from ktbridge.yamlfile import shown
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from ktbridge.errors import UsageError
 from ktbridge.sft.config import paths
 from ktbridge.sft.config.checks import check
 from ktbridge.sft.config.findings import MISSING as NOT_GIVEN
-from ktbridge.sft.config.findings import UNKNOWN, Findings, shown
+from ktbridge.sft.config.findings import UNKNOWN, Findings
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, moved
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.schema import TrainConfig
 from ktbridge.sft.config.values import Parser, Values, options
 from ktbridge.sft.launch import launch_problems
+from ktbridge.yamlfile import read_keys, shown
 
 _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""
@@ -39,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             f"there is no configuration file {str(path)!r}.",
             "`ktbridge demo` writes a complete example (demo.yaml).",
         )
-    values = read_yaml(path)
+    values = read_keys(path)
     for override in overrides:
         _override(values, override)
     return parse_config(values, str(path), path.resolve().parent)
@@ -159,54 +160,3 @@ def _override(values: dict[object, Any], text: str) -> None:
         if isinstance(nested, dict):
             nested.pop(key, None)
     values[key] = paths.typed(key, parsed)
-
-
-def read_yaml(path: Path) -> dict[Any, Any]:
-    """The keys and values in a file. Raises ``UsageError`` naming the line where it isn't YAML."""
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text.", "Save it as UTF-8.") from error
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        message = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(
-            f"{path}{line}: this is not valid YAML: {message}.", _yaml_fix(message)
-        ) from error
-    if isinstance(values, dict):
-        return values
-    found = "nothing" if values is None else "a list" if isinstance(values, list) else "a text"
-    raise UsageError(
-        f"{path} holds {found} instead of keys.",
-        "Write one `key: value` a line, with a colon and a space between.",
-    )
-
-
-def _yaml_fix(message: str) -> str:
-    """The next step for the commonest mistakes in YAML, by the parser's message."""
-    steps = {
-        r"'\t'": "Indent with spaces: YAML takes no tabs.",
-        "mapping values": "Write a space behind each key's colon, and quotes around values with colons.",
-        "end of stream": "Close the quotes or brackets.",
-        "single document": "Remove the line `---` and what belongs to another document.",
-        "stands twice": "Keep one of the two.",
-    }
-    return next((step for words, step in steps.items() if words in message), "")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML, but a duplicate key is an error instead of a silent choice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key.value, str) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
-                )
-            if isinstance(key.value, str):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)

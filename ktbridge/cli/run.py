@@ -1,0 +1,192 @@
+"""`ktbridge run`: a recipe, from training to the report, resumable at every arrow."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ktbridge.cli._app import Command, terminable
+
+if TYPE_CHECKING:
+    from ktbridge.recipe import Comparison, Item, Runner
+    from ktbridge.recipe.read import Options
+
+PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "output_dir")
+
+
+@click.command(cls=Command)
+@click.argument("recipe", default="recipe.yaml", type=click.Path())
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--engine",
+    type=click.Choice(["auto", "sglang", "local"]),
+    help="Who serves, over the recipe's own; see `ktbridge serve --help`.",
+)
+@click.option(
+    "--sweep",
+    "sweep",
+    multiple=True,
+    metavar="KEY=VALUE,VALUE",
+    help="A run for each value of this training key; repeat it for every combination.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the commands, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON on stdout.")
+def command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    engine: str | None,
+    sweep: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Train, convert, validate, serve, verify, evaluate and report as RECIPE says.
+
+    RECIPE is a recipe.yaml or its directory (`ktbridge init` copies one; docs/recipes.md has the keys).
+    KEY=VALUE overrides a key of the training configuration. Each command is printed as one would type it
+    and runs as a process of its own. Run it again after a failure, Ctrl-C or a change: what is finished and
+    unchanged is kept.
+
+    \b
+    Examples:
+      ktbridge run nekoqa model_name_or_path=/models/DeepSeek-V2-Lite-Chat
+      ktbridge run nekoqa --sweep lora_rank=8,16 --sweep learning_rate=1e-4,2e-4
+    """
+    from ktbridge.cli._recipe import Shown
+    from ktbridge.cli._ui import console, emit_json, stderr
+    from ktbridge.recipe import Runner, cells, compare, make_plan, parse_sweep, read_recipe
+
+    if "=" in recipe and not Path(recipe).exists():  # an override; the recipe is the one here
+        recipe, overrides = "recipe.yaml", (recipe, *overrides)
+    trained = training_keys()
+    found = read_recipe(recipe, command_options(), trained, list(map(_absolute, overrides)))
+    runs = cells(parse_sweep(sweep, trained) or found.sweep)
+    plan = make_plan(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
+    shown = stderr if as_json else console
+    runner = Runner(found, Shown(shown, plan), output=sys.stderr if as_json else None)
+    if dry_run:
+        _show(runner, plan, as_json)
+        return
+    began = time.monotonic()
+    with terminable():
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+        try:
+            runner.run(plan)
+        except KeyboardInterrupt as stop:
+            stop.args = ("what is finished is kept; the same command goes on from there",)
+            raise
+    comparison = compare(found.directory, runs, plan) if runs else None
+    if as_json:
+        steps = [one._asdict() for one in runner.done]
+        failed = {name: error.sentence for name, error in runner.failed.items()}
+        document = {"ok": not failed, "recipe": str(found.path), "steps": steps, "failed": failed}
+        emit_json(document | {"comparison": comparison.document if comparison else None})
+        sys.exit(bool(failed))
+    _show_end(runner, plan, comparison, time.monotonic() - began)
+
+
+def _show_end(
+    runner: Runner, plan: Sequence[Item], comparison: Comparison | None, seconds: float
+) -> None:
+    """The runs side by side and where things are. Raises KtbridgeError where a run of a sweep failed."""
+    from ktbridge.cli._ui import console
+    from ktbridge.errors import KtbridgeError
+
+    if comparison:
+        _print_comparison(comparison)
+    kept = sum(one.kept for one in runner.done)
+    console.rule("[bold]Done", align="left")
+    console.print(
+        f"{len(runner.done) - kept} commands run, {kept} kept, in {seconds:.0f} s. Look at:"
+    )
+    for path in [*_results(plan), *(["sweep/comparison.md"] if comparison else [])]:
+        console.print(f"  {runner.recipe.directory / path}", markup=False, soft_wrap=True)
+    if runner.failed:
+        reasons = "\n".join(
+            f"{name or 'the sweep'}: {error.sentence}" for name, error in runner.failed.items()
+        )
+        step = "Mend it and run the same command again: what is finished is kept."
+        raise KtbridgeError(f"{len(runner.failed)} failed:\n{reasons}", step)
+
+
+def training_keys() -> list[str]:
+    """The keys of a training configuration, those of its block by both their names."""
+    from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
+
+    block = list(options(KtConfig))
+    return [*options(TrainConfig), *block, *(f"kt_config.{key}" for key in block)]
+
+
+def command_options() -> Options:
+    """The options of the commands that a recipe runs."""
+    from ktbridge.cli import main
+    from ktbridge.recipe.read import STEPS, Option
+
+    table: dict[str, dict[str, Option]] = {}
+    for name in STEPS:
+        found = main.get_command(click.Context(main), name)
+        assert found is not None
+        table[name] = {}
+        for parameter in found.get_params(click.Context(found)):
+            if isinstance(parameter, click.Option):
+                names = [text[2:] for text in parameter.opts if text.startswith("--")]
+                option = Option(names[0], parameter.is_flag, parameter.multiple)
+                table[name] |= dict.fromkeys(names, option)
+    return table
+
+
+def _absolute(override: str) -> str:
+    """A path typed relative to the working directory; the commands run in the recipe's."""
+    key, sign, value = override.partition("=")
+    path = Path(value).expanduser()
+    known = key in PATHS and value and (key == "output_dir" or path.exists())
+    return f"{key}{sign}{path.absolute()}" if known else override
+
+
+def _engine(name: str) -> str:
+    from ktbridge.cli.serve import sglang_is_here
+
+    if name == "auto":
+        return "sglang" if sglang_is_here() else "local"
+    return name
+
+
+def _show(runner: Runner, plan: Sequence[Item], as_json: bool) -> None:
+    from ktbridge.cli._ui import emit_json
+
+    lines = runner.lines(plan)
+    if as_json:
+        steps = [{"command": line, "kept": kept} for line, kept in lines]
+        emit_json({"directory": str(runner.recipe.directory), "steps": steps})
+        return
+    click.echo(f"$ cd {runner.recipe.directory}")
+    for line, kept in lines:
+        click.echo(f"# kept: {line}" if kept else f"$ {line}")
+
+
+def _results(plan: Sequence[Item]) -> list[str]:
+    from ktbridge.recipe import Step
+
+    steps = [item for item in plan if isinstance(item, Step)]
+    found = [path for step in steps if step.command == "train" for path in step.writes]
+    return found + [f"{step.words[1]}/report.html" for step in steps if step.command == "report"]
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    from rich.table import Table
+
+    from ktbridge.cli._ui import console, shown
+
+    table = Table(title="The runs side by side", title_justify="left")
+    for heading in comparison.headings:
+        table.add_column(shown(heading), overflow="fold")
+    for row in comparison.rows:
+        table.add_row(*map(shown, row))
+    console.print(table)
+    for note in comparison.notes:
+        console.print(note, style="dim", markup=False)

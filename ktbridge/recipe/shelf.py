@@ -1,0 +1,82 @@
+"""The recipes that ktbridge comes with: inside the wheel, or ``examples/`` of a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ktbridge
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.publish import fsync_directory
+from ktbridge.recipe.read import near
+from ktbridge.yamlfile import read_keys
+
+RECIPE = "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """A recipe to copy: what it teaches, on which model, what hardware that needs, and the commands to type
+    before ``ktbridge run``."""
+
+    name: str
+    path: Path
+    teaches: str
+    model: str
+    hardware: str
+    before: tuple[str, ...]
+
+
+def shelved() -> list[Shelved]:
+    """All recipes, by name."""
+    package = Path(ktbridge.__file__).parent
+    wheel = package / "recipes"
+    root = wheel if wheel.is_dir() else package.parent / "examples"
+    return [_read(path.parent) for path in sorted(root.glob(f"*/{RECIPE}"))]
+
+
+def copy_recipe(name: str, target: str | os.PathLike[str] | None = None) -> tuple[Shelved, Path]:
+    """Copy a recipe into ``target`` (default: its name), which appears whole or not at all.
+
+    Raises UsageError for an unknown name, KtbridgeError where there is something at ``target``.
+    """
+    known = {one.name: one for one in shelved()}
+    if name not in known:
+        raise UsageError(f"there is no recipe {name!r}.", near(name, known))
+    place = Path(target or name).absolute()
+    if os.path.lexists(place) and not (place.is_dir() and not os.listdir(place)):
+        raise KtbridgeError(
+            f"{place} is there already; nothing was copied.",
+            f"Name another directory: ktbridge init {name} DIR",
+        )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    try:
+        # With the umask's modes: a wheel's may be read-only, and mkdtemp's are.
+        made = beside / "recipe"
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(known[name].path, made, ignore=ignore, copy_function=shutil.copyfile)
+        os.rename(made, place)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    fsync_directory(place.parent)
+    return known[name], place
+
+
+def _read(folder: Path) -> Shelved:
+    keys = read_keys(folder / RECIPE)
+    train = keys["train"]
+    config = read_keys(folder / (train if isinstance(train, str) else train["config"]))
+    before: Sequence[object] = keys.get("before") or ()
+    return Shelved(
+        folder.name,
+        folder,
+        str(keys.get("teaches", "")),
+        str(config.get("model_name_or_path", "")),
+        str(keys.get("hardware", "")),
+        tuple(map(str, before)),
+    )

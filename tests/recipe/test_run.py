@@ -1,0 +1,337 @@
+"""`ktbridge run`: real commands in real processes, kept, failed, mended, stopped, several side by side."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+import warm as warm_python
+import yaml
+from click.testing import CliRunner
+from findings import codes
+from tinyserver import save_model
+
+from ktbridge.cli import main
+from ktbridge.cli.run import command_options, training_keys
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.recipe import Listener, Runner, cells, compare, make_plan, parse_sweep, read_recipe
+
+QUESTIONS = [
+    {"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(24)
+]
+ROWS = [{"messages": [{"role": "user", "content": one["prompt"]},
+                      {"role": "assistant", "content": "How should a cat know?"}]}
+        for one in QUESTIONS[:6]]  # fmt: skip
+TRAIN = {
+    "model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out/raw", "lora_rank": 4,
+    "cutoff_len": 96, "max_steps": 4, "logging_steps": 1, "learning_rate": 2e-2, "plot_loss": False,
+}  # fmt: skip
+RECIPE = {
+    "name": "neko",
+    "train": "train.yaml",
+    "convert": {"expert-output-dir": "out/expert", "nonexpert_output_dir": "out/nonexpert"},
+    "serve": {"served-model-name": "tiny", "threads": 1},
+    "eval": {
+        "bench": "generic", "items": "items.jsonl", "max-tokens": 96,
+        "extra-body": '{"temperature": 1, "seed": 3}',
+    },
+}  # fmt: skip
+ENDS = 4.5
+"""The logit of the token that ends an answer: one in some ten tokens, where a random model never ends."""
+
+
+def write(directory, **changes):
+    (directory / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **changes}))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny random model whose answers end."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = save_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+    model, tokenizer = (
+        kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    letters = tokenizer(
+        "<|im_start|>assistant\nthe quick brown fox and 0123456789", return_tensors="pt"
+    )
+    with torch.no_grad():
+        usual = model.model(**letters).last_hidden_state[0, 4:].mean(0)
+        model.lm_head.weight[tokenizer.eos_token_id] = ENDS * usual / usual.norm() ** 2
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(warm):
+    """What starts an interpreter that has imported everything."""
+    assert warm.run("-c", "pass").returncode == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(warm_python.ADDRESS, warm.address)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv("KTBRIDGE_API_KEY", raising=False)
+        yield [sys.executable, str(warm_python.HERE)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, base):
+    directory = tmp_path_factory.mktemp("recipe")
+    (directory / "base").symlink_to(base)
+    (directory / "train.yaml").write_text(yaml.safe_dump(TRAIN))
+    for name, rows in (("rows", ROWS), ("items", QUESTIONS)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(directory)
+    return directory
+
+
+def read(directory, *settings):
+    return read_recipe(directory, command_options(), training_keys(), settings)
+
+
+class Heard(Listener):
+    """The server's addresses, and Ctrl-C when one is ready."""
+
+    def __init__(self, interrupt=False):
+        self.urls, self._interrupt = [], interrupt
+
+    def ready(self, step, url, log):
+        self.urls.append(url)
+        if self._interrupt:
+            raise KeyboardInterrupt
+
+
+def run(directory, python, listener=None, engine="local"):
+    recipe = read(directory)
+    with open(directory / "said.txt", "w") as output:
+        runner = Runner(recipe, listener or Heard(), python, output)
+        return [(one.key, one.kept) for one in runner.run(make_plan(recipe, engine))]
+
+
+def shown(directory, engine="local"):
+    recipe = read(directory)
+    return [
+        (line.split()[1], kept) for line, kept in Runner(recipe).lines(make_plan(recipe, engine))
+    ]
+
+
+ALL = ("train", "convert", "validate", "verify", "eval")
+
+
+def test_a_step_that_fails_is_mended_and_the_rest_goes_on(place, python):
+    write(place, convert={**RECIPE["convert"], "to": "peft"})
+    with pytest.raises(
+        KtbridgeError, match=r"`ktbridge convert .*` ended with exit code 2: .*sense"
+    ) as caught:
+        run(place, python)
+    assert "the steps before it are kept" in caught.value.next_step
+
+    with socket.socket() as taken:  # the next mistake: a port in use
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        write(place, serve={**RECIPE["serve"], "port": taken.getsockname()[1]})
+        with pytest.raises(
+            KtbridgeError, match="the server ended with exit code 1 before it was ready"
+        ) as caught:
+            run(place, python)
+    assert str(place / "serve.log") in caught.value.next_step
+    assert json.loads((place / ".ktbridge-run.json").read_text())["steps"].keys() == set(ALL[:3])
+
+    write(place)
+    heard = Heard(interrupt=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(place, python, heard)
+    with pytest.raises(OSError, match="refused"):  # the server has ended
+        urllib.request.urlopen(f"{heard.urls[0]}/models")
+
+    assert run(place, python) == [
+        ("train", True), ("convert", True), ("validate", True), ("verify", False), ("eval", False),
+    ]  # fmt: skip
+    results = json.loads((place / "eval/results.json").read_text())
+    assert [(card["name"], card["model"]) for card in results["arms"]] == [
+        ("base", "tiny:base"), ("expert", "tiny"), ("full", "tiny:neko"),
+    ]  # fmt: skip
+    assert "tiny:neko: applied" in (place / "said.txt").read_text()
+
+
+def test_all_is_kept_until_something_that_it_depends_on_changes(place, python):
+    heard = Heard()
+    kept = [(key, True) for key in ALL]
+    assert run(place, python, heard) == [*kept, ("report", False)]
+    assert heard.urls == []
+    assert "Task quality" in (place / "said.txt").read_text()  # the tables, again
+
+    damaged = place / "out/expert/adapter_model.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:1000])
+    behind = ["convert", "validate", "serve", "verify", "eval"]
+    assert shown(place) == [("train", True), *((key, False) for key in behind)]
+    damaged.write_bytes(whole)
+    assert all(kept for _, kept in shown(place)[:3])
+
+    for name, change in (("rows.jsonl", "\n"), ("train.yaml", "seed: 7\n"), ("items.jsonl", "\n")):
+        before = (place / name).read_text()
+        (place / name).write_text(before + change)
+        first = "train" if name != "items.jsonl" else "serve"
+        assert next(key for key, kept in shown(place) if not kept) == first, name
+        (place / name).write_text(before)
+    (place / ".ktbridge-run.json").write_text("{")
+    again = [line for line, _ in Runner(read(place)).lines(make_plan(read(place), "local"))]
+    assert not any(
+        "overwrite" in line for line in again
+    )  # not known to be ours: nothing is written over
+
+
+def test_commands_of_a_dry_run_can_be_typed_and_nothing_is_run(place):
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    done = CliRunner().invoke(
+        main, ["run", str(place), "--dry-run", "--engine", "sglang", "lora_rank=2"]
+    )
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"$ cd {place}", "$ ktbridge train train.yaml lora_rank=2"]
+    serve, verify, full, base, asked = lines[4:9]
+    assert "--expert-adapter out/expert --nonexpert-adapter neko=out/nonexpert" in serve
+    assert "--engine sglang" in serve
+    assert verify.startswith("$ ktbridge verify --server URL --model tiny:neko --adapter out/raw")
+    assert "--arm full=tiny:neko@URL" in full
+    assert full.endswith("> eval.log")
+    assert ("adapter" in base, "--arm base=tiny@URL" in asked) == (False, True)
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+def test_ctrl_c_reaches_the_command_that_runs(tmp_path, place, python):
+    for name in ("base", "rows.jsonl", "items.jsonl"):
+        (tmp_path / name).symlink_to((place / name).resolve())
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "max_steps": 5000}))
+    write(tmp_path)
+
+    class Impatient(Listener):
+        def begins(self, step, line):
+            main_thread = threading.main_thread().ident
+            threading.Timer(1.0, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, python, Impatient())
+    assert not (tmp_path / "out/raw").exists()
+    assert shown(tmp_path)[0] == ("train", False)
+
+
+def test_a_sweep_is_compared_over_the_same_items(place, python):
+    write(place, verify=False, validate=False)
+    recipe = read(place)
+    runs = cells(parse_sweep(["lora_rank=2,4", "kt_lora_rank=2,4096"], training_keys()))[:2]
+    runs += cells(parse_sweep(["lora_rank=4"], training_keys()))
+    plan = make_plan(recipe, "local", runs)
+    with open(place / "said.txt", "w") as output:
+        runner = Runner(recipe, python=python, output=output)
+        done = [(one.key, one.kept) for one in runner.run(plan)]
+    small, refused, larger = (cell.name for cell in runs)
+    assert [key for key, _ in done] == [
+        f"sweep/{name}/{step}" for name in (small, larger) for step in ("train", "convert", "eval")
+    ]
+    assert list(runner.failed) == [refused]  # and the others went on
+    assert "exit code 1: problems were found" in runner.failed[refused].sentence
+
+    document = compare(place, runs, plan).document
+    assert document == json.loads((place / "sweep/comparison.json").read_text())
+    first, second, third = document["runs"]
+    assert first["settings"] == {"lora_rank": "2", "kt_lora_rank": "2"}
+    assert first["bytes"] < third["bytes"]
+    assert first["loss"] > 0
+    assert (second["loss"], second["bytes"]) == (None, 0)
+    marks = document["marks"]["task"]
+    assert marks.keys() == {"base", small, larger}
+    difference = marks[larger]["minus_first"]
+    assert difference["low"] <= difference["mean"] <= difference["high"]
+    assert difference["mean"] == pytest.approx(
+        marks[larger]["mean"]["mean"] - marks[small]["mean"]["mean"], abs=1e-5
+    )
+    assert (marks[small]["minus_first"], marks["base"]["minus_base"]) == (None, None)
+    assert marks["base"]["minus_first"]["n"] == marks[small]["mean"]["n"]
+    lines = (place / "sweep/comparison.md").read_text().splitlines()
+    assert lines[0].startswith("| lora_rank | kt_lora_rank | loss | size | task | Δ task")
+    assert len(lines[2:6]) == 4
+    assert all(
+        kept
+        for line, kept in Runner(recipe).lines(plan)
+        if f"/{larger}/" in line and "serve" not in line
+    )
+
+
+def test_every_mistake_is_named_before_anything_is_started(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(
+        "trian: x\n"
+        "train: {config: nope.yaml, lora_rnk: 3, seed: }\n"
+        "convert: {merged-output-dri: x, overwrite: maybe}\n"
+        "serve: {port: [1, 2], json: true}\n"
+        "verify: [a]\n"
+        "eval: {limit: 3}\n"
+        "name: base\n"
+        "sweep: {lora_rank: 8, output_dir: [a, b], learnig_rate: [1, 2], seed: [1, 1]}\n"
+    )
+    with pytest.raises(ProblemsError) as caught:
+        read(tmp_path)
+    found = {(one.code, one.where.removeprefix("recipe.yaml: ")) for one in caught.value.problems}
+    assert found == {
+        ("KTR001", "trian"), ("KTR001", "train: lora_rnk"), ("KTR002", "train: seed"), ("KTR004", "train"),
+        ("KTR001", "convert: merged-output-dri"), ("KTR002", "convert: overwrite"),
+        ("KTR002", "serve: port"), ("KTR005", "serve: json"), ("KTR002", "verify"), ("KTR003", "eval: bench"),
+        ("KTR002", "name"), ("KTR002", "sweep: lora_rank"), ("KTR006", "sweep: output_dir"),
+        ("KTR006", "sweep: learnig_rate"), ("KTR006", "sweep: seed"),
+    }  # fmt: skip
+    steps = {one.next_step for one in caught.value.problems}
+    assert {
+        "Did you mean train?",
+        "Did you mean merged-output-dir?",
+        "Did you mean lora_rank?",
+    } <= steps
+
+    for text, words in (("- a\n", "holds a list"), ("name: a\nname: b\n", "stands twice")):
+        (tmp_path / "recipe.yaml").write_text(text)
+        with pytest.raises(UsageError, match=words):
+            read(tmp_path)
+    with pytest.raises(UsageError, match="there is no recipe"):
+        read(tmp_path / "elsewhere")
+    with pytest.raises(ProblemsError) as caught:
+        parse_sweep(["lora_rnk=1,2"], training_keys())
+    assert codes(caught.value.problems) == {"KTR006"}
+    with pytest.raises(UsageError, match="is not KEY=VALUE,VALUE"):
+        parse_sweep(["lora_rank"], training_keys())
+
+
+def test_a_sweep_of_datasets_and_alike_names():
+    sweep = parse_sweep(["dataset=neko,neko+general", "seed=1,2"], ["dataset", "seed"])
+    assert [(cell.name, cell.settings["dataset"]) for cell in cells(sweep)] == [
+        ("dataset-neko_seed-1", "neko"), ("dataset-neko_seed-2", "neko"),
+        ("dataset-neko-general_seed-1", "neko,general"), ("dataset-neko-general_seed-2", "neko,general"),
+    ]  # fmt: skip
+    alike = cells({"dataset": ["a/b.json", "a-b.json"]})
+    assert [cell.name for cell in alike] == ["dataset-a-b.json", "dataset-a-b.json-2"]
+
+
+def test_two_runs_at_a_time_in_one_directory_are_refused(place):
+    from ktbridge.recipe.state import only_one
+
+    with only_one(place), pytest.raises(KtbridgeError, match="another `ktbridge run` is at work"):
+        Runner(read(place)).run([])
+
+
+def test_the_summary_is_one_document(tmp_path, monkeypatch):
+    (tmp_path / "train.yaml").write_text(
+        "model_name_or_path: nowhere\ndataset: none.jsonl\noutput_dir: out\n"
+    )
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    options = ["--dry-run", "--json", "--engine", "local"]
+    dry = CliRunner().invoke(main, ["run", "lora_rank=2", *options])
+    plan = json.loads(dry.stdout)
+    assert (plan["directory"], len(plan["steps"])) == (str(Path(tmp_path).resolve()), 6)
+    assert plan["steps"][0] == {"command": "ktbridge train train.yaml lora_rank=2", "kept": False}
