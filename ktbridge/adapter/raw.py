@@ -6,7 +6,7 @@ The layout is reference KT's, so that KT's, LLaMA-Factory's and our tools can re
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE
 from ktbridge.adapter.blocks import block_in_memory
@@ -62,13 +62,7 @@ def write_raw_adapter(
     if expert_weight_format not in _FORMATS:
         known = ", ".join(_FORMATS)
         raise UsageError(f"{expert_weight_format!r} is not one of {known}", "correct it")
-    for kind, tensors in (("fused", expert), ("lora", nonexpert)):
-        wrong = [name for name in tensors if parse_key(name).kind not in (kind, _also(kind))]
-        if wrong:
-            raise UsageError(
-                f"{wrong[0]!r} is not a {kind} LoRA key",
-                "use KT's fused keys for experts, PEFT's for the rest",
-            )
+    _check_keys(expert, nonexpert)
     settings = {key: _plain(value) for key, value in config.items()}
     settings["base_model_name_or_path"], commit = name_of(base_model)
     if commit is not None:
@@ -77,9 +71,8 @@ def write_raw_adapter(
     files = {MODEL_FILE: _pieces(nonexpert)}
     if expert:
         files[FUSED_FILE] = _pieces(expert)
-    stored = (
-        expert_weight_format if expert else None
-    )  # by it SGLang-KT takes an adapter for experts'
+    # By its weight format SGLang-KT takes an adapter for experts'.
+    stored = expert_weight_format if expert else None
     output = Output("raw", settings, files, rank, alpha, weight_format=stored)
     trained_on = _taken(base_model) if fingerprint is True else fingerprint or None
     copies = plan_copies([output])
@@ -92,6 +85,16 @@ def write_raw_adapter(
             staging.write_bytes(name, data)
         target.finish(trained_on, training)
         staging.commit()
+
+
+def _check_keys(expert: Iterable[str], nonexpert: Iterable[str]) -> None:
+    for kind, names in (("fused", expert), ("lora", nonexpert)):
+        wrong = [name for name in names if parse_key(name).kind not in (kind, _also(kind))]
+        if wrong:
+            raise UsageError(
+                f"{wrong[0]!r} is not a {kind} LoRA key",
+                "use KT's fused keys for experts, PEFT's for the rest",
+            )
 
 
 def _taken(base_model: str) -> Fingerprint | None:

@@ -116,7 +116,8 @@ def _show_end(
 
 def training_keys() -> list[str]:
     """The keys of a training configuration, those of its block by both their names."""
-    from ktbridge.sft.config.schema import KtConfig, TrainConfig, options
+    from ktbridge.sft.config import KtConfig, TrainConfig
+    from ktbridge.sft.config.values import options
 
     block = list(options(KtConfig))
     return [*options(TrainConfig), *block, *(f"kt_config.{key}" for key in block)]

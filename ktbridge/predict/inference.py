@@ -26,6 +26,7 @@ from ktbridge.sft.config.values import (
     text,
     whole,
 )
+from ktbridge.yamlfile import read_keys, shown
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
 _NOTED = {

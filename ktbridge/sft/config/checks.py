@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.sft.config.findings import CONTRADICTION, Findings
-from ktbridge.sft.config.kt_schema import QUANTISING
+from ktbridge.sft.config.kt_schema import QUANTISING, KtConfig
 from ktbridge.sft.config.schema import METRICS, TrainConfig
 from ktbridge.sft.config.values import options
 from ktbridge.yamlfile import shown
@@ -232,6 +232,10 @@ def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
                 "",
                 "Set kt_experts: stream, hybrid, resident or auto (docs/gpu-experts.md), or leave it out.",
             )
+    _notes_on_storage(block, ours, findings)
+
+
+def _notes_on_storage(block: KtConfig, ours: bool, findings: Findings) -> None:
     asked, named = block.kt_expert_weight_format, QUANTISING.get(block.backend)
     if asked and named and asked != named:
         findings.note(
