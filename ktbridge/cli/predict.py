@@ -137,8 +137,8 @@ def show(result: PredictResult) -> None:
 
 def _show_plan(ready: Prepared, as_json: bool) -> None:
     """--dry-run: who answers, how, the first prompt with its label, refused rows."""
+    from ktbridge.cli._train_plan import show_refused
     from ktbridge.cli._ui import console, emit_json, shown
-    from ktbridge.cli.train import show_refused
     from ktbridge.predict.run import plan_engine, sampling_of
 
     plan, first = plan_engine(ready), ready.prompts[0]

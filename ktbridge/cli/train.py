@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ktbridge.cli._app import Command
+from ktbridge.cli._train_plan import rows_lines, show_plan
 
 if TYPE_CHECKING:
     from ktbridge.predict.prompts import Prepared as Asked
-    from ktbridge.sft.base_model import Trainable
     from ktbridge.sft.best_step import HeldOutResult
     from ktbridge.sft.config import TrainConfig
     from ktbridge.sft.prepare import Prepared
@@ -74,9 +74,9 @@ def command(
     # Rows to predict that can't be used are told before hours of training, too.
     asked = predict.read(parsed, before_training=True) if parsed.do_predict else None
     if dry_run:
-        _show_plan(parsed, ready, as_json)
+        show_plan(parsed, ready, as_json)
         return
-    for line in _rows_lines(ready):  # before hours of training
+    for line in rows_lines(ready):  # before hours of training
         stderr.print(shown(line), soft_wrap=True)
     if declared is not None:  # all else is in order: now the gigabytes
         ensure_model(parsed.model_name_or_path)
@@ -270,161 +270,3 @@ def stdout_for_results() -> Iterator[None]:
 def _stage(record: dict[str, float], shift: int = 0) -> int:
     """The twentieth of the run that contains a step (or the logged one before it)."""
     return int(20 * (record["step"] + shift) // max(record["steps"], 1))
-
-
-PREVIEW = 2000
-"""Number of characters shown of the first sequence."""
-REFUSED = 20
-"""Number of refused rows listed."""
-
-
-def _show_plan(parsed: TrainConfig, ready: Prepared, as_json: bool) -> None:
-    """--dry-run: settings, trained weights, first sequence, refused rows, steps."""
-    from ktbridge.cli._ui import emit_json
-
-    fitted, trainable = ready.fitted, ready.trainable
-    held = ready.held_out.refused if ready.held_out else []
-    refused = [{"where": item.where, "why": item.why} for item in (*fitted.refused, *held)]
-    plan = {
-        "rows": fitted.total,
-        "rows_used": fitted.used,
-        "rows_cut": len(fitted.cut),
-        "rows_refused": len(fitted.refused),
-        "sequences": len(fitted.dataset),
-        "tokens": fitted.tokens,
-        "trained_tokens": fitted.trained_tokens,
-        "held_out": _held_out_plan(parsed, ready),
-        "steps": ready.steps,
-        "starts_from": str(ready.resumption.checkpoint) if ready.resumption.checkpoint else None,
-        "trainable": {**dataclasses.asdict(trainable), "parameters": trainable.parameters},
-        "first": {
-            name: [{"text": text, "trained": trained} for text, trained in pieces]
-            for name, pieces in fitted.preview.items()
-        },
-        "refused": refused,
-    }
-    if as_json:
-        settings = dataclasses.asdict(dataclasses.replace(parsed, notes=()))
-        notes = [note.as_dict() for note in (*parsed.notes, *ready.notes)]
-        emit_json({**settings, **_effective(parsed), **plan, "notes": notes})
-        return
-    _show_settings(parsed)
-    _show_trainable(trainable, parsed)
-    for name, pieces in fitted.preview.items():
-        _show_preview(name, pieces)
-    show_refused(refused)
-    _show_steps(ready, parsed)
-
-
-def _held_out_plan(parsed: TrainConfig, ready: Prepared) -> dict[str, object] | None:
-    held = ready.held_out
-    if held is None:
-        return None
-    return {
-        "rows": held.total,
-        "rows_used": held.used,
-        "rows_cut": len(held.cut),
-        "rows_refused": len(held.refused),
-        "trained_tokens": held.trained_tokens,
-        "eval_steps": ready.eval_steps,
-        "eval_on_start": parsed.evaluates_first,
-    }
-
-
-def _rows_lines(ready: Prepared) -> list[str]:
-    """How many rows are used, and of the held-out rows."""
-    from ktbridge.sft.data import describe
-
-    held = [f"held out: {describe(ready.held_out, 'evaluated')}"] if ready.held_out else []
-    return [describe(ready.fitted), *held]
-
-
-def _effective(parsed: TrainConfig) -> dict[str, object]:
-    """Settings derived from others, with their effective values."""
-    own = dataclasses.asdict(parsed.kt_config)
-    own |= {"kt_lora_rank": parsed.expert_rank, "kt_lora_alpha": parsed.expert_alpha}
-    own["kt_lora_dropout"] = parsed.expert_dropout or own["kt_lora_dropout"]
-    return {"lora_alpha": parsed.alpha, "kt_config": own}
-
-
-def _show_settings(parsed: TrainConfig) -> None:
-    """Settings that differ from the defaults, and always the LoRA's."""
-    from ktbridge.cli._ui import console
-
-    always = ("lora_rank", "lora_alpha", "learning_rate", "cutoff_len")
-    settings = dataclasses.asdict(dataclasses.replace(parsed, notes=())) | _effective(parsed)
-    usual = {item.name: item.default for item in dataclasses.fields(type(parsed))}
-    block = {item.name: item.default for item in dataclasses.fields(type(parsed.kt_config))}
-    flat = {key: (value, usual[key]) for key, value in settings.items() if key != "kt_config"}
-    flat |= {f"kt_config.{key}": (settings["kt_config"][key], block[key]) for key in block}
-    for key, (value, default) in flat.items():
-        if key in always or value != default:
-            console.print(f"{key:34} {_said(value)}", markup=False, soft_wrap=True)
-    console.print("(all else is at its default: docs/train.md, or --json)\n", markup=False)
-
-
-def _show_trainable(trainable: Trainable, parsed: TrainConfig) -> None:
-    from ktbridge.cli._ui import console, shown
-
-    console.print(f"trains {trainable.parameters:,} LoRA weights:")
-    experts = f"{trainable.expert_parameters:,} of rank {parsed.expert_rank}"
-    if not parsed.expert_rank:
-        experts = "none"
-    console.print(f"  {experts} on the routed experts of {trainable.expert_layers} layers")
-    names = ", ".join(f"{name} ({count})" for name, count in trainable.modules.items())
-    console.print(
-        f"  {trainable.nonexpert_parameters:,} of rank {parsed.lora_rank} on modules (layers): "
-        f"{shown(names) or 'none'}\n",
-        soft_wrap=True,
-    )
-
-
-def _show_preview(name: str, pieces: list[tuple[str, bool]]) -> None:
-    """The text with trained parts in green, and between ⟦ and ⟧ for output without colours."""
-    from ktbridge.cli._ui import console, shown
-
-    console.print(f"the first {name}; the loss counts what is between [green]⟦ and ⟧[/]:")
-    text, room = "", PREVIEW
-    for piece, trained in pieces:
-        lines = "\n".join(map(shown, piece[:room].split("\n")))
-        text += f"[green]⟦{lines}⟧[/]" if trained else lines
-        room -= len(piece)
-        if room < 0:
-            text += f"… ({sum(len(each) for each, _ in pieces) - PREVIEW:,} characters more)"
-            break
-    console.print("\n".join(f"    {line}" for line in text.split("\n")) + "\n", soft_wrap=True)
-
-
-def show_refused(refused: list[dict[str, str]]) -> None:
-    from ktbridge.cli._ui import console, shown
-
-    if refused:
-        console.print(f"{len(refused):,} rows can't be used:")
-    for item in refused[:REFUSED]:
-        console.print(f"  {shown(item['where'])}: {shown(item['why'])}", soft_wrap=True)
-    if len(refused) > REFUSED:
-        console.print(f"  and {len(refused) - REFUSED:,} more, which --json lists")
-    if refused:
-        console.print()
-
-
-def _show_steps(ready: Prepared, parsed: TrainConfig) -> None:
-    from ktbridge.cli._ui import console, shown
-
-    for line in _rows_lines(ready):
-        console.print(shown(line), soft_wrap=True)
-    begins = f", after step {ready.resumption.step}" if ready.resumption.checkpoint else ""
-    console.print(shown(f"{ready.steps:,} optimizer steps{begins}"), soft_wrap=True)
-    if ready.held_out:
-        first = "before the first step, " if parsed.evaluates_first else ""
-        every = f"every {ready.eval_steps:,} steps and " if ready.eval_steps < ready.steps else ""
-        console.print(f"held-out rows are evaluated {first}{every}after the last", soft_wrap=True)
-
-
-def _said(value: object) -> str:
-    """A setting as written in a configuration file."""
-    if value is None or value == ():
-        return "–"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,8 +1,8 @@
 """Registry of all problem codes: default severity, meaning, and next step.
 
 One file per area: ``adapters``, ``hub``, ``serving``, ``training``, ``evaluation``, ``recipes``. A code never
-changes its meaning; a new one goes at the end of its subject, and ``python scripts/make_rules.py`` regenerates
-docs/rules.md. Checks create their findings with ``problem``.
+changes its meaning; a new one goes at the end of its subject, and ``python scripts/make_rules.py`` writes
+docs/rules.md anew. Checks create their findings with ``problem``.
 """
 
 from __future__ import annotations
