@@ -140,7 +140,8 @@ def build(case: dict[str, Any]) -> nn.Module:
         model = get_peft_model(model, lora(rank))
         convert_masters(model)
         threads = threads_beside_python(DEVICE)
-        ktbridge.sft.wrap_experts(model, rank, 2 * rank, threads=threads, accumulate_grad=True)
+        more = {"threads": threads, "lora_dropout": case["lora_dropout"]}
+        ktbridge.sft.wrap_experts(model, rank, 2 * rank, accumulate_grad=True, **more)
         for layer in expert_layers(model).values():
             layer.run_ahead = True
         if case["checkpointing"]:

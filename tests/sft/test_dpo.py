@@ -62,8 +62,20 @@ def policy_logps(trainer, inputs):
     return (each * mask).sum(1).chunk(2)
 
 
-def test_the_reference_is_the_base_before_and_after_training(make):
-    trainer = make()
+def _notes(run_dir, *overrides):
+    from ktbridge.sft.prepare import prepare
+
+    found = prepare(load_config(run_dir / "run.yaml", overrides)).notes
+    return {note.where: note.code for note in found}
+
+
+def test_the_reference_is_the_base_before_and_after_training(make, run_dir):
+    trainer = make(lora_dropout=0.1, kt_lora_dropout=0.2)
+    notes = _notes(run_dir, "lora_dropout=0.1", "kt_lora_dropout=0.2")
+    assert notes == {"lora_dropout": "KTC012", "kt_config.kt_lora_dropout": "KTC012"}
+    dropouts = [m for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)]
+    assert dropouts
+    assert not any(module.p for module in dropouts)
     names = {name for name, value in trainer.model.named_parameters() if value.requires_grad}
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in names if ".kt." not in name} == (
         BOTH_LORAS
