@@ -10,7 +10,7 @@ import yaml
 from ktbridge.errors import UsageError
 
 
-def read_keys(path: Path) -> dict[Any, Any]:
+def read_yaml(path: Path) -> dict[Any, Any]:
     """The keys and values in a file. Raises ``UsageError`` naming the line where it isn't YAML."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError
-from ktbridge.yamlfile import read_keys, shown
+from ktbridge.yamlfile import read_yaml, shown
 
 STEPS = ("convert", "validate", "serve", "verify", "eval", "report")
 """The commands behind `train`, in order; each is a key whose value is that command's options."""
@@ -94,7 +94,7 @@ def read_recipe(
             f"there is no recipe {str(path)!r}.", "`ktbridge init` lists recipes and copies one."
         )
     reader = _Reader(path.resolve(), options)
-    recipe = reader.recipe(read_keys(path), trained, settings)
+    recipe = reader.recipe(read_yaml(path), trained, settings)
     if reader.problems:
         count = f"{len(reader.problems)} problem{'s' if len(reader.problems) > 1 else ''}"
         raise ProblemsError(f"the recipe has {count}; nothing was started.", reader.problems)
@@ -171,7 +171,7 @@ class _Reader:
         if not path.is_file():
             self.wrong("KTR004", "train", f"there is no {config} in {path.parent}", "a file")
             return {}
-        return {str(key): value for key, value in read_keys(path).items()}
+        return {str(key): value for key, value in read_yaml(path).items()}
 
     def _step(self, command: str, value: object) -> Given | None:
         """The options of a command; None where it is left out."""

@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, NamedTuple
+from urllib.parse import urlsplit
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.hosts import bind
 from ktbridge.recipe.inputs import named_files
 from ktbridge.recipe.plan import URL, Item, Serving, Step
 from ktbridge.recipe.read import Recipe
@@ -157,10 +159,13 @@ class Runner:
             for step in item.asking:
                 self._keep(step)
             return
-        self.listener.begins(item.step, item.step.line())
-        log = self.recipe.directory / f"{item.step.key}.log"
-        with self._server(item.step, log) as url:
-            self.listener.ready(item.step, url, log)
+        made_from = self._made_from(item.asking[-1], item)
+        serve = _on_port_of(item.step, state.get(item.step.key), made_from)
+        self.listener.begins(serve, serve.line())
+        log = self.recipe.directory / f"{serve.key}.log"
+        with self._server(serve, log) as url:
+            state.put(serve.key, Record(made_from, str(urlsplit(url).port)))
+            self.listener.ready(serve, url, log)
             for step in item.asking:
                 self._step(step, state, url, item)
 
@@ -261,6 +266,22 @@ class Runner:
             "Mend it and run the same command again: the steps before it are kept. To try that command "
             f"alone: cd {self.recipe.directory}",
         )
+
+
+def _on_port_of(serve: Step, before: Record | None, made_from: str) -> Step:
+    """A server's step on the port that it had when it served the same before, if that is free.
+
+    `ktbridge eval` knows the models of engines that tell no fingerprint by their address: with another port
+    it would ask again what is stored.
+    """
+    at = serve.words.index("--port") + 1
+    if before is None or before.made_from != made_from or serve.words[at] != "0":
+        return serve
+    try:
+        bind("127.0.0.1", int(before.wrote)).close()
+    except (OSError, ValueError):
+        return serve
+    return replace(serve, words=(*serve.words[:at], before.wrote, *serve.words[at + 1 :]))
 
 
 def _needed(report: Step, ran: Sequence[Step]) -> bool:

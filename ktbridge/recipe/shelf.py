@@ -13,7 +13,7 @@ import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.publish import fsync_directory
 from ktbridge.recipe.read import near
-from ktbridge.yamlfile import read_keys
+from ktbridge.yamlfile import read_yaml
 
 RECIPE = "recipe.yaml"
 
@@ -68,9 +68,9 @@ def copy_recipe(name: str, target: str | os.PathLike[str] | None = None) -> tupl
 
 
 def _read(folder: Path) -> Shelved:
-    keys = read_keys(folder / RECIPE)
+    keys = read_yaml(folder / RECIPE)
     train = keys["train"]
-    config = read_keys(folder / (train if isinstance(train, str) else train["config"]))
+    config = read_yaml(folder / (train if isinstance(train, str) else train["config"]))
     before: Sequence[object] = keys.get("before") or ()
     return Shelved(
         folder.name,

@@ -20,7 +20,7 @@ from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.schema import TrainConfig
 from ktbridge.sft.config.values import Parser, Values, options
 from ktbridge.sft.launch import launch_problems
-from ktbridge.yamlfile import read_keys, shown
+from ktbridge.yamlfile import read_yaml, shown
 
 _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""
@@ -40,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             f"there is no configuration file {str(path)!r}.",
             "`ktbridge demo` writes a complete example (demo.yaml).",
         )
-    values = read_keys(path)
+    values = read_yaml(path)
     for override in overrides:
         _override(values, override)
     return parse_config(values, str(path), path.resolve().parent)
