@@ -26,7 +26,7 @@ from ktbridge.sft.config.values import (
     text,
     whole,
 )
-from ktbridge.yamlfile import read_keys, shown
+from ktbridge.yamlfile import read_yaml, shown
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
 _NOTED = {
@@ -88,7 +88,7 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
             "Give a file with model_name_or_path, as LLaMA-Factory's examples/inference have them.",
         )
     findings = Findings(str(path))
-    values = {str(key): value for key, value in read_keys(path).items()}
+    values = {str(key): value for key, value in read_yaml(path).items()}
     own = _own(values, findings)
     main = parse_keys(InferenceConfig, own, Foreign(()), "", findings)
     _resolve(main, path.resolve().parent, findings)
