@@ -81,15 +81,14 @@ def python(warm):
         yield [sys.executable, str(warm_python.HERE)]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory, base):
-    directory = tmp_path_factory.mktemp("recipe")
-    (directory / "base").symlink_to(base)
-    (directory / "train.yaml").write_text(yaml.safe_dump(TRAIN))
+@pytest.fixture
+def place(tmp_path, base):
+    (tmp_path / "base").symlink_to(base)
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAIN))
     for name, rows in (("rows", ROWS), ("items", QUESTIONS)):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write(directory)
-    return directory
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path)
+    return tmp_path
 
 
 def read(directory, *settings):
@@ -161,9 +160,11 @@ def test_a_step_that_fails_is_mended_and_the_rest_goes_on(place, python):
         ("base", "tiny:base"), ("expert", "tiny"), ("full", "tiny:neko"),
     ]  # fmt: skip
     assert "tiny:neko: applied" in (place / "said.txt").read_text()
+    all_is_kept_until_something_changes(place, python)
 
 
-def test_all_is_kept_until_something_that_it_depends_on_changes(place, python):
+def all_is_kept_until_something_changes(place, python):
+    """What follows a finished run."""
     heard = Heard()
     kept = [(key, True) for key in ALL]
     assert run(place, python, heard) == [*kept, ("report", False)]
@@ -209,11 +210,8 @@ def test_commands_of_a_dry_run_can_be_typed_and_nothing_is_run(place):
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
 
 
-def test_ctrl_c_reaches_the_command_that_runs(tmp_path, place, python):
-    for name in ("base", "rows.jsonl", "items.jsonl"):
-        (tmp_path / name).symlink_to((place / name).resolve())
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "max_steps": 5000}))
-    write(tmp_path)
+def test_ctrl_c_reaches_the_command_that_runs(place, python):
+    (place / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "max_steps": 5000}))
 
     class Impatient(Listener):
         def begins(self, step, line):
@@ -221,9 +219,9 @@ def test_ctrl_c_reaches_the_command_that_runs(tmp_path, place, python):
             threading.Timer(1.0, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, python, Impatient())
-    assert not (tmp_path / "out/raw").exists()
-    assert shown(tmp_path)[0] == ("train", False)
+        run(place, python, Impatient())
+    assert not (place / "out/raw").exists()
+    assert shown(place)[0] == ("train", False)
 
 
 def test_a_sweep_is_compared_over_the_same_items(place, python):
