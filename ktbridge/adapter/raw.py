@@ -48,7 +48,8 @@ def write_raw_adapter(
     ``expert``: ``layers.{L}.experts.{gate,up,down}_lora_{a,b}`` -> BF16 tensor, gate/up a [E,r,H],
     b [E,I,r]; down a [E,r,I], b [E,H,r]. ``nonexpert``: PEFT keys with ``base_model.model.`` ->
     tensor. Either may be empty, not both; without experts there is no fused file. ``config`` is
-    PEFT's LoraConfig as a dictionary; its sets are sorted and base_model_name_or_path is filled in.
+    PEFT's LoraConfig as a dictionary; its sets are sorted and base_model_name_or_path is filled in: of a
+    directory in the Hub cache org/name, with its commit as revision.
     ``rank`` and ``alpha`` are the experts'. ``fingerprint`` is that of the base model trained on: True
     computes it from ``base_model`` if that is a directory or in the local Hub cache, False omits
     it. ``overwrite`` replaces an existing adapter directory.
