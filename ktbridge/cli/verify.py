@@ -173,7 +173,7 @@ def _halves(result: Verification) -> Table:
             share,
         )
     for absent in NAMES.keys() - {half.half for half in result.halves}:
-        table.add_row(NAMES[absent], "none", "the adapter has none", style="dim")
+        table.add_row(NAMES[absent], "none", *"-----", style="dim")  # the adapter hasn't got it
     return table
 
 

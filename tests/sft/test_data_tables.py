@@ -84,7 +84,7 @@ def test_csv_cells_are_text_and_may_hold_marks_quotes_and_lines(name, mark, tmp_
         (b"instruction,output\n\xff,x\n", "not UTF-8"),
         (b"output,output\na,b\n", "two columns 'output'"),
         ("a,b\n".encode("utf-16"), "UTF-16"),
-        (b"instruction,output\n", "no row to train on"),
+        (b"instruction,output\n", "holds no row"),
         (b"PAR1 not really", "not Parquet"),
     ],
 )

@@ -26,6 +26,7 @@ WEIGHTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
 OVERFITS = (
     "dataset=few.jsonl", HELD, "max_steps=8", "eval_steps=1", "save_steps=4", "learning_rate=0.01",
     "lora_alpha=512", "lr_scheduler_type=constant", "neftune_noise_alpha=null", "bf16=false",
+    "kt_lora_dropout=0",
 )  # fmt: skip
 """A run that unlearns what the held-out rows say: their loss falls, and then rises."""
 
@@ -316,6 +317,24 @@ def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
 
 
 @quiet
+def test_a_run_that_unlearns_what_the_base_knew_is_told(run_dir: Path) -> None:
+    held = [json.loads(line) for line in (run_dir / "held_pairs.jsonl").read_text().splitlines()]
+    contrary = [one | {"chosen": one["rejected"], "rejected": one["chosen"]} for one in held]
+    write_lines(run_dir / "contrary.jsonl", contrary)
+    options = (
+        "stage=dpo",
+        HELD_PAIRS,
+        "dataset=contrary.jsonl",
+        "learning_rate=0.003",
+        "pref_beta=1",
+        "max_steps=6",
+    )
+    told = train(run_dir, "stage=dpo", HELD_PAIRS, *options)
+    (note,) = (note for note in told.notes if note.code == "KTC030")
+    assert note.found.endswith("after 0.6931 before training")
+
+
+@quiet
 def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
     def run(*overrides: str) -> Any:
         given = [*OVERFITS, "max_steps=5", "plot_loss=true", *overrides]
@@ -341,7 +360,9 @@ def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
         f"loss on 7 held-out rows: {losses[0]:.4f} before training, {losses[best]:.4f} at step {best}, "
         f"the best, {losses[5]:.4f} at the end; published is step 5 (6 evaluations"
     ) in told.stdout
-    assert "warning KTC030  step 5: eval_loss" in told.stderr
+    # Which step is the best, and by how much, is the CPU's rounding's to say: a warning begins at 1 %.
+    warned = "warning KTC030  step 5: eval_loss" in told.stderr
+    assert warned == (losses[5] > 1.01 * losses[best])
     assert (run_dir / "raw/training_loss.png").read_bytes().startswith(b"\x89PNG")
     published = run(
         "--json", "output_dir=best", "load_best_model_at_end=true", "eval_on_start=false"
