@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import urlsplit
 
+from ktbridge.children import end_with_parent
 from ktbridge.errors import KtbridgeError
 from ktbridge.hosts import bind
 from ktbridge.recipe.inputs import named_files
@@ -210,6 +212,7 @@ class Runner:
             stderr=subprocess.STDOUT if both else None,
             # A terminal's Ctrl-C reaches this process alone, which then asks its child to end, once.
             start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid()),  # a killed run leaves nothing at work
         )
 
     def _call(self, words: Sequence[str], output: IO[str] | None) -> int:
