@@ -181,6 +181,16 @@ def all_is_kept_until_something_changes(place, python):
     damaged.write_bytes(whole)
     assert all(kept for _, kept in shown(place)[:3])
 
+    mine = place / "mine"
+    mine.mkdir()
+    training = {"config": "train.yaml", "output_dir": "mine"}
+    elsewhere = ({"train": training}, {"convert": {"merged-output-dir": "mine"}})
+    for number, changes in enumerate(elsewhere):
+        write(place, **changes)
+        line, _ = Runner(read(place)).lines(make_plan(read(place), "local"))[number]
+        assert ("mine" in line, "overwrite" in line) == (True, False)
+    write(place)
+
     for name, change in (("rows.jsonl", "\n"), ("train.yaml", "seed: 7\n"), ("items.jsonl", "\n")):
         before = (place / name).read_text()
         (place / name).write_text(before + change)
