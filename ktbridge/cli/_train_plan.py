@@ -137,7 +137,7 @@ def show_refused(refused: list[dict[str, str]]) -> None:
     from ktbridge.cli._ui import console, shown
 
     if refused:
-        console.print(f"{len(refused):,} rows can't be used:")
+        console.print(f"{len(refused):,} row{'s' if len(refused) > 1 else ''} can't be used:")
     for item in refused[:REFUSED]:
         console.print(f"  {shown(item['where'])}: {shown(item['why'])}", soft_wrap=True)
     if len(refused) > REFUSED:

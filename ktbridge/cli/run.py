@@ -159,6 +159,8 @@ def _engine(name: str) -> str:
 
 def _show(runner: Runner, plan: Sequence[Item], as_json: bool) -> None:
     from ktbridge.cli._ui import emit_json
+    from ktbridge.recipe import Serving
+    from ktbridge.recipe.plan import URL
 
     lines = runner.lines(plan)
     if as_json:
@@ -168,6 +170,8 @@ def _show(runner: Runner, plan: Sequence[Item], as_json: bool) -> None:
     click.echo(f"$ cd {runner.recipe.directory}")
     for line, kept in lines:
         click.echo(f"# kept: {line}" if kept else f"$ {line}")
+    if any(isinstance(item, Serving) for item in plan):
+        click.echo(f"# {URL}: the address that `ktbridge serve` prints when it is ready")
 
 
 def _results(plan: Sequence[Item]) -> list[str]:

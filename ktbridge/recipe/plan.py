@@ -31,7 +31,7 @@ WHY = {
 class Step:
     """One command. ``words`` follow `ktbridge`; URL among them is the server's address.
 
-    ``again`` is added where the step was finished before and is made anew. ``writes`` are the directories
+    ``again`` is added where what the step makes was made by it before. ``writes`` are the directories
     that it makes, ``evaluation`` one that it adds answers to, ``log`` the file that its tables go to where a
     later step prints them all.
     """

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import urlsplit
 
+from ktbridge.children import end_with_parent
 from ktbridge.errors import KtbridgeError
 from ktbridge.hosts import bind
 from ktbridge.recipe.inputs import named_files
@@ -122,16 +124,13 @@ class Runner:
                     kept = keep[step.key]
                     anew[run] = anew.get(run, False) or not kept
                 found.append((step, kept))
-        return [
-            (step.line(anew=not kept and state.get(step.key) is not None), kept)
-            for step, kept in found
-        ]
+        return [(step.line(anew=not kept and _is_ours(step, state)), kept) for step, kept in found]
 
     def _step(self, step: Step, state: State, url: str = URL, item: Item | None = None) -> None:
         if self._kept(step, state, item):
             self._keep(step)
             return
-        anew = state.get(step.key) is not None
+        anew = _is_ours(step, state)
         line = step.line(url, anew)
         self.listener.begins(step, line)
         words = step.typed(url, anew)
@@ -145,8 +144,10 @@ class Runner:
         else:
             code = self._call(words, self.output)
         if code:
-            raise self._failed(step, line, code)
-        state.put(step.key, Record(self._made_from(step, item), self._written(step)))
+            raise self._failed(step, line, code, item)
+        before = state.get(step.key)
+        places = sorted({*step.writes, *(before.places if before else ())})
+        state.put(step.key, Record(self._made_from(step, item), self._written(step), places))
         self.done.append(Done(step.key, line, False, round(time.monotonic() - began, 1)))
 
     def _keep(self, step: Step) -> None:
@@ -210,6 +211,7 @@ class Runner:
             stderr=subprocess.STDOUT if both else None,
             # A terminal's Ctrl-C reaches this process alone, which then asks its child to end, once.
             start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid()),  # a killed run leaves nothing at work
         )
 
     def _call(self, words: Sequence[str], output: IO[str] | None) -> int:
@@ -259,12 +261,13 @@ class Runner:
                 )
             time.sleep(0.1)
 
-    def _failed(self, step: Step, line: str, code: int) -> KtbridgeError:
+    def _failed(self, step: Step, line: str, code: int, item: Item | None = None) -> KtbridgeError:
         meaning = MEANINGS.get(code, f"signal {code - 128}" if code > 128 else "an unknown reason")
         return KtbridgeError(
             f"`{line}` ended with exit code {code}: {meaning}.",
             "Mend it and run the same command again: the steps before it are kept. To try that command "
-            f"alone: cd {self.recipe.directory}",
+            f"alone: cd {self.recipe.directory}"
+            + (f", and start its server: {item.step.line()}" if isinstance(item, Serving) else ""),
         )
 
 
@@ -282,6 +285,12 @@ def _on_port_of(serve: Step, before: Record | None, made_from: str) -> Step:
     except (OSError, ValueError):
         return serve
     return replace(serve, words=(*serve.words[:at], before.wrote, *serve.words[at + 1 :]))
+
+
+def _is_ours(step: Step, state: State) -> bool:
+    """Whether a step may replace all that it makes: where it makes it, the recipe has finished it before."""
+    record = state.get(step.key)
+    return record is not None and {*step.writes} <= {*record.places}
 
 
 def _needed(report: Step, ran: Sequence[Step]) -> bool:

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -27,10 +27,14 @@ WHOLE = 1 << 20
 
 
 class Record(NamedTuple):
-    """A step as it was finished: digests of what it was made from, and of what it wrote."""
+    """A step as it was finished: digests of what it was made from, and of what it wrote.
+
+    ``places``: the directories that it wrote, this time and before.
+    """
 
     made_from: str
     wrote: str
+    places: Sequence[str] = ()
 
 
 class State:
@@ -42,7 +46,8 @@ class State:
         try:
             steps = json.loads(self._path.read_text(encoding="utf-8"))["steps"]
             self._steps = {
-                key: Record(one["made_from"], one["wrote"]) for key, one in steps.items()
+                key: Record(one["made_from"], one["wrote"], one.get("places", ()))
+                for key, one in steps.items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             pass

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
+from ktbridge.children import end_with_parent
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import Message, OpenAIClient, Refused
-from ktbridge.serve.processes import end_with_parent
 from ktbridge.served_names import BASE, adapters_of, base_name, listed_as, split_name
 
 Piece = str | KtbridgeError | None

@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARK = "KTBRIDGE_ENGINE"
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Loaded here: nothing may be loaded between fork and exec.
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Process(NamedTuple):
@@ -32,19 +29,12 @@ class Process(NamedTuple):
     alive: bool
 
 
-def end_with_parent(parent: int) -> None:
-    """Run in a child before exec: it gets SIGTERM when ``parent`` dies, for whatever reason."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before prctl
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def adopt_orphans() -> None:
     """Become the subreaper, so that the engine's orphans are reparented to us and we can reap them.
 
     In a container whose first process reaps nothing, they would stay as zombies.
     """
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap(leader: int, ended: set[int]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -179,6 +181,16 @@ def all_is_kept_until_something_changes(place, python):
     damaged.write_bytes(whole)
     assert all(kept for _, kept in shown(place)[:3])
 
+    mine = place / "mine"
+    mine.mkdir()
+    training = {"config": "train.yaml", "output_dir": "mine"}
+    elsewhere = ({"train": training}, {"convert": {"merged-output-dir": "mine"}})
+    for number, changes in enumerate(elsewhere):
+        write(place, **changes)
+        line, _ = Runner(read(place)).lines(make_plan(read(place), "local"))[number]
+        assert ("mine" in line, "overwrite" in line) == (True, False)
+    write(place)
+
     for name, change in (("rows.jsonl", "\n"), ("train.yaml", "seed: 7\n"), ("items.jsonl", "\n")):
         before = (place / name).read_text()
         (place / name).write_text(before + change)
@@ -222,6 +234,17 @@ def test_ctrl_c_reaches_the_command_that_runs(place, python):
         run(place, python, Impatient())
     assert not (place / "out/raw").exists()
     assert shown(place)[0] == ("train", False)
+
+
+def test_a_killed_run_leaves_no_command_at_work(place):
+    with subprocess.Popen([sys.executable, "-m", "ktbridge", "run", str(place)]) as killed:
+        children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children")
+        while not (child := children.read_text().strip()):
+            assert killed.poll() is None
+        killed.kill()
+    until = time.monotonic() + 30
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text():
+        assert time.monotonic() < until, "it goes on training, with nobody to end it"
 
 
 def test_a_sweep_is_compared_over_the_same_items(place, python):

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def trained(place, base, **settings):
     assert all(note.where.endswith(": lora_dropout") for note in config.notes)
     result = trainer.train(config)
     assert (result.steps, (place / "adapter/fused_expert_lora.safetensors").is_file()) == (1, True)
-    return questions(config)
+    return questions(replace(config, val_size=0))
 
 
 def planned(place):

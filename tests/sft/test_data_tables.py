@@ -73,8 +73,14 @@ def test_csv_cells_are_text_and_may_hold_marks_quotes_and_lines(name, mark, tmp_
     assert answers(rows) == ["42", "say 'd' or", "7.0"]
     assert rows.conversations[1][0]["content"] == 'a, "b"\nc'
     assert [(item.where, item.why) for item in rows.refused] == [
-        (f"{path}: row 3", "1 cells under 2 column names")
+        (f"{path}: row 3", "with 1 cells under 2 column names")
     ]
+
+
+def test_marks_within_the_quotes_of_a_name_separate_nothing(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('instruction;output;"note, source, date"\nhi;yes;x\n')
+    assert answers(load_rows(settings(path))) == ["yes"]
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ktbridge.children import end_with_parent
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import OpenAIClient
 from ktbridge.serve.processes import (
     MARK,
     adopt_orphans,
     end_members,
-    end_with_parent,
     members,
 )
 from ktbridge.serve.sglang.logs import Pump, diagnose, readable

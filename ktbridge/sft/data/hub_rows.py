@@ -19,6 +19,7 @@ from typing import Any
 from ktbridge.errors import KtbridgeError
 from ktbridge.install import install_hint
 from ktbridge.model import hub
+from ktbridge.model.hub_errors import explained
 from ktbridge.publish import OnProgress, write_text
 from ktbridge.sft.config.paths import ROWS
 
@@ -83,7 +84,11 @@ class HubRows:
                 f"{self.repository} on the Hub has no JSON, Parquet or CSV file.",
                 "Convert its rows to one of these and name the file.",
             )
-        with tempfile.TemporaryDirectory() as scratch, self._explained():
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            explained(self.repository),  # without the library's warnings
+            self._explained(),
+        ):
             root = Path(scratch, "rows").resolve()
             for name in ours:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)

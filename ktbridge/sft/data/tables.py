@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ def read_csv(path: Path, shown: str) -> Iterator[Line]:
     csv.field_size_limit(_LONGEST_CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            head = file.readline()
+            head = re.sub('"[^"]*"?', "", file.readline())  # what is quoted separates nothing
             file.seek(0)
             reader = csv.reader(file, delimiter=max(_DELIMITERS, key=head.count), strict=True)
             try:
@@ -48,7 +49,9 @@ def read_csv(path: Path, shown: str) -> Iterator[Line]:
                     if len(row) == len(names):
                         yield Line(where, dict(zip(names, row, strict=True)))
                     else:
-                        yield Line(where, row, f"{len(row)} cells under {len(names)} column names")
+                        yield Line(
+                            where, row, f"with {len(row)} cells under {len(names)} column names"
+                        )
             except csv.Error as error:
                 raise KtbridgeError(
                     f"{shown} is not CSV that can be read: {error} at line {reader.line_num}.",
