@@ -349,6 +349,7 @@ def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
     shown = run("--dry-run", "load_best_model_at_end=true", "eval_steps=5")
     assert "evaluated before the first step, after the last" in " ".join(shown.stdout.split())
     assert "KTC032" in shown.stderr
+    assert "every step and after the last" in run("--dry-run", "eval_steps=1").stdout
     told = run()
     assert told.exit_code == 0, told.stderr
     losses = dict(curve(run_dir / "raw"))
