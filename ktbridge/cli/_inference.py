@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ktbridge.errors import UsageError
+
 if TYPE_CHECKING:
     from ktbridge.predict.inference import Inference
 
@@ -72,7 +74,9 @@ def for_chat(found: Inference) -> dict[str, Any]:
 
 def for_serve(found: Inference) -> dict[str, Any]:
     """Defaults of `ktbridge serve`, with LLaMA-Factory's environment variables."""
-    environment = {name: os.environ.get(variable) for name, variable in _ENVIRONMENT.items()}
+    environment = {name: os.environ.get(key) or None for name, key in _ENVIRONMENT.items()}
+    if (port := environment["port"]) and not port.isdecimal():
+        raise UsageError(f"API_PORT in the environment is {port!r}.", "Set it to a port's number.")
     return {
         "model": found.model,
         "adapters": [f"{ADAPTER}={found.adapter}"] if found.adapter else None,

@@ -155,7 +155,8 @@ def _show_steps(ready: Prepared, parsed: TrainConfig) -> None:
     console.print(shown(f"{ready.steps:,} optimizer steps{begins}"), soft_wrap=True)
     if ready.held_out:
         first = "before the first step, " if parsed.evaluates_first else ""
-        every = f"every {ready.eval_steps:,} steps and " if ready.eval_steps < ready.steps else ""
+        pause = "step" if ready.eval_steps == 1 else f"{ready.eval_steps:,} steps"
+        every = f"every {pause} and " if ready.eval_steps < ready.steps else ""
         console.print(f"held-out rows are evaluated {first}{every}after the last", soft_wrap=True)
 
 

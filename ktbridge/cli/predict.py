@@ -89,7 +89,7 @@ def answer(ready: Prepared) -> PredictResult:
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import print_problems, progress_bar, stderr
     from ktbridge.cli.train import stdout_for_results
-    from ktbridge.predict.run import plan_engine, predict
+    from ktbridge.predict.run import adapter_of, plan_engine, predict
 
     # A row that fails is a problem of the result; its traceback is for --debug.
     if not click.get_current_context().meta.get("ktbridge.debug"):
@@ -99,7 +99,9 @@ def answer(ready: Prepared) -> PredictResult:
     come = 0
 
     def on_loading() -> None:
-        stderr.print(f"loading {plan.model} ...", markup=False, soft_wrap=True)
+        who = adapter_of(ready.config)
+        beside = f"with {who}" if who else "without an adapter"
+        stderr.print(f"loading {plan.model} {beside} ...", markup=False, soft_wrap=True)
 
     with terminable(), stdout_for_results(), progress_bar("answering", unit="rows") as bar:
 
@@ -139,7 +141,7 @@ def _show_plan(ready: Prepared, as_json: bool) -> None:
     """--dry-run: who answers, how, the first prompt with its label, refused rows."""
     from ktbridge.cli._train_plan import show_refused
     from ktbridge.cli._ui import console, emit_json, shown
-    from ktbridge.predict.run import plan_engine, sampling_of
+    from ktbridge.predict.run import adapter_of, plan_engine, sampling_of
 
     plan, first = plan_engine(ready), ready.prompts[0]
     sampling = sampling_of(ready.config, 0, ready.context - len(first.ids))
@@ -147,7 +149,7 @@ def _show_plan(ready: Prepared, as_json: bool) -> None:
     document = {
         "base": str(ready.base),
         "arm": plan.arms[0].description,
-        "adapter": str(plan.expert or next((path for _, path in plan.nonexpert), "")) or None,
+        "adapter": adapter_of(ready.config),
         "rows": ready.total,
         "prompts": len(ready.prompts),
         "prompt_tokens": sum(len(prompt.ids) for prompt in ready.prompts),
@@ -166,8 +168,8 @@ def _show_plan(ready: Prepared, as_json: bool) -> None:
         markup=False,
         soft_wrap=True,
     )
-    if document["adapter"]:
-        console.print(f"adapter: {document['adapter']}", markup=False, soft_wrap=True)
+    adapter = document["adapter"] or "none; adapter_name_or_path names one"
+    console.print(f"adapter: {adapter}", markup=False, soft_wrap=True)
     console.print(f"the first prompt, {len(first.ids):,} tokens, and its label:")
     for text in (first.text, first.label):
         lines = text[:PREVIEW].split("\n")

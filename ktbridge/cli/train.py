@@ -166,7 +166,7 @@ def _show_result(result: TrainResult) -> None:
     what = f"trained {result.expert_parameters:,} expert LoRA parameters {where}"
     if not result.expert_parameters:
         what = f"routed experts ran {where} without LoRA; trained no expert LoRA parameters"
-    console.print(f"{what} and {result.nonexpert_parameters:,} non-expert ones")
+    console.print(f"{what} and {result.nonexpert_parameters:,} non-expert ones", soft_wrap=True)
     gpu = f", GPU {size_text(result.peak_gpu_bytes)}" if result.peak_gpu_bytes else ""
     console.print(f"peak memory: host {size_text(result.peak_rss_bytes)}{gpu}")
     for name in result.files:

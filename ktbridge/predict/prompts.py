@@ -123,13 +123,20 @@ def _context(base: Path) -> int:
 
 
 def _notes(config: TrainConfig) -> list[Problem]:
-    if not config.kt_config.kt_weight_path:
-        return []
-    found = (
-        f"{config.kt_config.kt_weight_path}, while answers use the experts of model_name_or_path"
-    )
+    block = config.kt_config
+    others = {"kt_weight_path": block.kt_weight_path, "kt_expert_weight_format": block.storage}
     step = "To predict with these experts, name a whole checkpoint that has them as model_name_or_path."
-    return [problem("KTC012", "kt_config.kt_weight_path", found, "", step)]
+    return [
+        problem(
+            "KTC012",
+            f"kt_config.{key}",
+            f"{value}, while answers use the experts of model_name_or_path as they are stored",
+            "",
+            step,
+        )
+        for key, value in others.items()
+        if value
+    ]
 
 
 def _prompts(

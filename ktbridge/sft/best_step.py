@@ -42,7 +42,7 @@ class HeldOutResult:
     published_step: int
     """The step whose adapter is in output_dir: the best one with load_best_model_at_end, else the last."""
     ended_early: bool
-    """Whether early_stopping_steps ended the run."""
+    """Whether early_stopping_steps ended the run before its last step."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,16 @@ def has_balancing_loss(model: nn.Module) -> bool:
 
 
 @contextmanager
+def without_balancing_loss(trainer: Any) -> Iterator[None]:
+    """Context: a trl trainer's loss is without the loss on unbalanced routing, which it adds by a flag."""
+    before, trainer.aux_loss_enabled = trainer.aux_loss_enabled, False
+    try:
+        yield
+    finally:
+        trainer.aux_loss_enabled = before
+
+
+@contextmanager
 def without_gathering(accelerator: Any) -> Iterator[None]:
     """Context: trl's metrics are of this process's rows, because what it gathers is no more than these.
 

@@ -2,6 +2,7 @@
 
 Trainer's own evaluation goes batch by batch, and its loss is a mean of the batches' means. Here it is exact:
 for sft the sum over all held-out trained tokens divided by their number, for dpo the mean over pairs.
+The loss on unbalanced routing, which depends on how rows are cut into passes, is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.sft import distributed
 from ktbridge.sft.best_step import best_first, evaluations
-from ktbridge.sft.compat import trl_metrics, without_gathering
+from ktbridge.sft.compat import trl_metrics, without_balancing_loss, without_gathering
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import METRICS
 from ktbridge.sft.passes import OnNote, Row, cut, fill, free_memory
@@ -73,7 +74,7 @@ class HeldOut:
         self._tokens = min(filter(None, (self._tokens, most)), default=None)
         device = self._trainer.args.device
         gpus = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus):
+        with torch.random.fork_rng(devices=gpus), without_balancing_loss(self._trainer):
             sums = self._attempt()
             while sums is None:
                 free_memory(device)  # only here the exception is gone

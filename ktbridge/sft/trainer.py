@@ -177,12 +177,12 @@ def _train(
         started = time.perf_counter()
         early = _run(trainer, config, ready, watch)
         seconds = time.perf_counter() - started - trainer.held_out.seconds
-    stopped = trainer.state.global_step < ready.steps and not early
-    if distributed.agree(interrupts.caught) and stopped:
+    unfinished = trainer.state.global_step < ready.steps
+    if distributed.agree(interrupts.caught) and unfinished and not early:
         raise interrupted(trainer.state.global_step, checkpoints_dir(config))
     trainer.check_trained()
     held = ready.held_out
-    chosen = choose_step(trainer, config, held.used if held else 0, early)
+    chosen = choose_step(trainer, config, held.used if held else 0, early and unfinished)
     distributed.gather_trained(model)
 
     log = [record for record in trainer.state.log_history if is_record(record)]
@@ -203,7 +203,7 @@ def _train(
 
 
 def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: WatchHeldOut) -> bool:
-    """Train from where the run begins, or take up what is finished; whether it ended early."""
+    """Train from where the run begins, or take up what is finished; whether early_stopping_steps ended it."""
     start = ready.resumption.checkpoint
     if start is None and distributed.is_main():
         set_aside(config)

@@ -50,6 +50,8 @@ def test_serve_takes_it_and_options_win(inference, base, adapter, tmp_path):
     assert "use_kt" not in done.stderr
     _, plan = serve(inference(), "--port", "8124", "--threads", "2", API_PORT="8123")
     assert (plan["port"], plan["threads"]) == (8124, 2)
+    done, _ = serve(inference(), API_PORT="http")
+    assert (done.exit_code, "API_PORT in the environment is 'http'" in done.stderr) == (2, True)
     other = tmp_path / "half"
     convert_adapter(adapter, nonexpert_output_dir=other, base_model=str(base))
     _, plan = serve(inference(), "--nonexpert-adapter", f"mine={other}")

@@ -75,7 +75,7 @@ def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictio
 
 
 def test_any_adapter_format_answers_alike_and_the_base_otherwise(
-    write, predict, predictions, gguf, tmp_path
+    write, predict, predictions, gguf, base, tmp_path
 ):
     adapters = {"raw": {}, "gguf": {"adapter_name_or_path": str(gguf)}}
     answers = {}
@@ -86,6 +86,11 @@ def test_any_adapter_format_answers_alike_and_the_base_otherwise(
         answers[name] = predictions(name)
     assert answers["raw"] == answers["gguf"] != answers["base"]
     assert "by the base model, without an adapter" in done.stdout
+    assert f"{base.name} without an adapter ..." in done.stderr
+    asked = ("--dry-run", "--json", "kt_config.kt_expert_weight_format=int8")
+    planned = json.loads(predict(write(**adapters["gguf"]), "max_samples=3", *asked).stdout)
+    assert planned["adapter"] == str(gguf)
+    assert [note["where"] for note in planned["notes"]] == ["kt_config.kt_expert_weight_format"]
 
 
 def test_a_killed_run_goes_on_to_the_same_files(write, predict, predictions, warm, tmp_path):
@@ -167,6 +172,9 @@ def test_training_predicts_with_what_it_trained(
     done = predict(file, "overwrite_output_dir=true")
     assert done.returncode == 0, done.stderr
     assert predictions() == trained
+    again = warm.run("-m", "ktbridge", "train", file, "--dry-run")
+    assert again.returncode == 2
+    assert "`ktbridge predict CONFIG` predicts with the adapter in it" in again.stderr
     refused = warm.run("-m", "ktbridge", "plan", write())
     assert refused.returncode == 2
     assert "trains nothing" in refused.stderr
@@ -180,7 +188,7 @@ def test_training_predicts_with_what_it_trained(
         ({"stage": "dpo"}, "true with stage: dpo"),
         ({"predict_with_generate": False}, "false with do_predict"),
         ({"top_p": 0}, "a number above 0, at most 1"),
-        ({"adapter_name_or_path": "no"}, "there is no directory"),
+        ({"adapter_name_or_path": "no"}, "an adapter in any format that `ktbridge convert` reads"),
         ({"cutoff_len": 4}, "no answer within cutoff_len=4 tokens: the prompt has"),
     ],
 )

@@ -103,7 +103,7 @@ def test_the_loss_is_exact_however_rows_go_and_training_takes_no_notice(
         ("one", "eval_steps=1", "per_device_eval_batch_size=1"),
         ("three", "eval_strategy=epoch", "per_device_eval_batch_size=3"),
         ("cut", "tokens_per_pass=60", "eval_strategy=no", "eval_on_start=true", "eval_steps=1"),
-        ("packed", "tokens_per_pass=60", "packing=true", "eval_steps=9"),
+        ("packed", "tokens_per_pass=60", "packing=true", "eval_steps=9", "moe_aux_loss_coef=1"),
     ):
         result = train(run_dir, f"output_dir={name}", HELD, *overrides)
         log = log_of(run_dir / name)
@@ -349,6 +349,7 @@ def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
     shown = run("--dry-run", "load_best_model_at_end=true", "eval_steps=5")
     assert "evaluated before the first step, after the last" in " ".join(shown.stdout.split())
     assert "KTC032" in shown.stderr
+    assert "every step and after the last" in run("--dry-run", "eval_steps=1").stdout
     told = run()
     assert told.exit_code == 0, told.stderr
     losses = dict(curve(run_dir / "raw"))

@@ -33,8 +33,8 @@ class KtConfig:
     kt_backend: str = option(one_of("auto", "kt-kernel", *STORAGE_BACKENDS), "auto")
     """auto: our kernels; kt-kernel: KTransformers' own, where its wheel is installed. KTransformers' names of
     storages mean our kernels too: AMXINT8, INT8, AMXINT4 and AMXINT4_KGroup are kt_expert_weight_format: int8
-    or int4, the others read experts as the checkpoint stores them; with _SkipLoRA at the end, they also do
-    what kt_skip_expert_lora_adaptation does."""
+    or int4, the others read experts as the checkpoint stores them; AMXBF16, AMXINT8 and AMXINT4
+    with _SkipLoRA at the end also do what kt_skip_expert_lora_adaptation does."""
     kt_num_threads: int = option(whole(0, 4096), 0)
     """Kernel threads; 0 takes KTBRIDGE_THREADS, else the cores this process may use."""
     kt_threadpool_count: int | None = option(whole(1, 64), None)

@@ -72,6 +72,8 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
         if not (adapter.is_dir() or (adapter.is_file() and not main.get("do_train", True))):
             step = "`ktbridge convert --to raw` makes one of other layouts."
             expected = "one raw adapter, as `ktbridge train` leaves it"
+            if not main.get("do_train", True):
+                step, expected = "", "an adapter in any format that `ktbridge convert` reads"
             _not_there(findings, "adapter_name_or_path", adapter, expected, step)
     _resolve_datasets(main, root, findings)
     _resolve_weight_path(main, kt, root, findings)
@@ -253,6 +255,8 @@ def check_output_dir(config: TrainConfig) -> None:
         step = "Give another output_dir"
         if why_not_writable(output, overwrite=True) is None:
             step += ", or overwrite_output_dir=true"
+            if config.do_predict:
+                step += "; `ktbridge predict CONFIG` predicts with the adapter in it"
         raise UsageError(f"{output} {reason[0]}.", f"{step}.")
     check_writable(output)
 

@@ -27,7 +27,7 @@ from ktbridge.sft.plan.declared import Declared, declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
 from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
-from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
+from ktbridge.sft.plan.quantised import PLACE, Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import ModelShape, can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import Target, disk_reads, existing, this_machine
 from ktbridge.units import size_text
@@ -154,13 +154,15 @@ def _checks(
     need, own_disk = total(parts, "disk"), existing(Path(setting.config.output_dir)).stat().st_dev
     away = [("the model", setting.shape.to_download, base)]
     if quantised:
-        away.append(("quantised experts", setting.shape.to_quantise, quantised.directory.parent))
+        what = f"quantised experts ({PLACE} names another place)"
+        away.append((what, setting.shape.to_quantise, quantised.directory.parent))
     for what, size, place in away:
         there = existing(place)
         if size and target.disk is not None and there.stat().st_dev != own_disk:
             need -= size
             room = shutil.disk_usage(there).free
-            yield Verdict(f"disk for {what} in {place}", size, room), ("disk",)
+            # Advice is about the output's disk.
+            yield Verdict(f"disk for {what} in {place}", size, room), ()
     yield Verdict("disk", need, target.disk), ("disk",)
 
 
@@ -228,7 +230,7 @@ def advise(setting: Setting, failed: list[Check]) -> list[Advice]:
             if sum(saved.values()) > 0.01 * verdict.need:
                 most = max(saved, key=lambda place: saved[place])
                 found.append(Advice(change, most, sum(saved.values()), price))
-    least = {places[0]: 0.01 * verdict.need for verdict, places in failed}
+    least = {places[0]: 0.01 * verdict.need for verdict, places in failed if places}
     found += [item for item in _by_hand(setting, failed) if item.saves > least.get(item.where, 0)]
     return found
 
