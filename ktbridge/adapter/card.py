@@ -1,6 +1,6 @@
 """The model card of an adapter: what it is, its data and losses, evaluations, how to serve and verify it.
 
-Only what files beside the adapter and an evaluation's results.json say; what they don't say isn't there.
+It has what is in the files beside the adapter and in an evaluation's results.json, and nothing else.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ def _evaluated(bench: Mapping[str, Any]) -> Iterator[str]:
         f"`ktbridge eval` asked every arm {bench['asked']:,} questions{when}; {bench['valid']:,} have an "
         "answer of each arm and are counted."
     )
-    told = [one for one in bench["warnings"] if one["severity"] != "info"]
-    if told:
-        yield "\n".join(f"- {one['severity']}: {one['found']}" for one in told)
+    serious = [one for one in bench["warnings"] if one["severity"] != "info"]
+    if serious:
+        yield "\n".join(f"- {one['severity']}: {one['found']}" for one in serious)
 
 
 def _interval(numbers: Mapping[str, float] | None) -> str:

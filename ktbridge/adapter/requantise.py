@@ -30,7 +30,7 @@ from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 
 BLOCK = 1 << 17  # values a worker takes at a time: 512 KB in float32, to stay in its cache
 _HELD = 1 << 27  # bytes written until the source's pages are let go
-# What tells loaders of the old storage.
+# Where loaders would find the old storage.
 _OBSOLETE = r"(?:hf_quant|quant|quantize|quantization)_config\.json|recipe\.yaml"
 _STORED = {
     "BF16": np.uint16,
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass
 class Plan:
-    """Everything a run will do, and what to say of it. ``converted`` counts stored weights."""
+    """Everything a run will do, and its description. ``converted`` counts stored weights."""
 
     rewrite: Rewrite
     parts: list[Part]

@@ -43,7 +43,7 @@ def declared_model(named: str) -> Declared | None:
     path = hub.fetch_model(wanted, weights=False)
     try:
         return Declared(path, hub.read_headers(wanted, path), from_files=True)
-    except KtbridgeError:  # without a network, config.json tells the sizes
+    except KtbridgeError:  # without a network, the sizes are config.json's
         return None
 
 
@@ -61,7 +61,7 @@ def wait_for_model(named: str) -> None:
 def ensure_rows(config: TrainConfig) -> None:
     """Download the run's datasets that are on the Hub, with a progress bar.
 
-    What can't be downloaded is left to the reader of the rows, who tells it with all else that is wrong.
+    What can't be downloaded is left to the reader of the rows, who reports it with all else that is wrong.
     """
     from contextlib import suppress
     from dataclasses import replace

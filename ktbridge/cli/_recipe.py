@@ -31,7 +31,7 @@ class Shown(Listener):
         self._number += 1
         self._console.rule(f"[bold]{self._number}/{self.total}  {title}", align="left")
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, soft_wrap=True)
 
     def begins(self, step: Step, line: str) -> None:
@@ -39,16 +39,16 @@ class Shown(Listener):
             self._console.rule("[bold]Report", align="left")
         else:
             self.headline(step.title)
-        self.say(step.why)
+        self.note(step.why)
         self._console.print(f"[bold]$[/] {line}", style="cyan", soft_wrap=True)
 
     def keeps(self, step: Step, line: str) -> None:
         self.headline(step.title)
         self._console.print(f"[bold]#[/] {line}", style="dim", soft_wrap=True)
-        self.say("kept: nothing that it depends on has changed since")
+        self.note("kept: nothing that it depends on has changed since")
 
     def ready(self, step: Step, url: str, log: Path) -> None:
-        self.say(f"ready at {url}; its log is {log.name}")
+        self.note(f"ready at {url}; its log is {log.name}")
         if self._on_ready is not None:
             self._on_ready(url)
 

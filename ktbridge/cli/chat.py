@@ -107,7 +107,7 @@ def command(context: click.Context, **options: Any) -> None:
 
 
 def _prefer_options(context: click.Context, options: dict[str, Any]) -> None:
-    """Drop what a file says of an engine where the command line names a server or another model."""
+    """Drop a file's settings of an engine where the command line names a server or another model."""
     names: tuple[str, ...] = ("base_model", "adapter", "threads", "engine")
     if options["server"] is None:
         names = () if options["model"] is None else ("base_model",)

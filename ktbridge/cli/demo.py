@@ -65,7 +65,7 @@ def command(directory: Path, dry_run: bool) -> None:
     rows = len((directory / "neko.jsonl").read_text(encoding="utf-8").splitlines())
     with terminable():
         _make_base(directory, shown)
-        shown.say(f"demo.yaml and neko.jsonl: {rows} conversations in the persona of a cat-girl.")
+        shown.note(f"demo.yaml and neko.jsonl: {rows} conversations in the persona of a cat-girl.")
         Runner(recipe, shown).run(plan)
     _epilogue(directory, time.monotonic() - started)
 
@@ -90,7 +90,7 @@ def _make_base(directory: Path, shown: Shown) -> None:
     from ktbridge.cli._ui import console, progress_bar
 
     shown.headline("A base model")
-    shown.say(
+    shown.note(
         "A Qwen3-MoE with its own tokenizer, pre-trained from random weights on text shipped with"
         " ktbridge: about two minutes on two idle cores, once."
     )

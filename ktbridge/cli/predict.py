@@ -113,8 +113,10 @@ def answer(ready: Prepared) -> PredictResult:
         try:
             return predict(ready, plan, on_progress, on_loading)
         except KeyboardInterrupt as stop:
-            said = f"{come:,} of {len(ready.prompts):,} rows are answered; the same command goes on"
-            raise type(stop)(said) from None
+            state = (
+                f"{come:,} of {len(ready.prompts):,} rows are answered; the same command goes on"
+            )
+            raise type(stop)(state) from None
 
 
 def show(result: PredictResult) -> None:

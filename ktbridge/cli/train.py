@@ -71,7 +71,7 @@ def command(
     with progress_bar("reading rows", unit="rows") as bar:
         ready = prepare.prepare(parsed, here.size, bar, declared)
     print_problems(ready.notes)
-    # Rows to predict that can't be used are told before hours of training, too.
+    # Rows to predict that can't be used are shown before hours of training, too.
     asked = predict.read(parsed, before_training=True) if parsed.do_predict else None
     if dry_run:
         show_plan(parsed, ready, as_json)
@@ -218,9 +218,9 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
         def on_log(record: dict[str, float]) -> None:
             step, steps = int(record["step"]), int(record["steps"])
             if "loss" not in record:
-                told = f"held-out loss {record['eval_loss']:.4f}"
-                bar.describe(told)
-                stderr.print(f"step {step:>5}/{steps}  {told}{_details(record)}")
+                found = f"held-out loss {record['eval_loss']:.4f}"
+                bar.describe(found)
+                stderr.print(f"step {step:>5}/{steps}  {found}{_details(record)}")
                 return
             figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tok/s"
             bar.describe(figures)
@@ -241,7 +241,7 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
 
 
 def _details(record: dict[str, float]) -> str:
-    """What a record of held-out rows says besides the loss, as far as it shows overfitting."""
+    """Of a record of held-out rows what shows overfitting, besides the loss."""
     shown = {
         "eval_mean_token_accuracy": "accuracy",
         "eval_rewards/accuracies": "accuracy",

@@ -339,7 +339,7 @@ def _check_room(wanted: Repository, blobs: Path, need: int) -> None:
 
 
 def _silent(on_bytes: Callable[[float | None], None] | None = None) -> type:
-    """A class of progress bars that show nothing, and tell ``on_bytes`` what came."""
+    """A class of progress bars that show nothing, and give ``on_bytes`` what came."""
     from tqdm import tqdm
 
     class Silent(tqdm):

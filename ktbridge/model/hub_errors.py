@@ -41,9 +41,9 @@ def explained(wanted: Repository, upload: bool = False) -> Iterator[None]:
     except KtbridgeError:
         raise
     except Exception as error:
-        if (told := explain(error, wanted, upload)) is None:
+        if (explained := explain(error, wanted, upload)) is None:
             raise
-        raise told from error
+        raise explained from error
     finally:
         hub.utils.logging.set_verbosity(verbosity)
 
@@ -89,10 +89,10 @@ def explain(error: BaseException, wanted: Repository, upload: bool = False) -> K
     for cause in causes:
         response = getattr(cause, "response", None)
         if isinstance(cause, errors.HfHubHTTPError) and response is not None:
-            said = str(getattr(cause, "server_message", None) or response.reason_phrase)
+            message = str(getattr(cause, "server_message", None) or response.reason_phrase)
             step = f"{_TOKEN[0].upper()}{_TOKEN[1:]}." if response.status_code in (401, 403) else ""
             return KtbridgeError(
-                f"{constants.ENDPOINT} answered {response.status_code} for {wanted}: {_line(said)}.",
+                f"{constants.ENDPOINT} answered {response.status_code} for {wanted}: {_line(message)}.",
                 step or "Try again later; what has come is kept.",
             )
     if isinstance(error, OSError | RuntimeError):
@@ -143,6 +143,6 @@ def _reason(causes: list[BaseException]) -> str:
 
 
 def _line(text: str) -> str:
-    """The first line that says something."""
+    """The first line with text."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return (lines[0] if lines else "no reason given").rstrip(".")[:300]

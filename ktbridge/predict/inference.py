@@ -76,7 +76,7 @@ class Inference:
 def load_inference(path: str | Path, chat: bool = True) -> Inference:
     """Read an inference YAML; its paths are relative to the file, or else to the working directory.
 
-    Without ``chat`` it is for a server, of which each request says how it is answered.
+    Without ``chat`` it is for a server, where each request has its own sampling.
 
     Raises ``ProblemsError`` with every unknown key, wrong value and directory that isn't there, and
     ``UsageError`` for a missing file or text that isn't YAML.

@@ -1,6 +1,6 @@
 """Answers as they come, so that a killed run loses none: one file beside the output directory.
 
-Its first line says what the answers belong to; each further one is an answer, and durable before the next.
+Its first line has what the answers belong to; each further one is an answer, and durable before the next.
 They come in any order; the output's own files are written in the dataset's when all are there.
 """
 

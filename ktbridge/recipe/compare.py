@@ -65,7 +65,7 @@ def compare(directory: Path, cells: Sequence[Cell], plan: Sequence[Item]) -> Com
 
 
 def _trained(adapter: Path, cell: Cell) -> dict[str, Any]:
-    """What a run's directory says of it: its values, losses and size in bytes."""
+    """A run's values, losses and size in bytes, from its directory."""
     log: list[Mapping[str, Any]] = []
     if (path := adapter / "trainer_log.jsonl").is_file():
         log = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -14,7 +14,7 @@ from ktbridge.served_names import adapter_name, base_name
 URL = "URL"
 """Stands in commands for the address of the server that is started for them."""
 EVALUATION = "eval"
-"""Where an evaluation is stored unless the recipe says."""
+"""Where an evaluation is stored unless the recipe has a place."""
 ADAPTERS = ("adapter", "expert-adapter", "nonexpert-adapter", "merged-adapter")
 WHY = {
     "train": "Routed experts on our C++ kernels or the GPU, attention by PEFT, the trainer of trl.",

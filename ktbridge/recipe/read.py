@@ -1,4 +1,4 @@
-"""Read recipe.yaml: few keys, the commands' options as they are typed, everything wrong told at once."""
+"""Read recipe.yaml: few keys, the commands' options as they are typed, everything wrong reported at once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ktbridge.yamlfile import read_yaml, shown
 
 STEPS = ("convert", "validate", "serve", "verify", "eval", "report")
 """The commands behind `train`, in order; each is a key whose value is that command's options."""
-TOLD = ("teaches", "hardware", "before")
+ABOUT = ("teaches", "hardware", "before")
 """Keys for people: one line each, and the commands to type before `ktbridge run`."""
-KEYS = (*TOLD, "name", "train", *STEPS, "sweep")
+KEYS = (*ABOUT, "name", "train", *STEPS, "sweep")
 CONFIG = "config"
 """The key below ``train`` that names the training configuration; the others override its keys."""
 ENGINE_FLAGS = "engine-flags"
@@ -53,7 +53,7 @@ Given = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe.yaml says. Paths are as written: relative to ``directory``, where all commands run.
+    """A recipe.yaml as read. Paths are as written: relative to ``directory``, where all commands run.
 
     ``settings`` override keys of the training configuration ``config``; ``training`` has its keys with
     these. ``steps`` has the options of each command, None for one that is left out; ``name`` is what the

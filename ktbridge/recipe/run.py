@@ -24,7 +24,7 @@ from ktbridge.recipe.read import Recipe
 from ktbridge.recipe.state import Record, State, digest_of, is_whole, only_one, written
 
 READY = "ready: "
-"""How the line begins with which `ktbridge serve` says that every arm has answered."""
+"""The start of the line that `ktbridge serve` prints when every arm has answered."""
 PATIENCE = 60.0
 """Seconds for a server to end."""
 MEANINGS = {
@@ -46,7 +46,7 @@ class Done(NamedTuple):
 
 
 class Listener:
-    """What a run tells; the base class is silent."""
+    """Shows a run; the base class shows nothing."""
 
     def begins(self, step: Step, line: str) -> None:
         """A step is about to be run as ``line``."""
@@ -274,7 +274,7 @@ class Runner:
 def _on_port_of(serve: Step, before: Record | None, made_from: str) -> Step:
     """A server's step on the port that it had when it served the same before, if that is free.
 
-    `ktbridge eval` knows the models of engines that tell no fingerprint by their address: with another port
+    `ktbridge eval` knows the models of engines without a fingerprint by their address: with another port
     it would ask again what is stored.
     """
     at = serve.words.index("--port") + 1

@@ -1,4 +1,4 @@
-"""What a recipe has done: one file with a record of each finished step, and digests of files to tell changes.
+"""What a recipe has done: one file with a record of each finished step, and digests of files to find changes.
 
 A step is kept if its command, ktbridge's version and what it reads are as recorded, and what it wrote is
 still there as it left it.

@@ -47,7 +47,7 @@ class HeldOutResult:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The step that is published: its checkpoint, if there is one, and what is told of it."""
+    """The step that is published: its checkpoint, if there is one, and its notes."""
 
     checkpoint: Path | None
     training: Mapping[str, float] | None

@@ -92,7 +92,7 @@ class HeldOut:
         return int(ranked[0]["step"]) if ranked else None
 
     def training(self, step: int) -> dict[str, float] | None:
-        """What a manifest says of the adapter of ``step``: what was measured after it; None: nothing ever."""
+        """For the manifest of the adapter of ``step``: what was measured after it; None: nothing ever."""
         if not self._config.evaluates:
             return None
         names = [f"eval_{name}" for name in self._names]

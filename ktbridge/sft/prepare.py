@@ -180,7 +180,7 @@ def _check_length(resumption: Resumption, steps: int) -> None:
 def _held_out_notes(
     config: TrainConfig, held: Fitted | None, steps: int, eval_steps: int
 ) -> Iterator[Problem]:
-    """Warnings of the held-out rows themselves: what they say of the chat template is said already."""
+    """Warnings of the held-out rows themselves: those about the chat template are the training rows', too."""
     yield from (note for note in (held.notes if held else ()) if note.code in _OF_ROWS)
     choosing = config.load_best_model_at_end or config.early_stopping_steps
     if choosing and eval_steps >= steps > 1:

@@ -70,7 +70,7 @@ class KtConfig:
 
     @property
     def backend(self) -> str:
-        """``kt_backend`` without what it says about LoRA."""
+        """``kt_backend`` without its suffix about LoRA."""
         return self.kt_backend.removesuffix("_SkipLoRA")
 
     @property

@@ -13,7 +13,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Message, load_rows
 
 EVALUATIONS = 10
-"""Of the held-out rows in a run, where nothing is said about it."""
+"""Of the held-out rows in a run, unless the configuration has another number."""
 _SAMPLE = 256
 _LONGEST = 32
 _A_MESSAGE = 6  # role and delimiters in the usual chat templates
