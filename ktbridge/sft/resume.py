@@ -116,7 +116,12 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
 
 
 def _digest(rows: Rows) -> str:
-    used = json.dumps([rows.conversations, rows.pairs], default=asdict)
+    pairs = [asdict(pair) for pair in rows.pairs]
+    for pair in pairs:
+        if not pair["tools"]:  # as in runs that began before pairs had them
+            del pair["tools"]
+    used = json.dumps([rows.conversations, pairs])
+    used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
     return hashlib.sha256(used.encode()).hexdigest()
 
 

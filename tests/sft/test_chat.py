@@ -1,6 +1,7 @@
 """What is learned of a conversation is what a server's model writes, whatever the chat template does."""
 
 import re
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainrun import write_lines
 from transformers import PreTrainedTokenizerFast
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe, fit_rows, load_rows
 from ktbridge.sft.data.chat import DIFFERENT
@@ -93,19 +94,21 @@ PUBLISHED = (
     "deepseekv3", "deepseek_r1_distill", "glm4moe", "gptoss", "llama3", "gemma", "phi3", "cohere2",
     "nemotron_3_nano",
 )  # fmt: skip
+WITH_TOOLS = ("llama3_1",)
 TEMPLATES = {
     "marked": MARKED, "opened": OPENED, "unopened": UNOPENED, "mixtral": MIXTRAL, "olmoe": OLMOE,
     "ernie": ERNIE, "minimax": MINIMAX,
-} | {name: (SHIPPED / f"{name}.jinja").read_text() for name in PUBLISHED}  # fmt: skip
+} | {name: (SHIPPED / f"{name}.jinja").read_text() for name in (*PUBLISHED, *WITH_TOOLS)}  # fmt: skip
 _SPECIAL = re.compile(
     r"</?think>|<[|｜][^<>{}' ]+[|｜]>|<(?:start|end)_of_turn>|<\|?(?:user|end)\|?>|\[e~\["
 )
 
 
-def tokenizer_for(name):
+def tokenizer_for(name, *more):
     template = TEMPLATES[name]
     special = dict.fromkeys(_SPECIAL.findall(template))
     special.pop("<think>", None), special.pop("</think>", None)
+    special |= dict.fromkeys(more)
     tokenizer = byte_tokenizer(template, *special, "[e~[" if name == "minimax" else "<end>")
     tokenizer.bos_token = "<begin>"
     return tokenizer
@@ -125,12 +128,12 @@ def learned(fitted, tokenizer):
     return found
 
 
-def served(tokenizer, messages):
+def served(tokenizer, messages, **asked):
     """A server's prompt for the last message and the conversation with it, by the tokenizer itself."""
     prompt = tokenizer.apply_chat_template(
-        messages[:-1], add_generation_prompt=True, tokenize=False
+        messages[:-1], add_generation_prompt=True, tokenize=False, **asked
     )
-    return prompt, tokenizer.apply_chat_template(messages, tokenize=False)
+    return prompt, tokenizer.apply_chat_template(messages, tokenize=False, **asked)
 
 
 def conversation(*answers):
@@ -142,7 +145,7 @@ def conversation(*answers):
     return messages
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - set(WITH_TOOLS)))
 def test_each_answer_is_learned_behind_the_prompt_that_a_server_sends(tmp_path, name):
     messages = conversation("one 🐱", "e", "three <b>")
     tokenizer = tokenizer_for(name)
@@ -200,6 +203,92 @@ def test_thoughts_are_learned_where_the_model_writes_them_and_gone_from_history(
         assert "</think>" not in answer.removeprefix(parts[turn])
     assert len(found) == 2
     assert ("hm" in found[1][0]) == (name == "qwen2_5")
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+TAGS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<tool_response>", "</tool_response>",
+)  # fmt: skip
+"""Added tokens of Qwen3's and GLM's own tokenizers."""
+
+
+def calling(*thoughts):
+    """A question, a call of the tool, its result and the answer; then a question and its answer."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "It rains."},
+        {"role": "user", "content": "Thanks."},
+        {"role": "assistant", "content": "Welcome."},
+    ]
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for message, thought in zip(answers, thoughts, strict=False):
+        message["reasoning_content"] = thought
+    return messages
+
+
+THOUGHTFUL = ("ask the tool", "wet", "polite")
+
+
+@pytest.mark.parametrize(
+    ("name", "thoughts"),
+    [
+        *((name, THOUGHTFUL) for name in ("qwen3", "glm4moe", "qwen3_5_think", "nemotron_3_nano")),
+        *((name, ()) for name in ("qwen3", "glm4moe", "qwen3_5_think", "qwen2_5", "llama3_1")),
+        *((name, ()) for name in ("qwen3_instruct_2507", "qwen3_vl", "gptoss")),
+    ],
+)
+def test_a_tool_call_is_learned_as_it_is_served_and_its_result_is_not(tmp_path, name, thoughts):
+    messages, tokenizer = calling(*thoughts), tokenizer_for(name, *TAGS)
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages, "tools": TOOLS}))
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    stops = ("<|observation|>", "<|user|>", "<|user|>") if name == "glm4moe" else ("", "", "")
+    found = zip(learned(fitted, tokenizer), (1, 3, 5), stops, strict=True)
+    for (before, answer), place, stop in found:
+        prompt, whole = served(tokenizer, messages[: place + 1], tools=TOOLS)
+        assert before == prompt
+        assert before + answer == whole.rstrip() + stop
+
+    if name == "nemotron_3_nano":  # writes calls differently in history
+        return
+    config = replace(config, split_turns=False)
+    (row,) = fit_rows(load_rows(config), tokenizer, config).dataset
+    text = served(tokenizer, messages, tools=TOOLS)[1].rstrip() + stops[2]
+    assert tokenizer.decode(row["input_ids"]).rstrip() == text
+
+
+def test_tools_that_a_template_cant_write_are_refused_with_a_sentence(tmp_path):
+    two = calling()
+    two[1] = {**two[1], "tool_calls": two[1]["tool_calls"] * 2}
+    rows = [
+        ({**ROW, "tools": TOOLS}, "deepseekv3", "the chat template has no place for tools"),
+        ({"messages": calling()}, "olmoe", "leaves tool calls, or their results, out"),
+        ({"messages": two}, "llama3_1", "only supports single tool-calls"),
+    ]
+    for row, name, why in rows:
+        config = settings(write(tmp_path / "rows.jsonl", row))
+        with pytest.raises(ProblemsError, match=why):
+            fit_rows(load_rows(config), tokenizer_for(name), config)
+
+
+def test_arguments_are_text_where_the_template_joins_them_to_text(tmp_path):
+    messages, tokenizer = calling()[:2], tokenizer_for("deepseekv3")
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
+    ((_, answer),) = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    assert 'weather\n```json\n{"city": "Köln"}\n```' in answer
+    assert answer.endswith("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
 
 
 def test_one_sequence_a_conversation_is_a_choice_and_said_with_the_number_of_rows(tmp_path):

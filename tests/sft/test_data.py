@@ -71,6 +71,64 @@ def test_each_format_becomes_the_same_messages(tmp_path, row, expected):
     assert (rows.total, rows.refused, rows.notes) == (1, [], [])
 
 
+TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "messages": [
+                ASK,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "reasoning_content": "hm\n",
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+                    ],
+                },
+                {"role": "tool", "content": "2", "tool_call_id": None},
+                {**TELL, "weight": 0, "tool_calls": None},
+            ],
+            "tools": [{"type": "function", "function": TOOL}],
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": ASK["content"]},
+                {
+                    "from": "function_call",
+                    "value": '<think>hm</think>{"name": "add", "arguments": {"a": 1}}',
+                },
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": TELL["content"], "loss": False},
+            ],
+            "tools": json.dumps([TOOL]),
+        },
+        {
+            "messages": [
+                ASK,
+                {
+                    "role": "assistant",
+                    "thinking": "hm",
+                    "function_call": {"name": "add", "arguments": '{"a": 1}'},
+                },
+                {"role": "function", "content": "2"},
+                {**TELL, "weight": 0},
+            ],
+            "functions": [TOOL],
+        },
+    ],
+    ids=["openai", "sharegpt", "older"],
+)  # fmt: skip
+def test_each_spelling_of_a_tool_call_becomes_openais(tmp_path, row):
+    (found,) = load_rows(settings(write(tmp_path / "rows.jsonl", row))).conversations
+    call = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
+    assert found == [ASK, call, {"role": "tool", "content": "2"}, {**TELL, "weight": 0}]
+    assert found.tools == [{"type": "function", "function": TOOL}]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -93,17 +151,25 @@ REFUSED = [
     ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "an empty assistant message"),
     ({"messages": [ASK, {"role": "assistant", "content": None}]}, "an empty assistant message"),
     ({"messages": [{"role": "robot", "content": "a"}, TELL]}, "role is not system, user, assistant"),
-    ({"messages": [ASK, {"role": "tool", "content": "a"}, TELL]}, "a tool message: tool calls"),
-    ({"messages": [ASK, {**TELL, "tool_calls": [{"id": 1}]}]}, "a message with tool_calls"),
-    ({"messages": [ASK, {**TELL, "weight": 0}]}, "a message with weight"),
+    ({"messages": [ASK, {**TELL, "tool_calls": [{"id": 1}]}]}, "a tool call without the function's name"),
+    ({"messages": [ASK, {**TELL, "tool_calls": [{"name": "f", "arguments": "5"}]}]}, "not a JSON object"),
+    ({"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, TELL]}, "a user message with tool_calls"),
+    ({"messages": [ASK, {**TELL, "weight": 0.5}]}, "weight 0.5: an answer is learned (1) or not (0)"),
+    ({"messages": [{**ASK, "loss": True}, TELL]}, "a user message with loss: only answers"),
+    ({"messages": [ASK, {**TELL, "thinking": 3}]}, "thoughts that are not one text"),
+    (
+        {"messages": [ASK, {"role": "assistant", "content": "<think>a</think>b", "reasoning": "c"}]},
+        "thoughts twice",
+    ),
     ({"messages": [ASK, "yes"]}, "a message that is a str"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TELL]},
         "content that is not text (image_url) in a user message",
     ),
-    ({**ROW, "tools": [{"name": "f"}]}, "with tools: only text"),
+    ({**ROW, "tools": [{"title": "f"}]}, "tools that are not a list of functions with a name"),
+    ({**ROW, "tools": "f()"}, "tools that are not JSON: Expecting value"),
     ({**ROW, "images": ["a.png"]}, "with images: only text"),
-    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "a function_call message"),
+    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "tool calls that are not JSON"),
     ({"instruction": "say", "input": 5, "output": "that"}, "instruction or input that is not text"),
     ({"instruction": "say", "output": "a", "history": [["q"]]}, "history that is not a list of"),
     ({"instruction": "say", "output": "\ud800"}, "half a character (a lone surrogate)"),
@@ -202,7 +268,10 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
     talk = [{"role": "sys", "content": "s"}, {"role": "me", "content": "q"}, said]
     rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
     assert [turns(rows.conversations[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]
-    assert rows.refused[0].why == "a message whose role is not me, bot, sys"
+    assert (
+        rows.refused[0].why
+        == "a message whose role is not me, bot, sys, observation, function_call"
+    )
 
     entry = {"columns": {"prompt": "question", "response": "answer"}, "file_sha1": "0"}
     rows = described(tmp_path, entry, {"question": "q", "answer": "r", "input": "unread"})

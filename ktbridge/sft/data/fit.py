@@ -14,13 +14,13 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.chat import (
     IGNORED,
     ChatTemplate,
-    Forms,
     TrainingText,
     labels,
     shared,
-    stop_note,
 )
-from ktbridge.sft.data.layout import Message, Pair
+from ktbridge.sft.data.forms import Forms, stop_note
+from ktbridge.sft.data.layout import Pair
+from ktbridge.sft.data.messages import Conversation, Message
 from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
 if TYPE_CHECKING:
@@ -166,12 +166,12 @@ class _Conversations:
         """The last token of an answer that was not cut off."""
         self._forms = Forms()
 
-    def add(self, batch: list[tuple[int, list[Message]]]) -> Iterator[tuple[int, str]]:
+    def add(self, batch: list[tuple[int, Conversation]]) -> Iterator[tuple[int, str]]:
         """Take the numbered rows in; yields number and reason of those that can't be used."""
         written: list[tuple[int, TrainingText]] = []
         for number, messages in batch:
             try:
-                texts = self._chat.sequences(messages, self._split)
+                texts = self._chat.sequences(messages, messages.tools, self._split)
             except ValueError as error:
                 yield number, str(error)
             else:
@@ -234,8 +234,8 @@ class _Conversations:
         return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
 
     @staticmethod
-    def plain(messages: list[Message]) -> dict[str, list[Message]]:
-        return {"messages": messages}
+    def plain(messages: Conversation) -> dict[str, object]:
+        return {"messages": messages, **({"tools": messages.tools} if messages.tools else {})}
 
 
 class _Pairs:

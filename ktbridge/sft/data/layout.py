@@ -1,6 +1,6 @@
 """Interpret rows of a file: alpaca, sharegpt and OpenAI messages, and preference pairs in each format.
 
-A conversation becomes what the chat template takes: messages of plain text, each by one of three roles.
+A conversation becomes what the chat template takes: messages, and the tools that may be called in it.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Message = dict[str, str]
-
-ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
-SHAREGPT_ROLES = {**ROLES, "human": "user", "gpt": "assistant"}
-
-TOOL_ROLES = ("tool", "function", "observation", "function_call")
-MEANINGFUL_IN_MESSAGE = (
-    "tool_calls", "function_call", "tool_call_id", "weight", "prefix", "refusal", "audio", "images",
-    "videos", "audios", "reasoning_content", "reasoning", "thinking",
-)  # fmt: skip
-"""Keys that change what a message means or whether it is learned: refused, never skipped."""
+from ktbridge.sft.data.messages import (
+    Conversation,
+    Message,
+    Tags,
+    Tool,
+    is_empty,
+    message,
+    read_messages,
+    read_tools,
+)
 
 
 @dataclass(frozen=True)
@@ -28,34 +27,7 @@ class Pair:
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
-
-
-@dataclass(frozen=True)
-class Tags:
-    """A file's message format: the keys of role and text, and the names of the roles.
-
-    ``None`` for a key: ``role`` or ``from``, ``content`` or ``value``, whichever the message has.
-    """
-
-    role: str | None = None
-    content: str | None = None
-    roles: Mapping[str, str] | None = None
-    tools: tuple[str, ...] = TOOL_ROLES
-
-
-def is_empty(value: object) -> bool:
-    """Whether a field is empty: exporters write such columns for every row."""
-    return value is None or value in ("", "[]", "{}", [], {})
-
-
-def read_messages(values: object, tags: Tags, unused: set[str]) -> list[Message]:
-    """A list of messages in a file's format; unread keys are added to ``unused``.
-
-    Raises ValueError with the reason, as a short phrase, when one of them can't be trained on.
-    """
-    if not isinstance(values, list) or not values:
-        raise ValueError("messages is not a list with something in it")
-    return [_read_message(value, tags, unused) for value in values]
+    tools: list[Tool] = field(default_factory=list)
 
 
 def ending_in_answer(messages: list[Message]) -> list[Message]:
@@ -63,52 +35,6 @@ def ending_in_answer(messages: list[Message]) -> list[Message]:
     if messages[-1]["role"] != "assistant":
         raise ValueError("the last message is not the assistant's: nothing to learn")
     return messages
-
-
-def message(role: str, content: object) -> Message:
-    """One message of plain text. Raises ValueError for anything else, and for a text with nothing in it."""
-    content = _text(role, content)
-    if not content.strip():
-        raise ValueError(f"an empty {role} message")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half a character (a lone surrogate) in a {role} message") from error
-    return {"role": role, "content": content}
-
-
-def _read_message(value: object, tags: Tags, unused: set[str]) -> Message:
-    if not isinstance(value, dict):
-        raise ValueError(f"a message that is a {type(value).__name__}, not an object")
-    role_key = tags.role or ("role" if "role" in value else "from")
-    content_key = tags.content or ("content" if "content" in value else "value")
-    role = value.get(role_key)
-    roles = tags.roles or SHAREGPT_ROLES
-    if isinstance(role, str) and role in tags.tools and role not in roles:
-        raise ValueError(f"a {role} message: tool calls are not trained on")
-    if not isinstance(role, str) or role not in roles:
-        raise ValueError(f"a message whose role is not {', '.join(roles)}")
-    for key in value.keys() - {role_key, content_key}:
-        if is_empty(value[key]):
-            continue
-        if key in MEANINGFUL_IN_MESSAGE:
-            raise ValueError(f"a message with {key}: that is not trained on")
-        unused.add(f"{key} of a message")
-    return message(roles[role], value.get(content_key))
-
-
-def _text(role: str, content: object) -> str:
-    if isinstance(content, list):  # OpenAI's content parts
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"content that is not text ({kind}) in a {role} message")
-        return "".join(part["text"] for part in content)
-    if content is None:
-        return ""
-    if not isinstance(content, str):
-        raise ValueError(f"content that is not text ({type(content).__name__}) in a {role} message")
-    return content
 
 
 COLUMNS = {
@@ -128,7 +54,7 @@ COLUMNS = {
 }
 """LLaMA-Factory's column names, and their default keys."""
 MEANINGFUL = (
-    "tools", "functions", "images", "image", "videos", "video", "audios", "audio", "kto_tag",
+    "images", "image", "videos", "video", "audios", "audio", "kto_tag",
     "loss_mask",
 )  # fmt: skip
 """Fields that change what is learned from a row and that are not trained on: refused, never skipped."""
@@ -150,8 +76,8 @@ class Layout:
     tags: Tags = field(default_factory=Tags)
 
 
-def read_conversation(row: object, layout: Layout, unused: set[str]) -> list[Message]:
-    """The messages of one row, the last one the assistant's; keys not read are added to ``unused``.
+def read_conversation(row: object, layout: Layout, unused: set[str]) -> Conversation:
+    """One row's messages, the last one the assistant's, and tools; keys not read are added to ``unused``.
 
     Raises ValueError with the reason, as a short phrase, when the row can't be trained on.
     """
@@ -168,8 +94,9 @@ def read_conversation(row: object, layout: Layout, unused: set[str]) -> list[Mes
         messages = _with_system(fields, read_messages(fields.take("messages"), layout.tags, unused))
     else:
         raise fields.of_no_known_form()
+    tools = fields.tools()
     unused |= fields.left()
-    return ending_in_answer(messages)
+    return Conversation(ending_in_answer(messages), tools)
 
 
 def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
@@ -191,8 +118,9 @@ def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
         if shared and (not prompt or prompt == better[:shared][-len(prompt) :]):
             prompt, better, worse = better[:shared], better[shared:], worse[shared:]
         prompt = _with_system(fields, prompt)
+    tools = fields.tools()
     unused |= fields.left()
-    return _checked(Pair(prompt, better, worse))
+    return _checked(Pair(prompt, better, worse, tools))
 
 
 class _Fields:
@@ -201,7 +129,7 @@ class _Fields:
     def __init__(self, row: object, layout: Layout) -> None:
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__} instead of an object")
-        self._columns = dict(layout.columns)
+        self._columns, self._formatting = dict(layout.columns), layout.formatting
         if layout.formatting is None and "messages" in row:
             self._columns["messages"] = "messages"
         self._row, self._read = row, set(NOT_USED)
@@ -227,6 +155,13 @@ class _Fields:
     def take_key(self, key: str) -> object:
         self._read.add(key)
         return self._row.get(key)
+
+    def tools(self) -> list[Tool]:
+        """OpenAI's ``tools`` or their older name, or the column that the layout names."""
+        given = [self.take("tools"), self.take_key("functions")]
+        if self._formatting is None:
+            given.append(self.take_key("tools"))
+        return next((read_tools(value) for value in given if not is_empty(value)), [])
 
     def left(self) -> set[str]:
         return {
@@ -298,6 +233,8 @@ def _checked(pair: Pair) -> Pair:
     for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if [part["role"] for part in answer] != ["assistant"]:
             raise ValueError(f"{name} is not one assistant message")
+    if any("tool_calls" in part for part in (*pair.prompt, *pair.chosen, *pair.rejected)):
+        raise ValueError("a pair with tool calls: stage dpo compares answers of text")
     if not pair.prompt or pair.prompt[-1]["role"] != "user":
         raise ValueError("a pair whose prompt does not end in a user message")
     if pair.chosen == pair.rejected:

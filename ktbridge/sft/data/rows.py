@@ -15,7 +15,8 @@ from ktbridge.adapter.outputs import REFUSED_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.layout import Message, Pair, read_conversation, read_pair
+from ktbridge.sft.data.layout import Pair, read_conversation, read_pair
+from ktbridge.sft.data.messages import Conversation, Message, all_text
 from ktbridge.sft.data.sources import Source, find_sources
 from ktbridge.sft.data.tables import Line
 
@@ -51,7 +52,7 @@ class Rows:
 
     name: str = "dataset"
     """The key whose entries they are."""
-    conversations: list[list[Message]] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     """Where each conversation or pair stands, as ``FILE: line N``."""
@@ -154,10 +155,10 @@ def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
 
 def _plain(rows: Rows) -> Iterator[str]:
     """Each conversation or pair as one text in which runs of white space are single spaces."""
-    parts = [[each] for each in rows.conversations]
+    parts: list[list[list[Message]]] = [[each] for each in rows.conversations]
     parts += [[pair.prompt, pair.chosen, pair.rejected] for pair in rows.pairs]
     for each in parts:
-        plain = [[(m["role"], " ".join(m["content"].split())) for m in part] for part in each]
+        plain = [[(m["role"], " ".join(all_text(m).split())) for m in part] for part in each]
         yield json.dumps(plain)
 
 
