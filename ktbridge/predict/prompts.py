@@ -69,7 +69,7 @@ def prepare(
     asked.of("output_dir", lambda: _check_output(config, before_training))
     find_base = find_model if before_training else resolve_model  # weights may be downloaded later
     base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    chat = asked.of("tokenizer", lambda: ChatTemplate(load_tokenizer(base))) if base else None
+    chat = asked.of("tokenizer", lambda: _chat(config, base)) if base else None
     rows = asked.of("eval_dataset", lambda: load_rows(_only_predicted(config)))
     asked.raise_collected()
     assert base is not None
@@ -91,6 +91,10 @@ def prepare(
             *_notes(config),
         ),
     )
+
+
+def _chat(config: TrainConfig, base: Path) -> ChatTemplate:
+    return ChatTemplate(load_tokenizer(base), config.enable_thinking)
 
 
 def _only_predicted(config: TrainConfig) -> TrainConfig:

@@ -87,6 +87,14 @@ MINIMAX = (
     "{{ parts[-1].strip() }}{% else %}{{ ']~b]' + m.role + '\n' + m.content }}{% endif %}"
     "{{ '[e~[\n' }}{% endfor %}{% if add_generation_prompt %}{{ ']~b]ai\n<think>' }}{% endif %}"
 )
+# As DeepSeek-V3.1 has it, without what is for tools.
+DEEPSEEK_V31 = (
+    "{{ bos_token }}{% set thinking = thinking is defined and thinking %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+    "{% elif m.role == 'assistant' %}{{ '<｜Assistant｜></think>' + m.content.split('</think>')[-1] }}"
+    "{{ '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}"
+)
 SHIPPED = Path(trl.__file__).with_name("chat_templates")
 """The published models' own templates, as trl has them to compare with."""
 PUBLISHED = (
@@ -97,7 +105,7 @@ PUBLISHED = (
 WITH_TOOLS = ("llama3_1",)
 TEMPLATES = {
     "marked": MARKED, "opened": OPENED, "unopened": UNOPENED, "mixtral": MIXTRAL, "olmoe": OLMOE,
-    "ernie": ERNIE, "minimax": MINIMAX,
+    "ernie": ERNIE, "minimax": MINIMAX, "deepseek_v31": DEEPSEEK_V31,
 } | {name: (SHIPPED / f"{name}.jinja").read_text() for name in (*PUBLISHED, *WITH_TOOLS)}  # fmt: skip
 _SPECIAL = re.compile(
     r"</?think>|<[|｜][^<>{}' ]+[|｜]>|<(?:start|end)_of_turn>|<\|?(?:user|end)\|?>|\[e~\["
@@ -267,6 +275,92 @@ def test_a_tool_call_is_learned_as_it_is_served_and_its_result_is_not(tmp_path, 
     (row,) = fit_rows(load_rows(config), tokenizer, config).dataset
     text = served(tokenizer, messages, tools=TOOLS)[1].rstrip() + stops[2]
     assert tokenizer.decode(row["input_ids"]).rstrip() == text
+
+
+HM, EMPTY = "<think>\nhm\n</think>\n\n", "<think>\n\n</think>\n\n"
+OPEN, GLM = "<think>\n", "\n<think></think>"
+
+
+@pytest.mark.parametrize(
+    ("name", "thinking", "ends"),
+    [
+        # What the prompt ends in and what is learned, with thoughts and then without.
+        ("qwen3", None, [("", f"{HM}yes"), ("", f"{EMPTY}yes")]),
+        ("qwen3", True, [("", f"{HM}yes"), ("", f"{EMPTY}yes")]),
+        ("qwen3", False, [(EMPTY, "yes"), (EMPTY, "yes")]),
+        ("qwen3", "auto", [("", f"{HM}yes"), (EMPTY, "yes")]),
+        ("glm4moe", None, [("", "\n<think>hm</think>\nyes"), ("", f"{GLM}\nyes")]),
+        ("glm4moe", False, [(GLM, "\nyes"), (GLM, "\nyes")]),
+        ("glm4moe", "auto", [("", "\n<think>hm</think>\nyes"), (GLM, "\nyes")]),
+        ("qwen3_5_think", None, [(OPEN, "hm\n</think>\n\nyes"), (OPEN, "\n</think>\n\nyes")]),
+        ("qwen3_5_think", "auto", [(OPEN, "hm\n</think>\n\nyes"), (EMPTY, "yes")]),
+        ("qwen3_5_nothink", "auto", [(OPEN, "hm\n</think>\n\nyes"), (EMPTY, "yes")]),
+        ("deepseek_v31", True, [("<think>", "hm\n</think>\n\nyes"), ("<think>", "</think>yes")]),
+        ("deepseek_v31", False, [("</think>", "yes"), ("</think>", "yes")]),
+        ("deepseek_v31", "auto", [("<think>", "hm\n</think>\n\nyes"), ("</think>", "yes")]),
+    ],
+)
+@pytest.mark.parametrize("field", [True, False], ids=["field", "content"])
+def test_thinking_is_asked_for_as_the_configuration_says(tmp_path, name, thinking, ends, field):
+    ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "yes"}
+    thoughtful = {**answer, "content": f"{HM}yes"}
+    if field:
+        thoughtful = {**answer, "reasoning_content": "hm"}
+    tokenizer = tokenizer_for(name, *TAGS)
+    rows = write(
+        tmp_path / "rows.jsonl", {"messages": [ask, thoughtful]}, {"messages": [ask, answer]}
+    )
+    config = settings(rows, enable_thinking=thinking)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    stop = "<|user|>" if name == "glm4moe" else tokenizer_stop(name)
+    found = learned(fitted, tokenizer)
+    for (before, text), (end, expected), has in zip(found, ends, (True, False), strict=True):
+        asked = has if thinking == "auto" else thinking
+        told = {} if asked is None else {"enable_thinking": asked, "thinking": asked}
+        prompt = served(tokenizer, [ask, answer], **told)[0]
+        assert before == prompt
+        assert prompt.endswith(end)
+        assert text == expected + stop
+    counted = "1 with thoughts and 1 without" in describe(fitted)
+    assert counted == (thinking is not False)
+    codes = {note.code for note in fitted.notes}
+    assert ("KTD020" in codes) == (thinking is False)
+    assert "KTD021" not in codes
+
+
+def tokenizer_stop(name):
+    return "<｜end▁of▁sentence｜>" if name == "deepseek_v31" else "<|im_end|>"
+
+
+def test_thoughts_that_are_never_written_are_refused_with_what_to_set(tmp_path):
+    row = {"messages": [ASK, {**TELL, "reasoning_content": "hm"}]}
+    config = settings(write(tmp_path / "rows.jsonl", row))
+    with pytest.raises(ProblemsError, match="out: with enable_thinking: true it opens thoughts"):
+        fit_rows(load_rows(config), tokenizer_for("deepseek_v31", *TAGS), config)
+    config = replace(config, enable_thinking=True)
+    fitted = fit_rows(load_rows(config), tokenizer_for("qwen2_5"), config)
+    assert "KTD021" in {note.code for note in fitted.notes}
+    ((_, answer),) = learned(fitted, tokenizer_for("qwen2_5"))
+    assert answer == f"{HM}i am a cat<|im_end|>"
+
+
+def test_which_answers_are_learned_is_told_by_weights_and_keys(tmp_path):
+    messages = conversation("one", "two", "three")
+    messages[1]["weight"], messages[3]["loss"] = 0, True
+    path, tokenizer = write(tmp_path / "rows.jsonl", {"messages": messages}), tokenizer_for("qwen3")
+    expected = {
+        "": ["two", "three"], "mask_history": ["three"], "train_on_prompt": ["ask 0", "ask 0"],
+    }  # fmt: skip
+    for key, words in expected.items():
+        config = settings(path, **({key: True} if key else {}))
+        found = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+        assert len(found) == len(words)
+        assert all(word in text for word, (_, text) in zip(words, found, strict=True))
+        assert not any(before for before, _ in found if key == "train_on_prompt")
+    none = write(tmp_path / "none.jsonl", {"messages": messages[:2]}, ROW)
+    config = settings(none)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    assert fitted.refused[0].why == "no answer is learned: the weight of each is 0"
 
 
 def test_tools_that_a_template_cant_write_are_refused_with_a_sentence(tmp_path):

@@ -42,6 +42,8 @@ def turns(messages):
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TELL]},
             [("u", "a"), ("a", "i am a cat")],
         ),
+        ({"prompt": "say", "completion": "that"}, [("u", "say"), ("a", "that")]),
+        ({"prompt": [ASK], "completion": [TELL]}, [("u", "who are you ?"), ("a", "i am a cat")]),
         ({"instruction": "say", "input": "this", "output": "that"}, [("u", "say\nthis"), ("a", "that")]),
         (
             {"instruction": "a\u2028b", "output": "c", "system": "s", "history": [["q", "r"]]},
@@ -239,6 +241,19 @@ def test_what_is_not_read_is_noted_and_with_strict_data_refused(tmp_path):
     with pytest.raises(ProblemsError, match="2 of 4") as caught:
         load_rows(settings(path, strict_data=True))
     assert caught.value.problems[0].found == "unknown fields name of a message, score"
+
+
+def test_placeholders_of_an_identity_are_filled_in_or_refused(tmp_path):
+    rows = [
+        {"instruction": "who are you ?", "output": "{{name}}, made by {{author}}."},
+        {"instruction": "show a template", "output": "`<p>{{name}}</p>`"},
+    ]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    found = load_rows(settings(path, identity_name="Neko", identity_author="us"))
+    assert found.conversations[0][1]["content"] == "Neko, made by us."
+    assert found.conversations[1][1]["content"] == "`<p>{{name}}</p>`"
+    (refused,) = load_rows(settings(path)).refused
+    assert refused.why == "{{name}} in a text: identity_name in the configuration fills it in"
 
 
 def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):

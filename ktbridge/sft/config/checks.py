@@ -25,6 +25,7 @@ def check(config: TrainConfig, given: Collection[str], findings: Findings) -> No
     """
     _needed(config, findings)
     _contradictions(config, given, findings)
+    _what_is_learned(config, findings)
     _held_out(config, given, findings)
     _check_prediction(config, findings)
     _notes_on_training(config, given, findings)
@@ -106,6 +107,23 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
         "0, as kt-kernel has no dropout on experts",
         "Set kt_lora_dropout: 0, or leave out kt_backend: ktbridge's kernels have it.",
     )  # fmt: skip
+
+
+def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
+    dpo = config.stage == "dpo"
+    for key in ("train_on_prompt", "mask_history"):
+        if dpo and getattr(config, key):
+            step = "It is for stage: sft: leave it out."
+            findings.error(key, "true with stage: dpo", "false", step, CONTRADICTION)
+    if config.train_on_prompt and config.mask_history:
+        step = "The one counts everything, the other the last answer alone."
+        found = "true with train_on_prompt: true"
+        findings.error("mask_history", found, "one of the two", step, CONTRADICTION)
+    if dpo and config.enable_thinking == "auto":
+        step = "Both answers of a pair stand behind one prompt."
+        findings.error(
+            "enable_thinking", "auto with stage: dpo", "true or false", step, CONTRADICTION
+        )
 
 
 def _check_prediction(config: TrainConfig, findings: Findings) -> None:

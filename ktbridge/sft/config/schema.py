@@ -13,6 +13,7 @@ from ktbridge.errors import Problem
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import (
     flag,
+    flag_or_auto,
     flag_or_path,
     fraction,
     number,
@@ -133,6 +134,18 @@ class TrainConfig:
     split_turns: bool = option(flag, True)
     """sft: an answer that the chat template rewrites once more follows (Qwen3 drops its thoughts) is trained
     in a sequence of its own, as it is served. false: one sequence per conversation."""
+    enable_thinking: bool | str | None = option(flag_or_auto, None)
+    """What a server is told of thinking when it is asked for these answers. Left out: nothing; false:
+    thoughts are taken out of the rows; auto: true for an answer with thoughts, false for one without."""
+    train_on_prompt: bool = option(flag, False)
+    """sft: the loss counts every token, prompts and tool results, too."""
+    mask_history: bool = option(flag, False)
+    """sft: only the last answer of a conversation is learned."""
+    identity_name: str | None = option(text, None)
+    """What {{name}} in rows stands for, as in LLaMA-Factory's identity.json; without it such rows are
+    refused."""
+    identity_author: str | None = option(text, None)
+    """The same for {{author}}."""
     dataloader_num_workers: int = option(whole(0, 4096), 0)
     """Processes that make batches; 0: this one."""
 

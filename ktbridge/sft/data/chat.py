@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.sft.data.messages import Message, Tool, in_content, thoughts_of, without_thoughts
 from ktbridge.sft.data.render import MARK, Asked, Renderer, Span, check_tools
 
@@ -55,6 +56,8 @@ class TrainingText:
     spans: list[Span] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     rewritten: int = 0
+    thoughts: bool = False
+    """Whether an answer learned here has thoughts."""
 
 
 class ChatTemplate:
@@ -77,7 +80,7 @@ class ChatTemplate:
                 "Use a model directory with a tokenizer.json.",
             )
         self._tokenizer, self._thinking = tokenizer, thinking
-        self.switched = self._render.switched
+        self._emptied = 0
         self._marked = _MARKERS.search(self._render.template) is not None
         self._added = tuple(tokenizer.get_added_vocab())
         self._opening = self._probe_opening()
@@ -90,8 +93,33 @@ class ChatTemplate:
 
         Raises ValueError with the template's own message when it refuses the conversation.
         """
-        messages = self._taken(messages)
+        messages = self.taken(messages)
         return self._render(messages, self._asked(messages, tools), opened)[0]
+
+    def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages as they are used: without thoughts where thinking is off."""
+        if self._thinking is not False:
+            return messages
+        self._emptied += any(thoughts_of(each)[0] for each in messages)
+        return [*map(without_thoughts, messages)]
+
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """Raise ValueError where the template leaves out tools, calls or results of these messages."""
+        check_tools(self._render, messages, tools)
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether the template reads thoughts only from a field of their own."""
+        return self._render.apart
+
+    def notes(self) -> Iterator[Problem]:
+        """What came of ``thinking``."""
+        if self._emptied:
+            found = f"false: thoughts were taken out of {self._emptied:,} rows"
+            yield problem("KTD020", "enable_thinking", found)
+        if self._thinking is not None and not self._render.switched:
+            found = f"{str(self._thinking).lower()}, and the chat template's prompt is the same without it"
+            yield problem("KTD021", "enable_thinking", found)
 
     def asked_and_answered(
         self, messages: Sequence[Message], tools: Sequence[Tool] = ()
@@ -100,7 +128,7 @@ class ChatTemplate:
 
         Raises ValueError as ``sequences`` does.
         """
-        messages = self._taken(messages)
+        messages = self.taken(messages)
         if not messages[:-1]:
             raise ValueError("an answer without a prompt")
         asked, last = self._asked(messages, tools), messages[-1]
@@ -127,7 +155,7 @@ class ChatTemplate:
         ``last_alone``: earlier answers aren't learned; nor are those of weight 0.
         Raises ValueError with the reason, as a short phrase, when an answer can't be found.
         """
-        messages = self._taken(messages)
+        messages = self.taken(messages)
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         places = [i for i in places[-last_alone:] if messages[i].get("weight", 1)]
         if not places:
@@ -152,6 +180,7 @@ class ChatTemplate:
             found[-1].spans.insert(0, span)
             found[-1].answers.insert(0, answer)
             found[-1].rewritten += not same
+            found[-1].thoughts |= same and bool(thoughts_of(messages[place])[0])
         return found[::-1]
 
     def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[list[Span]]]:
@@ -171,10 +200,6 @@ class ChatTemplate:
             (str(self._tokenizer.decode([token for token, _ in group])), learned)
             for learned, group in groupby(tokens, key=itemgetter(1))
         ]
-
-    def _taken(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages as they are used: without thoughts where thinking is off."""
-        return [*map(without_thoughts, messages)] if self._thinking is False else messages
 
     def _asked(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Asked:
         """The request for the last message."""
@@ -261,7 +286,7 @@ class ChatTemplate:
         head, _, rest = words.rpartition(THOUGHTS_END)
         whole = visible.startswith(said.strip()) if said is not None else rest.strip() == visible
         if not opener.strip() or not words.startswith(opener.strip()) or not whole:
-            hint = ": with enable_thinking: true it opens thoughts" * self.switched
+            hint = ": with enable_thinking: true it opens thoughts" * self._render.switched
             raise ValueError(f"the chat template leaves a part of the answer out{hint}")
         gap = rest[: len(rest) - len(rest.lstrip())]
         written = head + THOUGHTS_END + gap
@@ -350,24 +375,6 @@ class ChatTemplate:
             return ""
         behind = longer[len(ended.rstrip()) :]
         return next((token for token in self._added if behind.startswith(token)), "")
-
-
-def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
-    """``ids`` where a token stands for any of the characters in ``spans``, IGNORED elsewhere.
-
-    Both spans and tokens are in the order of the text.
-    """
-    result = [IGNORED] * len(ids)
-    left = iter(spans)
-    span = next(left, None)
-    for index, (start, end) in enumerate(offsets):
-        while span and start >= span[1]:
-            span = next(left, None)
-        if span is None:
-            break
-        if end > span[0]:
-            result[index] = ids[index]
-    return result
 
 
 def shared(first: Sequence[object], second: Sequence[object]) -> int:

@@ -15,12 +15,11 @@ from ktbridge.sft.data.chat import (
     IGNORED,
     ChatTemplate,
     TrainingText,
-    labels,
-    shared,
 )
 from ktbridge.sft.data.forms import Forms, stop_note
-from ktbridge.sft.data.layout import Pair
-from ktbridge.sft.data.messages import Conversation, Message
+from ktbridge.sft.data.messages import Conversation
+from ktbridge.sft.data.pairs import FittedPairs, Preview
+from ktbridge.sft.data.render import Span
 from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_progress``."""
 Progress = Callable[[int, int], None]
-Preview = dict[str, list[tuple[str, bool]]]
-"""Texts by name, each as pieces in order: the text, and whether the loss counts it."""
 
 
 @dataclass
@@ -53,6 +50,8 @@ class Fitted:
     """Tokens of the used rows within the cutoff; dpo: of both answers, each with its prompt."""
     trained_tokens: int = 0
     """Tokens that the loss counts."""
+    with_thoughts: int = 0
+    """Used rows in which an answer that is trained on has thoughts."""
     cutoff_len: int = 0
     packed: bool = False
     preview: Preview = field(default_factory=dict)
@@ -73,8 +72,8 @@ def fit_rows(
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
     """
-    chat = ChatTemplate(tokenizer)
-    fit = _Pairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
+    chat = ChatTemplate(tokenizer, config.enable_thinking)
+    fit = FittedPairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
     given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
     refused = []
     for start in range(0, len(given), BATCH):
@@ -92,6 +91,7 @@ def fit_rows(
         refused=everything,
         tokens=fit.tokens,
         trained_tokens=fit.trained,
+        with_thoughts=fit.with_thoughts,
         cutoff_len=config.cutoff_len,
         packed=fit.packed,
         preview=fit.preview(),
@@ -99,6 +99,7 @@ def fit_rows(
             *rows.notes,
             *refused_note(everything, rows.total, rows.name),
             *fit.notes(),
+            *chat.notes(),
             *stop_note(fit.last_learned, tokenizer),
         ],
     )
@@ -133,6 +134,7 @@ def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
         "cutoff_len": config.cutoff_len,
         "tokens": fitted.tokens,
         "trained_tokens": fitted.trained_tokens,
+        "with_thoughts": fitted.with_thoughts,
     }
     return json.dumps(summary, indent=2, ensure_ascii=False).encode() + b"\n"
 
@@ -150,7 +152,27 @@ def describe(fitted: Fitted, purpose: str = "trained on") -> str:
         line += f", packed into {len(fitted.dataset):,}"
     elif len(fitted.dataset) > fitted.used:
         line += f", in {len(fitted.dataset):,} sequences"
+    if fitted.with_thoughts:
+        line += f", {fitted.with_thoughts:,} with thoughts and {fitted.used - fitted.with_thoughts:,} without"
     return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are {purpose}"
+
+
+def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
+    """``ids`` where a token stands for any of the characters in ``spans``, IGNORED elsewhere.
+
+    Both spans and tokens are in the order of the text.
+    """
+    result = [IGNORED] * len(ids)
+    left = iter(spans)
+    span = next(left, None)
+    for index, (start, end) in enumerate(offsets):
+        while span and start >= span[1]:
+            span = next(left, None)
+        if span is None:
+            break
+        if end > span[0]:
+            result[index] = ids[index]
+    return result
 
 
 class _Conversations:
@@ -158,9 +180,10 @@ class _Conversations:
 
     def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
         self._chat, self._cutoff, self._split = chat, config.cutoff_len, config.split_turns
+        self._everything, self._last_alone = config.train_on_prompt, config.mask_history
         self.packed = config.packing or config.neat_packing
         self._ids, self._labels, self._ends = array("i"), array("i"), array("i", [0])
-        self.used = self.tokens = self.trained = 0
+        self.used = self.tokens = self.trained = self.with_thoughts = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
         """The last token of an answer that was not cut off."""
@@ -169,20 +192,26 @@ class _Conversations:
     def add(self, batch: list[tuple[int, Conversation]]) -> Iterator[tuple[int, str]]:
         """Take the numbered rows in; yields number and reason of those that can't be used."""
         written: list[tuple[int, TrainingText]] = []
+        thoughtful: set[int] = set()
         for number, messages in batch:
             try:
-                texts = self._chat.sequences(messages, messages.tools, self._split)
+                texts = self._chat.sequences(
+                    messages, messages.tools, self._split, self._last_alone
+                )
             except ValueError as error:
                 yield number, str(error)
             else:
                 written += [(number, text) for text in texts]
                 self._forms.count(texts)
+                thoughtful |= {number} if any(text.thoughts for text in texts) else set()
         if not written:
             return
         used = dict.fromkeys((number for number, _ in written), False)
         encoded = self._chat.tokens([text.text for _, text in written])
         for (number, text), ids, offsets in zip(written, *encoded, strict=True):
             learned = labels(ids[: self._cutoff], offsets[: self._cutoff], text.spans)
+            if self._everything:
+                learned = ids[: self._cutoff]
             if len(ids) > self._cutoff and number not in self.cut[-1:]:
                 self.cut.append(number)
             # The first token is never predicted: there is nothing before it.
@@ -200,6 +229,7 @@ class _Conversations:
         for number, taken in used.items():
             if taken:
                 self.used += 1
+                self.with_thoughts += number in thoughtful
                 continue
             self.cut = [cut for cut in self.cut if cut != number]
             yield number, f"no answer within cutoff_len={self._cutoff} tokens"
@@ -236,83 +266,6 @@ class _Conversations:
     @staticmethod
     def plain(messages: Conversation) -> dict[str, object]:
         return {"messages": messages, **({"tools": messages.tools} if messages.tools else {})}
-
-
-class _Pairs:
-    """Pairs, counted as trl's DPOTrainer tokenizes and cuts them: each answer behind the prompt."""
-
-    packed = False
-
-    def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
-        self._chat, self._cutoff = chat, config.cutoff_len
-        self._pairs: list[Pair] = []
-        self.used = self.tokens = self.trained = 0
-        self.cut: list[int] = []
-        self.last_learned: int | None = None
-
-    def add(self, batch: list[tuple[int, Pair]]) -> Iterator[tuple[int, str]]:
-        """Take the numbered rows in; yields number and reason of those that can't be used."""
-        written = []
-        for number, pair in batch:
-            try:
-                prompt = self._chat.text(pair.prompt, opened=True)
-                chosen = self._chat.text([*pair.prompt, *pair.chosen])
-                rejected = self._chat.text([*pair.prompt, *pair.rejected])
-            except ValueError as error:
-                yield number, str(error)
-            else:
-                written.append((number, pair, (prompt, chosen, rejected)))
-        if not written:
-            return
-        ids = iter(self._chat.tokens([text for *_, texts in written for text in texts])[0])
-        for number, pair, _ in written:
-            why = self._take(number, pair, next(ids), next(ids), next(ids))
-            if why:
-                yield number, why
-
-    def _take(
-        self, number: int, pair: Pair, prompt: list[int], chosen: list[int], rejected: list[int]
-    ) -> str:
-        start = min(shared(prompt, chosen), shared(prompt, rejected))
-        answers = (chosen[: self._cutoff], rejected[: self._cutoff])
-        if any(len(answer) <= start for answer in answers):
-            return f"no answer within cutoff_len={self._cutoff} tokens"
-        if answers[0] == answers[1]:
-            return f"chosen and rejected are the same within cutoff_len={self._cutoff} tokens"
-        self._pairs.append(pair)
-        self.used += 1
-        self.tokens += sum(map(len, answers))
-        self.trained += sum(len(answer) - start for answer in answers)
-        if max(len(chosen), len(rejected)) > self._cutoff:
-            self.cut.append(number)
-        elif self.last_learned is None:
-            self.last_learned = chosen[-1]
-        return ""
-
-    def notes(self) -> Iterator[Problem]:
-        return iter(())
-
-    def preview(self) -> Preview:
-        """Both answers of the first pair, each behind the prompt."""
-        pair, shown = self._pairs[0], {}
-        prompt = self._chat.text(pair.prompt, opened=True)
-        for side in ("chosen", "rejected"):
-            text = self._chat.text([*pair.prompt, *getattr(pair, side)])
-            (asked, ids), _ = self._chat.tokens([prompt, text])
-            start = shared(asked, ids)
-            shown[side] = self._chat.pieces(
-                [(token, place >= start) for place, token in enumerate(ids[: self._cutoff])]
-            )
-        return shown
-
-    def dataset(self) -> Dataset:
-        from datasets import Dataset
-
-        return Dataset.from_list([self.plain(pair) for pair in self._pairs])
-
-    @staticmethod
-    def plain(pair: Pair) -> dict[str, list[Message]]:
-        return {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
 
 
 def _too_many(refused: list[Refused], total: int) -> ProblemsError:

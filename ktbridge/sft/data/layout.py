@@ -85,7 +85,10 @@ def read_conversation(row: object, layout: Layout, unused: set[str]) -> Conversa
     if not is_empty(fields.get("chosen")) and not is_empty(fields.get("rejected")):
         raise ValueError("a preference pair: stage dpo trains on it")
     kind = layout.formatting or fields.detect_format()
-    if kind == "alpaca":
+    if kind == "completion":
+        messages = _with_system(fields, _trl_prompt(fields.take_key("prompt"), layout, unused))
+        messages += _answer(fields.take_key("completion"), layout, unused)
+    elif kind == "alpaca":
         if not fields.has("prompt") or not fields.has("response"):
             raise fields.of_no_known_form()
         messages = _alpaca_prompt(fields)
@@ -121,6 +124,24 @@ def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
     tools = fields.tools()
     unused |= fields.left()
     return _checked(Pair(prompt, better, worse, tools))
+
+
+def fill_identity(messages: list[Message], names: Mapping[str, str | None]) -> None:
+    """Fill {{name}} and {{author}} of LLaMA-Factory's identity.json in; text with code is left as it is.
+
+    Raises ValueError for one without a value.
+    """
+    for each in messages:
+        text = each["content"]
+        for key, value in names.items():
+            place = "{{" + key + "}}"
+            if place not in text or "`" in text or "<" in text:
+                continue
+            if value is None:
+                raise ValueError(
+                    f"{place} in a text: identity_{key} in the configuration fills it in"
+                )
+            each["content"] = each["content"].replace(place, value)
 
 
 class _Fields:
@@ -173,12 +194,15 @@ class _Fields:
     def detect_format(self) -> str:
         if self.has("messages"):
             return "messages"
+        if self.has_key("prompt") and self.has_key("completion"):
+            return "completion"
         return "alpaca" if self.has("prompt") else ""
 
     def of_no_known_form(self) -> ValueError:
         keys = ", ".join(sorted(map(str, self._row))) or "(none)"
         return ValueError(
-            f"no known form: keys {keys}, not messages, conversations, or instruction and output"
+            f"no known form: keys {keys}, not messages, conversations, instruction and output, or prompt "
+            "and completion"
         )
 
 

@@ -47,6 +47,8 @@ class Renderer:
         self.thoughts_key = ""
         """The message's key that the template reads thoughts from; "": it knows of none."""
         self.thoughts_key = next(filter(self._reads, ("reasoning_content", "thinking")), "")
+        self.apart = bool(self.thoughts_key) and not self._reads_content()
+        """Whether it reads them nowhere else."""
         user: Message = {"role": "user", "content": "0"}
         on, off = (self._try([user], thinking) for thinking in (True, False))
         self.switched = on != off
@@ -115,6 +117,15 @@ class Renderer:
             return MARK in self([user, answer])[0]
         except ValueError:
             return False
+
+    def _reads_content(self) -> bool:
+        """Whether thoughts in front of the content are written as those of their own field."""
+        key, texts = self.thoughts_key, []
+        user: Message = {"role": "user", "content": "0"}
+        answer: Message = {"role": "assistant", "content": "0", "reasoning_content": MARK}
+        for self.thoughts_key in ("", key):
+            texts.append(self([user, answer])[0])
+        return texts[0] == texts[1]
 
     def _try(self, messages: Sequence[Message], thinking: bool) -> str:
         try:

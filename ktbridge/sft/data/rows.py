@@ -15,7 +15,7 @@ from ktbridge.adapter.outputs import REFUSED_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.layout import Pair, read_conversation, read_pair
+from ktbridge.sft.data.layout import Pair, fill_identity, read_conversation, read_pair
 from ktbridge.sft.data.messages import Conversation, Message, all_text
 from ktbridge.sft.data.sources import Source, find_sources
 from ktbridge.sft.data.tables import Line
@@ -237,13 +237,18 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
 def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> None:
     if line.broken:
         raise ValueError(line.broken)
+    pair, conversation = None, Conversation([])
     if config.stage == "dpo":
         pair = read_pair(line.row, source.layout, unused)
     else:
         conversation = read_conversation(line.row, source.layout, unused)
+    names = {"name": config.identity_name, "author": config.identity_author}
+    parts = (pair.prompt, pair.chosen, pair.rejected) if pair else (conversation,)
+    for part in parts:
+        fill_identity(part, names)
     if config.strict_data and unused:
         raise ValueError(f"unknown fields {', '.join(sorted(unused))}")
-    if config.stage == "dpo":
+    if pair:
         rows.pairs.append(pair)
     else:
         rows.conversations.append(conversation)
