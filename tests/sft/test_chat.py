@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe, fit_rows, load_rows
-from ktbridge.sft.data.chat import DIFFERENT
+from ktbridge.sft.data.chat import DIFFERENT, ChatTemplate
 from ktbridge.sft.data.templates import template_notes
 
 ASK = {"role": "user", "content": "who are you ?"}
@@ -375,6 +375,17 @@ def test_tools_that_a_template_cant_write_are_refused_with_a_sentence(tmp_path):
         config = settings(write(tmp_path / "rows.jsonl", row))
         with pytest.raises(ProblemsError, match=why):
             fit_rows(load_rows(config), tokenizer_for(name), config)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "qwen2_5"])
+def test_a_prediction_is_asked_and_compared_as_it_is_served(name):
+    chat = ChatTemplate(tokenizer_for(name, *TAGS))
+    messages, tokenizer = calling(), tokenizer_for(name, *TAGS)
+    prompt, label = chat.asked_and_answered(messages[:2], TOOLS)
+    asked, whole = served(tokenizer, messages[:2], tools=TOOLS)
+    assert prompt == asked
+    assert label == whole.removeprefix(asked).strip().removesuffix("<|im_end|>")
+    assert chat.asked_and_answered(messages, TOOLS)[1] == "Welcome."
 
 
 def test_arguments_are_text_where_the_template_joins_them_to_text(tmp_path):

@@ -587,3 +587,39 @@ def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(fitted.used)])
     assert int(batch["attention_mask"].sum()) == fitted.tokens
     assert int(batch["completion_mask"].sum()) == fitted.trained_tokens
+
+
+def test_trl_gets_the_tools_of_pairs_and_what_is_said_of_thinking(tmp_path):
+    tokenizer = tiny_tokenizer()
+    told = "{% if tools %}{{ tools[0].function.name }} {% endif %}"
+    told += "{% if enable_thinking is false %}who {% endif %}"
+    tokenizer.chat_template = told + tokenizer.chat_template
+    pair = {"prompt": "who are you ?", "chosen": "i am a cat", "rejected": "meow"}
+    thoughtful = {**pair, "chosen": "<think>meow</think>i am"}
+    called = {**pair, "chosen": [{"role": "assistant", "tool_calls": [{"name": "add"}]}]}
+    rows = (thoughtful, {**pair, "tools": [{"name": "cat"}]}, called)
+    path = write(tmp_path / "pairs.jsonl", *rows)
+    config = settings(path, stage="dpo", enable_thinking=False)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    assert [refused.why for refused in fitted.refused] == [
+        "a pair with tool calls: stage dpo compares answers of text"
+    ]
+    (note,) = [note for note in fitted.notes if note.code == "KTD020"]
+    assert "out of 1 rows" in note.found
+    assert json.loads(fitted.dataset[1]["tools"])[0]["function"] == {"name": "cat"}
+    trainer = DPOTrainer(
+        model=tiny_model(),
+        ref_model=tiny_model(),
+        args=DPOConfig(
+            output_dir=str(tmp_path / "out"),
+            **NO_CHECKPOINTING,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+        ),
+        train_dataset=fitted.dataset,
+        processing_class=tokenizer,
+    )
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(fitted.used)])
+    assert int(batch["attention_mask"].sum()) == fitted.tokens
+    assert int(batch["completion_mask"].sum()) == fitted.trained_tokens

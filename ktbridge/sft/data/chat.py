@@ -84,7 +84,7 @@ class ChatTemplate:
         self._marked = _MARKERS.search(self._render.template) is not None
         self._added = tuple(tokenizer.get_added_vocab())
         self._opening = self._probe_opening()
-        self._stop = self._probe_stop()
+        self._tail, self._stop = self._probe_stop()
 
     def text(
         self, messages: Sequence[Message], opened: bool = False, tools: Sequence[Tool] = ()
@@ -221,7 +221,8 @@ class ChatTemplate:
         else:
             start, unmatched = self._start(messages, text, asked)
             calls = "tool_calls" in last
-            body = len(text.rstrip()) if calls else self._body_end(text, start)
+            ended = text.rstrip()
+            body = len(ended.removesuffix(self._tail)) if calls else self._body_end(text, start)
             lost = thoughts and thoughts not in text[start:body]
             if not self._render.thoughts_key:
                 lost = lost or (THOUGHTS_END in words and THOUGHTS_END not in text[start:])
@@ -236,7 +237,7 @@ class ChatTemplate:
             stop = self._stop
             if calls and stop:
                 stop = self._next_token(messages, text[:body], asked) or stop
-            end = body if calls else self._stop_end(text, body)
+            end = len(text.rstrip()) if calls else self._stop_end(text, body)
             if stop and end == body:
                 text, end = text[:end] + stop, end + len(stop)
         return Answer(
@@ -358,8 +359,8 @@ class ChatTemplate:
             return MARK
         return opened[shared(before, opened) :]
 
-    def _probe_stop(self) -> str:
-        """The special token that follows an answer in a longer conversation, where none ends the answer.
+    def _probe_stop(self) -> tuple[str, str]:
+        """What ends an answer, or the special token that follows it in a longer conversation.
 
         GLM's models end an answer with the token that begins the next message.
         """
@@ -370,11 +371,12 @@ class ChatTemplate:
                 self._render(each)[0] for each in ([user, answer], [user, answer, user])
             )
         except ValueError:
-            return ""
-        if ended.rpartition(MARK)[2].strip() or not longer.startswith(ended.rstrip()):
-            return ""
+            return "", ""
+        tail = ended.rpartition(MARK)[2].strip()
+        if tail or not longer.startswith(ended.rstrip()):
+            return tail, ""
         behind = longer[len(ended.rstrip()) :]
-        return next((token for token in self._added if behind.startswith(token)), "")
+        return "", next((token for token in self._added if behind.startswith(token)), "")
 
 
 def shared(first: Sequence[object], second: Sequence[object]) -> int:

@@ -150,7 +150,7 @@ class _Fields:
     def __init__(self, row: object, layout: Layout) -> None:
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__} instead of an object")
-        self._columns, self._formatting = dict(layout.columns), layout.formatting
+        self._columns = dict(layout.columns)
         if layout.formatting is None and "messages" in row:
             self._columns["messages"] = "messages"
         self._row, self._read = row, set(NOT_USED)
@@ -180,8 +180,6 @@ class _Fields:
     def tools(self) -> list[Tool]:
         """OpenAI's ``tools`` or their older name, or the column that the layout names."""
         given = [self.take("tools"), self.take_key("functions")]
-        if self._formatting is None:
-            given.append(self.take_key("tools"))
         return next((read_tools(value) for value in given if not is_empty(value)), [])
 
     def left(self) -> set[str]:
