@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -545,6 +546,32 @@ def test_packed_conversations_dont_see_each_other(tmp_path, attention):
         loss = trainer.compute_loss(model, batch).item()
     assert len(starts) == 6
     assert loss == pytest.approx(loss_of(model, list(alone.dataset)), rel=1e-4)
+
+
+def test_raw_text_is_learned_whole_in_pieces(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    words = "who are you i am a cat meow nya yes no".split()
+    path = write(tmp_path / "texts.jsonl", {"text": " ".join(words * 5)}, {"text": "meow"}, ROW)
+    config = settings(path, stage="pt", cutoff_len=16)
+    rows = load_rows(config)
+    assert rows.refused[0].why.startswith("no text: stage pt trains on a field text")
+    fitted = fit_rows(rows, tokenizer, config)
+    *pieces, short = fitted.dataset["input_ids"]
+    assert fitted.dataset["labels"] == fitted.dataset["input_ids"]
+    ids = tokenizer(" ".join(words * 5))["input_ids"]
+    ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+    assert pieces[0] + [token for piece in pieces[1:] for token in piece[1:]] == ids
+    assert all(a[-1] == b[0] and len(a) == 16 for a, b in pairwise(pieces))
+    assert short[-1] == tokenizer.eos_token_id
+    assert (fitted.used, fitted.cut) == (2, [])
+    assert fitted.trained_tokens == len(ids) - 1 + len(short) - 1
+    assert fitted.tokens == sum(map(len, fitted.dataset["input_ids"]))
+
+    packed = fit_rows(rows, tokenizer, settings(path, stage="pt", cutoff_len=16, packing=True))
+    assert packed.packed
+    assert packed.trained_tokens == fitted.trained_tokens
+    assert sum(map(len, packed.dataset["input_ids"])) == fitted.tokens
 
 
 def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):

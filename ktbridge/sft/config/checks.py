@@ -112,9 +112,9 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
 def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
     dpo = config.stage == "dpo"
     for key in ("train_on_prompt", "mask_history"):
-        if dpo and getattr(config, key):
-            step = "It is for stage: sft: leave it out."
-            findings.error(key, "true with stage: dpo", "false", step, CONTRADICTION)
+        if config.stage != "sft" and getattr(config, key):
+            step, found = "It is for stage: sft: leave it out.", f"true with stage: {config.stage}"
+            findings.error(key, found, "false", step, CONTRADICTION)
     if config.train_on_prompt and config.mask_history:
         step = "The one counts everything, the other the last answer alone."
         found = "true with train_on_prompt: true"
@@ -129,10 +129,10 @@ def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
 def _check_prediction(config: TrainConfig, findings: Findings) -> None:
     if not config.do_predict:
         return
-    if config.stage == "dpo":
+    if config.stage != "sft":
         findings.error(
             "do_predict",
-            "true with stage: dpo",
+            f"true with stage: {config.stage}",
             "stage: sft",
             "Train without it, then predict rows that are conversations: `ktbridge predict CONFIG stage=sft "
             "eval_dataset=FILE`.",
@@ -189,7 +189,7 @@ def _held_out(config: TrainConfig, given: Collection[str], findings: Findings) -
 
 
 def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
-    if config.stage == "sft":
+    if config.stage != "dpo":
         for key in _DPO:
             if key in given:
                 findings.note(key, "it is for stage: dpo", "", "Leave it out.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -72,8 +73,12 @@ def fit_rows(
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
     """
-    chat = ChatTemplate(tokenizer, config.enable_thinking)
-    fit = FittedPairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
+    fit: _Sequences | FittedPairs
+    if config.stage == "pt":
+        fit = _Texts(tokenizer, config)
+    else:
+        chat = ChatTemplate(tokenizer, config.enable_thinking)
+        fit = FittedPairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
     given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
     refused = []
     for start in range(0, len(given), BATCH):
@@ -99,7 +104,6 @@ def fit_rows(
             *rows.notes,
             *refused_note(everything, rows.total, rows.name),
             *fit.notes(),
-            *chat.notes(),
             *stop_note(fit.last_learned, tokenizer),
         ],
     )
@@ -175,18 +179,105 @@ def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
     return result
 
 
-class _Conversations:
-    """Conversations into flat arrays of tokens: Python's own lists would take nine times the memory."""
+class _Sequences(ABC):
+    """Sequences in flat arrays of tokens: Python's own lists would take nine times the memory."""
 
-    def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
-        self._chat, self._cutoff, self._split = chat, config.cutoff_len, config.split_turns
-        self._everything, self._last_alone = config.train_on_prompt, config.mask_history
+    def __init__(self, config: TrainConfig) -> None:
+        self._cutoff = config.cutoff_len
         self.packed = config.packing or config.neat_packing
         self._ids, self._labels, self._ends = array("i"), array("i"), array("i", [0])
         self.used = self.tokens = self.trained = self.with_thoughts = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
         """The last token of an answer that was not cut off."""
+
+    @abstractmethod
+    def add(self, batch: list[tuple[int, Conversation]]) -> Iterator[tuple[int, str]]:
+        """Take the numbered rows in; yields number and reason of those that can't be used."""
+
+    def notes(self) -> Iterator[Problem]:
+        return iter(())
+
+    @abstractmethod
+    def preview(self) -> Preview:
+        """The first sequence."""
+
+    def _first(self) -> list[tuple[int, bool]]:
+        end = self._ends[1]
+        pairs = zip(self._ids[:end], self._labels[:end], strict=True)
+        return [(token, label != IGNORED) for token, label in pairs]
+
+    def _append(self, ids: list[int], learned: list[int]) -> int:
+        """Add a sequence if something of it is learned; how many of its tokens are."""
+        # The first token is never predicted: there is nothing before it.
+        trained = len(learned) - 1 - learned[1:].count(IGNORED)
+        if trained > 0:
+            self._ids.extend(ids)
+            self._labels.extend(learned)
+            self._ends.append(len(self._ids))
+            self.tokens += len(learned)
+            self.trained += trained
+        return trained
+
+    def dataset(self) -> Dataset:
+        import numpy as np
+        import pyarrow as pa
+        from datasets import Dataset
+        from trl import pack_dataset
+
+        ends = pa.array(np.frombuffer(self._ends, np.int32))
+        columns = {"input_ids": self._ids, "labels": self._labels}
+        dataset = Dataset(
+            pa.table(
+                {
+                    name: pa.ListArray.from_arrays(ends, pa.array(np.frombuffer(flat, np.int32)))
+                    for name, flat in columns.items()
+                }
+            )
+        )
+        return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
+
+    @staticmethod
+    def plain(messages: Conversation) -> dict[str, object]:
+        return {"messages": messages, **({"tools": messages.tools} if messages.tools else {})}
+
+
+class _Texts(_Sequences):
+    """Texts, each ended by the tokenizer's end of text; a long one makes several pieces.
+
+    A piece begins with the last token of the one before, so that every token but a text's first is learned.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._tokenizer = tokenizer
+
+    def add(self, batch: list[tuple[int, Conversation]]) -> Iterator[tuple[int, str]]:
+        texts = [messages[0]["content"] for _, messages in batch]
+        end = self._tokenizer.eos_token_id
+        encoded = self._tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        for (number, _), ids in zip(batch, encoded, strict=True):
+            if end is not None and ids[-1:] != [end]:
+                ids.append(end)
+            step = max(1, self._cutoff - 1)
+            pieces = [ids[at : at + self._cutoff] for at in range(0, len(ids) - 1, step)]
+            if not sum([self._append(piece, piece) for piece in pieces]):
+                yield number, f"no answer within cutoff_len={self._cutoff} tokens"
+                continue
+            self.used += 1
+
+    def preview(self) -> Preview:
+        text = str(self._tokenizer.decode([token for token, _ in self._first()]))
+        return {"sequence": [(text, True)]}
+
+
+class _Conversations(_Sequences):
+    """Conversations by the chat template."""
+
+    def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._chat, self._split = chat, config.split_turns
+        self._everything, self._last_alone = config.train_on_prompt, config.mask_history
         self._forms = Forms()
 
     def add(self, batch: list[tuple[int, Conversation]]) -> Iterator[tuple[int, str]]:
@@ -214,16 +305,9 @@ class _Conversations:
                 learned = ids[: self._cutoff]
             if len(ids) > self._cutoff and number not in self.cut[-1:]:
                 self.cut.append(number)
-            # The first token is never predicted: there is nothing before it.
-            trained = len(learned) - 1 - learned[1:].count(IGNORED)
-            if not trained:
+            if self._append(ids[: self._cutoff], learned) <= 0:
                 continue
             used[number] = True
-            self._ids.extend(ids[: self._cutoff])
-            self._labels.extend(learned)
-            self._ends.append(len(self._ids))
-            self.tokens += len(learned)
-            self.trained += trained
             if len(ids) <= self._cutoff and self.last_learned is None:
                 self.last_learned = next(label for label in reversed(learned) if label != IGNORED)
         for number, taken in used.items():
@@ -235,37 +319,11 @@ class _Conversations:
             yield number, f"no answer within cutoff_len={self._cutoff} tokens"
 
     def notes(self) -> Iterator[Problem]:
-        return self._forms.notes(self._split)
+        yield from self._forms.notes(self._split)
+        yield from self._chat.notes()
 
     def preview(self) -> Preview:
-        """The first sequence."""
-        end = self._ends[1]
-        pairs = zip(self._ids[:end], self._labels[:end], strict=True)
-        return {
-            "sequence": self._chat.pieces([(token, label != IGNORED) for token, label in pairs])
-        }
-
-    def dataset(self) -> Dataset:
-        import numpy as np
-        import pyarrow as pa
-        from datasets import Dataset
-        from trl import pack_dataset
-
-        ends = pa.array(np.frombuffer(self._ends, np.int32))
-        columns = {"input_ids": self._ids, "labels": self._labels}
-        dataset = Dataset(
-            pa.table(
-                {
-                    name: pa.ListArray.from_arrays(ends, pa.array(np.frombuffer(flat, np.int32)))
-                    for name, flat in columns.items()
-                }
-            )
-        )
-        return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
-
-    @staticmethod
-    def plain(messages: Conversation) -> dict[str, object]:
-        return {"messages": messages, **({"tools": messages.tools} if messages.tools else {})}
+        return {"sequence": self._chat.pieces(self._first())}
 
 
 def _too_many(refused: list[Refused], total: int) -> ProblemsError:

@@ -102,6 +102,22 @@ def read_conversation(row: object, layout: Layout, unused: set[str]) -> Conversa
     return Conversation(ending_in_answer(messages), tools)
 
 
+def read_document(row: object, layout: Layout, unused: set[str]) -> Conversation:
+    """A row of raw text, as one message of the role "text"; as ``read_conversation`` otherwise.
+
+    The text is the column ``text`` or, where an entry of dataset_info.json names another, ``prompt``.
+    """
+    fields = _Fields(row, layout)
+    text = fields.take("prompt") if layout.formatting else fields.take_key("text")
+    if text is None:
+        raise ValueError(
+            "no text: stage pt trains on a field text, or the column that prompt names"
+        )
+    found = message("text", text)
+    unused |= fields.left()
+    return Conversation([found])
+
+
 def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
     """The preference pair of one row; as ``read_conversation`` otherwise."""
     fields = _Fields(row, layout)

@@ -70,7 +70,7 @@ class FittedPairs:
         return ""
 
     def notes(self) -> Iterator[Problem]:
-        return iter(())
+        return self._chat.notes()
 
     def preview(self) -> Preview:
         """Both answers of the first pair, each behind the prompt."""

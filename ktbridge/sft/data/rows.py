@@ -15,7 +15,13 @@ from ktbridge.adapter.outputs import REFUSED_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.layout import Pair, fill_identity, read_conversation, read_pair
+from ktbridge.sft.data.layout import (
+    Pair,
+    fill_identity,
+    read_conversation,
+    read_document,
+    read_pair,
+)
 from ktbridge.sft.data.messages import Conversation, Message, all_text
 from ktbridge.sft.data.sources import Source, find_sources
 from ktbridge.sft.data.tables import Line
@@ -24,7 +30,7 @@ SHOWN = 20
 """Rows listed one by one in an error."""
 ALIKE = 3
 """Of these, rows with the same kind of reason."""
-STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
+STAGES = {"a preference pair": "dpo", "no pair of answers": "sft", "no text": "sft"}
 """Reasons that another stage doesn't have."""
 REASONS = 3
 """Reasons listed one by one in a summary."""
@@ -48,7 +54,8 @@ class Refused:
 
 @dataclass
 class Rows:
-    """Everything a run's datasets hold: ``conversations`` for stage sft, ``pairs`` for dpo."""
+    """Everything a run's datasets hold: ``conversations`` for sft, and for pt of one text each, ``pairs``
+    for dpo."""
 
     name: str = "dataset"
     """The key whose entries they are."""
@@ -194,7 +201,8 @@ def _next_step(reasons: Counter[str], count: int) -> str:
     if most == count and kind in STAGES:
         return f"Set stage: {STAGES[kind]} for these rows, or use others; nothing was started."
     if most == count and kind == "no known form":
-        return "docs/data.md has the forms; columns in dataset_info.json name other keys."
+        forms = "docs/data.md has the forms; columns in dataset_info.json name other keys"
+        return f"{forms}; stage: pt trains on raw text."
     return "Mend or remove these rows; nothing was started."
 
 
@@ -241,7 +249,8 @@ def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: se
     if config.stage == "dpo":
         pair = read_pair(line.row, source.layout, unused)
     else:
-        conversation = read_conversation(line.row, source.layout, unused)
+        read = read_document if config.stage == "pt" else read_conversation
+        conversation = read(line.row, source.layout, unused)
     names = {"name": config.identity_name, "author": config.identity_author}
     parts = (pair.prompt, pair.chosen, pair.rejected) if pair else (conversation,)
     for part in parts:
