@@ -120,6 +120,9 @@ def measure(texts: Sequence[tuple[int, str]], config: TrainConfig, base: Path) -
     last = len(sample) - 1
     each = [sample[min((index + step // 2) // step, last)] for index in range(len(by_size))]
     each[-_LONGEST:] = [count(text) + _A_MESSAGE * n for n, text in by_size[-_LONGEST:]]
+    if config.stage == "pt":  # longer texts make several pieces
+        cut = config.cutoff_len
+        each = [min(cut, size - at) for size in each for at in range(0, size, cut)]
     return _lengths(each, config.cutoff_len, config.packing or config.neat_packing, counted)
 
 
