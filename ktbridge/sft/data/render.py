@@ -123,8 +123,12 @@ class Renderer:
         key, texts = self.thoughts_key, []
         user: Message = {"role": "user", "content": "0"}
         answer: Message = {"role": "assistant", "content": "0", "reasoning_content": MARK}
-        for self.thoughts_key in ("", key):
-            texts.append(self([user, answer])[0])
+        try:
+            for self.thoughts_key in ("", key):
+                texts.append(self([user, answer])[0])
+        except ValueError:
+            self.thoughts_key = key
+            return False
         return texts[0] == texts[1]
 
     def _try(self, messages: Sequence[Message], thinking: bool) -> str:
