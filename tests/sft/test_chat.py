@@ -389,9 +389,11 @@ def test_a_prediction_is_asked_and_compared_as_it_is_served(name):
 
 
 def test_arguments_are_text_where_the_template_joins_them_to_text(tmp_path):
-    messages, tokenizer = calling()[:2], tokenizer_for("deepseekv3")
+    ask, call, result, *_ = calling()
+    messages, tokenizer = [ask, call, result, call], tokenizer_for("deepseekv3")
     config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    ((_, answer),) = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    (_, answer), again = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    assert again
     assert 'weather\n```json\n{"city": "Köln"}\n```' in answer
     assert answer.endswith("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
 

@@ -73,7 +73,7 @@ class Renderer:
             try:
                 return self._render(given, asked, opened, marked)
             except TypeError:
-                if not any(map(_write_arguments, given)):
+                if not sum(map(_write_arguments, given)):  # all of them
                     raise
                 return self._render(given, asked, opened, marked)
         except (TemplateError, TypeError, LookupError) as error:
