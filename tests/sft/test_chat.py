@@ -388,6 +388,23 @@ def test_a_prediction_is_asked_and_compared_as_it_is_served(name):
     assert chat.asked_and_answered(messages, TOOLS)[1] == "Welcome."
 
 
+def test_an_answer_stands_behind_the_calls_as_the_server_has_them(tmp_path):
+    """gpt-oss's template drops the thoughts of calls once the final answer is there."""
+    messages, tokenizer = calling(*THOUGHTFUL)[:4], tokenizer_for("gptoss")
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages, "tools": TOOLS}))
+    (_, call), (before, answer) = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    for message in messages:
+        if "reasoning_content" in message:
+            message["thinking"] = message.pop("reasoning_content")
+    assert before == served(tokenizer, messages, tools=TOOLS)[0]
+    assert "ask the tool" in before
+    assert call.startswith("<|channel|>analysis<|message|>ask the tool<|end|>")
+    assert answer == (
+        "<|channel|>analysis<|message|>wet<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It rains.<|return|>"
+    )
+
+
 def test_arguments_are_text_where_the_template_joins_them_to_text(tmp_path):
     ask, call, result, *_ = calling()
     messages, tokenizer = [ask, call, result, call], tokenizer_for("deepseekv3")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.sft.data.messages import Message, Tool, in_content, thoughts_of, without_thoughts
-from ktbridge.sft.data.render import MARK, Asked, Renderer, Span, check_tools
+from ktbridge.sft.data.render import MARK, Asked, Renderer, Span, check_tools, shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -219,6 +219,7 @@ class ChatTemplate:
             start, end = spans[-1]  # marked by the template's author
             body = self._body_end(text[:end], start)
         else:
+            text = self._behind_calls(messages, text, asked)
             start, unmatched = self._start(messages, text, asked)
             calls = "tool_calls" in last
             ended = text.rstrip()
@@ -251,6 +252,22 @@ class ChatTemplate:
             empty = None if thoughts_of(last)[0] else _EMPTY_THOUGHTS.match(learned)
             return empty[0] if empty else ""
         return learned.removesuffix(words) if learned.endswith(words) else ""
+
+    def _behind_calls(self, messages: Sequence[Message], text: str, asked: Asked) -> str:
+        """``text`` behind the prompt that a server sends, where calls are rewritten once they are answered.
+
+        gpt-oss's drops the thoughts of calls when the final answer follows.
+        """
+        prompt = messages[:-1]
+        if not prompt or prompt[-1]["role"] != "tool":
+            return text
+        if text.startswith(self._render(prompt, asked)[0]):
+            return text
+        header = self._render([*prompt, {"role": "assistant", "content": MARK}], asked)[0]
+        end = header.partition(MARK)[0].rfind(self._opening) + len(self._opening)
+        opened = self._render(prompt, asked, opened=True)[0]
+        known = end >= len(self._opening) and opened.endswith(self._opening)
+        return opened + text[end:] if known and text.startswith(header[:end]) else text
 
     def _start(self, messages: Sequence[Message], text: str, asked: Asked) -> tuple[int, str]:
         """Where in ``text`` the model begins to write, and what part of a server's prompt it lacks."""
@@ -377,11 +394,3 @@ class ChatTemplate:
             return tail, ""
         behind = longer[len(ended.rstrip()) :]
         return "", next((token for token in self._added if behind.startswith(token)), "")
-
-
-def shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of the common prefix."""
-    if first == second[: len(first)]:
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from ktbridge.errors import Problem
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.chat import ChatTemplate, shared
+from ktbridge.sft.data.chat import ChatTemplate
 from ktbridge.sft.data.layout import Pair
 from ktbridge.sft.data.messages import Message, in_content, thoughts_of
+from ktbridge.sft.data.render import shared
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -178,3 +178,11 @@ def _write_arguments(message: dict[str, Any]) -> bool:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """Length of the common prefix."""
+    if first == second[: len(first)]:
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
