@@ -84,6 +84,10 @@ DATA = Subject("Training data", "sft", (
     Code("KTD010", "warning", "a held-out row is trained on, too",
          "Take one of the two out: what was trained on doesn't show overfitting."),
     Code("KTD011", "error", "val_size leaves no row to train on", "Lower val_size, or name eval_dataset."),
+    Code("KTD020", "info", "enable_thinking: false takes the thoughts out of rows",
+         "Nothing, or leave enable_thinking out to train them."),
+    Code("KTD021", "info", "enable_thinking is set, and the chat template has no such switch",
+         "Leave it out; a model that always opens thoughts needs rows with thoughts."),
 ))  # fmt: skip
 
 PREDICTIONS = Subject("Predictions", "predict", (

@@ -69,7 +69,7 @@ def prepare(
     asked.of("output_dir", lambda: _check_output(config, before_training))
     find_base = find_model if before_training else resolve_model  # weights may be downloaded later
     base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    chat = asked.of("tokenizer", lambda: ChatTemplate(load_tokenizer(base))) if base else None
+    chat = asked.of("tokenizer", lambda: _chat(config, base)) if base else None
     rows = asked.of("eval_dataset", lambda: load_rows(_only_predicted(config)))
     asked.raise_collected()
     assert base is not None
@@ -91,6 +91,10 @@ def prepare(
             *_notes(config),
         ),
     )
+
+
+def _chat(config: TrainConfig, base: Path) -> ChatTemplate:
+    return ChatTemplate(load_tokenizer(base), config.enable_thinking)
 
 
 def _only_predicted(config: TrainConfig) -> TrainConfig:
@@ -147,23 +151,25 @@ def _prompts(
     given = iter(zip(rows.conversations, rows.places, strict=True))
     most = min(config.cutoff_len, context - 1)
     while batch := list(islice(given, BATCH)):
-        texts, whys = [], []
+        written, whys = [], []
         for messages, _ in batch:
             try:
-                texts.append(chat.text(messages[:-1], opened=True) if messages[:-1] else "")
-                whys.append("" if messages[:-1] else "an answer without a prompt")
+                written.append(chat.asked_and_answered(messages, messages.tools))
+                whys.append("")
             except ValueError as error:
-                texts.append("")
+                written.append(("", ""))
                 whys.append(str(error))
-        ids, _ = chat.tokens(texts)
-        for (messages, where), text, tokens, why in zip(batch, texts, ids, whys, strict=True):
+        ids, _ = chat.tokens([prompt for prompt, _ in written])
+        for (messages, where), (text, label), tokens, why in zip(
+            batch, written, ids, whys, strict=True
+        ):
             if not why and len(tokens) > most:
                 limit = f"cutoff_len={most}" if most == config.cutoff_len else "the model's context"
                 why = f"no answer within {limit} tokens: the prompt has {len(tokens):,}"
             if why:
                 refused.append(Refused(where, why, {"messages": messages}))
             else:
-                prompts.append(Prompt(text, tokens, messages[-1]["content"], where))
+                prompts.append(Prompt(text, tokens, label, where))
         if on_rows:
             on_rows(len(prompts) + len(refused), len(rows.conversations))
     return prompts, refused

@@ -104,7 +104,7 @@ def prepare(
         notes=(
             *fitted.notes,
             *_held_out_notes(config, held, steps, eval_steps),
-            *template_notes(config.template, tokenizer),
+            *template_notes(config.template if config.stage != "pt" else None, tokenizer),
             *resumption.notes,
             *(() if _experts_missing(config, declared) else storage_notes(config, base)),
             *_stage_notes(config),

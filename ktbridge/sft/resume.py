@@ -50,6 +50,11 @@ _FREE_KT = {
     "kt_num_threads", "kt_threadpool_count", "expert_activation", "kt_experts", "kt_gpu_memory",
     "kt_num_gpu_experts",
 }  # fmt: skip
+# Left out at their defaults, as in runs that began before there were such keys.
+_NEWER = {
+    "enable_thinking": None, "train_on_prompt": False, "mask_history": False, "identity_name": None,
+    "identity_author": None,
+}  # fmt: skip
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.
 _TUNABLE = {
@@ -103,6 +108,9 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
     settings["kt_config"].pop("kt_lora_dropout")
     if config.expert_dropout:
         settings["kt_config"]["kt_lora_dropout"] = config.expert_dropout
+    for key, default in _NEWER.items():
+        if settings[key] == default:
+            del settings[key]
     if world().size > 1:
         settings["processes"] = world().size
     settings["base model"] = _hashes(base, _BASE_FILES)
@@ -116,7 +124,12 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
 
 
 def _digest(rows: Rows) -> str:
-    used = json.dumps([rows.conversations, rows.pairs], default=asdict)
+    pairs = [asdict(pair) for pair in rows.pairs]
+    for pair in pairs:
+        if not pair["tools"]:  # as in runs that began before pairs had them
+            del pair["tools"]
+    used = json.dumps([rows.conversations, pairs])
+    used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
     return hashlib.sha256(used.encode()).hexdigest()
 
 

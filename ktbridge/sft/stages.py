@@ -160,5 +160,9 @@ def _pair(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[i
     return Row(features, 2 * (len(prompt) + longest), len(answer) - (not prompt))
 
 
-STAGES: dict[str, type[RunTrainer]] = {"sft": SftTrainer, "dpo": DpoTrainer}
-LOSSES = {"sft": "loss per assistant token (nats)", "dpo": "loss per pair (nats)"}
+STAGES: dict[str, type[RunTrainer]] = {"sft": SftTrainer, "pt": SftTrainer, "dpo": DpoTrainer}
+LOSSES = {
+    "sft": "loss per assistant token (nats)",
+    "pt": "loss per token (nats)",
+    "dpo": "loss per pair (nats)",
+}

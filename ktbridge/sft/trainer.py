@@ -243,7 +243,7 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     shape = read_shape(ready.base, experts_path(config, ready.base))
     dataset = ready.fitted.dataset
     each: tuple[int, ...] = (config.cutoff_len,)
-    if config.stage == "sft":
+    if config.stage != "dpo":
         each = tuple(len(ids) for ids in dataset["input_ids"])
     lengths = Lengths(
         rows=ready.fitted.total,

@@ -1,6 +1,7 @@
 """What is learned of a conversation is what a server's model writes, whatever the chat template does."""
 
 import re
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainrun import write_lines
 from transformers import PreTrainedTokenizerFast
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe, fit_rows, load_rows
-from ktbridge.sft.data.chat import DIFFERENT
+from ktbridge.sft.data.chat import DIFFERENT, ChatTemplate
 from ktbridge.sft.data.templates import template_notes
 
 ASK = {"role": "user", "content": "who are you ?"}
@@ -86,6 +87,14 @@ MINIMAX = (
     "{{ parts[-1].strip() }}{% else %}{{ ']~b]' + m.role + '\n' + m.content }}{% endif %}"
     "{{ '[e~[\n' }}{% endfor %}{% if add_generation_prompt %}{{ ']~b]ai\n<think>' }}{% endif %}"
 )
+# As DeepSeek-V3.1 has it, without what is for tools.
+DEEPSEEK_V31 = (
+    "{{ bos_token }}{% set thinking = thinking is defined and thinking %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+    "{% elif m.role == 'assistant' %}{{ '<｜Assistant｜></think>' + m.content.split('</think>')[-1] }}"
+    "{{ '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}"
+)
 SHIPPED = Path(trl.__file__).with_name("chat_templates")
 """The published models' own templates, as trl has them to compare with."""
 PUBLISHED = (
@@ -93,19 +102,21 @@ PUBLISHED = (
     "deepseekv3", "deepseek_r1_distill", "glm4moe", "gptoss", "llama3", "gemma", "phi3", "cohere2",
     "nemotron_3_nano",
 )  # fmt: skip
+WITH_TOOLS = ("llama3_1",)
 TEMPLATES = {
     "marked": MARKED, "opened": OPENED, "unopened": UNOPENED, "mixtral": MIXTRAL, "olmoe": OLMOE,
-    "ernie": ERNIE, "minimax": MINIMAX,
-} | {name: (SHIPPED / f"{name}.jinja").read_text() for name in PUBLISHED}  # fmt: skip
+    "ernie": ERNIE, "minimax": MINIMAX, "deepseek_v31": DEEPSEEK_V31,
+} | {name: (SHIPPED / f"{name}.jinja").read_text() for name in (*PUBLISHED, *WITH_TOOLS)}  # fmt: skip
 _SPECIAL = re.compile(
     r"</?think>|<[|｜][^<>{}' ]+[|｜]>|<(?:start|end)_of_turn>|<\|?(?:user|end)\|?>|\[e~\["
 )
 
 
-def tokenizer_for(name):
+def tokenizer_for(name, *more):
     template = TEMPLATES[name]
     special = dict.fromkeys(_SPECIAL.findall(template))
     special.pop("<think>", None), special.pop("</think>", None)
+    special |= dict.fromkeys(more)
     tokenizer = byte_tokenizer(template, *special, "[e~[" if name == "minimax" else "<end>")
     tokenizer.bos_token = "<begin>"
     return tokenizer
@@ -125,12 +136,12 @@ def learned(fitted, tokenizer):
     return found
 
 
-def served(tokenizer, messages):
+def served(tokenizer, messages, **asked):
     """A server's prompt for the last message and the conversation with it, by the tokenizer itself."""
     prompt = tokenizer.apply_chat_template(
-        messages[:-1], add_generation_prompt=True, tokenize=False
+        messages[:-1], add_generation_prompt=True, tokenize=False, **asked
     )
-    return prompt, tokenizer.apply_chat_template(messages, tokenize=False)
+    return prompt, tokenizer.apply_chat_template(messages, tokenize=False, **asked)
 
 
 def conversation(*answers):
@@ -142,7 +153,7 @@ def conversation(*answers):
     return messages
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - set(WITH_TOOLS)))
 def test_each_answer_is_learned_behind_the_prompt_that_a_server_sends(tmp_path, name):
     messages = conversation("one 🐱", "e", "three <b>")
     tokenizer = tokenizer_for(name)
@@ -200,6 +211,208 @@ def test_thoughts_are_learned_where_the_model_writes_them_and_gone_from_history(
         assert "</think>" not in answer.removeprefix(parts[turn])
     assert len(found) == 2
     assert ("hm" in found[1][0]) == (name == "qwen2_5")
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+TAGS = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<tool_response>", "</tool_response>",
+)  # fmt: skip
+"""Added tokens of Qwen3's and GLM's own tokenizers."""
+
+
+def calling(*thoughts):
+    """A question, a call of the tool, its result and the answer; then a question and its answer."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "It rains."},
+        {"role": "user", "content": "Thanks."},
+        {"role": "assistant", "content": "Welcome."},
+    ]
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for message, thought in zip(answers, thoughts, strict=False):
+        message["reasoning_content"] = thought
+    return messages
+
+
+THOUGHTFUL = ("ask the tool", "wet", "polite")
+
+
+@pytest.mark.parametrize(
+    ("name", "thoughts"),
+    [
+        *((name, THOUGHTFUL) for name in ("qwen3", "glm4moe", "qwen3_5_think", "nemotron_3_nano")),
+        *((name, ()) for name in ("qwen3", "glm4moe", "qwen3_5_think", "qwen2_5", "llama3_1")),
+        *((name, ()) for name in ("qwen3_instruct_2507", "qwen3_vl", "gptoss")),
+    ],
+)
+def test_a_tool_call_is_learned_as_it_is_served_and_its_result_is_not(tmp_path, name, thoughts):
+    messages, tokenizer = calling(*thoughts), tokenizer_for(name, *TAGS)
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages, "tools": TOOLS}))
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    stops = ("<|observation|>", "<|user|>", "<|user|>") if name == "glm4moe" else ("", "", "")
+    found = zip(learned(fitted, tokenizer), (1, 3, 5), stops, strict=True)
+    for (before, answer), place, stop in found:
+        prompt, whole = served(tokenizer, messages[: place + 1], tools=TOOLS)
+        assert before == prompt
+        assert before + answer == whole.rstrip() + stop
+
+    if name == "nemotron_3_nano":  # writes calls differently in history
+        return
+    config = replace(config, split_turns=False)
+    (row,) = fit_rows(load_rows(config), tokenizer, config).dataset
+    text = served(tokenizer, messages, tools=TOOLS)[1].rstrip() + stops[2]
+    assert tokenizer.decode(row["input_ids"]).rstrip() == text
+
+
+HM, EMPTY = "<think>\nhm\n</think>\n\n", "<think>\n\n</think>\n\n"
+OPEN, GLM = "<think>\n", "\n<think></think>"
+
+
+@pytest.mark.parametrize(
+    ("name", "thinking", "ends"),
+    [
+        # What the prompt ends in and what is learned, with thoughts and then without.
+        ("qwen3", None, [("", f"{HM}yes"), ("", f"{EMPTY}yes")]),
+        ("qwen3", True, [("", f"{HM}yes"), ("", f"{EMPTY}yes")]),
+        ("qwen3", False, [(EMPTY, "yes"), (EMPTY, "yes")]),
+        ("qwen3", "auto", [("", f"{HM}yes"), (EMPTY, "yes")]),
+        ("glm4moe", None, [("", "\n<think>hm</think>\nyes"), ("", f"{GLM}\nyes")]),
+        ("glm4moe", False, [(GLM, "\nyes"), (GLM, "\nyes")]),
+        ("glm4moe", "auto", [("", "\n<think>hm</think>\nyes"), (GLM, "\nyes")]),
+        ("qwen3_5_think", None, [(OPEN, "hm\n</think>\n\nyes"), (OPEN, "\n</think>\n\nyes")]),
+        ("qwen3_5_think", "auto", [(OPEN, "hm\n</think>\n\nyes"), (EMPTY, "yes")]),
+        ("qwen3_5_nothink", "auto", [(OPEN, "hm\n</think>\n\nyes"), (EMPTY, "yes")]),
+        ("deepseek_v31", True, [("<think>", "hm\n</think>\n\nyes"), ("<think>", "</think>yes")]),
+        ("deepseek_v31", False, [("</think>", "yes"), ("</think>", "yes")]),
+        ("deepseek_v31", "auto", [("<think>", "hm\n</think>\n\nyes"), ("</think>", "yes")]),
+    ],
+)
+@pytest.mark.parametrize("field", [True, False], ids=["field", "content"])
+def test_thinking_is_asked_for_as_the_configuration_says(tmp_path, name, thinking, ends, field):
+    ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "yes"}
+    thoughtful = {**answer, "content": f"{HM}yes"}
+    if field:
+        thoughtful = {**answer, "reasoning_content": "hm"}
+    tokenizer = tokenizer_for(name, *TAGS)
+    rows = write(
+        tmp_path / "rows.jsonl", {"messages": [ask, thoughtful]}, {"messages": [ask, answer]}
+    )
+    config = settings(rows, enable_thinking=thinking)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    stop = "<|user|>" if name == "glm4moe" else tokenizer_stop(name)
+    found = learned(fitted, tokenizer)
+    for (before, text), (end, expected), has in zip(found, ends, (True, False), strict=True):
+        asked = has if thinking == "auto" else thinking
+        told = {} if asked is None else {"enable_thinking": asked, "thinking": asked}
+        prompt = served(tokenizer, [ask, answer], **told)[0]
+        assert before == prompt
+        assert prompt.endswith(end)
+        assert text == expected + stop
+    counted = "1 with thoughts and 1 without" in describe(fitted)
+    assert counted == (thinking is not False)
+    codes = {note.code for note in fitted.notes}
+    assert ("KTD020" in codes) == (thinking is False)
+    assert "KTD021" not in codes
+
+
+def tokenizer_stop(name):
+    return "<｜end▁of▁sentence｜>" if name == "deepseek_v31" else "<|im_end|>"
+
+
+def test_thoughts_that_are_never_written_are_refused_with_what_to_set(tmp_path):
+    row = {"messages": [ASK, {**TELL, "reasoning_content": "hm"}]}
+    config = settings(write(tmp_path / "rows.jsonl", row))
+    with pytest.raises(ProblemsError, match="out: with enable_thinking: true it opens thoughts"):
+        fit_rows(load_rows(config), tokenizer_for("deepseek_v31", *TAGS), config)
+    config = replace(config, enable_thinking=True)
+    fitted = fit_rows(load_rows(config), tokenizer_for("qwen2_5"), config)
+    assert "KTD021" in {note.code for note in fitted.notes}
+    ((_, answer),) = learned(fitted, tokenizer_for("qwen2_5"))
+    assert answer == f"{HM}i am a cat<|im_end|>"
+
+
+def test_which_answers_are_learned_is_told_by_weights_and_keys(tmp_path):
+    messages = conversation("one", "two", "three")
+    messages[1]["weight"], messages[3]["loss"] = 0, True
+    path, tokenizer = write(tmp_path / "rows.jsonl", {"messages": messages}), tokenizer_for("qwen3")
+    expected = {
+        "": ["two", "three"], "mask_history": ["three"], "train_on_prompt": ["ask 0", "ask 0"],
+    }  # fmt: skip
+    for key, words in expected.items():
+        config = settings(path, **({key: True} if key else {}))
+        found = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+        assert len(found) == len(words)
+        assert all(word in text for word, (_, text) in zip(words, found, strict=True))
+        assert not any(before for before, _ in found if key == "train_on_prompt")
+    none = write(tmp_path / "none.jsonl", {"messages": messages[:2]}, ROW)
+    config = settings(none)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    assert fitted.refused[0].why == "no answer is learned: the weight of each is 0"
+
+
+def test_tools_that_a_template_cant_write_are_refused_with_a_sentence(tmp_path):
+    two = calling()
+    two[1] = {**two[1], "tool_calls": two[1]["tool_calls"] * 2}
+    rows = [
+        ({**ROW, "tools": TOOLS}, "deepseekv3", "the chat template has no place for tools"),
+        ({"messages": calling()}, "olmoe", "leaves tool calls, or their results, out"),
+        ({"messages": two}, "llama3_1", "only supports single tool-calls"),
+    ]
+    for row, name, why in rows:
+        config = settings(write(tmp_path / "rows.jsonl", row))
+        with pytest.raises(ProblemsError, match=why):
+            fit_rows(load_rows(config), tokenizer_for(name), config)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "qwen2_5"])
+def test_a_prediction_is_asked_and_compared_as_it_is_served(name):
+    chat = ChatTemplate(tokenizer_for(name, *TAGS))
+    messages, tokenizer = calling(), tokenizer_for(name, *TAGS)
+    prompt, label = chat.asked_and_answered(messages[:2], TOOLS)
+    asked, whole = served(tokenizer, messages[:2], tools=TOOLS)
+    assert prompt == asked
+    assert label == whole.removeprefix(asked).strip().removesuffix("<|im_end|>")
+    assert chat.asked_and_answered(messages, TOOLS)[1] == "Welcome."
+
+
+def test_an_answer_stands_behind_the_calls_as_the_server_has_them(tmp_path):
+    """gpt-oss's template drops the thoughts of calls once the final answer is there."""
+    messages, tokenizer = calling(*THOUGHTFUL)[:4], tokenizer_for("gptoss")
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages, "tools": TOOLS}))
+    (_, call), (before, answer) = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    for message in messages:
+        if "reasoning_content" in message:
+            message["thinking"] = message.pop("reasoning_content")
+    assert before == served(tokenizer, messages, tools=TOOLS)[0]
+    assert "ask the tool" in before
+    assert call.startswith("<|channel|>analysis<|message|>ask the tool<|end|>")
+    assert answer == (
+        "<|channel|>analysis<|message|>wet<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It rains.<|return|>"
+    )
+
+
+def test_arguments_are_text_where_the_template_joins_them_to_text(tmp_path):
+    ask, call, result, *_ = calling()
+    messages, tokenizer = [ask, call, result, call], tokenizer_for("deepseekv3")
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
+    (_, answer), again = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    assert again
+    assert 'weather\n```json\n{"city": "Köln"}\n```' in answer
+    assert answer.endswith("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
 
 
 def test_one_sequence_a_conversation_is_a_choice_and_said_with_the_number_of_rows(tmp_path):

@@ -57,7 +57,7 @@ def test_every_mistake_is_named_at_once(tmp_path):
     assert "Did you mean logging_steps?" in found["logging_step"].next_step
     assert "kt_num_threads" in found["kt_config.kt_threads"].next_step
     assert "outside the kt_config block" in found["kt_config.seed"].next_step
-    assert found["stage"].expected == "sft or dpo"
+    assert found["stage"].expected == "sft or pt or dpo"
     assert {problem.severity for problem in found.values()} == {"error"}
 
 
@@ -129,6 +129,12 @@ HELD, BEST = {"val_size": 3}, {"load_best_model_at_end": True}
         ({"kt_config": {"kt_lora_rank": 129}}, "kt_config.kt_lora_rank", "from 1 to 128"),
         ({"kt_config": {"expert_activation": "offload"}}, "kt_config.expert_activation", "retain or"),
         ({"stage": "dpo", "packing": True}, "packing", "true with stage: dpo"),
+        ({"stage": "dpo", "train_on_prompt": True}, "train_on_prompt", "true with stage: dpo"),
+        ({"stage": "pt", "mask_history": True}, "mask_history", "true with stage: pt"),
+        ({"train_on_prompt": True, "mask_history": True}, "mask_history", "one of the two"),
+        ({"stage": "dpo", "enable_thinking": "auto"}, "enable_thinking", "true or false"),
+        ({"enable_thinking": "yes"}, "enable_thinking", "true, false or auto"),
+        ({"stage": "pt", "do_predict": True, "eval_dataset": "x"}, "do_predict", "true with stage: pt"),
         ({"packing": False, "neat_packing": True}, "neat_packing", "true with packing: false"),
         ({"stage": "dpo", "pref_loss": "ipo", "dpo_label_smoothing": 0.1}, "dpo_label_smoothing", "ipo"),
         ({"stage": "dpo", "dpo_label_smoothing": 0.5}, "dpo_label_smoothing", "below 0.5"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ def turns(messages):
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TELL]},
             [("u", "a"), ("a", "i am a cat")],
         ),
+        ({"prompt": "say", "completion": "that"}, [("u", "say"), ("a", "that")]),
+        ({"prompt": [ASK], "completion": [TELL]}, [("u", "who are you ?"), ("a", "i am a cat")]),
         ({"instruction": "say", "input": "this", "output": "that"}, [("u", "say\nthis"), ("a", "that")]),
         (
             {"instruction": "a\u2028b", "output": "c", "system": "s", "history": [["q", "r"]]},
@@ -71,6 +74,64 @@ def test_each_format_becomes_the_same_messages(tmp_path, row, expected):
     assert (rows.total, rows.refused, rows.notes) == (1, [], [])
 
 
+TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "messages": [
+                ASK,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "reasoning_content": "hm\n",
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+                    ],
+                },
+                {"role": "tool", "content": "2", "tool_call_id": None},
+                {**TELL, "weight": 0, "tool_calls": None},
+            ],
+            "tools": [{"type": "function", "function": TOOL}],
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": ASK["content"]},
+                {
+                    "from": "function_call",
+                    "value": '<think>hm</think>{"name": "add", "arguments": {"a": 1}}',
+                },
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": TELL["content"], "loss": False},
+            ],
+            "tools": json.dumps([TOOL]),
+        },
+        {
+            "messages": [
+                ASK,
+                {
+                    "role": "assistant",
+                    "thinking": "hm",
+                    "function_call": {"name": "add", "arguments": '{"a": 1}'},
+                },
+                {"role": "function", "content": "2"},
+                {**TELL, "weight": 0},
+            ],
+            "functions": [TOOL],
+        },
+    ],
+    ids=["openai", "sharegpt", "older"],
+)  # fmt: skip
+def test_each_spelling_of_a_tool_call_becomes_openais(tmp_path, row):
+    (found,) = load_rows(settings(write(tmp_path / "rows.jsonl", row))).conversations
+    call = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
+    assert found == [ASK, call, {"role": "tool", "content": "2"}, {**TELL, "weight": 0}]
+    assert found.tools == [{"type": "function", "function": TOOL}]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -93,17 +154,25 @@ REFUSED = [
     ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "an empty assistant message"),
     ({"messages": [ASK, {"role": "assistant", "content": None}]}, "an empty assistant message"),
     ({"messages": [{"role": "robot", "content": "a"}, TELL]}, "role is not system, user, assistant"),
-    ({"messages": [ASK, {"role": "tool", "content": "a"}, TELL]}, "a tool message: tool calls"),
-    ({"messages": [ASK, {**TELL, "tool_calls": [{"id": 1}]}]}, "a message with tool_calls"),
-    ({"messages": [ASK, {**TELL, "weight": 0}]}, "a message with weight"),
+    ({"messages": [ASK, {**TELL, "tool_calls": [{"id": 1}]}]}, "a tool call without the function's name"),
+    ({"messages": [ASK, {**TELL, "tool_calls": [{"name": "f", "arguments": "5"}]}]}, "not a JSON object"),
+    ({"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, TELL]}, "a user message with tool_calls"),
+    ({"messages": [ASK, {**TELL, "weight": 0.5}]}, "weight 0.5: an answer is learned (1) or not (0)"),
+    ({"messages": [{**ASK, "loss": True}, TELL]}, "a user message with loss: only answers"),
+    ({"messages": [ASK, {**TELL, "thinking": 3}]}, "thoughts that are not one text"),
+    (
+        {"messages": [ASK, {"role": "assistant", "content": "<think>a</think>b", "reasoning": "c"}]},
+        "thoughts twice",
+    ),
     ({"messages": [ASK, "yes"]}, "a message that is a str"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TELL]},
         "content that is not text (image_url) in a user message",
     ),
-    ({**ROW, "tools": [{"name": "f"}]}, "with tools: only text"),
+    ({**ROW, "tools": [{"title": "f"}]}, "tools that are not a list of functions with a name"),
+    ({**ROW, "tools": "f()"}, "tools that are not JSON: Expecting value"),
     ({**ROW, "images": ["a.png"]}, "with images: only text"),
-    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "a function_call message"),
+    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "tool calls that are not JSON"),
     ({"instruction": "say", "input": 5, "output": "that"}, "instruction or input that is not text"),
     ({"instruction": "say", "output": "a", "history": [["q"]]}, "history that is not a list of"),
     ({"instruction": "say", "output": "\ud800"}, "half a character (a lone surrogate)"),
@@ -175,6 +244,19 @@ def test_what_is_not_read_is_noted_and_with_strict_data_refused(tmp_path):
     assert caught.value.problems[0].found == "unknown fields name of a message, score"
 
 
+def test_placeholders_of_an_identity_are_filled_in_or_refused(tmp_path):
+    rows = [
+        {"instruction": "who are you ?", "output": "{{name}}, made by {{author}}."},
+        {"instruction": "show a template", "output": "`<p>{{name}}</p>`"},
+    ]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    found = load_rows(settings(path, identity_name="Neko", identity_author="us"))
+    assert found.conversations[0][1]["content"] == "Neko, made by us."
+    assert found.conversations[1][1]["content"] == "`<p>{{name}}</p>`"
+    (refused,) = load_rows(settings(path)).refused
+    assert refused.why == "{{name}} in a text: identity_name in the configuration fills it in"
+
+
 def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):
     paths = [
         write(tmp_path / name, {"text": "x"}, ROW, ROW, ROW) for name in ("a.jsonl", "b.jsonl")
@@ -202,7 +284,10 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
     talk = [{"role": "sys", "content": "s"}, {"role": "me", "content": "q"}, said]
     rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
     assert [turns(rows.conversations[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]
-    assert rows.refused[0].why == "a message whose role is not me, bot, sys"
+    assert (
+        rows.refused[0].why
+        == "a message whose role is not me, bot, sys, observation, function_call"
+    )
 
     entry = {"columns": {"prompt": "question", "response": "answer"}, "file_sha1": "0"}
     rows = described(tmp_path, entry, {"question": "q", "answer": "r", "input": "unread"})
@@ -463,6 +548,32 @@ def test_packed_conversations_dont_see_each_other(tmp_path, attention):
     assert loss == pytest.approx(loss_of(model, list(alone.dataset)), rel=1e-4)
 
 
+def test_raw_text_is_learned_whole_in_pieces(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    words = "who are you i am a cat meow nya yes no".split()
+    path = write(tmp_path / "texts.jsonl", {"text": " ".join(words * 5)}, {"text": "meow"}, ROW)
+    config = settings(path, stage="pt", cutoff_len=16)
+    rows = load_rows(config)
+    assert rows.refused[0].why.startswith("no text: stage pt trains on a field text")
+    fitted = fit_rows(rows, tokenizer, config)
+    *pieces, short = fitted.dataset["input_ids"]
+    assert fitted.dataset["labels"] == fitted.dataset["input_ids"]
+    ids = tokenizer(" ".join(words * 5))["input_ids"]
+    ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+    assert pieces[0] + [token for piece in pieces[1:] for token in piece[1:]] == ids
+    assert all(a[-1] == b[0] and len(a) == 16 for a, b in pairwise(pieces))
+    assert short[-1] == tokenizer.eos_token_id
+    assert (fitted.used, fitted.cut) == (2, [])
+    assert fitted.trained_tokens == len(ids) - 1 + len(short) - 1
+    assert fitted.tokens == sum(map(len, fitted.dataset["input_ids"]))
+
+    packed = fit_rows(rows, tokenizer, settings(path, stage="pt", cutoff_len=16, packing=True))
+    assert packed.packed
+    assert packed.trained_tokens == fitted.trained_tokens
+    assert sum(map(len, packed.dataset["input_ids"])) == fitted.tokens
+
+
 def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):
     def pair(question, chosen, rejected):
         return {"prompt": question, "chosen": "meow " * chosen, "rejected": "nya " * rejected}
@@ -500,6 +611,42 @@ def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):
         processing_class=tiny_tokenizer(),
     )
     assert len(trainer.train_dataset) == fitted.used
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(fitted.used)])
+    assert int(batch["attention_mask"].sum()) == fitted.tokens
+    assert int(batch["completion_mask"].sum()) == fitted.trained_tokens
+
+
+def test_trl_gets_the_tools_of_pairs_and_what_is_said_of_thinking(tmp_path):
+    tokenizer = tiny_tokenizer()
+    told = "{% if tools %}{{ tools[0].function.name }} {% endif %}"
+    told += "{% if enable_thinking is false %}who {% endif %}"
+    tokenizer.chat_template = told + tokenizer.chat_template
+    pair = {"prompt": "who are you ?", "chosen": "i am a cat", "rejected": "meow"}
+    thoughtful = {**pair, "chosen": "<think>meow</think>i am"}
+    called = {**pair, "chosen": [{"role": "assistant", "tool_calls": [{"name": "add"}]}]}
+    rows = (thoughtful, {**pair, "tools": [{"name": "cat"}]}, called)
+    path = write(tmp_path / "pairs.jsonl", *rows)
+    config = settings(path, stage="dpo", enable_thinking=False)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    assert [refused.why for refused in fitted.refused] == [
+        "a pair with tool calls: stage dpo compares answers of text"
+    ]
+    (note,) = [note for note in fitted.notes if note.code == "KTD020"]
+    assert "out of 1 rows" in note.found
+    assert json.loads(fitted.dataset[1]["tools"])[0]["function"] == {"name": "cat"}
+    trainer = DPOTrainer(
+        model=tiny_model(),
+        ref_model=tiny_model(),
+        args=DPOConfig(
+            output_dir=str(tmp_path / "out"),
+            **NO_CHECKPOINTING,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+        ),
+        train_dataset=fitted.dataset,
+        processing_class=tokenizer,
+    )
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(fitted.used)])
     assert int(batch["attention_mask"].sum()) == fitted.tokens
     assert int(batch["completion_mask"].sum()) == fitted.trained_tokens

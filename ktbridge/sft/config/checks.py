@@ -25,6 +25,7 @@ def check(config: TrainConfig, given: Collection[str], findings: Findings) -> No
     """
     _needed(config, findings)
     _contradictions(config, given, findings)
+    _what_is_learned(config, findings)
     _held_out(config, given, findings)
     _check_prediction(config, findings)
     _notes_on_training(config, given, findings)
@@ -108,13 +109,30 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
     )  # fmt: skip
 
 
+def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
+    dpo = config.stage == "dpo"
+    for key in ("train_on_prompt", "mask_history"):
+        if config.stage != "sft" and getattr(config, key):
+            step, found = "It is for stage: sft: leave it out.", f"true with stage: {config.stage}"
+            findings.error(key, found, "false", step, CONTRADICTION)
+    if config.train_on_prompt and config.mask_history:
+        step = "The one counts everything, the other the last answer alone."
+        found = "true with train_on_prompt: true"
+        findings.error("mask_history", found, "one of the two", step, CONTRADICTION)
+    if dpo and config.enable_thinking == "auto":
+        step = "Both answers of a pair stand behind one prompt."
+        findings.error(
+            "enable_thinking", "auto with stage: dpo", "true or false", step, CONTRADICTION
+        )
+
+
 def _check_prediction(config: TrainConfig, findings: Findings) -> None:
     if not config.do_predict:
         return
-    if config.stage == "dpo":
+    if config.stage != "sft":
         findings.error(
             "do_predict",
-            "true with stage: dpo",
+            f"true with stage: {config.stage}",
             "stage: sft",
             "Train without it, then predict rows that are conversations: `ktbridge predict CONFIG stage=sft "
             "eval_dataset=FILE`.",
@@ -171,7 +189,7 @@ def _held_out(config: TrainConfig, given: Collection[str], findings: Findings) -
 
 
 def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
-    if config.stage == "sft":
+    if config.stage != "dpo":
         for key in _DPO:
             if key in given:
                 findings.note(key, "it is for stage: dpo", "", "Leave it out.")

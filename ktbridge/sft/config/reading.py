@@ -80,7 +80,8 @@ def parse_config(
         findings.error("eval_dataset", "missing", "a value", code=NOT_GIVEN)
     check(config, {*main, *(f"kt_config.{key}" for key in kt)}, findings)
     findings.raise_errors()
-    packing = config.packing or config.neat_packing
+    texts = config.stage == "pt" and "packing" not in main  # as in LLaMA-Factory
+    packing = config.packing or config.neat_packing or texts
     return replace(config, packing=packing, notes=tuple(findings.notes))
 
 

@@ -13,6 +13,7 @@ from ktbridge.errors import Problem
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import (
     flag,
+    flag_or_auto,
     flag_or_path,
     fraction,
     number,
@@ -34,6 +35,7 @@ SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomia
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad")
 METRICS = {
     "sft": ("loss", "mean_token_accuracy", "entropy"),
+    "pt": ("loss", "mean_token_accuracy", "entropy"),
     "dpo": (
         "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected",
         "logps/chosen", "logps/rejected",
@@ -70,8 +72,8 @@ class TrainConfig:
     fa3)."""
 
     # method
-    stage: str = option(one_of("sft", "dpo"), "sft", "ktbridge train does sft and dpo.")
-    """sft: imitate the answers; dpo: prefer the chosen answer to the rejected one."""
+    stage: str = option(one_of("sft", "pt", "dpo"), "sft", "ktbridge train does these.")
+    """sft: imitate the answers; pt: continue raw text; dpo: prefer the chosen answer to the rejected one."""
     finetuning_type: str = option(
         one_of("lora"), "lora", "The base's weights are mapped read-only: train LoRA."
     )
@@ -119,11 +121,11 @@ class TrainConfig:
     """LLaMA-Factory's name of a template. Conversations are written with the tokenizer's own chat template; a
     note says where that one differs."""
     cutoff_len: int = option(whole(1), 2048)
-    """Tokens of a conversation, at most; the rest is cut off and counted."""
+    """Tokens of a conversation, at most; the rest is cut off and counted. pt: of a piece of a text."""
     max_samples: int | None = option(whole(1), None)
     """Rows of each dataset, at most."""
     packing: bool = option(flag, False)
-    """sft: several conversations fill one row of cutoff_len tokens."""
+    """sft, pt: several conversations or texts fill one row of cutoff_len tokens; pt: the default is true."""
     neat_packing: bool = option(flag, False)
     """Packing where conversations in a row don't see each other; implies packing."""
     strict_data: bool = option(flag, False)
@@ -133,6 +135,18 @@ class TrainConfig:
     split_turns: bool = option(flag, True)
     """sft: an answer that the chat template rewrites once more follows (Qwen3 drops its thoughts) is trained
     in a sequence of its own, as it is served. false: one sequence per conversation."""
+    enable_thinking: bool | str | None = option(flag_or_auto, None)
+    """What a server is told of thinking when it is asked for these answers. Left out: nothing; false:
+    thoughts are taken out of the rows; auto: true for an answer with thoughts, false for one without."""
+    train_on_prompt: bool = option(flag, False)
+    """sft: the loss counts every token, prompts and tool results, too."""
+    mask_history: bool = option(flag, False)
+    """sft: only the last answer of a conversation is learned."""
+    identity_name: str | None = option(text, None)
+    """What {{name}} in rows stands for, as in LLaMA-Factory's identity.json; without it such rows are
+    refused."""
+    identity_author: str | None = option(text, None)
+    """The same for {{author}}."""
     dataloader_num_workers: int = option(whole(0, 4096), 0)
     """Processes that make batches; 0: this one."""
 

@@ -129,6 +129,14 @@ def whole(least: int, most: int = _MOST) -> Parser:
     return parse
 
 
+def flag_or_auto(value: object) -> bool | str:
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
+    if not isinstance(value, bool):
+        raise ValueError("true, false or auto")
+    return value
+
+
 def whole_or_auto(value: object) -> int | str:
     if isinstance(value, str) and value.lower() == "auto":
         return "auto"

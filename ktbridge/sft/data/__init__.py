@@ -6,16 +6,19 @@ in a line, and ``refused_file`` lists those that are not trained on.
 """
 
 from ktbridge.sft.data.fit import Fitted, all_refused, data_file, describe, fit_rows
-from ktbridge.sft.data.layout import Message, Pair
+from ktbridge.sft.data.layout import Pair
+from ktbridge.sft.data.messages import Conversation, Message, all_text
 from ktbridge.sft.data.rows import Refused, Rows, load_rows, refused_file, refused_note
 
 __all__ = [
+    "Conversation",
     "Fitted",
     "Message",
     "Pair",
     "Refused",
     "Rows",
     "all_refused",
+    "all_text",
     "data_file",
     "describe",
     "fit_rows",

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, Severity
-from ktbridge.sft.data.layout import Message
+from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.sft.data.messages import Message, Tool, in_content, thoughts_of, without_thoughts
+from ktbridge.sft.data.render import MARK, Asked, Renderer, Span, check_tools, shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-"""A character range [start, end) of a text."""
 IGNORED = -100
 """The label of a token that the loss ignores."""
-MARK = "\u241e\u241f\u241e"
-"""Placeholder of an answer, to find where a template puts it."""
 DIFFERENT = "the chat template writes the prompt differently when an answer follows"
 THOUGHTS_END = "</think>"
+AUTO = "auto"
+"""Thinking is on for an answer with thoughts and off for one without."""
+_EMPTY_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -32,7 +31,8 @@ _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class Answer:
     """One answer as a server's model writes it: ``text`` is the prompt and the answer.
 
-    ``start`` and ``end`` enclose what the model writes, its stop token included. ``added`` is what of that
+    ``start`` and ``end`` enclose what the model writes, its stop token included, which begins at ``body`` or
+    later. ``added`` is what of that
     the template puts in front of the answer's own words (an empty block of thoughts), ``unmatched`` the end
     of the prompt that a server sends and that this text lacks (an opened block of thoughts).
     """
@@ -40,6 +40,7 @@ class Answer:
     text: str
     start: int
     end: int
+    body: int
     added: str
     unmatched: str
 
@@ -55,6 +56,8 @@ class TrainingText:
     spans: list[Span] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     rewritten: int = 0
+    thoughts: bool = False
+    """Whether an answer learned here has thoughts."""
 
 
 class ChatTemplate:
@@ -65,57 +68,119 @@ class ChatTemplate:
     offset mapping.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.chat_template:
-            raise KtbridgeError(
-                f"the tokenizer in {tokenizer.name_or_path} has no chat template, so conversations have no "
-                "form to train on.",
-                "Put chat_template.jinja into that directory; the model's instruct or chat variant has one.",
-            )
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, thinking: bool | str | None = None
+    ) -> None:
+        """``thinking``: what requests say of it, or ``AUTO``; None: nothing."""
+        self._render = Renderer(tokenizer)
         if not tokenizer.is_fast:
             raise KtbridgeError(
                 f"the tokenizer in {tokenizer.name_or_path} has no places of its tokens in a text, "
                 "so the assistant's can't be found.",
                 "Use a model directory with a tokenizer.json.",
             )
-        self._tokenizer = tokenizer
-        self._template = tokenizer.get_chat_template()
-        self._marked = _MARKERS.search(self._template) is not None
+        self._tokenizer, self._thinking = tokenizer, thinking
+        self._emptied = 0
+        self._marked = _MARKERS.search(self._render.template) is not None
         self._added = tuple(tokenizer.get_added_vocab())
         self._opening = self._probe_opening()
-        self._stop = self._probe_stop()
+        self._tail, self._stop = self._probe_stop()
 
-    def text(self, messages: Sequence[Message], opened: bool = False) -> str:
+    def text(
+        self, messages: Sequence[Message], opened: bool = False, tools: Sequence[Tool] = ()
+    ) -> str:
         """The conversation; ``opened``: up to where the model goes on, as a server sends it.
 
         Raises ValueError with the template's own message when it refuses the conversation.
         """
-        return self._rendered(messages, opened)[0]
+        messages = self.taken(messages)
+        return self._render(messages, self._asked(messages, tools), opened)[0]
 
-    def sequences(self, messages: Sequence[Message], split: bool = True) -> list[TrainingText]:
+    def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages as they are used: without thoughts where thinking is off."""
+        if self._thinking is not False:
+            return messages
+        self._emptied += any(thoughts_of(each)[0] for each in messages)
+        return [*map(without_thoughts, messages)]
+
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """Raise ValueError where the template leaves out tools, calls or results of these messages."""
+        check_tools(self._render, messages, tools)
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether the template reads thoughts only from a field of their own."""
+        return self._render.apart
+
+    def notes(self) -> Iterator[Problem]:
+        """What came of ``thinking``."""
+        if self._emptied:
+            found = f"false: thoughts were taken out of {self._emptied:,} rows"
+            yield problem("KTD020", "enable_thinking", found)
+        if self._thinking is not None and not self._render.switched:
+            found = f"{str(self._thinking).lower()}, and the chat template's prompt is the same without it"
+            yield problem("KTD021", "enable_thinking", found)
+
+    def asked_and_answered(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[str, str]:
+        """A server's prompt for the last message, and what the model is to write, without its stop token.
+
+        Raises ValueError as ``sequences`` does.
+        """
+        messages = self.taken(messages)
+        if not messages[:-1]:
+            raise ValueError("an answer without a prompt")
+        asked, last = self._asked(messages, tools), messages[-1]
+        if tools or "tool_calls" in last or any(each["role"] == "tool" for each in messages):
+            check_tools(self._render, messages, tools)
+        prompt = self._render(messages[:-1], asked, opened=True)[0]
+        if "tool_calls" not in last:
+            return prompt, in_content(last)
+        answer = self._answer(messages, asked)
+        return prompt, answer.text[answer.start : answer.body].strip()
+
+    def sequences(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        split: bool = True,
+        last_alone: bool = False,
+    ) -> list[TrainingText]:
         """The texts in which every answer of a conversation is learned in the form that a server gives it.
 
         One text serves all answers that it repeats letter by letter. A template may rewrite an answer once
         more follows (drop its thoughts): the earlier answer then gets a text of its own, which ends with
         it. Without ``split`` there is one text, in which rewritten answers are learned as history has them.
+        ``last_alone``: earlier answers aren't learned; nor are those of weight 0.
         Raises ValueError with the reason, as a short phrase, when an answer can't be found.
         """
+        messages = self.taken(messages)
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = {place: self._answer(messages[: place + 1]) for place in places}
-        whole = answers[places[-1]].text
-        found: list[TrainingText] = []
+        places = [i for i in places[-last_alone:] if messages[i].get("weight", 1)]
+        if not places:
+            raise ValueError("no answer is learned: the weight of each is 0")
+        if tools or any("tool_calls" in each or each["role"] == "tool" for each in messages):
+            check_tools(self._render, messages[: places[-1] + 1], tools)
+        answers = {}
+        for place in places:
+            upto = messages[: place + 1]
+            answers[place] = self._answer(upto, self._asked(upto, tools))
+        whole, found = answers[places[-1]], list[TrainingText]()
         for place, answer in reversed(answers.items()):
             span, same = (answer.start, answer.end), True
             if found and not found[-1].text.startswith(answer.text[: answer.end]):
                 if split:
                     found.append(TrainingText(answer.text))
                 else:
-                    span, same = self._in_history(messages, place, whole), False
+                    upto = messages[: places[-1] + 1]
+                    span, same = self._in_history(upto, place, whole, answer, tools), False
             elif not found:
                 found.append(TrainingText(answer.text))
             found[-1].spans.insert(0, span)
             found[-1].answers.insert(0, answer)
             found[-1].rewritten += not same
+            found[-1].thoughts |= same and bool(thoughts_of(messages[place])[0])
         return found[::-1]
 
     def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[list[Span]]]:
@@ -136,30 +201,17 @@ class ChatTemplate:
             for learned, group in groupby(tokens, key=itemgetter(1))
         ]
 
-    def _rendered(
-        self, messages: Sequence[Message], opened: bool = False, marked: bool = False
-    ) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def _asked(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Asked:
+        """The request for the last message."""
+        if isinstance(self._thinking, str):
+            return Asked(tools, bool(thoughts_of(messages[-1])[0]))
+        return Asked(tools, self._thinking)
 
-        special: dict[str, Any] = self._tokenizer.special_tokens_map
-        try:
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self._template,
-                add_generation_prompt=opened,
-                return_assistant_tokens_mask=marked,
-                **special,
-            )
-        except (TemplateError, TypeError, LookupError) as error:
-            raise ValueError(f"the chat template refuses the conversation: {error}") from error
-        texts, spans = rendered
-        return texts[0], spans[0] if marked else []
-
-    def _answer(self, messages: Sequence[Message]) -> Answer:
+    def _answer(self, messages: Sequence[Message], asked: Asked) -> Answer:
         """The last message of ``messages``, which is the assistant's."""
-        words = messages[-1]["content"].strip()
-        text, spans = self._rendered(messages, marked=self._marked)
+        last = messages[-1]
+        words, (thoughts, said) = in_content(last).strip(), thoughts_of(last)
+        text, spans = self._render(messages, asked, marked=self._marked)
         unmatched = ""
         if self._marked:
             if len(spans) < sum(message["role"] == "assistant" for message in messages):
@@ -167,45 +219,96 @@ class ChatTemplate:
             start, end = spans[-1]  # marked by the template's author
             body = self._body_end(text[:end], start)
         else:
-            start, unmatched = self._start(messages, text)
-            body = self._body_end(text, start)
-            if THOUGHTS_END in words and THOUGHTS_END not in text[start:]:
+            text = self._behind_calls(messages, text, asked)
+            start, unmatched = self._start(messages, text, asked)
+            calls = "tool_calls" in last
+            ended = text.rstrip()
+            body = len(ended.removesuffix(self._tail)) if calls else self._body_end(text, start)
+            lost = thoughts and thoughts not in text[start:body]
+            if not self._render.thoughts_key:
+                lost = lost or (THOUGHTS_END in words and THOUGHTS_END not in text[start:])
+            learned = text[start:body]
+            if lost:
                 # The template writes it as history, without thoughts; what the model writes has them.
-                learned = self._with_thoughts(text[start:body], unmatched, words)
+                learned = self._with_thoughts(learned, unmatched, words, said if calls else None)
+            if lost or (learned.startswith(THOUGHTS_END) and unmatched.strip() == "<think>"):
                 text = text[:start] + unmatched + learned + text[body:]
                 start, unmatched = start + len(unmatched), ""
                 body = start + len(learned)
-            end = self._stop_end(text, body)
-            if self._stop and end == body:
-                text, end = text[:end] + self._stop, end + len(self._stop)
-        learned = text[start:body]
-        added = learned.removesuffix(words) if learned.endswith(words) else ""
-        return Answer(text, start, end, added, unmatched)
+            stop = self._stop
+            if calls and stop:
+                stop = self._next_token(messages, text[:body], asked) or stop
+            end = len(text.rstrip()) if calls else self._stop_end(text, body)
+            if stop and end == body:
+                text, end = text[:end] + stop, end + len(stop)
+        return Answer(
+            text, start, end, body, self._added_to(words, last, text[start:body]), unmatched
+        )
 
-    def _start(self, messages: Sequence[Message], text: str) -> tuple[int, str]:
+    @staticmethod
+    def _added_to(words: str, last: Message, learned: str) -> str:
+        """What of ``learned`` the template puts in front of the answer's own words."""
+        if "tool_calls" in last:
+            empty = None if thoughts_of(last)[0] else _EMPTY_THOUGHTS.match(learned)
+            return empty[0] if empty else ""
+        return learned.removesuffix(words) if learned.endswith(words) else ""
+
+    def _behind_calls(self, messages: Sequence[Message], text: str, asked: Asked) -> str:
+        """``text`` behind the prompt that a server sends, where calls are rewritten once they are answered.
+
+        gpt-oss's drops the thoughts of calls when the final answer follows.
+        """
+        prompt = messages[:-1]
+        if not prompt or prompt[-1]["role"] != "tool":
+            return text
+        if text.startswith(self._render(prompt, asked)[0]):
+            return text
+        header = self._render([*prompt, {"role": "assistant", "content": MARK}], asked)[0]
+        end = header.partition(MARK)[0].rfind(self._opening) + len(self._opening)
+        opened = self._render(prompt, asked, opened=True)[0]
+        known = end >= len(self._opening) and opened.endswith(self._opening)
+        return opened + text[end:] if known and text.startswith(header[:end]) else text
+
+    def _start(self, messages: Sequence[Message], text: str, asked: Asked) -> tuple[int, str]:
         """Where in ``text`` the model begins to write, and what part of a server's prompt it lacks."""
         prompt = messages[:-1]
         if not prompt or not self._opening:  # the template does not open answers
-            header = self.text([*prompt, {"role": "assistant", "content": MARK}])
+            header = self._render([*prompt, {"role": "assistant", "content": MARK}], asked)[0]
             start = header.find(MARK)
             if start < 0 or not text.startswith(header[:start]):
                 raise ValueError(DIFFERENT)
             return start, ""
-        opened = self.text(prompt, opened=True)
+        opened = self._render(prompt, asked, opened=True)[0]
         start = shared(opened, text)
         # A difference may lie in the opening alone: thoughts that a server opens and this answer lacks.
-        if start < len(opened) - len(self._opening) and start < len(self.text(prompt)):
+        if start < len(opened) - len(self._opening) and start < len(self._render(prompt, asked)[0]):
             raise ValueError(DIFFERENT)
+        if start < len(opened):  # "<think>" and "</think>" share a letter, and no token
+            start = min(
+                (
+                    at
+                    for token in self._added
+                    if (at := text.rfind(token, 0, start + len(token) - 1)) >= 0
+                    and at < start < at + len(token)
+                ),
+                default=start,
+            )
         return start, opened[start:]
 
-    @staticmethod
-    def _with_thoughts(visible: str, opener: str, words: str) -> str:
-        """The answer ``words`` behind ``opener``, where the template wrote no more of it than ``visible``."""
-        if not opener.strip() or not words.startswith(opener.strip()):
-            raise ValueError("the chat template leaves a part of the answer out")
-        if words.rpartition(THOUGHTS_END)[2].strip() != visible.strip():
-            raise ValueError("the chat template leaves a part of the answer out")
-        return words.removeprefix(opener.strip()).lstrip("\n")
+    def _with_thoughts(self, visible: str, opener: str, words: str, said: str | None) -> str:
+        """The answer ``words`` behind ``opener``, where the template wrote no more of it than ``visible``.
+
+        ``said``: what of the words stands in front of the tool calls that are written in ``visible``, too.
+        """
+        visible = visible.strip().removeprefix(THOUGHTS_END).strip()
+        head, _, rest = words.rpartition(THOUGHTS_END)
+        whole = visible.startswith(said.strip()) if said is not None else rest.strip() == visible
+        if not opener.strip() or not words.startswith(opener.strip()) or not whole:
+            hint = ": with enable_thinking: true it opens thoughts" * self._render.switched
+            raise ValueError(f"the chat template leaves a part of the answer out{hint}")
+        gap = rest[: len(rest) - len(rest.lstrip())]
+        written = head + THOUGHTS_END + gap
+        return written.removeprefix(opener.strip()).lstrip("\n") + visible
 
     def _body_end(self, text: str, start: int) -> int:
         """Where in ``text``, which ends with an answer, the stop tokens and spaces behind it begin."""
@@ -228,134 +331,66 @@ class ChatTemplate:
             behind += len(token)
         return behind if behind > end else body
 
-    def _in_history(self, messages: Sequence[Message], place: int, whole: str) -> Span:
+    def _next_token(self, messages: Sequence[Message], text: str, asked: Asked) -> str:
+        """The added token that begins a tool's result behind ``text``, which ends with the call of it."""
+        try:
+            longer = self._render([*messages, {"role": "tool", "content": MARK}], asked)[0]
+        except ValueError:
+            return ""
+        behind = longer[len(text) :].lstrip() if longer.startswith(text) else ""
+        return next((token for token in self._added if behind.startswith(token)), "")
+
+    def _in_history(
+        self,
+        messages: Sequence[Message],
+        place: int,
+        whole: Answer,
+        answer: Answer,
+        tools: Sequence[Tool],
+    ) -> Span:
         """Where in ``whole``, all of the conversation, the answer ``messages[place]`` stands as history."""
         marked = [*messages]
-        marked[place] = {**messages[place], "content": MARK}
-        before, mark, behind = self.text(marked).partition(MARK)
-        if not (mark and whole.startswith(before) and whole.rstrip().endswith(behind.rstrip())):
-            raise ValueError("the chat template leaves an earlier answer out of the history")
-        return len(before), self._stop_end(whole, len(whole.rstrip()) - len(behind.rstrip()))
+        marked[place] = {**without_thoughts(messages[place]), "content": MARK}
+        text = whole.text
+        before, mark, behind = self._render(marked, self._asked(messages, tools))[0].partition(MARK)
+        if "tool_calls" in messages[place]:
+            learned = (
+                answer.text[answer.start : answer.end].rpartition(THOUGHTS_END)[2].lstrip("\n")
+            )
+            if mark and text.startswith(before + learned):
+                return len(before), len(before) + len(learned)
+        elif mark and text.startswith(before):
+            ended = text.rstrip()
+            if not ended.endswith(behind.rstrip()):  # the stop that the template left out
+                ended = ended.removesuffix(self._stop).rstrip()
+            if ended.endswith(behind.rstrip()):
+                return len(before), self._stop_end(text, len(ended) - len(behind.rstrip()))
+        raise ValueError("the chat template leaves an earlier answer out of the history")
 
     def _probe_opening(self) -> str:
         """What the template adds behind a user's message for the model to go on from; "" if nothing."""
-        probe = [{"role": "user", "content": "0"}]
+        probe: list[Message] = [{"role": "user", "content": "0"}]
         try:
-            before, opened = self.text(probe), self.text(probe, opened=True)
+            before, opened = self._render(probe)[0], self._render(probe, opened=True)[0]
         except ValueError:  # it may require a system message, or reject an empty text
             return MARK
         return opened[shared(before, opened) :]
 
-    def _probe_stop(self) -> str:
-        """The special token that follows an answer in a longer conversation, where none ends the answer.
+    def _probe_stop(self) -> tuple[str, str]:
+        """What ends an answer, or the special token that follows it in a longer conversation.
 
         GLM's models end an answer with the token that begins the next message.
         """
-        user, answer = {"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}
+        user: Message = {"role": "user", "content": MARK}
+        answer: Message = {"role": "assistant", "content": MARK}
         try:
-            ended, longer = self.text([user, answer]), self.text([user, answer, user])
+            ended, longer = (
+                self._render(each)[0] for each in ([user, answer], [user, answer, user])
+            )
         except ValueError:
-            return ""
-        if ended.rpartition(MARK)[2].strip() or not longer.startswith(ended.rstrip()):
-            return ""
+            return "", ""
+        tail = ended.rpartition(MARK)[2].strip()
+        if tail or not longer.startswith(ended.rstrip()):
+            return tail, ""
         behind = longer[len(ended.rstrip()) :]
-        return next((token for token in self._added if behind.startswith(token)), "")
-
-
-def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
-    """``ids`` where a token stands for any of the characters in ``spans``, IGNORED elsewhere.
-
-    Both spans and tokens are in the order of the text.
-    """
-    result = [IGNORED] * len(ids)
-    left = iter(spans)
-    span = next(left, None)
-    for index, (start, end) in enumerate(offsets):
-        while span and start >= span[1]:
-            span = next(left, None)
-        if span is None:
-            break
-        if end > span[0]:
-            result[index] = ids[index]
-    return result
-
-
-def shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of the common prefix."""
-    if first == second[: len(first)]:
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-class Forms:
-    """Counts of how the chat template writes the answers used."""
-
-    def __init__(self) -> None:
-        self._rows = self._answers = self._texts = 0
-        self._rewritten = 0  # conversations of several texts, or with answers in another form
-        self._added: Counter[str] = Counter()
-        self._unmatched: Counter[str] = Counter()
-
-    def count(self, texts: list[TrainingText]) -> None:
-        """One conversation's texts."""
-        self._rows += 1
-        self._texts += len(texts)
-        self._rewritten += len(texts) > 1 or texts[0].rewritten > 0
-        for answer in (answer for text in texts for answer in text.answers):
-            self._answers += 1
-            self._added[answer.added] += bool(answer.added.strip())
-            self._unmatched[answer.unmatched] += bool(answer.unmatched.strip())
-
-    def notes(self, split: bool) -> Iterator[Problem]:
-        if self._rewritten and split:
-            yield _template_note(
-                "KTD005",
-                f"writes earlier answers differently once the conversation goes on: {self._rewritten:,} of "
-                f"{self._rows:,} conversations are trained as several sequences ({self._texts:,} in all), so "
-                "that each answer is trained as it is served",
-            )
-        elif self._rewritten:
-            yield _template_note(
-                "KTD005",
-                "writes earlier answers differently once the conversation goes on, and split_turns is false: "
-                f"in {self._rewritten:,} of {self._rows:,} conversations earlier answers are trained in "
-                "another form than the model writes them when it is served",
-                "Leave split_turns out to train each answer as it is served.",
-                "warning",
-            )
-        for text, count in self._added.most_common(1):
-            if count:
-                yield _template_note(
-                    "KTD006",
-                    f"puts {text!r} in front of {count:,} of {self._answers:,} answers, and the model learns "
-                    "to write it",
-                )
-        for text, count in self._unmatched.most_common(1):
-            if count:
-                yield _template_note(
-                    "KTD007",
-                    f"has a server end its prompt in {text!r}, which {count:,} of {self._answers:,} answers "
-                    "don't go on from: they are trained without it",
-                )
-
-
-def _template_note(
-    code: str, found: str, next_step: str | None = None, severity: Severity | None = None
-) -> Problem:
-    return problem(code, "chat template", found, "", next_step, severity)
-
-
-def stop_note(last: int | None, tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
-    """Answers that don't end in a token of the tokenizer's own make teach the model never to stop."""
-    if last is None or last in {tokenizer.eos_token_id, *tokenizer.get_added_vocab().values()}:
-        return
-    word = str(tokenizer.decode([last]))
-    if not word.strip():
-        return
-    yield problem(
-        "KTD004",
-        "chat template",
-        f"answers end in {word!r}, so that the model does not learn to stop",
-        "an end-of-turn token within the assistant's part",
-    )
+        return "", next((token for token in self._added if behind.startswith(token)), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,13 +15,12 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.chat import (
     IGNORED,
     ChatTemplate,
-    Forms,
     TrainingText,
-    labels,
-    shared,
-    stop_note,
 )
-from ktbridge.sft.data.layout import Message, Pair
+from ktbridge.sft.data.forms import Forms, stop_note
+from ktbridge.sft.data.messages import Conversation
+from ktbridge.sft.data.pairs import FittedPairs, Preview
+from ktbridge.sft.data.render import Span
 from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_progress``."""
 Progress = Callable[[int, int], None]
-Preview = dict[str, list[tuple[str, bool]]]
-"""Texts by name, each as pieces in order: the text, and whether the loss counts it."""
 
 
 @dataclass
@@ -53,6 +51,8 @@ class Fitted:
     """Tokens of the used rows within the cutoff; dpo: of both answers, each with its prompt."""
     trained_tokens: int = 0
     """Tokens that the loss counts."""
+    with_thoughts: int = 0
+    """Used rows in which an answer that is trained on has thoughts."""
     cutoff_len: int = 0
     packed: bool = False
     preview: Preview = field(default_factory=dict)
@@ -73,8 +73,12 @@ def fit_rows(
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
     """
-    chat = ChatTemplate(tokenizer)
-    fit = _Pairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
+    fit: _Sequences | FittedPairs
+    if config.stage == "pt":
+        fit = _Texts(tokenizer, config)
+    else:
+        chat = ChatTemplate(tokenizer, config.enable_thinking)
+        fit = FittedPairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
     given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
     refused = []
     for start in range(0, len(given), BATCH):
@@ -92,6 +96,7 @@ def fit_rows(
         refused=everything,
         tokens=fit.tokens,
         trained_tokens=fit.trained,
+        with_thoughts=fit.with_thoughts,
         cutoff_len=config.cutoff_len,
         packed=fit.packed,
         preview=fit.preview(),
@@ -133,6 +138,7 @@ def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
         "cutoff_len": config.cutoff_len,
         "tokens": fitted.tokens,
         "trained_tokens": fitted.trained_tokens,
+        "with_thoughts": fitted.with_thoughts,
     }
     return json.dumps(summary, indent=2, ensure_ascii=False).encode() + b"\n"
 
@@ -150,70 +156,68 @@ def describe(fitted: Fitted, purpose: str = "trained on") -> str:
         line += f", packed into {len(fitted.dataset):,}"
     elif len(fitted.dataset) > fitted.used:
         line += f", in {len(fitted.dataset):,} sequences"
+    if fitted.with_thoughts:
+        line += f", {fitted.with_thoughts:,} with thoughts and {fitted.used - fitted.with_thoughts:,} without"
     return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are {purpose}"
 
 
-class _Conversations:
-    """Conversations into flat arrays of tokens: Python's own lists would take nine times the memory."""
+def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
+    """``ids`` where a token stands for any of the characters in ``spans``, IGNORED elsewhere.
 
-    def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
-        self._chat, self._cutoff, self._split = chat, config.cutoff_len, config.split_turns
+    Both spans and tokens are in the order of the text.
+    """
+    result = [IGNORED] * len(ids)
+    left = iter(spans)
+    span = next(left, None)
+    for index, (start, end) in enumerate(offsets):
+        while span and start >= span[1]:
+            span = next(left, None)
+        if span is None:
+            break
+        if end > span[0]:
+            result[index] = ids[index]
+    return result
+
+
+class _Sequences(ABC):
+    """Sequences in flat arrays of tokens: Python's own lists would take nine times the memory."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._cutoff = config.cutoff_len
         self.packed = config.packing or config.neat_packing
         self._ids, self._labels, self._ends = array("i"), array("i"), array("i", [0])
-        self.used = self.tokens = self.trained = 0
+        self.used = self.tokens = self.trained = self.with_thoughts = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
         """The last token of an answer that was not cut off."""
-        self._forms = Forms()
 
-    def add(self, batch: list[tuple[int, list[Message]]]) -> Iterator[tuple[int, str]]:
+    @abstractmethod
+    def add(self, batch: list[tuple[int, Conversation]]) -> Iterator[tuple[int, str]]:
         """Take the numbered rows in; yields number and reason of those that can't be used."""
-        written: list[tuple[int, TrainingText]] = []
-        for number, messages in batch:
-            try:
-                texts = self._chat.sequences(messages, self._split)
-            except ValueError as error:
-                yield number, str(error)
-            else:
-                written += [(number, text) for text in texts]
-                self._forms.count(texts)
-        if not written:
-            return
-        used = dict.fromkeys((number for number, _ in written), False)
-        encoded = self._chat.tokens([text.text for _, text in written])
-        for (number, text), ids, offsets in zip(written, *encoded, strict=True):
-            learned = labels(ids[: self._cutoff], offsets[: self._cutoff], text.spans)
-            if len(ids) > self._cutoff and number not in self.cut[-1:]:
-                self.cut.append(number)
-            # The first token is never predicted: there is nothing before it.
-            trained = len(learned) - 1 - learned[1:].count(IGNORED)
-            if not trained:
-                continue
-            used[number] = True
-            self._ids.extend(ids[: self._cutoff])
+
+    def notes(self) -> Iterator[Problem]:
+        return iter(())
+
+    @abstractmethod
+    def preview(self) -> Preview:
+        """The first sequence."""
+
+    def _first(self) -> list[tuple[int, bool]]:
+        end = self._ends[1]
+        pairs = zip(self._ids[:end], self._labels[:end], strict=True)
+        return [(token, label != IGNORED) for token, label in pairs]
+
+    def _append(self, ids: list[int], learned: list[int]) -> int:
+        """Add a sequence if something of it is learned; how many of its tokens are."""
+        # The first token is never predicted: there is nothing before it.
+        trained = len(learned) - 1 - learned[1:].count(IGNORED)
+        if trained > 0:
+            self._ids.extend(ids)
             self._labels.extend(learned)
             self._ends.append(len(self._ids))
             self.tokens += len(learned)
             self.trained += trained
-            if len(ids) <= self._cutoff and self.last_learned is None:
-                self.last_learned = next(label for label in reversed(learned) if label != IGNORED)
-        for number, taken in used.items():
-            if taken:
-                self.used += 1
-                continue
-            self.cut = [cut for cut in self.cut if cut != number]
-            yield number, f"no answer within cutoff_len={self._cutoff} tokens"
-
-    def notes(self) -> Iterator[Problem]:
-        return self._forms.notes(self._split)
-
-    def preview(self) -> Preview:
-        """The first sequence."""
-        end = self._ends[1]
-        pairs = zip(self._ids[:end], self._labels[:end], strict=True)
-        return {
-            "sequence": self._chat.pieces([(token, label != IGNORED) for token, label in pairs])
-        }
+        return trained
 
     def dataset(self) -> Dataset:
         import numpy as np
@@ -234,85 +238,92 @@ class _Conversations:
         return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
 
     @staticmethod
-    def plain(messages: list[Message]) -> dict[str, list[Message]]:
-        return {"messages": messages}
+    def plain(messages: Conversation) -> dict[str, object]:
+        return {"messages": messages, **({"tools": messages.tools} if messages.tools else {})}
 
 
-class _Pairs:
-    """Pairs, counted as trl's DPOTrainer tokenizes and cuts them: each answer behind the prompt."""
+class _Texts(_Sequences):
+    """Texts, each ended by the tokenizer's end of text; a long one makes several pieces.
 
-    packed = False
+    A piece begins with the last token of the one before, so that every token but a text's first is learned.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._tokenizer = tokenizer
+
+    def add(self, batch: list[tuple[int, Conversation]]) -> Iterator[tuple[int, str]]:
+        texts = [messages[0]["content"] for _, messages in batch]
+        end = self._tokenizer.eos_token_id
+        encoded = self._tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        for (number, _), ids in zip(batch, encoded, strict=True):
+            if end is not None and ids[-1:] != [end]:
+                ids.append(end)
+            step = max(1, self._cutoff - 1)
+            pieces = [ids[at : at + self._cutoff] for at in range(0, len(ids) - 1, step)]
+            if not sum([self._append(piece, piece) for piece in pieces]):
+                yield number, f"no answer within cutoff_len={self._cutoff} tokens"
+                continue
+            self.used += 1
+
+    def preview(self) -> Preview:
+        text = str(self._tokenizer.decode([token for token, _ in self._first()]))
+        return {"sequence": [(text, True)]}
+
+
+class _Conversations(_Sequences):
+    """Conversations by the chat template."""
 
     def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
-        self._chat, self._cutoff = chat, config.cutoff_len
-        self._pairs: list[Pair] = []
-        self.used = self.tokens = self.trained = 0
-        self.cut: list[int] = []
-        self.last_learned: int | None = None
+        super().__init__(config)
+        self._chat, self._split = chat, config.split_turns
+        self._everything, self._last_alone = config.train_on_prompt, config.mask_history
+        self._forms = Forms()
 
-    def add(self, batch: list[tuple[int, Pair]]) -> Iterator[tuple[int, str]]:
+    def add(self, batch: list[tuple[int, Conversation]]) -> Iterator[tuple[int, str]]:
         """Take the numbered rows in; yields number and reason of those that can't be used."""
-        written = []
-        for number, pair in batch:
+        written: list[tuple[int, TrainingText]] = []
+        thoughtful: set[int] = set()
+        for number, messages in batch:
             try:
-                prompt = self._chat.text(pair.prompt, opened=True)
-                chosen = self._chat.text([*pair.prompt, *pair.chosen])
-                rejected = self._chat.text([*pair.prompt, *pair.rejected])
+                texts = self._chat.sequences(
+                    messages, messages.tools, self._split, self._last_alone
+                )
             except ValueError as error:
                 yield number, str(error)
             else:
-                written.append((number, pair, (prompt, chosen, rejected)))
+                written += [(number, text) for text in texts]
+                self._forms.count(texts)
+                thoughtful |= {number} if any(text.thoughts for text in texts) else set()
         if not written:
             return
-        ids = iter(self._chat.tokens([text for *_, texts in written for text in texts])[0])
-        for number, pair, _ in written:
-            why = self._take(number, pair, next(ids), next(ids), next(ids))
-            if why:
-                yield number, why
-
-    def _take(
-        self, number: int, pair: Pair, prompt: list[int], chosen: list[int], rejected: list[int]
-    ) -> str:
-        start = min(shared(prompt, chosen), shared(prompt, rejected))
-        answers = (chosen[: self._cutoff], rejected[: self._cutoff])
-        if any(len(answer) <= start for answer in answers):
-            return f"no answer within cutoff_len={self._cutoff} tokens"
-        if answers[0] == answers[1]:
-            return f"chosen and rejected are the same within cutoff_len={self._cutoff} tokens"
-        self._pairs.append(pair)
-        self.used += 1
-        self.tokens += sum(map(len, answers))
-        self.trained += sum(len(answer) - start for answer in answers)
-        if max(len(chosen), len(rejected)) > self._cutoff:
-            self.cut.append(number)
-        elif self.last_learned is None:
-            self.last_learned = chosen[-1]
-        return ""
+        used = dict.fromkeys((number for number, _ in written), False)
+        encoded = self._chat.tokens([text.text for _, text in written])
+        for (number, text), ids, offsets in zip(written, *encoded, strict=True):
+            learned = labels(ids[: self._cutoff], offsets[: self._cutoff], text.spans)
+            if self._everything:
+                learned = ids[: self._cutoff]
+            if len(ids) > self._cutoff and number not in self.cut[-1:]:
+                self.cut.append(number)
+            if self._append(ids[: self._cutoff], learned) <= 0:
+                continue
+            used[number] = True
+            if len(ids) <= self._cutoff and self.last_learned is None:
+                self.last_learned = next(label for label in reversed(learned) if label != IGNORED)
+        for number, taken in used.items():
+            if taken:
+                self.used += 1
+                self.with_thoughts += number in thoughtful
+                continue
+            self.cut = [cut for cut in self.cut if cut != number]
+            yield number, f"no answer within cutoff_len={self._cutoff} tokens"
 
     def notes(self) -> Iterator[Problem]:
-        return iter(())
+        yield from self._forms.notes(self._split)
+        yield from self._chat.notes()
 
     def preview(self) -> Preview:
-        """Both answers of the first pair, each behind the prompt."""
-        pair, shown = self._pairs[0], {}
-        prompt = self._chat.text(pair.prompt, opened=True)
-        for side in ("chosen", "rejected"):
-            text = self._chat.text([*pair.prompt, *getattr(pair, side)])
-            (asked, ids), _ = self._chat.tokens([prompt, text])
-            start = shared(asked, ids)
-            shown[side] = self._chat.pieces(
-                [(token, place >= start) for place, token in enumerate(ids[: self._cutoff])]
-            )
-        return shown
-
-    def dataset(self) -> Dataset:
-        from datasets import Dataset
-
-        return Dataset.from_list([self.plain(pair) for pair in self._pairs])
-
-    @staticmethod
-    def plain(pair: Pair) -> dict[str, list[Message]]:
-        return {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
+        return {"sequence": self._chat.pieces(self._first())}
 
 
 def _too_many(refused: list[Refused], total: int) -> ProblemsError:

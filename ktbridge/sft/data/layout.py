@@ -1,6 +1,6 @@
 """Interpret rows of a file: alpaca, sharegpt and OpenAI messages, and preference pairs in each format.
 
-A conversation becomes what the chat template takes: messages of plain text, each by one of three roles.
+A conversation becomes what the chat template takes: messages, and the tools that may be called in it.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Message = dict[str, str]
-
-ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
-SHAREGPT_ROLES = {**ROLES, "human": "user", "gpt": "assistant"}
-
-TOOL_ROLES = ("tool", "function", "observation", "function_call")
-MEANINGFUL_IN_MESSAGE = (
-    "tool_calls", "function_call", "tool_call_id", "weight", "prefix", "refusal", "audio", "images",
-    "videos", "audios", "reasoning_content", "reasoning", "thinking",
-)  # fmt: skip
-"""Keys that change what a message means or whether it is learned: refused, never skipped."""
+from ktbridge.sft.data.messages import (
+    Conversation,
+    Message,
+    Tags,
+    Tool,
+    is_empty,
+    message,
+    read_messages,
+    read_tools,
+)
 
 
 @dataclass(frozen=True)
@@ -28,34 +27,7 @@ class Pair:
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
-
-
-@dataclass(frozen=True)
-class Tags:
-    """A file's message format: the keys of role and text, and the names of the roles.
-
-    ``None`` for a key: ``role`` or ``from``, ``content`` or ``value``, whichever the message has.
-    """
-
-    role: str | None = None
-    content: str | None = None
-    roles: Mapping[str, str] | None = None
-    tools: tuple[str, ...] = TOOL_ROLES
-
-
-def is_empty(value: object) -> bool:
-    """Whether a field is empty: exporters write such columns for every row."""
-    return value is None or value in ("", "[]", "{}", [], {})
-
-
-def read_messages(values: object, tags: Tags, unused: set[str]) -> list[Message]:
-    """A list of messages in a file's format; unread keys are added to ``unused``.
-
-    Raises ValueError with the reason, as a short phrase, when one of them can't be trained on.
-    """
-    if not isinstance(values, list) or not values:
-        raise ValueError("messages is not a list with something in it")
-    return [_read_message(value, tags, unused) for value in values]
+    tools: list[Tool] = field(default_factory=list)
 
 
 def ending_in_answer(messages: list[Message]) -> list[Message]:
@@ -63,52 +35,6 @@ def ending_in_answer(messages: list[Message]) -> list[Message]:
     if messages[-1]["role"] != "assistant":
         raise ValueError("the last message is not the assistant's: nothing to learn")
     return messages
-
-
-def message(role: str, content: object) -> Message:
-    """One message of plain text. Raises ValueError for anything else, and for a text with nothing in it."""
-    content = _text(role, content)
-    if not content.strip():
-        raise ValueError(f"an empty {role} message")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half a character (a lone surrogate) in a {role} message") from error
-    return {"role": role, "content": content}
-
-
-def _read_message(value: object, tags: Tags, unused: set[str]) -> Message:
-    if not isinstance(value, dict):
-        raise ValueError(f"a message that is a {type(value).__name__}, not an object")
-    role_key = tags.role or ("role" if "role" in value else "from")
-    content_key = tags.content or ("content" if "content" in value else "value")
-    role = value.get(role_key)
-    roles = tags.roles or SHAREGPT_ROLES
-    if isinstance(role, str) and role in tags.tools and role not in roles:
-        raise ValueError(f"a {role} message: tool calls are not trained on")
-    if not isinstance(role, str) or role not in roles:
-        raise ValueError(f"a message whose role is not {', '.join(roles)}")
-    for key in value.keys() - {role_key, content_key}:
-        if is_empty(value[key]):
-            continue
-        if key in MEANINGFUL_IN_MESSAGE:
-            raise ValueError(f"a message with {key}: that is not trained on")
-        unused.add(f"{key} of a message")
-    return message(roles[role], value.get(content_key))
-
-
-def _text(role: str, content: object) -> str:
-    if isinstance(content, list):  # OpenAI's content parts
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"content that is not text ({kind}) in a {role} message")
-        return "".join(part["text"] for part in content)
-    if content is None:
-        return ""
-    if not isinstance(content, str):
-        raise ValueError(f"content that is not text ({type(content).__name__}) in a {role} message")
-    return content
 
 
 COLUMNS = {
@@ -128,7 +54,7 @@ COLUMNS = {
 }
 """LLaMA-Factory's column names, and their default keys."""
 MEANINGFUL = (
-    "tools", "functions", "images", "image", "videos", "video", "audios", "audio", "kto_tag",
+    "images", "image", "videos", "video", "audios", "audio", "kto_tag",
     "loss_mask",
 )  # fmt: skip
 """Fields that change what is learned from a row and that are not trained on: refused, never skipped."""
@@ -150,8 +76,8 @@ class Layout:
     tags: Tags = field(default_factory=Tags)
 
 
-def read_conversation(row: object, layout: Layout, unused: set[str]) -> list[Message]:
-    """The messages of one row, the last one the assistant's; keys not read are added to ``unused``.
+def read_conversation(row: object, layout: Layout, unused: set[str]) -> Conversation:
+    """One row's messages, the last one the assistant's, and tools; keys not read are added to ``unused``.
 
     Raises ValueError with the reason, as a short phrase, when the row can't be trained on.
     """
@@ -159,7 +85,10 @@ def read_conversation(row: object, layout: Layout, unused: set[str]) -> list[Mes
     if not is_empty(fields.get("chosen")) and not is_empty(fields.get("rejected")):
         raise ValueError("a preference pair: stage dpo trains on it")
     kind = layout.formatting or fields.detect_format()
-    if kind == "alpaca":
+    if kind == "completion":
+        messages = _with_system(fields, _trl_prompt(fields.take_key("prompt"), layout, unused))
+        messages += _answer(fields.take_key("completion"), layout, unused)
+    elif kind == "alpaca":
         if not fields.has("prompt") or not fields.has("response"):
             raise fields.of_no_known_form()
         messages = _alpaca_prompt(fields)
@@ -168,8 +97,25 @@ def read_conversation(row: object, layout: Layout, unused: set[str]) -> list[Mes
         messages = _with_system(fields, read_messages(fields.take("messages"), layout.tags, unused))
     else:
         raise fields.of_no_known_form()
+    tools = fields.tools()
     unused |= fields.left()
-    return ending_in_answer(messages)
+    return Conversation(ending_in_answer(messages), tools)
+
+
+def read_document(row: object, layout: Layout, unused: set[str]) -> Conversation:
+    """A row of raw text, as one message of the role "text"; as ``read_conversation`` otherwise.
+
+    The text is the column ``text`` or, where an entry of dataset_info.json names another, ``prompt``.
+    """
+    fields = _Fields(row, layout)
+    text = fields.take("prompt") if layout.formatting else fields.take_key("text")
+    if text is None:
+        raise ValueError(
+            "no text: stage pt trains on a field text, or the column that prompt names"
+        )
+    found = message("text", text)
+    unused |= fields.left()
+    return Conversation([found])
 
 
 def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
@@ -191,8 +137,27 @@ def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
         if shared and (not prompt or prompt == better[:shared][-len(prompt) :]):
             prompt, better, worse = better[:shared], better[shared:], worse[shared:]
         prompt = _with_system(fields, prompt)
+    tools = fields.tools()
     unused |= fields.left()
-    return _checked(Pair(prompt, better, worse))
+    return _checked(Pair(prompt, better, worse, tools))
+
+
+def fill_identity(messages: list[Message], names: Mapping[str, str | None]) -> None:
+    """Fill {{name}} and {{author}} of LLaMA-Factory's identity.json in; text with code is left as it is.
+
+    Raises ValueError for one without a value.
+    """
+    for each in messages:
+        text = each["content"]
+        for key, value in names.items():
+            place = "{{" + key + "}}"
+            if place not in text or "`" in text or "<" in text:
+                continue
+            if value is None:
+                raise ValueError(
+                    f"{place} in a text: identity_{key} in the configuration fills it in"
+                )
+            each["content"] = each["content"].replace(place, value)
 
 
 class _Fields:
@@ -228,6 +193,11 @@ class _Fields:
         self._read.add(key)
         return self._row.get(key)
 
+    def tools(self) -> list[Tool]:
+        """OpenAI's ``tools`` or their older name, or the column that the layout names."""
+        given = [self.take("tools"), self.take_key("functions")]
+        return next((read_tools(value) for value in given if not is_empty(value)), [])
+
     def left(self) -> set[str]:
         return {
             str(key)
@@ -238,12 +208,15 @@ class _Fields:
     def detect_format(self) -> str:
         if self.has("messages"):
             return "messages"
+        if self.has_key("prompt") and self.has_key("completion"):
+            return "completion"
         return "alpaca" if self.has("prompt") else ""
 
     def of_no_known_form(self) -> ValueError:
         keys = ", ".join(sorted(map(str, self._row))) or "(none)"
         return ValueError(
-            f"no known form: keys {keys}, not messages, conversations, or instruction and output"
+            f"no known form: keys {keys}, not messages, conversations, instruction and output, or prompt "
+            "and completion"
         )
 
 
@@ -298,6 +271,8 @@ def _checked(pair: Pair) -> Pair:
     for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if [part["role"] for part in answer] != ["assistant"]:
             raise ValueError(f"{name} is not one assistant message")
+    if any("tool_calls" in part for part in (*pair.prompt, *pair.chosen, *pair.rejected)):
+        raise ValueError("a pair with tool calls: stage dpo compares answers of text")
     if not pair.prompt or pair.prompt[-1]["role"] != "user":
         raise ValueError("a pair whose prompt does not end in a user message")
     if pair.chosen == pair.rejected:

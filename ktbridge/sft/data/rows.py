@@ -15,7 +15,14 @@ from ktbridge.adapter.outputs import REFUSED_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.layout import Message, Pair, read_conversation, read_pair
+from ktbridge.sft.data.layout import (
+    Pair,
+    fill_identity,
+    read_conversation,
+    read_document,
+    read_pair,
+)
+from ktbridge.sft.data.messages import Conversation, Message, all_text
 from ktbridge.sft.data.sources import Source, find_sources
 from ktbridge.sft.data.tables import Line
 
@@ -23,7 +30,7 @@ SHOWN = 20
 """Rows listed one by one in an error."""
 ALIKE = 3
 """Of these, rows with the same kind of reason."""
-STAGES = {"a preference pair": "dpo", "no pair of answers": "sft"}
+STAGES = {"a preference pair": "dpo", "no pair of answers": "sft", "no text": "sft"}
 """Reasons that another stage doesn't have."""
 REASONS = 3
 """Reasons listed one by one in a summary."""
@@ -47,11 +54,12 @@ class Refused:
 
 @dataclass
 class Rows:
-    """Everything a run's datasets hold: ``conversations`` for stage sft, ``pairs`` for dpo."""
+    """Everything a run's datasets hold: ``conversations`` for sft, and for pt of one text each, ``pairs``
+    for dpo."""
 
     name: str = "dataset"
     """The key whose entries they are."""
-    conversations: list[list[Message]] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     """Where each conversation or pair stands, as ``FILE: line N``."""
@@ -154,10 +162,10 @@ def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
 
 def _plain(rows: Rows) -> Iterator[str]:
     """Each conversation or pair as one text in which runs of white space are single spaces."""
-    parts = [[each] for each in rows.conversations]
+    parts: list[list[list[Message]]] = [[each] for each in rows.conversations]
     parts += [[pair.prompt, pair.chosen, pair.rejected] for pair in rows.pairs]
     for each in parts:
-        plain = [[(m["role"], " ".join(m["content"].split())) for m in part] for part in each]
+        plain = [[(m["role"], " ".join(all_text(m).split())) for m in part] for part in each]
         yield json.dumps(plain)
 
 
@@ -193,7 +201,8 @@ def _next_step(reasons: Counter[str], count: int) -> str:
     if most == count and kind in STAGES:
         return f"Set stage: {STAGES[kind]} for these rows, or use others; nothing was started."
     if most == count and kind == "no known form":
-        return "docs/data.md has the forms; columns in dataset_info.json name other keys."
+        forms = "docs/data.md has the forms; columns in dataset_info.json name other keys"
+        return f"{forms}; stage: pt trains on raw text."
     return "Mend or remove these rows; nothing was started."
 
 
@@ -236,13 +245,19 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
 def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> None:
     if line.broken:
         raise ValueError(line.broken)
+    pair, conversation = None, Conversation([])
     if config.stage == "dpo":
         pair = read_pair(line.row, source.layout, unused)
     else:
-        conversation = read_conversation(line.row, source.layout, unused)
+        read = read_document if config.stage == "pt" else read_conversation
+        conversation = read(line.row, source.layout, unused)
+    names = {"name": config.identity_name, "author": config.identity_author}
+    parts = (pair.prompt, pair.chosen, pair.rejected) if pair else (conversation,)
+    for part in parts:
+        fill_identity(part, names)
     if config.strict_data and unused:
         raise ValueError(f"unknown fields {', '.join(sorted(unused))}")
-    if config.stage == "dpo":
+    if pair:
         rows.pairs.append(pair)
     else:
         rows.conversations.append(conversation)

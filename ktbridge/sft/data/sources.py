@@ -227,12 +227,14 @@ def _tags(given: Mapping[str, str], formatting: str) -> Tags:
     if formatting == "alpaca" or not given:
         return Tags()
     tags = {**TAGS, **given}
-    roles = {"user": "user_tag", "assistant": "assistant_tag", "system": "system_tag"}
+    roles = {
+        "user": "user_tag", "assistant": "assistant_tag", "system": "system_tag",
+        "tool": "observation_tag", "function_call": "function_tag",
+    }  # fmt: skip
     return Tags(
         tags["role_tag"],
         tags["content_tag"],
         {tags[tag]: role for role, tag in roles.items()},
-        (*Tags.tools, tags["observation_tag"], tags["function_tag"]),
     )
 
 

@@ -11,6 +11,7 @@ import yaml
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.sft.data.chat import ChatTemplate
+from ktbridge.sft.data.messages import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ def template_notes(name: str | None, tokenizer: PreTrainedTokenizerBase) -> list
         near = difflib.get_close_matches(name, known, cutoff=0.6)
         found = f"{name!r}: not compared, and the tokenizer's own chat template is used"
         return [problem("KTC037", "template", found, ", ".join(near))]
-    messages = [
+    messages: list[Message] = [
         {"role": role, "content": text}
         for turn in _PROBE
         for role, text in zip(("user", "assistant"), turn, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import Message, load_rows
+from ktbridge.sft.data import Conversation, Message, all_text, load_rows
 
 EVALUATIONS = 10
 """Of the held-out rows in a run, unless the configuration has another number."""
@@ -88,8 +89,9 @@ def _turns(conversation: Sequence[Message]) -> bool:
 
 def _parts(conversation: Sequence[Message]) -> list[Sequence[Message]]:
     """The conversation up to each of its answers."""
+    tools = conversation.tools if isinstance(conversation, Conversation) else []
     return [
-        conversation[: place + 1]
+        Conversation(conversation[: place + 1], tools)
         for place, message in enumerate(conversation)
         if message["role"] == "assistant"
     ]
@@ -101,7 +103,8 @@ def _rewrites_history(base: Path) -> bool | None:
         from ktbridge.experts.loading import load_tokenizer
         from ktbridge.sft.data.chat import ChatTemplate
 
-        user, answer = ({"role": role, "content": "0"} for role in ("user", "assistant"))
+        user: Message = {"role": "user", "content": "0"}
+        answer: Message = {"role": "assistant", "content": "0"}
         return len(ChatTemplate(load_tokenizer(base)).sequences([user, answer] * 2)) > 1
     except (KtbridgeError, ValueError, ImportError):
         return None
@@ -117,6 +120,9 @@ def measure(texts: Sequence[tuple[int, str]], config: TrainConfig, base: Path) -
     last = len(sample) - 1
     each = [sample[min((index + step // 2) // step, last)] for index in range(len(by_size))]
     each[-_LONGEST:] = [count(text) + _A_MESSAGE * n for n, text in by_size[-_LONGEST:]]
+    if config.stage == "pt":  # longer texts make several pieces
+        cut = config.cutoff_len
+        each = [min(cut, size - at) for size in each for at in range(0, size, cut)]
     return _lengths(each, config.cutoff_len, config.packing or config.neat_packing, counted)
 
 
@@ -182,8 +188,9 @@ def _counter(base: Path) -> tuple[Callable[[str], int], bool]:
 
 
 def _text(messages: Sequence[Message]) -> tuple[int, str]:
-    return len(messages), "\n".join(message["content"] for message in messages)
+    tools = json.dumps(messages.tools) if isinstance(messages, Conversation) else ""
+    return len(messages), "\n".join([tools, *map(all_text, messages)])
 
 
 def _size(messages: Sequence[Message]) -> int:
-    return sum(len(message["content"]) for message in messages)
+    return sum(map(len, map(all_text, messages)))
