@@ -20,6 +20,7 @@ from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.experts.nonexpert_lora import adaptable
 from ktbridge.sft import expert_layers
 from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.plan.shape import read_shape
 
 CPU = torch.device("cpu")
 ON_GPU = ("streamed", "resident")
@@ -63,6 +64,10 @@ def check_family(
         weights[f"{name}.gate_up_proj"] = module.gate_up_proj.detach() + gate_up
         weights[f"{name}.down_proj"] = module.down_proj.detach() + delta["down"]
     assert len(leaves) == len(layers)
+    known = read_shape(path)
+    assert known.config.family is not None
+    assert known.mappable
+    assert tuple(sorted(layers)) == known.config.moe_layers
     for inner, name in modules.items():
         layer = mapped.get_submodule(inner)
         ours[name] = {half: getattr(layer, f"lora_{half}")["default"].weight for half in ("A", "B")}
@@ -74,6 +79,7 @@ def check_family(
 
     choices = Choices()
     monkeypatch.setattr(torch, "topk", choices)
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, *args, **kw: choices(self, *args, **kw))
     slope = torch.randn((2, 20, 64), generator=random)
     expected = outcome(functional_call(exact, weights, (IDS,)).logits, slope, leaves)
     for _, module in experts_modules(exact):
@@ -87,7 +93,8 @@ def check_family(
         placed.copier.close()
         assert (placed.experts.ring.crossings > 0) == (executor == "streamed")
     choices.again()
-    assert choices.others < 0.02 * choices.all
+    assert choices.others <= 0.02 * choices.all
+    assert choices.all or model_type in ("phimoe",)  # it takes maxima, one after the other
     assert expected.keys() == found.keys()
     # What rounding at the experts' doors alone does; inside, they round a few times more.
     noise = {key: distance(noisy[key], value) for key, value in expected.items()}
@@ -116,7 +123,6 @@ class Choices:
         self.all = self.others = 0
 
     def again(self) -> None:
-        assert self.made
         assert self.replay is None or next(self.replay, None) is None
         self.replay = iter(self.made)
 

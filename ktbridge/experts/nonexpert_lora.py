@@ -10,6 +10,7 @@ modules; PEFT adapts those by ``target_parameters``.
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.model import Family, family_of
 
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
+_UNREACHED = re.compile(r"\.indexer\.|\.mamba\.dt_proj$")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Adaptable:
 
     ``decoder`` is the list of layers that the routed experts are in ("model.layers"). ``linears`` are
     the linear modules in it outside the routed experts, ``routers`` what chooses among those by a
-    [E, H] parameter called weight.
+    [E, H] parameter called weight. What LoRA can't change is neither: what chooses among tokens
+    (DeepSeek-V3.2's and GLM-5's ``indexer``) gets no gradient, and Jamba reads ``dt_proj``'s weight past
+    PEFT's layer.
     """
 
     decoder: str
@@ -70,16 +74,18 @@ def adaptable(model: nn.Module) -> Adaptable:
     for name, module in model.named_modules():
         if not name.startswith(f"{decoder}.") or name in experts or name.startswith(inside):
             continue
-        if isinstance(module, nn.Linear):
-            linears.append(name)
-        elif _is_router(name, module, experts):
+        if _is_router(name, module, experts):
             routers.append(name)
+        elif isinstance(module, nn.Linear) and not _UNREACHED.search(name):
+            linears.append(name)
     return Adaptable(decoder, tuple(linears), tuple(routers))
 
 
 def _is_router(name: str, module: nn.Module, experts: Mapping[str, nn.Module]) -> bool:
-    """Whether a module beside experts has one row of weights for each of them."""
+    """Whether a module beside experts, or one in it ("gate.wg"), has a row of weights for each of them."""
     block = name.rpartition(".")[0]
+    if block.endswith((".gate", ".router")):
+        block = block.rpartition(".")[0]
     beside = [module for path, module in experts.items() if path.rpartition(".")[0] == block]
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return (

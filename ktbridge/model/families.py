@@ -21,8 +21,9 @@ class Family:
     ``storage``: "per-expert" = ``experts.E.{names}.weight`` 2-D; "fused" = ``experts.gate_up_proj``
     [E,2I,H] (gate rows first) and ``experts.down_proj`` [E,H,I]; "fused-transposed" = the same
     with the last two axes swapped; "fused-interleaved" = transposed, gate and up columns
-    interleaved. ``names`` are gate, up and down of one expert. ``nonexpert_targets`` are the modules
-    (path suffixes) whose LoRA SGLang-KT can apply; none if unknown.
+    interleaved. ``names`` are gate, up and down of one expert, ``fused`` the two fused tensors within
+    ``block``. ``nonexpert_targets`` are the modules (path suffixes) whose LoRA SGLang-KT can apply;
+    none if unknown.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Family:
     block: str = "mlp"
     storage: ExpertStorage = "per-expert"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     expert_size: str = "moe_intermediate_size"
     nonexpert_targets: tuple[str, ...] = ()
 
@@ -108,6 +110,54 @@ FAMILIES: tuple[Family, ...] = (
         storage="fused-interleaved",
         expert_size="intermediate_size",
     ),
+    Family("ERNIE 4.5", ("ernie4_5_moe",)),
+    Family("OLMoE", ("olmoe", "flex_olmo"), expert_size="intermediate_size"),
+    Family("DeepSeek-V3.2", ("deepseek_v32",)),
+    Family("GLM-5", ("glm_moe_dsa",)),
+    Family("GLM-4.7-Flash", ("glm4_moe_lite",)),
+    Family(
+        "MiniMax-01",
+        ("minimax",),
+        "model.",
+        "block_sparse_moe",
+        names=_W,
+        expert_size="intermediate_size",
+    ),
+    Family("Hunyuan", ("hunyuan_v1_moe",), expert_size="intermediate_size"),
+    Family("Hunyuan 3", ("hy_v3",)),
+    Family("dots1", ("dots1",)),
+    Family("EXAONE-MoE", ("exaone_moe",)),
+    Family(
+        "Phi-MoE",
+        ("phimoe",),
+        "model.",
+        "block_sparse_moe",
+        names=_W,
+        expert_size="intermediate_size",
+    ),
+    Family(
+        "Granite-MoE",
+        ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa"),
+        block="block_sparse_moe",
+        storage="fused",
+        fused=("input_linear", "output_linear"),
+        expert_size="intermediate_size",
+    ),
+    Family("AFMoE", ("afmoe",)),
+    Family("A.X-K1", ("axk1",)),
+    Family("A.X-K2", ("axk2",)),
+    Family("Ling 2.5", ("bailing_hybrid",)),
+    Family("Cohere2-MoE", ("cohere2_moe",), expert_size="intermediate_size"),
+    Family("Jamba", ("jamba",), block="feed_forward", expert_size="intermediate_size"),
+    Family("Kolibri", ("kolibri1",)),
+    Family("Flint", ("flint",)),
+    Family("GLM-4.5V", ("glm4v_moe", "glm4v_moe_text"), prefix="model.language_model."),
+    Family("Kimi-Linear", ("kimi_linear",), block="block_sparse_moe", names=_W),
+    Family("Laguna", ("laguna",)),
+    Family("LFM2-MoE", ("lfm2_moe",), block="feed_forward", names=_W),
+    Family("Mellum", ("mellum",)),
+    Family("MiMo-V2-Flash", ("mimo_v2_flash",)),
+    Family("Solar Open", ("solar_open",)),
 )
 
 

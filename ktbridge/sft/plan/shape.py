@@ -98,7 +98,7 @@ def read_shape(
             "Give a mixture-of-experts model, or train it with PEFT directly.",
         )
     homes = _expert_homes(path, checkpoint, config)
-    prefixes = tuple(f"{home.base}." for home in homes.values())
+    prefixes = tuple(prefix for home in homes.values() for prefix in home.prefixes)
     experts_own = [
         (name, checkpoint.entry(name)) for name in checkpoint if name.startswith(prefixes)
     ]
@@ -191,7 +191,7 @@ def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, Expert
         return False
     if isinstance(checkpoint, Declared):  # only the family's row defines its file layout
         return config.family is None or config.family.storage != "fused"
-    shape = checkpoint.entry(f"{home.base}.gate_up_proj").shape
+    shape = checkpoint.entry(home.fused[0]).shape
     rows = (2 * config.intermediate_size, config.hidden_size)
     return bool(home.interleaved or shape[1:] != rows)
 
