@@ -80,7 +80,9 @@ def check_family(
     choices = Choices()
     monkeypatch.setattr(torch, "topk", choices)
     monkeypatch.setattr(torch.Tensor, "topk", lambda self, *args, **kw: choices(self, *args, **kw))
-    monkeypatch.setattr(torch.Tensor, "max", lambda self, *args, **kw: choices.max(self, *args, **kw))
+    monkeypatch.setattr(
+        torch.Tensor, "max", lambda self, *args, **kw: choices.max(self, *args, **kw)
+    )
     slope = torch.randn((2, 20, 64), generator=random)
     expected = outcome(functional_call(exact, weights, (IDS,)).logits, slope, leaves)
     for _, module in experts_modules(exact):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
         **SIZES, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2,
         "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 8, "use_mamba_kernels": False,
     },
+    "kimi_k2": {**SIZES, **LATENT},
     "kimi_linear": {**MIXED, **LATENT},
     "kolibri1": SIZES,
     "laguna": SIZES,
@@ -102,7 +104,7 @@ IDS = torch.arange(3, 43).reshape(2, 20)
 
 
 def made(model_type: str, settings: dict[str, Any]) -> Any:
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(model_type.replace("kimi_k2", "deepseek_v3"), **settings)
     multimodal = "text_config" in settings
     auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     return auto.from_config(config)
@@ -119,6 +121,10 @@ def reference(model_type: str, path: Path) -> Any:
             if name.endswith((".gate.weight", ".router.weight", ".gate.wg.weight")):
                 parameter.mul_(10)  # and choices that no rounding turns over
     model.save_pretrained(path)
+    if model_type == "kimi_k2":  # as it is published: DeepSeek-V3 under a name of its own
+        file = path / "config.json"
+        theirs = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_deepseek.X"}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | theirs))
     return model.float()
 
 

@@ -209,7 +209,7 @@ def _shapes(path: Path) -> dict[str, Shape]:
         import torch
         import transformers
 
-        from ktbridge.experts.loading import readable_load_errors, skeleton
+        from ktbridge.experts.loading import model_config, readable_load_errors, skeleton
     except ModuleNotFoundError as error:
         raise KtbridgeError(
             f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",
@@ -223,5 +223,5 @@ def _shapes(path: Path) -> dict[str, Shape]:
     known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if known and not isinstance(model, cls):
         with readable_load_errors(path), torch.device("meta"):
-            model = cls(transformers.AutoConfig.from_pretrained(path))
+            model = cls(model_config(path))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
