@@ -34,11 +34,22 @@ from ktbridge.experts import compat
 from ktbridge.experts.mapped import CantMap, MappedExperts, experts_left_out
 from ktbridge.experts.modules import LAYER, experts_modules, give_experts, keep_on_cpu
 from ktbridge.experts.tiktoken_file import has_only_tiktoken, kimi_tokenizer
+from ktbridge.model import check_sizes, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 
 Place = Callable[[str], torch.device]
 """The device of a module, by its name in the transformers model."""
 
+_UNREADABLE = (
+    OSError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    SafetensorError,
+    ImportError,
+)
+"""What transformers raises over files and fields that it can't make a model or a tokenizer of."""
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers has under another name: the same architecture, field by field."""
 
@@ -223,7 +234,7 @@ def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
     """Raise KtbridgeError for whatever transformers raises over ``what`` in ``path``."""
     try:
         yield
-    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
+    except _UNREADABLE as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise KtbridgeError(
             f"the {what} in {path} cannot be loaded: {first}",
@@ -289,6 +300,7 @@ def skeleton(base: Path) -> PreTrainedModel:
             "know.",
             "Install a transformers version that has it, or use a model of a family it has.",
         )
+    check_sizes(read_model_config(base))
     with readable_load_errors(base):
         cls, own = model_class(model_config(base))
         with torch.device("meta"):

@@ -10,7 +10,6 @@ modules; PEFT adapts those by ``target_parameters``.
 from __future__ import annotations
 
 import copy
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,9 +27,9 @@ from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import compat
 from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.model import Family, family_of
+from ktbridge.model.families import UNREACHED
 
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
-_UNREACHED = re.compile(r"\.indexer\.|\.mamba\.dt_proj$")
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ class Adaptable:
 
     ``decoder`` is the list of layers that the routed experts are in ("model.layers"). ``linears`` are
     the linear modules in it outside the routed experts, ``routers`` what chooses among those by a
-    [E, H] parameter called weight. What LoRA can't change is neither: what chooses among tokens
-    (DeepSeek-V3.2's and GLM-5's ``indexer``) gets no gradient, and Jamba reads ``dt_proj``'s weight past
-    PEFT's layer.
+    [E, H] parameter called weight. What LoRA can't change (``UNREACHED``) is neither.
     """
 
     decoder: str
@@ -76,7 +73,7 @@ def adaptable(model: nn.Module) -> Adaptable:
             continue
         if _is_router(name, module, experts):
             routers.append(name)
-        elif isinstance(module, nn.Linear) and not _UNREACHED.search(name):
+        elif isinstance(module, nn.Linear) and not UNREACHED.search(name):
             linears.append(name)
     return Adaptable(decoder, tuple(linears), tuple(routers))
 

@@ -46,7 +46,7 @@ def has_only_tiktoken(path: Path) -> bool:
 
 
 def kimi_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Kimi checkpoint. Raises ``ProblemsError`` for a damaged file, or another tokenizer."""
+    """The tokenizer of a Kimi checkpoint. Raises ``ProblemsError`` for a damaged or another one."""
     settings = read_json_file(path / "tokenizer_config.json")
     _check_splits(path, settings)
     tokenizer: Tokenizer = _Ranks(vocab_file=str(path / FILE), pattern="|".join(SPLITS)).converted()

@@ -97,6 +97,30 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
     )
 
 
+def check_sizes(config: ModelConfig) -> None:
+    """Raise KtbridgeError where config.json lacks a size of the experts of a family that has them.
+
+    transformers would take a default of its own, which is another model's: so does a field that was renamed.
+    """
+    if config.family is None:
+        return
+    lacking = {
+        "the number of experts": (_EXPERT_COUNTS, config.num_experts),
+        "the experts a token goes to": (_EXPERTS_PER_TOKEN, config.experts_per_token),
+        "the size of an expert": (
+            (config.family.expert_size,),
+            config.text.get(config.family.expert_size),
+        ),
+    }
+    for what, (names, value) in lacking.items():
+        if not value:
+            raise KtbridgeError(
+                f"{config.path / 'config.json'} ({config.model_type}) doesn't say {what}: it has no "
+                f"{' or '.join(names)}.",
+                "Download config.json of the model again; a renamed field would be read as a default.",
+            )
+
+
 def _num_layers(file: Path, text: dict[str, object]) -> int:
     """LongCat counts pairs as ``num_layers``; Nemotron-H has a letter or a name for each layer."""
     for name in ("layers_block_type", "hybrid_override_pattern"):

@@ -6,6 +6,7 @@ new row. Router conventions are left to transformers and are not recorded here.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,12 @@ class Family:
     expert_size: str = "moe_intermediate_size"
     nonexpert_targets: tuple[str, ...] = ()
 
+
+ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.(?:wg|gate|layer))?$")
+"""What chooses among experts, by the end of its path in a checkpoint or in memory."""
+UNREACHED = re.compile(r"\.indexer\.|\.mamba\.dt_proj$")
+"""Linear modules that LoRA can't change, by their path in memory: no gradient comes to what chooses among
+tokens (DeepSeek-V3.2, GLM-5), and Jamba reads ``dt_proj``'s weight past PEFT's layer."""
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLA = (

@@ -44,7 +44,8 @@ class ExpertHome(NamedTuple):
     @property
     def prefixes(self) -> tuple[str, ...]:
         """What the names of the experts' tensors begin with, and no other tensor's."""
-        return self.fused or (f"{self.base}.",)
+        # Not the router's bias, which Laguna has among them.
+        return self.fused or tuple(f"{self.base}.{digit}" for digit in range(10))
 
 
 def expert_home(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> ExpertHome | None:
