@@ -100,11 +100,12 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families whose experts differ from others' in nothing but name and place: the kernels alone are held."""
 FAMILIES |= EXECUTED_ALIKE
+KIMI = {"kimi_k2": "deepseek_v3"}
 IDS = torch.arange(3, 43).reshape(2, 20)
 
 
 def made(model_type: str, settings: dict[str, Any]) -> Any:
-    config = AutoConfig.for_model(model_type.replace("kimi_k2", "deepseek_v3"), **settings)
+    config = AutoConfig.for_model(KIMI.get(model_type, model_type), **settings)
     multimodal = "text_config" in settings
     auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     return auto.from_config(config)

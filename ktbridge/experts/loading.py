@@ -34,7 +34,7 @@ from ktbridge.experts import compat
 from ktbridge.experts.mapped import CantMap, MappedExperts, experts_left_out
 from ktbridge.experts.modules import LAYER, experts_modules, give_experts, keep_on_cpu
 from ktbridge.experts.tiktoken_file import has_only_tiktoken, kimi_tokenizer
-from ktbridge.model import check_sizes, read_model_config
+from ktbridge.model import check_served, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 
 Place = Callable[[str], torch.device]
@@ -300,7 +300,7 @@ def skeleton(base: Path) -> PreTrainedModel:
             "know.",
             "Install a transformers version that has it, or use a model of a family it has.",
         )
-    check_sizes(read_model_config(base))
+    check_served(read_model_config(base))
     with readable_load_errors(base):
         cls, own = model_class(model_config(base))
         with torch.device("meta"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model.families import Family, family_of
+from ktbridge.model.families import UNSERVED, Family, family_of
 from ktbridge.model.jsonfile import read_json_file
 
 # Far beyond any model; a larger value is corrupt, and would create lists of that length.
@@ -49,6 +49,11 @@ class ModelConfig:
     auto_map: bool
     tied: bool
     text: dict[str, Any] = field(repr=False)
+
+    @property
+    def checked_family(self) -> Family | None:
+        """The family, if an adapter's modules are compared with what it has; None for any other."""
+        return self.family if self.family is not None and self.family.modules_checked else None
 
     @property
     def is_moe(self) -> bool:
@@ -97,11 +102,16 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
     )
 
 
-def check_sizes(config: ModelConfig) -> None:
-    """Raise KtbridgeError where config.json lacks a size of the experts of a family that has them.
+def check_served(config: ModelConfig) -> None:
+    """Raise KtbridgeError for experts that can't be computed here, or of which config.json lacks a size.
 
-    transformers would take a default of its own, which is another model's: so does a field that was renamed.
+    transformers would take its own default for such a size, or for one that was renamed.
     """
+    if config.num_experts and (reason := UNSERVED.get(config.model_type)):
+        raise KtbridgeError(
+            f"{config.path} is of type {config.model_type}, whose experts can't be trained here: {reason}.",
+            "docs/models.md lists the families that can.",
+        )
     if config.family is None:
         return
     lacking = {

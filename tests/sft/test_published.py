@@ -17,6 +17,7 @@ from trainrun import write_run
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import load_mapped, model_class, model_config
+from ktbridge.model.families import UNSERVED
 from ktbridge.sft import expert_layers, wrap_experts
 from ktbridge.sft.plan.declared import declare
 from ktbridge.sft.plan.shape import read_shape
@@ -79,6 +80,16 @@ def test_a_renamed_field_is_no_default(field: str, tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert field in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("model_type", sorted(UNSERVED))
+def test_what_is_not_served_is_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_local_experts": 16}
+    base = written(tmp_path / "base", {"model_type": model_type, **sizes})
+    run = write_run(tmp_path, base, [{"messages": []}])
+    done = CliRunner().invoke(main, ["plan", "--no-measure", str(run / "run.yaml")])
+    assert done.exit_code == 1
+    assert UNSERVED[model_type] in " ".join(done.stderr.split())
 
 
 def test_a_renamed_tensor_is_named(tmp_path: Path) -> None:

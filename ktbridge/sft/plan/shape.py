@@ -12,7 +12,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model import (
     Checkpoint,
     ModelConfig,
-    check_sizes,
+    check_served,
     open_checkpoint,
     read_model_config,
 )
@@ -97,7 +97,7 @@ def read_shape(
             mappable=there.mappable,
         )
     config = read_model_config(path)
-    check_sizes(config)
+    check_served(config)
     checkpoint = declared or open_checkpoint(path)
     if not config.is_moe:
         raise KtbridgeError(

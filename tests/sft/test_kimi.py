@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 import regex
+import torch
+from click.testing import CliRunner
+from published import MODELS, cut
+from trainrun import conversation, quiet, train, write_run
 
+from ktbridge.adapter import read_adapter, validate_adapter
+from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
-from ktbridge.experts.loading import load_tokenizer
+from ktbridge.experts.loading import load_tokenizer, model_class, model_config
 from ktbridge.experts.tiktoken_file import SPLITS
 
 TEXTS = (
@@ -140,3 +146,34 @@ def test_files_that_are_damaged_or_of_another_tokenizer(
     with pytest.raises(ProblemsError) as refused:
         load_tokenizer(tmp_path)
     assert [problem.code for problem in refused.value.problems] == [code]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Two layers of Kimi-K2 in its names, with its tokenizer and the code that nobody is to run."""
+    path = tmp_path / "kimi"
+    config = cut(MODELS["Kimi-K2-Instruct"]) | {"vocab_size": len(RANKS) + 256}
+    del config["quantization_config"]
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    cls, known = model_class(model_config(path))
+    cls(known).to(torch.bfloat16).save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "configuration_deepseek.py").write_text("raise SystemExit('this code was run')\n")
+    save_tokenizer(path)
+    return path
+
+
+@quiet
+def test_it_is_trained_planned_and_read_again(base: Path, tmp_path: Path) -> None:
+    rows = [conversation("Hello, world!", "nya~"), conversation("你好世界", "中文abc")]
+    run = write_run(tmp_path, base, rows, num_train_epochs=2)
+    train(run)
+    adapter = read_adapter(run / "raw")
+    assert adapter.expert_layers() == (1,)
+    assert any(".self_attn.kv_b_proj." in key for key in adapter.nonexpert)
+    assert not any(
+        problem.severity == "error" for problem in validate_adapter([run / "raw"]).problems
+    )
+    done = CliRunner().invoke(main, ["plan", "--no-measure", str(run / "run.yaml")])
+    assert done.exit_code == 0, done.output
