@@ -59,6 +59,73 @@ class Published(NamedTuple):
 
 
 MODELS = {
+    "Mixtral-8x7B": Published(
+        {
+            "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "num_attention_heads": 32, "num_experts_per_tok": 2,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+            "vocab_size": 32000, "tie_word_embeddings": False,
+        }, (*(f"block_sparse_moe.{name}" for name in _W), "block_sparse_moe.gate.weight"), 46.7,
+    ),
+    "OLMoE-1B-7B": Published(
+        {
+            "model_type": "olmoe", "hidden_act": "silu", "hidden_size": 2048,
+            "intermediate_size": 1024, "num_attention_heads": 16, "num_experts": 64,
+            "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
+            "norm_topk_prob": False, "vocab_size": 50304, "tie_word_embeddings": False,
+        }, (*(f"mlp.{name}" for name in _GATED), "mlp.gate.weight", "self_attn.q_norm.weight"), 6.92,
+    ),
+    "Qwen3-30B-A3B": Published(
+        {
+            "model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+            "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+            "num_hidden_layers": 48, "num_key_value_heads": 4, "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        }, (*(f"mlp.{name}" for name in _GATED), "mlp.gate.weight", "self_attn.q_norm.weight"), 30.5,
+    ),
+    "Qwen3-Next-80B-A3B": Published(
+        {
+            "model_type": "qwen3_next", "decoder_sparse_step": 1, "full_attention_interval": 4,
+            "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mlp_only_layers": [],
+            "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+            "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+            "num_key_value_heads": 2, "partial_rotary_factor": 0.25,
+            "shared_expert_intermediate_size": 512, "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+        (*(f"mlp.{name}" for name in _GATED), "mlp.gate.weight", "mlp.shared_expert_gate.weight",
+         "linear_attn.in_proj_qkvz.weight"), 79.7,
+    ),
+    "DeepSeek-V2-Lite": Published(
+        {
+            **_V3, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 2048,
+            "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+            "n_shared_experts": 2, "num_attention_heads": 16, "num_key_value_heads": 16,
+            "num_experts_per_tok": 6, "num_hidden_layers": 27, "q_lora_rank": None,
+            "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax",
+            "norm_topk_prob": False, "routed_scaling_factor": 1.0, "vocab_size": 102400,
+        },
+        (*(f"mlp.{name}" for name in _GATED), "mlp.gate.weight", "self_attn.q_proj.weight",
+         "self_attn.kv_a_proj_with_mqa.weight"), 15.7,
+    ),
+    "GLM-4.5": Published(
+        {
+            "model_type": "glm4_moe", "attention_bias": True, "first_k_dense_replace": 3,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 12288,
+            "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160,
+            "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+            "num_experts_per_tok": 8, "num_hidden_layers": 92, "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+            "routed_scaling_factor": 2.5, "topk_group": 1, "use_qk_norm": True,
+            "vocab_size": 151552, "tie_word_embeddings": False,
+        },
+        (*(f"mlp.{name}" for name in _GATED), "mlp.gate.weight", "mlp.gate.e_score_correction_bias",
+         "mlp.shared_experts.gate_proj.weight"), 353,
+    ),
     "DeepSeek-V3": Published(
         {"model_type": "deepseek_v3", **_DEEPSEEK_V3, "quantization_config": _FP8}, _DEEPSEEK, 671, "fp8"
     ),
@@ -154,6 +221,9 @@ MODELS = {
 """``layer_types`` of Granite is by the counts of its card; which layers they are is inferred."""
 
 CUT = {
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "shared_expert_intermediate_size": 64,
     "num_hidden_layers": 2, "hidden_size": 128, "vocab_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 32, "rotary_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "index_head_dim": 32,
@@ -167,7 +237,9 @@ CUT = {
 
 
 def cut(model: Published) -> dict[str, Any]:
-    config = {key: CUT.get(key, value) for key, value in model.config.items()}
+    config = {
+        key: value if value is None else CUT.get(key, value) for key, value in model.config.items()
+    }
     if config["model_type"] == "exaone_moe":
         config["layer_types"] = ["sliding_attention", "full_attention"]
     for key in ("intermediate_size", "moe_intermediate_size"):

@@ -17,7 +17,7 @@ from trainrun import write_run
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import load_mapped, model_class, model_config
-from ktbridge.model.families import UNSERVED
+from ktbridge.model.families import FAMILIES, UNSERVED
 from ktbridge.sft import expert_layers, wrap_experts
 from ktbridge.sft.plan.declared import declare
 from ktbridge.sft.plan.shape import read_shape
@@ -101,3 +101,13 @@ def test_a_renamed_tensor_is_named(tmp_path: Path) -> None:
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(KtbridgeError, match=r"lacks model\.layers\.1\.mlp\.shared_experts"):
         load_mapped(base, torch.bfloat16)
+
+
+def test_the_page_of_models_has_every_row() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    trained, refused = page.split("## Refused")
+    for family in FAMILIES:
+        part = refused if family.name == "gpt-oss" else trained
+        assert all(f"`{model_type}`" in part for model_type in family.model_types), family.name
+    assert all(f"| `{model_type}` | {why} |" in refused for model_type, why in UNSERVED.items())
+    assert all(name in trained for name in MODELS)
