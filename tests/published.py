@@ -98,7 +98,7 @@ MODELS = {
             "tie_word_embeddings": False,
         },
         (*(f"mlp.{name}" for name in _GATED), "mlp.gate.weight", "mlp.shared_expert_gate.weight",
-         "linear_attn.in_proj_qkvz.weight"), 79.7,
+         "self_attn.q_norm.weight"), 79.7,
     ),
     "DeepSeek-V2-Lite": Published(
         {
