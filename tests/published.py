@@ -1,8 +1,10 @@
-"""Published configurations and tensor names: as public repositories and transformers' conversion have them.
+"""Configurations and tensor names of published models, as far as they are known here.
 
 ``config``: the fields of the model's own config.json that say how large it is. ``names``: a MoE layer's
 tensors in its weight index, under ``prefix``layers.N., of the experts only the first. ``billions``: of
 weights, as the model's name or card says.
+
+docs/models.md says which were read where public repositories repeat them, and which are inferred.
 """
 
 from __future__ import annotations
