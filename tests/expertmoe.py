@@ -213,3 +213,13 @@ def same_bits(outcomes):
         one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
         for one, other in pairwise(outcomes)
     )
+
+
+def stored_as(storage, name, stored, scale):
+    """The tensors of a matrix in a checkpoint: ``stored`` [out, …] and its ``scale``, by name."""
+    if storage == "fp8":
+        return {name: stored, f"{name}_scale_inv": scale}
+    if storage.startswith("int8"):
+        return {name: stored, f"{name}_scale": scale.reshape(-1, 1)}
+    shape = torch.tensor([stored.shape[0], stored.shape[1] * 8])
+    return {f"{name}_packed": stored, f"{name}_scale": scale, f"{name}_shape": shape}

@@ -20,6 +20,7 @@ from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.experts.nonexpert_lora import adaptable
 from ktbridge.sft import expert_layers
 from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.plan.shape import read_shape
 
 CPU = torch.device("cpu")
 ON_GPU = ("streamed", "resident")
@@ -63,6 +64,10 @@ def check_family(
         weights[f"{name}.gate_up_proj"] = module.gate_up_proj.detach() + gate_up
         weights[f"{name}.down_proj"] = module.down_proj.detach() + delta["down"]
     assert len(leaves) == len(layers)
+    known = read_shape(path)
+    assert known.config.family is not None
+    assert known.mappable
+    assert tuple(sorted(layers)) == known.config.moe_layers
     for inner, name in modules.items():
         layer = mapped.get_submodule(inner)
         ours[name] = {half: getattr(layer, f"lora_{half}")["default"].weight for half in ("A", "B")}
@@ -74,6 +79,10 @@ def check_family(
 
     choices = Choices()
     monkeypatch.setattr(torch, "topk", choices)
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, *args, **kw: choices(self, *args, **kw))
+    monkeypatch.setattr(
+        torch.Tensor, "max", lambda self, *args, **kw: choices.max(self, *args, **kw)
+    )
     slope = torch.randn((2, 20, 64), generator=random)
     expected = outcome(functional_call(exact, weights, (IDS,)).logits, slope, leaves)
     for _, module in experts_modules(exact):
@@ -113,10 +122,10 @@ class Choices:
 
     def __init__(self) -> None:
         self.topk, self.made, self.replay = torch.topk, [], None
+        self.largest = torch.Tensor.max
         self.all = self.others = 0
 
     def again(self) -> None:
-        assert self.made
         assert self.replay is None or next(self.replay, None) is None
         self.replay = iter(self.made)
 
@@ -129,6 +138,12 @@ class Choices:
         self.all += indices.numel()
         self.others += int((own.indices.sort(dim).values != indices.sort(dim).values).sum())
         return torch.return_types.topk((scores.gather(dim, indices), indices))
+
+    def max(self, scores: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """As Phi-MoE chooses, one expert after the other."""
+        if options != {"dim": -1, "keepdim": True}:
+            return self.largest(scores, *args, **options)
+        return torch.return_types.max(tuple(self(scores, 1)))
 
 
 def copied(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

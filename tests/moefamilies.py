@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
 }  # fmt: skip
+DENSE_FIRST = {**SIZES, "first_k_dense_replace": 1, "n_shared_experts": 2}
+SMALL = {**SIZES, "intermediate_size": 32, "shared_intermediate_size": 40}
+MIXED = {**SIZES, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
+SPARSE_ATTENTION = {**SIZES, **LATENT, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**SIZES, **LATENT},
     "deepseek_v3": {**SIZES, **LATENT},
@@ -40,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1, "moe_layer_end_index": 2,
     },
-    "glm4_moe": {**SIZES, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    "glm4_moe": DENSE_FIRST,
     "minimax_m2": SIZES,
     "mixtral": SIZES,
     "olmoe": {**SIZES, "intermediate_size": 32},
@@ -51,11 +56,56 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**SIZES, **HYBRID},
     "qwen3_vl_moe": {"text_config": SIZES, "vision_config": VISION},
 }  # fmt: skip
+EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
+    "afmoe": {**SIZES, "num_dense_layers": 1, "layer_types": ["full_attention"] * 3},
+    "axk1": {**SIZES, **LATENT},
+    "axk2": SPARSE_ATTENTION,
+    "bailing_hybrid": {**MIXED, **LATENT},
+    "cohere2_moe": SIZES,
+    "deepseek_v32": SPARSE_ATTENTION,
+    "dots1": {**SIZES, **LATENT},
+    "exaone_moe": SIZES,
+    "flex_olmo": SIZES,
+    "flint": SIZES,
+    "glm4_moe_lite": {**SIZES, **LATENT},
+    "glm4v_moe": {
+        "text_config": {**DENSE_FIRST, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1],
+            "partial_rotary_factor": 0.5,
+        }},
+        "vision_config": {**VISION, "image_size": 28, "patch_size": 14},
+    },
+    "glm_moe_dsa": SPARSE_ATTENTION,
+    "granitemoe": SMALL,
+    "granitemoe_swa": SMALL,
+    "granitemoehybrid": {**SMALL, "layer_types": ["attention"] * 3},
+    "granitemoeshared": SMALL,
+    "hunyuan_v1_moe": {**SIZES, "moe_topk": 2, "num_shared_expert": 1},
+    "hy_v3": SIZES,
+    "jamba": {
+        **SIZES, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 8, "use_mamba_kernels": False,
+    },
+    "kimi_k2": {**SIZES, **LATENT},
+    "kimi_linear": {**MIXED, **LATENT},
+    "kolibri1": SIZES,
+    "laguna": SIZES,
+    "lfm2_moe": {**SIZES, "layer_types": ["conv", "full_attention", "full_attention"],
+                 "num_dense_layers": 1},
+    "mellum": SIZES,
+    "mimo_v2_flash": SIZES,
+    "minimax": SIZES,
+    "phimoe": {**SMALL, "router_jitter_noise": 100.0},
+    "solar_open": SIZES,
+}  # fmt: skip
+"""Families whose experts differ from others' in nothing but name and place: the kernels alone are held."""
+FAMILIES |= EXECUTED_ALIKE
+KIMI = {"kimi_k2": "deepseek_v3"}
 IDS = torch.arange(3, 43).reshape(2, 20)
 
 
 def made(model_type: str, settings: dict[str, Any]) -> Any:
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(KIMI.get(model_type, model_type), **settings)
     multimodal = "text_config" in settings
     auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     return auto.from_config(config)
@@ -69,9 +119,13 @@ def reference(model_type: str, path: Path) -> Any:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 parameter.mul_(4)  # experts that matter
-            if name.endswith((".gate.weight", ".router.weight")):
+            if name.endswith((".gate.weight", ".router.weight", ".gate.wg.weight")):
                 parameter.mul_(10)  # and choices that no rounding turns over
     model.save_pretrained(path)
+    if model_type == "kimi_k2":  # as it is published: DeepSeek-V3 under a name of its own
+        file = path / "config.json"
+        theirs = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_deepseek.X"}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | theirs))
     return model.float()
 
 

@@ -115,8 +115,7 @@ def _layer(
                 stem = entry.name.removesuffix(".weight")
                 yield entry.name, [*_parts(checkpoint, entry, storage, stem)]
         return
-    both = _floats(checkpoint, f"{home.base}.gate_up_proj")
-    down = _floats(checkpoint, f"{home.base}.down_proj")
+    both, down = (_floats(checkpoint, name) for name in home.fused)
     inner, count = config.intermediate_size, both.shape[0] if both.shape else 0
     # Both shapes together tell which way round they are, even where 2 I = H.
     straight = (both.shape, down.shape) == ((count, 2 * inner, hidden), (count, hidden, inner))

@@ -142,7 +142,7 @@ def _structures(
             checked, _, findings = folded(adapter)
             yield from findings
         yield from check_structure(checked, use, base)
-    if base is None or base.family is None:
+    if base is None or base.checked_family is None:
         yield from check_gaps(adapters)
 
 

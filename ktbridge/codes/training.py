@@ -60,6 +60,10 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Leave the key out: the experts are read as they are stored."),
     Code("KTC052", "error", "there is no room, or no right, to write the quantised experts",
          "Set KTBRIDGE_CACHE to a directory on another disk, or leave out what asks for them."),
+    Code("KTC060", "error", "a tokenizer is tiktoken's file alone, and not Kimi's",
+         "Copy tokenizer.json of the model, or of a conversion of its tokenizer, into the directory."),
+    Code("KTC061", "error", "tiktoken's file of a tokenizer is damaged",
+         "Download tiktoken.model and tokenizer_config.json again."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (

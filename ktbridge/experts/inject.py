@@ -240,7 +240,8 @@ def _unserved(name: str, module: ExpertsModule) -> Iterator[Problem]:
         expected = "gated, bias-free experts with [E, 2I, H] weights"
         yield problem("KTL003", where, ", ".join(traits), expected)
         return
-    activation = type(getattr(module, "act_fn", None)).__name__
+    act = getattr(module, "act_fn", None)
+    activation: str = getattr(act, "__name__", type(act).__name__)  # a function, or a module
     if "silu" not in activation.lower():
         yield problem("KTL003", where, f"activation {activation}", "SiLU")
     if compat.has_own_gate(module) or getattr(module, "has_post_expert_norm", False):

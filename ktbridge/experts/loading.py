@@ -33,10 +33,25 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts import compat
 from ktbridge.experts.mapped import CantMap, MappedExperts, experts_left_out
 from ktbridge.experts.modules import LAYER, experts_modules, give_experts, keep_on_cpu
+from ktbridge.experts.tiktoken_file import has_only_tiktoken, kimi_tokenizer
+from ktbridge.model import check_served, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 
 Place = Callable[[str], torch.device]
 """The device of a module, by its name in the transformers model."""
+
+_UNREADABLE = (
+    OSError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    SafetensorError,
+    ImportError,
+)
+"""What transformers raises over files and fields that it can't make a model or a tokenizer of."""
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers has under another name: the same architecture, field by field."""
 
 CPU = torch.device("cpu")
 
@@ -53,7 +68,7 @@ def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> 
     fill with random numbers.
     """
     with readable_load_errors(path):
-        cls, config = model_class(AutoConfig.from_pretrained(path))
+        cls, config = model_class(model_config(path))
         return _loaded(cls, path, config, dtype, _attending(attention))
 
 
@@ -98,7 +113,7 @@ def load_mapped(
     """
     mapped = MappedExperts(experts or path)
     with readable_load_errors(path):
-        whole, config = model_class(AutoConfig.from_pretrained(path))
+        whole, config = model_class(model_config(path))
         with experts_left_out(whole) as cls:
             options = _unquantised(config, mapped) | _attending(attention)
             devices = device_map(cls, config, place)
@@ -137,7 +152,18 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             "Copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into it.",
         )
     with readable_load_errors(path, "tokenizer"):
+        if has_only_tiktoken(path):
+            return kimi_tokenizer(path)
         return AutoTokenizer.from_pretrained(path)
+
+
+def model_config(path: Path) -> PreTrainedConfig:
+    """transformers' configuration of the model in ``path``, without running code that came with it."""
+    settings = read_json_file(path / "config.json")
+    alias = _ALIASES.get(str(settings.get("model_type")))
+    if alias is None:
+        return AutoConfig.from_pretrained(path)
+    return CONFIG_MAPPING[alias].from_dict({**settings, "model_type": alias, "auto_map": None})
 
 
 def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -208,7 +234,7 @@ def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
     """Raise KtbridgeError for whatever transformers raises over ``what`` in ``path``."""
     try:
         yield
-    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
+    except _UNREADABLE as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise KtbridgeError(
             f"the {what} in {path} cannot be loaded: {first}",
@@ -268,13 +294,14 @@ def skeleton(base: Path) -> PreTrainedModel:
     Raises KtbridgeError for a model that the installed transformers doesn't know.
     """
     model_type = read_json_file(base / "config.json").get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if _ALIASES.get(str(model_type), model_type) not in CONFIG_MAPPING:
         raise KtbridgeError(
             f"{base} is a model of type {model_type!r}, which transformers {transformers_version} doesn't "
             "know.",
             "Install a transformers version that has it, or use a model of a family it has.",
         )
+    check_served(read_model_config(base))
     with readable_load_errors(base):
-        cls, own = model_class(AutoConfig.from_pretrained(base))
+        cls, own = model_class(model_config(base))
         with torch.device("meta"):
             return cls(own)

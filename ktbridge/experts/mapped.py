@@ -74,19 +74,16 @@ class MappedExperts:
         """Let go of a layer's pages, which the system then may drop; they are read again if they are used."""
         home = expert_home(self.checkpoint, self.config, layer)
         for name in self.checkpoint:
-            if home and name.startswith(f"{home.base}."):
+            if home and name.startswith(home.prefixes):
                 entry = self.checkpoint.entry(name)
                 self.checkpoint.file(self.checkpoint.shard(name)).release(entry.start, entry.end)
 
     def _fused(self, home: ExpertHome) -> Triple:
-        gate_up, down = (
-            self._tensor(f"{home.base}.gate_up_proj"),
-            self._tensor(f"{home.base}.down_proj"),
-        )
+        gate_up, down = (self._tensor(name) for name in home.fused)
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         if home.interleaved or gate_up.shape[1:] != (2 * inner, hidden):
             raise CantMap(
-                f"{home.base}.gate_up_proj of {self.path} is {list(gate_up.shape)}, which the kernels "
+                f"{home.fused[0]} of {self.path} is {list(gate_up.shape)}, which the kernels "
                 f"can't read in place (expected [E, {2 * inner}, {hidden}], gate rows first)",
                 "load the model with transformers, which turns it round in memory, and wrap it",
             )

@@ -27,6 +27,7 @@ from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import compat
 from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.model import Family, family_of
+from ktbridge.model.families import UNREACHED
 
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
 
@@ -37,7 +38,7 @@ class Adaptable:
 
     ``decoder`` is the list of layers that the routed experts are in ("model.layers"). ``linears`` are
     the linear modules in it outside the routed experts, ``routers`` what chooses among those by a
-    [E, H] parameter called weight.
+    [E, H] parameter called weight. What LoRA can't change (``UNREACHED``) is neither.
     """
 
     decoder: str
@@ -70,16 +71,18 @@ def adaptable(model: nn.Module) -> Adaptable:
     for name, module in model.named_modules():
         if not name.startswith(f"{decoder}.") or name in experts or name.startswith(inside):
             continue
-        if isinstance(module, nn.Linear):
-            linears.append(name)
-        elif _is_router(name, module, experts):
+        if _is_router(name, module, experts):
             routers.append(name)
+        elif isinstance(module, nn.Linear) and not UNREACHED.search(name):
+            linears.append(name)
     return Adaptable(decoder, tuple(linears), tuple(routers))
 
 
 def _is_router(name: str, module: nn.Module, experts: Mapping[str, nn.Module]) -> bool:
-    """Whether a module beside experts has one row of weights for each of them."""
+    """Whether a module beside experts, or one in it ("gate.wg"), has a row of weights for each of them."""
     block = name.rpartition(".")[0]
+    if block.endswith((".gate", ".router")):
+        block = block.rpartition(".")[0]
     beside = [module for path, module in experts.items() if path.rpartition(".")[0] == block]
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return (

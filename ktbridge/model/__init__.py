@@ -16,7 +16,7 @@ from ktbridge.model.checkpoint import (
     open_checkpoint,
     resolve_model,
 )
-from ktbridge.model.config import ModelConfig, read_model_config
+from ktbridge.model.config import ModelConfig, check_served, read_model_config
 from ktbridge.model.families import FAMILIES, Family, family_of
 from ktbridge.model.identity import Fingerprint, fingerprint
 from ktbridge.model.tensor import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "Tensor",
     "TensorFile",
     "TensorFileError",
+    "check_served",
     "expert_names",
     "family_of",
     "find_model",

@@ -192,11 +192,12 @@ def expert_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
             f"the model type {config.model_type!r} is not in the family table",
             "add a row to ktbridge/model/families.py",
         )
-    base = f"{config.prefix}layers.{layer}.{family.block}.experts"
+    block = f"{config.prefix}layers.{layer}.{family.block}"
     if family.storage != "per-expert":
-        return f"{base}.gate_up_proj", f"{base}.down_proj"
+        end = "" if family.fused[0].startswith("experts.") else ".weight"
+        return tuple(f"{block}.{name}{end}" for name in family.fused)
     return tuple(
-        f"{base}.{expert}.{name}.weight"
+        f"{block}.experts.{expert}.{name}.weight"
         for expert in range(config.num_experts)
         for name in family.names
     )

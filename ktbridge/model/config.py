@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model.families import Family, family_of
+from ktbridge.model.families import UNSERVED, Family, family_of
 from ktbridge.model.jsonfile import read_json_file
 
 # Far beyond any model; a larger value is corrupt, and would create lists of that length.
@@ -20,7 +20,7 @@ _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 10_000
 _MAX_EXPERTS = 1 << 16
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class ModelConfig:
     auto_map: bool
     tied: bool
     text: dict[str, Any] = field(repr=False)
+
+    @property
+    def checked_family(self) -> Family | None:
+        """The family, if an adapter's modules are compared with what it has; None for any other."""
+        return self.family if self.family is not None and self.family.modules_checked else None
 
     @property
     def is_moe(self) -> bool:
@@ -97,6 +102,35 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
     )
 
 
+def check_served(config: ModelConfig) -> None:
+    """Raise KtbridgeError for experts that can't be computed here, or of which config.json lacks a size.
+
+    transformers would take its own default for such a size, or for one that was renamed.
+    """
+    if config.num_experts and (reason := UNSERVED.get(config.model_type)):
+        raise KtbridgeError(
+            f"{config.path} is of type {config.model_type}, whose experts can't be trained here: {reason}.",
+            "docs/models.md lists the families that can.",
+        )
+    if config.family is None:
+        return
+    lacking = {
+        "the number of experts": (_EXPERT_COUNTS, config.num_experts),
+        "the experts a token goes to": (_EXPERTS_PER_TOKEN, config.experts_per_token),
+        "the size of an expert": (
+            (config.family.expert_size,),
+            config.text.get(config.family.expert_size),
+        ),
+    }
+    for what, (names, value) in lacking.items():
+        if not value:
+            raise KtbridgeError(
+                f"{config.path / 'config.json'} ({config.model_type}) doesn't say {what}: it has no "
+                f"{' or '.join(names)}.",
+                "Download config.json of the model again; a renamed field would be read as a default.",
+            )
+
+
 def _num_layers(file: Path, text: dict[str, object]) -> int:
     """LongCat counts pairs as ``num_layers``; Nemotron-H has a letter or a name for each layer."""
     for name in ("layers_block_type", "hybrid_override_pattern"):
@@ -117,6 +151,8 @@ def _size(
         value = text.get(name)
         if value is None:
             continue
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]  # Hunyuan has one for each layer
         if type(value) is not int or not 0 <= value <= largest:
             shown = f"{value!r:.80}"
             raise KtbridgeError(f"{file}: {name} is {shown}, not a size", "repair config.json")
@@ -132,19 +168,28 @@ def _moe_layers(text: dict[str, object], num_layers: int) -> tuple[int, ...]:
     """Layers with routed experts, by the convention that the config uses.
 
     Qwen: not in ``mlp_only_layers`` and (i+1) divisible by ``decoder_sparse_step``. DeepSeek, GLM,
-    Kimi: from ``first_k_dense_replace`` on, every ``moe_layer_freq``-th. ERNIE: every
-    ``moe_layer_interval``-th from ``moe_layer_start_index`` to ``moe_layer_end_index``.
-    transformers 5 may list ``mlp_layer_types``. Otherwise every layer.
+    Kimi: from ``first_k_dense_replace`` on, every ``moe_layer_freq``-th; LFM2, AFMoE: from
+    ``num_dense_layers`` on. ERNIE: every ``moe_layer_interval``-th from ``moe_layer_start_index`` to
+    ``moe_layer_end_index``. Jamba: every ``expert_layer_period``-th from ``expert_layer_offset`` on.
+    EXAONE lists ``is_moe_layer``, MiMo ``moe_layer_freq``, transformers 5 may list
+    ``mlp_layer_types``. Otherwise every layer.
     """
     if not any(text.get(name) for name in _EXPERT_COUNTS):
         return ()
     types = text.get("mlp_layer_types")
     if isinstance(types, list) and len(types) == num_layers:
         return tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
+    for name in ("is_moe_layer", "moe_layer_freq"):
+        flags = text.get(name)
+        if isinstance(flags, list) and len(flags) == num_layers:
+            return tuple(layer for layer, sparse in enumerate(flags) if sparse)
     dense = set(_integers(text.get("mlp_only_layers")))
     step = _positive(text.get("decoder_sparse_step"), 1)
-    first = _positive(text.get("first_k_dense_replace"), 0)
+    first = _positive(text.get("first_k_dense_replace") or text.get("num_dense_layers"), 0)
     every = _positive(text.get("moe_layer_freq"), 1)
+    if period := _positive(text.get("expert_layer_period"), 0):
+        offset = _positive(text.get("expert_layer_offset"), 0)
+        return tuple(range(offset, num_layers, period))
     if "moe_layer_start_index" in text:
         first = _positive(text["moe_layer_start_index"], 0)
         step = _positive(text.get("moe_layer_interval"), 1)

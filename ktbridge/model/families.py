@@ -6,8 +6,9 @@ new row. Router conventions are left to transformers and are not recorded here.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ExpertStorage = Literal["per-expert", "fused", "fused-transposed", "fused-interleaved"]
 
@@ -21,8 +22,10 @@ class Family:
     ``storage``: "per-expert" = ``experts.E.{names}.weight`` 2-D; "fused" = ``experts.gate_up_proj``
     [E,2I,H] (gate rows first) and ``experts.down_proj`` [E,H,I]; "fused-transposed" = the same
     with the last two axes swapped; "fused-interleaved" = transposed, gate and up columns
-    interleaved. ``names`` are gate, up and down of one expert. ``nonexpert_targets`` are the modules
-    (path suffixes) whose LoRA SGLang-KT can apply; none if unknown.
+    interleaved. ``names`` are gate, up and down of one expert, ``fused`` the two fused tensors within
+    ``block``. ``nonexpert_targets`` are the modules (path suffixes) whose LoRA SGLang-KT can apply;
+    none if unknown. ``modules_checked``: an adapter's other modules are compared with what the family's
+    config.json says of them; else only with the hidden size.
     """
 
     name: str
@@ -31,9 +34,17 @@ class Family:
     block: str = "mlp"
     storage: ExpertStorage = "per-expert"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     expert_size: str = "moe_intermediate_size"
     nonexpert_targets: tuple[str, ...] = ()
+    modules_checked: bool = True
 
+
+ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.(?:wg|gate|layer))?$")
+"""What chooses among experts, by the end of its path in a checkpoint or in memory."""
+UNREACHED = re.compile(r"\.indexer\.|\.mamba\.dt_proj$")
+"""Linear modules that LoRA can't change, by their path in memory: no gradient comes to what chooses among
+tokens (DeepSeek-V3.2, GLM-5), and Jamba reads ``dt_proj``'s weight past PEFT's layer."""
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLA = (
@@ -49,6 +60,11 @@ _W = ("w1", "w3", "w2")
 
 def _gated(name: str) -> tuple[str, ...]:
     return tuple(f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down"))
+
+
+def _stored(name: str, *model_types: str, **row: Any) -> Family:
+    """A row of which experts and routers are held, and no inventory of other modules."""
+    return Family(name, model_types, modules_checked=False, **row)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -108,6 +124,55 @@ FAMILIES: tuple[Family, ...] = (
         storage="fused-interleaved",
         expert_size="intermediate_size",
     ),
+    _stored("ERNIE 4.5", "ernie4_5_moe"),
+    _stored("OLMoE", "olmoe", "flex_olmo", expert_size="intermediate_size"),
+    _stored("DeepSeek-V3.2", "deepseek_v32"),
+    _stored("GLM-5", "glm_moe_dsa"),
+    _stored("GLM-4.7-Flash", "glm4_moe_lite"),
+    _stored(
+        "MiniMax-01",
+        "minimax",
+        block="block_sparse_moe",
+        names=_W,
+        expert_size="intermediate_size",
+    ),
+    _stored("Hunyuan", "hunyuan_v1_moe", expert_size="intermediate_size"),
+    _stored("Hunyuan 3", "hy_v3"),
+    _stored("dots1", "dots1"),
+    _stored("EXAONE-MoE", "exaone_moe"),
+    _stored(
+        "Phi-MoE",
+        "phimoe",
+        block="block_sparse_moe",
+        names=_W,
+        expert_size="intermediate_size",
+    ),
+    _stored(
+        "Granite-MoE",
+        "granitemoe",
+        "granitemoeshared",
+        "granitemoehybrid",
+        "granitemoe_swa",
+        block="block_sparse_moe",
+        storage="fused",
+        fused=("input_linear", "output_linear"),
+        expert_size="intermediate_size",
+    ),
+    _stored("AFMoE", "afmoe"),
+    _stored("A.X-K1", "axk1"),
+    _stored("A.X-K2", "axk2"),
+    _stored("Ling 2.5", "bailing_hybrid"),
+    _stored("Cohere2-MoE", "cohere2_moe", expert_size="intermediate_size"),
+    _stored("Jamba", "jamba", block="feed_forward", expert_size="intermediate_size"),
+    _stored("Kolibri", "kolibri1"),
+    _stored("Flint", "flint"),
+    _stored("GLM-4.5V", "glm4v_moe", "glm4v_moe_text", prefix="model.language_model."),
+    _stored("Kimi-Linear", "kimi_linear", block="block_sparse_moe", names=_W),
+    _stored("Laguna", "laguna"),
+    _stored("LFM2-MoE", "lfm2_moe", block="feed_forward", names=_W),
+    _stored("Mellum", "mellum"),
+    _stored("MiMo-V2-Flash", "mimo_v2_flash"),
+    _stored("Solar Open", "solar_open"),
 )
 
 
@@ -117,3 +182,20 @@ def family_of(model_type: str) -> Family | None:
         if model_type in family.model_types:
             return family
     return None
+
+
+UNSERVED = {
+    "aria_text": "gate and up of its experts lie transposed",
+    "deepseek_v4": "its experts clamp gate and up, which the kernels don't",
+    "ernie4_5_vl_moe": "a layer has two sets of experts, for text and for images",
+    "gemma4": "its experts use GELU, and the kernels compute SiLU",
+    "gemma4_text": "its experts use GELU, and the kernels compute SiLU",
+    "hy_v4": "its experts clamp gate and up, which the kernels don't",
+    "llama4": "the router scales what goes into an expert, not what comes out, and transformers doesn't "
+    "dispatch such experts",
+    "minimax_m3_vl": "its experts clamp gate and up, which the kernels don't",
+    "minimax_m3_vl_text": "its experts clamp gate and up, which the kernels don't",
+    "nemotron_h": "its experts have no gate",
+}
+"""Model types whose experts can't be computed here, each with the reason."""
+UNSERVED["llama4_text"] = UNSERVED["llama4"]

@@ -18,6 +18,7 @@ from ktbridge.model.families import FAMILIES
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 _BLOCKS = tuple(dict.fromkeys(family.block for family in FAMILIES))
 _EXPERT_NAMES = tuple(dict.fromkeys(family.names for family in FAMILIES))
+_FUSED = tuple(dict.fromkeys(family.fused for family in FAMILIES))
 # Tensors that quantisers store instead of a weight: compressed-tensors, GPTQ and AWQ, MXFP4.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".blocks", ".weight_blocks")
 
@@ -25,18 +26,26 @@ _PACKED = (".weight_packed", ".qweight", "_blocks", ".blocks", ".weight_blocks")
 class ExpertHome(NamedTuple):
     """Where a layer's routed experts are: ``names`` of gate, up, down, or () when they are fused.
 
-    ``base`` ends in ".experts"; ``interleaved``: fused gate and up columns alternate.
+    ``base`` ends in ".experts"; ``interleaved``: fused gate and up columns alternate. ``fused``: the names
+    of the fused gate with up, and down, both beside ``base`` (Granite) or within it.
     """
 
     base: str
     names: tuple[str, ...]
     interleaved: bool = False
+    fused: tuple[str, ...] = ()
 
     def stem(self, projection: str, expert: int) -> str:
         """The name of a projection's weight ("gate", "up", "down") without ``.weight``."""
         if self.names:
             return f"{self.base}.{expert}.{self.names[('gate', 'up', 'down').index(projection)]}"
-        return f"{self.base}.{'down_proj' if projection == 'down' else 'gate_up_proj'}"
+        return self.fused[projection == "down"]
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What the names of the experts' tensors begin with, and no other tensor's."""
+        # Not the router's bias, which Laguna has among them.
+        return self.fused or tuple(f"{self.base}.{digit}" for digit in range(10))
 
 
 def expert_home(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> ExpertHome | None:
@@ -45,8 +54,11 @@ def expert_home(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> Expe
     for prefix in dict.fromkeys((config.prefix, *_PREFIXES)):
         for block in _BLOCKS:
             base = f"{prefix}layers.{layer}.{block}.experts"
-            if stored_as(checkpoint, f"{base}.gate_up_proj"):
-                return ExpertHome(base, (), interleaved)
+            for parts in _FUSED:
+                stems = tuple(f"{base.removesuffix('experts')}{part}" for part in parts)
+                if name := stored_as(checkpoint, stems[0]):
+                    end = ".weight" * name.endswith(".weight")
+                    return ExpertHome(base, (), interleaved, tuple(stem + end for stem in stems))
             for names in _EXPERT_NAMES:
                 if stored_as(checkpoint, f"{base}.0.{names[0]}"):
                     return ExpertHome(base, names)

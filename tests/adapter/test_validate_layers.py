@@ -164,7 +164,7 @@ UNKNOWN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("config", UNKNOWN, ids=lambda config: config["model_type"])
-def test_only_sizes_are_checked_of_models_that_are_not_in_the_table(
+def test_only_sizes_are_checked_of_models_without_an_inventory(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     base = write_config(tmp_path / "base", **{"num_hidden_layers": 8, "num_experts": 1, **config})

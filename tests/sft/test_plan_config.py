@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
-from expertmoe import quantise
+from expertmoe import quantise, stored_as
 from moefamilies import FAMILIES, reference
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_model, tiny_tokenizer
@@ -115,15 +114,6 @@ def test_quantised_checkpoints_are_known_by_their_configuration(storage, run, tm
     assert found.to_download == tensor_bytes(whole)
     (experts,) = (part for part in found.parts if part.what == "experts, mapped")
     assert storage.partition("-")[0] in experts.how
-
-
-def stored_as(storage, name, stored, scale):
-    if storage == "fp8":
-        return {name: stored, f"{name}_scale_inv": scale}
-    if storage.startswith("int8"):
-        return {name: stored, f"{name}_scale": scale.reshape(-1, 1)}
-    shape = torch.tensor([stored.shape[0], stored.shape[1] * 8])
-    return {f"{name}_packed": stored, f"{name}_scale": scale, f"{name}_shape": shape}
 
 
 @pytest.fixture

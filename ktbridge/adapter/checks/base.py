@@ -95,7 +95,7 @@ def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
     q_lora_rank and kv_lora_rank. Gated DeltaNet has h_k·d_k twice and h_v·d_v in in_proj_qkv.
     For a family not in the table only H is compared: its other names may have other meanings.
     """
-    if base.family is None:
+    if base.checked_family is None:
         base = replace(base, text={}, num_experts=0)
     attention = _latent(base) if _get(base, "kv_lora_rank") else _plain(base)
     return {**attention, **_linear_attention(base), **_mlps(base)}
@@ -103,7 +103,7 @@ def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
 
 def _plain(base: ModelConfig) -> dict[str, Linear]:
     hidden, heads = base.hidden_size, _get(base, "num_attention_heads")
-    family = base.family.name if base.family is not None else ""
+    family = base.checked_family.name if base.checked_family is not None else ""
     head = _get(base, "head_dim")
     if head is None and family in ("Qwen2-MoE", "Mixtral") and heads:
         head = hidden // heads
@@ -183,12 +183,12 @@ def check_base(adapter: Adapter, base: ModelConfig, use: Use) -> Iterator[Proble
     A module that SGLang-KT can't apply is an error if SGLang-KT will serve it, otherwise a warning,
     because other engines apply it.
     """
-    if base.family is None:
+    if base.checked_family is None:
         yield problem(
             "KTB602", str(base.path), f"model type {base.model_type!r} is not in our table"
         )
     if adapter.experts:
-        if base.family is not None:
+        if base.checked_family is not None:
             yield from _expert_layers(adapter, base)
         yield from _expert_sizes(adapter, base)
     yield from _nonexperts(adapter, base, "error" if use is Use.SERVED_BY_KT else "warning")
@@ -220,11 +220,11 @@ def _expert_layers(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
 
 def _expert_sizes(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
     """H and I; for families not in the table only H, whose config.json key is always the same."""
-    if not base.is_moe and base.family is not None:
+    if not base.is_moe and base.checked_family is not None:
         return
     wrong: list[Part] = []
     hidden = base.hidden_size
-    inner = base.intermediate_size if base.family is not None else None
+    inner = base.intermediate_size if base.checked_family is not None else None
     for (_, projection, half), stack in adapter.experts.items():
         size = hidden if (projection == "down") == (half == "B") else inner
         for shape, parts in by_shape(stack).items():
@@ -243,7 +243,7 @@ def _draft_layers(base: ModelConfig) -> range:
 
 def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Iterator[Problem]:
     sizes, drafting = linear_sizes(base), _draft_layers(base)
-    known = base.family.nonexpert_targets if base.family else ()
+    known = base.checked_family.nonexpert_targets if base.checked_family else ()
     beyond: list[Part] = []
     draft: list[Part] = []
     unserved: list[Part] = []
@@ -272,7 +272,7 @@ def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Ite
         yield from many("KTB605", parts, f"has shape {list(parts[0].entry.shape)}", expected)
     found = "is not applied by SGLang-KT for this family"
     yield from many("KTB608", unserved, found, severity=unapplied)
-    if base.family is None:
+    if base.checked_family is None:
         return
     for suffix, present in sorted(layers.items()):
         expected_layers = _expected_layers(suffix, base)

@@ -20,13 +20,13 @@ from typing import Any
 from ktbridge.errors import KtbridgeError
 from ktbridge.install import install_hint
 from ktbridge.model import Checkpoint, Entry, family_of, open_checkpoint
+from ktbridge.model.families import ROUTER
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensorfile import DTYPE_BITS
 
 Shape = tuple[int, ...]
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
-_ROUTER = (".mlp.gate", ".block_sparse_moe.gate")
 _PACKED = 8  # int4 values in an int32
 
 
@@ -145,7 +145,7 @@ class _Storage:
 
     def _takes(self, stem: str, name: str, shape: Shape) -> bool:
         linear = stem != name and len(shape) == 2 and bool(_IN_A_LAYER.search(name))
-        if not linear or stem.endswith(_ROUTER) or any(_names(p, stem) for p in self.left_out):
+        if not linear or ROUTER.search(stem) or any(_names(p, stem) for p in self.left_out):
             return False
         return not self.targets or any(_names(p, stem) for p in self.targets)
 
@@ -209,7 +209,7 @@ def _shapes(path: Path) -> dict[str, Shape]:
         import torch
         import transformers
 
-        from ktbridge.experts.loading import readable_load_errors, skeleton
+        from ktbridge.experts.loading import model_config, readable_load_errors, skeleton
     except ModuleNotFoundError as error:
         raise KtbridgeError(
             f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",
@@ -223,5 +223,5 @@ def _shapes(path: Path) -> dict[str, Shape]:
     known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if known and not isinstance(model, cls):
         with readable_load_errors(path), torch.device("meta"):
-            model = cls(transformers.AutoConfig.from_pretrained(path))
+            model = cls(model_config(path))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

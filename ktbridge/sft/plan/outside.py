@@ -84,10 +84,9 @@ def _first_layers(setting: Setting, layers: int, device: Any) -> Any:
     """A model of so many layers on ``device``, without routed experts, with the run's LoRA."""
     import torch
     from torch import nn
-    from transformers import AutoConfig
 
     from ktbridge.experts import checkpointing
-    from ktbridge.experts.loading import model_class
+    from ktbridge.experts.loading import model_class, model_config
     from ktbridge.experts.modules import experts_modules
     from ktbridge.sft.attach import attach_linear_lora
     from ktbridge.sft.compat import set_attention
@@ -102,7 +101,7 @@ def _first_layers(setting: Setting, layers: int, device: Any) -> Any:
             return hidden
 
     config = setting.config
-    cls, own = model_class(AutoConfig.from_pretrained(setting.shape.path))
+    cls, own = model_class(model_config(setting.shape.path))
     own = copy.deepcopy(own)
     text = own.get_text_config()
     text.num_hidden_layers = layers

@@ -9,8 +9,14 @@ from pathlib import Path
 
 from ktbridge.adapter.quantise import GROUP, stored_bytes
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import Checkpoint, ModelConfig, open_checkpoint, read_model_config
-from ktbridge.model.families import FAMILIES
+from ktbridge.model import (
+    Checkpoint,
+    ModelConfig,
+    check_served,
+    open_checkpoint,
+    read_model_config,
+)
+from ktbridge.model.families import FAMILIES, ROUTER, UNREACHED
 from ktbridge.model.locate import ExpertHome, expert_home
 from ktbridge.sft.plan.declared import Declared
 
@@ -91,6 +97,7 @@ def read_shape(
             mappable=there.mappable,
         )
     config = read_model_config(path)
+    check_served(config)
     checkpoint = declared or open_checkpoint(path)
     if not config.is_moe:
         raise KtbridgeError(
@@ -98,7 +105,7 @@ def read_shape(
             "Give a mixture-of-experts model, or train it with PEFT directly.",
         )
     homes = _expert_homes(path, checkpoint, config)
-    prefixes = tuple(f"{home.base}." for home in homes.values())
+    prefixes = tuple(prefix for home in homes.values() for prefix in home.prefixes)
     experts_own = [
         (name, checkpoint.entry(name)) for name in checkpoint if name.startswith(prefixes)
     ]
@@ -173,11 +180,17 @@ def _outside_experts(
         elements += prod(shape)
         vocabulary = max(vocabulary, shape[0] if "embed_tokens" in name else 0)
         module = match[2].removesuffix(".weight") if match else ""
-        if match is None or module == match[2] or name.startswith(_VISION):
+        if (
+            match is None
+            or module == match[2]
+            or name.startswith(_VISION)
+            or UNREACHED.search(f".{module}")
+        ):
             continue
         layer = layers[int(match[1])]
         if len(shape) == 2:
-            kind = layer.routers if _is_router(module) else layer.linears
+            # transformers keeps a router's weight as a plain parameter, which LoRA doesn't attach to.
+            kind = layer.routers if ROUTER.search(module) else layer.linears
             kind[module] = (shape[0], shape[1])
         elif len(shape) == 1:
             layer.norms[module] = shape[0]
@@ -191,7 +204,7 @@ def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, Expert
         return False
     if isinstance(checkpoint, Declared):  # only the family's row defines its file layout
         return config.family is None or config.family.storage != "fused"
-    shape = checkpoint.entry(f"{home.base}.gate_up_proj").shape
+    shape = checkpoint.entry(home.fused[0]).shape
     rows = (2 * config.intermediate_size, config.hidden_size)
     return bool(home.interleaved or shape[1:] != rows)
 
@@ -200,8 +213,3 @@ def _left_out(name: str, config: ModelConfig) -> bool:
     if name.startswith(_DRAFT):
         return True
     return name.startswith(_VISION) and config.model_type not in _WHOLE
-
-
-def _is_router(module: str) -> bool:
-    """transformers keeps a router's weight as a plain parameter, which LoRA doesn't attach to."""
-    return module.endswith(("mlp.gate", "block_sparse_moe.gate"))
