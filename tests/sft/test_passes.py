@@ -65,7 +65,7 @@ def train(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from ktbridge.sft import stages
 
     widths: list[tuple[int, ...]] = []
-    for cls in stages.STAGES.values():
+    for cls in set(stages.STAGES.values()):
         monkeypatch.setattr(cls, "compute_loss", _noted(cls.compute_loss, widths))
 
     def run(name: str, *overrides: str, **options: Any) -> Outcome:
