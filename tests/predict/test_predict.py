@@ -25,7 +25,7 @@ def results_in(directory):
 
 def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictions, base, tmp_path):
     broken = {"messages": dataset[0]["messages"][:1]}
-    file = write([*dataset[:4], broken, *dataset[4:]], template="qwen3")
+    file = write([*dataset[:4], broken, *dataset[4:]], template="qwen3", val_size=0.1)
     shown = predict(file, "--dry-run")
     assert shown.returncode == 0, shown.stderr
     assert "answers 9 of 10 rows" in shown.stdout

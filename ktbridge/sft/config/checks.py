@@ -172,7 +172,9 @@ def _held_out(config: TrainConfig, given: Collection[str], findings: Findings) -
         else:
             continue
         findings.error(key, found, expected, step, code=CONTRADICTION)
-    if config.val_size and config.eval_dataset:
+    if (
+        config.val_size and config.eval_dataset and not config.do_predict
+    ):  # which would answer the latter
         found = f"{config.val_size:g} beside eval_dataset"
         findings.error("val_size", found, "one of the two", "Leave one of the two out.",
                        code=CONTRADICTION)  # fmt: skip

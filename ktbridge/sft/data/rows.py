@@ -84,7 +84,7 @@ def load_rows(config: TrainConfig) -> Rows:
     """
     rows, held = Rows(), Rows("eval_dataset")
     failed = _read_all(config, rows)
-    if config.eval_dataset:
+    if config.eval_dataset and not config.val_size:
         failed += _read_all(replace(config, dataset=config.eval_dataset), held)
     if len(failed) == 1:
         raise failed[0]
