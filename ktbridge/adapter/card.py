@@ -45,10 +45,16 @@ def read_evaluation(directory: Path) -> Evaluation:
             "Give the directory that `ktbridge eval --output` wrote.",
         )
     if found["schema"] == _SCHEMAS[1]:
-        inner = [read_evaluation(directory / str(one["name"])) for one in found["benches"]]
+        # Of a bench that failed, results of an earlier evaluation may lie in its folder.
+        failed = [f"{one['name']}: {one['error']}" for one in found["benches"] if one["error"]]
+        inner = [
+            read_evaluation(directory / str(one["name"]))
+            for one in found["benches"]
+            if not one["error"]
+        ]
         return Evaluation(
             [bench for one in inner for bench in one.benches],
-            [error for one in inner for error in one.errors],
+            [*failed, *(error for one in inner for error in one.errors)],
         )
     errors = [str(one["found"]) for one in found["warnings"] if one["severity"] == "error"]
     return Evaluation([found], errors)

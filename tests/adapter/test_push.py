@@ -158,6 +158,21 @@ def test_an_evaluation_is_in_the_card_with_its_doubts(hub, trained, tmp_path):
     assert "has no results.json" in done.stderr
 
 
+def test_a_bench_that_failed_is_a_doubt_and_its_old_results_are_not_uploaded(
+    hub, trained, tmp_path
+):
+    (tmp_path / "eval" / "old").mkdir(parents=True)
+    (tmp_path / "eval" / "old" / "results.json").write_text("{}")
+    entry = {"name": "old", "path": "old/results.json", "error": "its answers are damaged"}
+    index = {"schema": "ktbridge.index/1", "benches": [entry]}
+    (tmp_path / "eval" / "results.json").write_text(json.dumps(index))
+    done = push(trained, "me/neko", "--eval", tmp_path / "eval")
+    assert done.exit_code == 0, done.output
+    assert "KTH002" in done.stderr
+    assert "old: its answers are damaged" in done.stderr
+    assert "## Evaluation" not in hub.repos["model", "me/neko"].files["README.md"].decode()
+
+
 def test_what_cant_be_uploaded_is_said_in_a_sentence(hub, trained, tmp_path, monkeypatch):
     for name, code, words in (
         ("neko", 2, "'neko' is not a repository's name"),
