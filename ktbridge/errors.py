@@ -12,6 +12,7 @@ Code outside ``ktbridge.cli`` never prints or exits: it raises one of these.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -103,3 +104,9 @@ class ProblemsError(KtbridgeError):
 def has_errors(problems: Iterable[Problem]) -> bool:
     """Whether any problem is an error (warnings and infos don't fail a command)."""
     return any(problem.severity == "error" for problem in problems)
+
+
+def did_you_mean(key: str, known: Iterable[str]) -> str:
+    """The next step after an unknown key that is close to a known one; "" where none is."""
+    near = difflib.get_close_matches(key, list(known), n=1)
+    return f"Did you mean {near[0]}?" if near else ""

@@ -12,14 +12,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import resolve_model
-from ktbridge.publish import Staging
+from ktbridge.publish import OnProgress, Staging
 
 from .corpus import Conversation, base_conversations, corpus_files
 
@@ -31,7 +31,6 @@ _OURS = re.compile(
     rf"{re.escape(RECORD)}|chat_template\.jinja|(config|generation_config|tokenizer|tokenizer_config)\.json"
     r"|special_tokens_map\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 )
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.hub_errors import explained, library
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import hash_file
+from ktbridge.publish import OnProgress, hash_file
 from ktbridge.units import size_text
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
 """A model's files but for the weights; *.model are sentencepiece's vocabularies."""
 NESTED = ("*/*",)
-OnProgress = Callable[[int, int], None]
 _NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _STREAMS = 4
 """Files downloaded at once."""
@@ -90,6 +89,13 @@ def short_name(path: Path) -> str:
     return Path(name_of(path.resolve())[0]).name
 
 
+def storage_of(wanted: Repository) -> Path:
+    """The directory of a repository in the cache."""
+    hub = library()
+    folder = hub.file_download.repo_folder_name(repo_id=wanted.id, repo_type=wanted.kind)
+    return cache_directory() / str(folder)
+
+
 def find_cached(wanted: Repository, patterns: Iterable[str] = TEXTS) -> Path | None:
     """The snapshot in the cache if it has all files of these patterns, as far as is known."""
     hub = library()
@@ -110,8 +116,7 @@ def find_cached(wanted: Repository, patterns: Iterable[str] = TEXTS) -> Path | N
 
 def has_all_weights(path: Path) -> bool:
     """Whether every file that the index names, or the single file, is in a directory."""
-    names = _shards(path) if (path / INDEX_FILE).is_file() else {SINGLE_FILE}
-    return all((path / name).is_file() for name in names)
+    return all((path / name).is_file() for name in _weight_files(path))
 
 
 def find_whole(wanted: Repository, weights: bool = True) -> Path | None:
@@ -184,14 +189,17 @@ def read_headers(wanted: Repository, path: Path) -> list[Header]:
         return [header for headers in pool.map(read, names) for header in headers]
 
 
-def _shards(path: Path) -> set[str]:
+def _weight_files(path: Path) -> set[str]:
+    """The names of the files with a model's weights, whose small files are in ``path``."""
+    if not (path / INDEX_FILE).is_file():
+        return {SINGLE_FILE}
     table = read_json_file(path / INDEX_FILE).get("weight_map")
     return {str(name) for name in table.values()} if isinstance(table, dict) else set()
 
 
 def _named_weights(wanted: Repository, path: Path, files: list[Any]) -> set[str]:
     """The files with weights; repositories have others beside them, such as consolidated.safetensors."""
-    names = _shards(path) if (path / INDEX_FILE).is_file() else {SINGLE_FILE}
+    names = _weight_files(path)
     there = {file.rfilename for file in files}
     if missing := sorted(names - there):
         others = sorted(name for name in there if name.endswith((".bin", ".gguf", ".pt", ".pth")))
@@ -220,8 +228,7 @@ def _fetch(
 ) -> Path:
     """Large files resumably into the cache's blobs, then the snapshot as huggingface_hub makes it."""
     hub = library()
-    folder = hub.file_download.repo_folder_name(repo_id=wanted.id, repo_type=wanted.kind)
-    blobs = cache_directory() / folder / "blobs"
+    blobs = storage_of(wanted) / "blobs"
     large = [
         _Blob(file.rfilename, file.size, file.lfs.sha256, blobs / file.lfs.sha256)
         for file in files
@@ -357,9 +364,7 @@ def _silent(on_bytes: Callable[[float | None], None] | None = None) -> type:
 @contextmanager
 def _locked(wanted: Repository) -> Iterator[None]:
     """One download of a repository at a time; the lock is the kernel's, so a killed process gives it up."""
-    hub = library()
-    folder = hub.file_download.repo_folder_name(repo_id=wanted.id, repo_type=wanted.kind)
-    path = cache_directory() / ".locks" / folder / "ktbridge.lock"
+    path = cache_directory() / ".locks" / storage_of(wanted).name / "ktbridge.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -367,5 +372,5 @@ def _locked(wanted: Repository) -> Iterator[None]:
             f"the Hub cache {cache_directory()} can't be written: {error.strerror}.",
             "Set HF_HOME to a directory that you may write.",
         ) from error
-    with hub.utils.WeakFileLock(path):
+    with library().utils.WeakFileLock(path):
         yield

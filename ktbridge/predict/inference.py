@@ -6,11 +6,10 @@ LLaMA-Factory that mean nothing to a server are noted.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktbridge.errors import Problem, UsageError
+from ktbridge.errors import Problem, UsageError, did_you_mean
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.findings import CONTRADICTION, NOT_THERE, UNKNOWN, Findings
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
@@ -129,8 +128,7 @@ def _own(values: Values, findings: Findings) -> Values:
         elif key in _KNOWN or OUTSIDE.foreign(key, known) or IN_BLOCK.foreign(key, known):
             findings.note(key, f"{shown(value)}: a server has no use for it", "", "Leave it out.")
         else:
-            near = difflib.get_close_matches(key, known, n=1)
-            step = f"Did you mean {near[0]}?" if near else "docs/predict.md lists the keys."
+            step = did_you_mean(key, known) or "docs/predict.md lists the keys."
             findings.error(key, "unknown key", "", step, code=UNKNOWN)
     return own
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
@@ -16,6 +15,7 @@ from ktbridge.install import install_hint
 from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.predict.journal import journal_of
 from ktbridge.predict.results import PREDICTIONS, REFUSED
+from ktbridge.publish import OnProgress
 from ktbridge.serve.local.plan import check_installed
 from ktbridge.sft.config import TrainConfig, check_writable
 from ktbridge.sft.data import Refused, all_refused, load_rows, refused_note
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_rows``."""
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Prepared:
 
 
 def prepare(
-    config: TrainConfig, on_rows: Progress | None = None, before_training: bool = False
+    config: TrainConfig, on_rows: OnProgress | None = None, before_training: bool = False
 ) -> Prepared:
     """Check everything that needs neither weights nor the adapter, and read the rows.
 
@@ -144,7 +143,7 @@ def _notes(config: TrainConfig) -> list[Problem]:
 
 
 def _prompts(
-    rows: Rows, chat: ChatTemplate, config: TrainConfig, context: int, on_rows: Progress | None
+    rows: Rows, chat: ChatTemplate, config: TrainConfig, context: int, on_rows: OnProgress | None
 ) -> tuple[list[Prompt], list[Refused]]:
     prompts: list[Prompt] = []
     refused: list[Refused] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, ProblemsError, UsageError
+from ktbridge.errors import Problem, ProblemsError, UsageError, did_you_mean
 from ktbridge.yamlfile import read_yaml, shown
 
 STEPS = ("convert", "validate", "serve", "verify", "eval", "report")
@@ -104,8 +103,7 @@ def read_recipe(
 def near(key: str, known: Iterable[str]) -> str:
     """What to write instead of an unknown key."""
     known = list(known)
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+    return did_you_mean(key, known) or f"Known: {', '.join(known)}."
 
 
 class _Reader:

@@ -113,9 +113,7 @@ class Runner:
             }
             for step in steps:
                 if step.command == "serve":
-                    kept = all(self._kept(one, state, item) for one in steps[1:]) and not anew.get(
-                        run
-                    )
+                    kept = all(keep.values())
                 elif step.command == "report":
                     if not _needed(step, [one for one, kept in found if not kept]):
                         continue

@@ -20,13 +20,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
+from ktbridge.publish import OnProgress
 from ktbridge.sft import distributed
 from ktbridge.sft.best_step import best_first, evaluations
 from ktbridge.sft.compat import trl_metrics, without_balancing_loss, without_gathering
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import METRICS
 from ktbridge.sft.passes import OnNote, Row, cut, fill, free_memory
-from ktbridge.sft.progress import OnProgress
 
 if TYPE_CHECKING:
     from ktbridge.sft.run_trainer import RunTrainer

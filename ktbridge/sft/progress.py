@@ -12,10 +12,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.expert_call import kernel_seconds
+from ktbridge.publish import OnProgress
 from ktbridge.sft import distributed
 from ktbridge.sft.interrupts import Interrupts
 
-OnProgress = Callable[[int, int], None]
 OnLog = Callable[[dict[str, float]], None]
 
 

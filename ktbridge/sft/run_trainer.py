@@ -159,9 +159,8 @@ class RunTrainer(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **kwargs)
-        separate_b(
-            self.model, optimizer, self.ratio_of_b
-        )  # before the experts, whose groups are last
+        # Before the experts, whose groups are last.
+        separate_b(self.model, optimizer, self.ratio_of_b)
         distributed.separate_experts(self, optimizer)
         return optimizer
 

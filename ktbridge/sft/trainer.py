@@ -25,8 +25,7 @@ from ktbridge.experts.loading import load_for_kernels
 from ktbridge.experts.nonexpert_lora import TunedModel
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.model import resolve_model
-from ktbridge.publish import OnProgress as OnBytes
-from ktbridge.publish import RunLock
+from ktbridge.publish import OnProgress, RunLock
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
@@ -44,7 +43,7 @@ from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.quantised import experts_path, quantised_experts
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
-from ktbridge.sft.progress import OnLog, OnProgress, Reporter, is_record
+from ktbridge.sft.progress import OnLog, Reporter, is_record
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.stages import LOSSES, STAGES
@@ -126,7 +125,7 @@ def train(
 def quantise_first(
     config: TrainConfig,
     prepared: Prepared | None = None,
-    on_progress: OnBytes = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
     on_wait: Callable[[str], None] = lambda holder: None,
 ) -> Prepared | None:
     """Make the quantised experts that a run asks for, on each host by its first process; others wait for it.

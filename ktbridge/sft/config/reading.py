@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ktbridge.errors import UsageError
+from ktbridge.errors import UsageError, did_you_mean
 from ktbridge.sft.config import paths
 from ktbridge.sft.config.checks import check
 from ktbridge.sft.config.findings import MISSING as NOT_GIVEN
@@ -134,8 +133,8 @@ def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
     other, place = (TrainConfig, "outside") if prefix else (KtConfig, "inside")
     if key in options(other):
         return f"It stands {place} the kt_config block."
-    if near := difflib.get_close_matches(key, known, n=1):
-        return f"Did you mean {near[0]}?"
+    if near := did_you_mean(key, known):
+        return near
     return f"Known keys: {', '.join(known)}." if prefix else "docs/train.md lists the keys."
 
 

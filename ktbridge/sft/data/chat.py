@@ -32,9 +32,9 @@ class Answer:
     """One answer as a server's model writes it: ``text`` is the prompt and the answer.
 
     ``start`` and ``end`` enclose what the model writes, its stop token included, which begins at ``body`` or
-    later. ``added`` is what of that
-    the template puts in front of the answer's own words (an empty block of thoughts), ``unmatched`` the end
-    of the prompt that a server sends and that this text lacks (an opened block of thoughts).
+    later. ``added`` is what of that the template puts in front of the answer's own words (an empty block of
+    thoughts), ``unmatched`` the end of the prompt that a server sends and that this text lacks (an opened
+    block of thoughts).
     """
 
     text: str

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem, ProblemsError
+from ktbridge.publish import OnProgress
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.chat import (
     IGNORED,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_progress``."""
-Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -65,7 +65,7 @@ def fit_rows(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Fitted:
     """Tokenize rows by the tokenizer's chat template, and cut them to ``config.cutoff_len`` tokens.
 

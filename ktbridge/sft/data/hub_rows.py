@@ -68,7 +68,7 @@ class HubRows:
 
     @property
     def _storage(self) -> Path:
-        return hub.cache_directory() / f"datasets--{self.repository.id.replace('/', '--')}"
+        return hub.storage_of(self.repository)
 
     @property
     def _record(self) -> Path:

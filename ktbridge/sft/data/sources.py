@@ -6,7 +6,6 @@ A broken line of a JSONL file is a row that can't be used, not the end of the fi
 from __future__ import annotations
 
 import codecs
-import difflib
 import json
 import random
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, did_you_mean
 from ktbridge.model.hub import named_repository, repository
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.paths import ROWS
@@ -142,8 +141,7 @@ class _Entry:
         """What it describes, for a run of ``stage``; of no use where there are ``problems``."""
         entry = info.get(self._name)
         if not isinstance(entry, dict):
-            near = difflib.get_close_matches(self._name, info, n=1)
-            step = f"Did you mean {near[0]}?" if near else f"It names {', '.join(info) or 'none'}."
+            step = did_you_mean(self._name, info) or f"It names {', '.join(info) or 'none'}."
             self._wrong("no such dataset, nor a file", "", step)
             return None
         remote = self._remote(entry) if entry.get("hf_hub_url") else None

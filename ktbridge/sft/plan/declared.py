@@ -21,6 +21,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.install import install_hint
 from ktbridge.model import Checkpoint, Entry, family_of, open_checkpoint
 from ktbridge.model.families import ROUTER
+from ktbridge.model.hub import INDEX_FILE
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensorfile import DTYPE_BITS
 
@@ -60,7 +61,7 @@ def weights_missing(path: Path) -> str:
 
     Raises KtbridgeError for weights that are there and damaged, or pickled.
     """
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX_FILE
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         return "there are no weights"
     if index.is_file():

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from ktbridge.adapter.rewrite import CHECKPOINT_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model import fingerprint, open_checkpoint
+from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import stamp
 from ktbridge.publish import Lock, OnProgress
@@ -187,7 +187,7 @@ def _found(source: Path, storage: str, home: Path, times: _Times) -> Quantised |
     print_of = fingerprint(source)
     identified = [storage, print_of.tensors_sha256, print_of.values_sha256, [t[:2] for t in times]]
     key = hashlib.sha256(json.dumps(identified).encode()).hexdigest()[:12]
-    directory = home / f"{_name(source)}.{storage}-experts-{key}"
+    directory = home / f"{short_name(source)}.{storage}-experts-{key}"
     size, layers = in_storage(shape, storage).expert_bytes, shape.sparse_layers
     before = shape.expert_bytes if shape.mappable else 2 * shape.expert_elements * layers
     return Quantised(source, storage, directory, size, before, times)
@@ -200,9 +200,3 @@ def _home(source: Path) -> Path:
     if source.parent.name != "snapshots" and os.access(source.parent, os.W_OK):
         return source.parent
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktbridge"
-
-
-def _name(source: Path) -> str:
-    """A model's name; in the Hub cache the directory is called by its revision."""
-    hub = re.fullmatch(r"models--(?:.*--)?(.+)", source.parent.parent.name)
-    return hub[1] if hub and source.parent.name == "snapshots" else source.name
