@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError
+from ktbridge.eval.store import writing
 from ktbridge.publish import fsync_directory
 
 Identity = Mapping[str, object]
@@ -59,7 +60,8 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with writing(self.path):  # on a full disk there is a part of a line left to write
+            self._file.close()
 
     def add(self, row: int, answer: Answered, seconds: float) -> None:
         """Write the answer to a row; ``seconds`` that all answers have taken by now."""
@@ -71,9 +73,10 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
     def _append(self, line: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def _read(self, identity: Identity) -> int:
         """Take in what is there; the length in bytes of its whole lines, 0 where none is an answer."""
