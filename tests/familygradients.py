@@ -135,9 +135,11 @@ class Choices:
             self.made.append(own.indices)
             return own
         indices = next(self.replay).to(scores.device)
+        values = scores.gather(dim, indices)
         self.all += indices.numel()
-        self.others += int((own.indices.sort(dim).values != indices.sort(dim).values).sum())
-        return torch.return_types.topk((scores.gather(dim, indices), indices))
+        # By value: which of the masked, equal ones fill up the number is each device's own affair.
+        self.others += int((own.values.sort(dim).values != values.sort(dim).values).sum())
+        return torch.return_types.topk((values, indices))
 
     def max(self, scores: torch.Tensor, *args: Any, **options: Any) -> Any:
         """As Phi-MoE chooses, one expert after the other."""
