@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from familygradients import ON_GPU, check_family
-from moefamilies import FAMILIES
+from moefamilies import FAMILIES, KIMI
 from transformers import CONFIG_MAPPING
 
 
@@ -18,6 +18,6 @@ from transformers import CONFIG_MAPPING
 def test_family(
     model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if model_type not in CONFIG_MAPPING:
+    if KIMI.get(model_type, model_type) not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     check_family(model_type, tmp_path, monkeypatch, executor, torch.device("cuda", 0))
