@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -23,6 +24,14 @@ def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]
             raise click.BadParameter(f"the name {name!r} is given twice.", param=parameter)
         named[name] = directory
     return named
+
+
+def _not_empty(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A key that is there but empty is a mistake (a variable that wasn't set): not an open server."""
+    name = str(parameter.envvar)
+    if value == "" or (value is None and os.environ.get(name) == ""):
+        raise click.BadParameter(f"the key is empty; unset {name} to serve without one.")
+    return value
 
 
 def sglang_is_here() -> bool:
@@ -108,6 +117,7 @@ class _Serve(Command):
     "--api-key",
     envvar="KTBRIDGE_API_KEY",
     metavar="KEY",
+    callback=_not_empty,
     help="Required of clients; better set as KTBRIDGE_API_KEY, which `ps` doesn't show.",
 )
 @click.option(

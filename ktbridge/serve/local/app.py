@@ -1,20 +1,19 @@
-"""The HTTP API: the API key, the size of bodies, routes, and errors in OpenAI's format."""
+"""The HTTP API: routes, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktbridge import __version__
+from ktbridge.serve.local.bodies import BodyRoute
 from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.middleware import KnownHost, LimitBody, RequireKey
 from ktbridge.serve.local.replies import ClientGone
 from ktbridge.serve.local.schema import (
     SEED_RANGE,
@@ -23,13 +22,10 @@ from ktbridge.serve.local.schema import (
     CompletionRequest,
     ErrorBody,
     bounded,
-    from_validation,
 )
 from ktbridge.serve.local.service import Service
 from ktbridge.serve.request import Limits
 from ktbridge.served_names import ServedArm
-
-OPEN_PATHS = frozenset({"/health"})
 
 
 def create_app(
@@ -42,8 +38,8 @@ def create_app(
 ) -> FastAPI:
     """The application that serves ``arms`` of ``engine``. Its lifespan owns the worker thread.
 
-    ``app.state.drain()`` stops accepting requests; ``app.state.worker.close()`` aborts those
-    in progress.
+    Without a key, only requests that name this machine are answered, and none that another site's page sends.
+    ``app.state.drain()`` stops accepting requests; ``app.state.worker.close()`` aborts those in progress.
     """
     limits = limits or Limits()
     service = Service(engine, arms, fingerprints, limits)
@@ -63,6 +59,8 @@ def create_app(
         title="ktbridge",
         version=__version__,
         lifespan=lifespan,
+        docs_url=None,  # their pages load another host's scripts
+        redoc_url=None,
         responses={
             "4XX": {"model": ErrorBody, "description": "The request, or when it came"},
             "5XX": {"model": ErrorBody, "description": "The server's failure, or its end"},
@@ -71,20 +69,25 @@ def create_app(
     app.state.worker = worker
     app.state.drain = drain
     _add_error_handlers(app)
-    # The last middleware added is the outermost: first the key, then the size.
+    # The last middleware added is the outermost: first the key or the host, then the size.
     app.add_middleware(LimitBody, limit=limits.body, seconds=limits.body_seconds, stopping=stop)
-    app.add_middleware(RequireKey, key=api_key)
+    if api_key is None:
+        app.add_middleware(KnownHost)
+    else:
+        app.add_middleware(RequireKey, key=api_key)
     app.include_router(_routes(service))
     _publish_bounds(app, service)
     return app
 
 
 def _routes(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = APIRouter(route_class=BodyRoute)
 
     @routes.get("/health")
     async def health() -> dict[str, str | int]:
         worker = service.worker
+        if worker.failure is not None:
+            raise ApiError(503, "the thread that computes has died; see the server's log")
         return {"status": "ok", "waiting": worker.waiting, "running": worker.running}
 
     @routes.get("/v1/models")
@@ -135,10 +138,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def _api(_: Request, error: ApiError) -> JSONResponse:
         return respond(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return respond(from_validation(error.errors()))
-
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 404:
@@ -152,106 +151,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _bug(_: Request, error: Exception) -> JSONResponse:
         return respond(ApiError(500, "the server failed; see its log"))
-
-
-# --- middleware: plain ASGI, before every route -----------------------------------------------------
-
-
-def allowed(path: str, authorization: bytes | None, key: str | None) -> bool:
-    """Whether a request may pass: no key set, an open path, or the right bearer token.
-
-    The comparison takes constant time.
-    """
-    if key is None or path in OPEN_PATHS:
-        return True
-    scheme, _, token = (authorization or b"").partition(b" ")
-    return hmac.compare_digest(token.strip(), key.encode()) and scheme.lower() == b"bearer"
-
-
-class RequireKey:
-    """401 for requests without the server's key."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._key = key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            header = dict(scope["headers"]).get(b"authorization")
-            if not allowed(scope["path"], header, self._key):
-                error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-                wanted = {"WWW-Authenticate": "Bearer"}  # required in a 401: RFC 9110, 11.6.1
-                await JSONResponse(error.body, 401, wanted)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class LimitBody:
-    """413 for bodies over ``limit`` bytes, announced or streamed; 408 on timeout.
-
-    Once ``stopping`` is set, an incomplete request is refused with 503, so that a half-sent body
-    doesn't delay the shutdown.
-    """
-
-    def __init__(self, app: ASGIApp, limit: int, seconds: float, stopping: asyncio.Event) -> None:
-        """``seconds``: timeout for the next piece of the body."""
-        self._app = app
-        self._limit = limit
-        self._seconds = seconds
-        self._stopping = stopping
-        self._too_large = f"the body is larger than {limit} bytes"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = dict(scope["headers"]).get(b"content-length", b"")
-        if announced.isdigit() and int(announced) > self._limit:
-            await self._discard(receive)
-            error = ApiError(413, self._too_large, code="request_too_large")
-            await JSONResponse(error.body, error.status)(scope, receive, send)
-            return
-        size = 0
-        complete = False
-
-        async def counted() -> Message:
-            nonlocal size, complete
-            if complete:  # next comes the client's disconnect, which has no timeout
-                return await receive()
-            message = await self._receive_in_time(receive)
-            size += len(message.get("body", b""))
-            if size > self._limit:
-                # FastAPI reads the body and lets exceptions of this kind through.
-                raise HTTPException(413, self._too_large)
-            complete = not message.get("more_body", False)
-            return message
-
-        await self._app(scope, counted, send)
-
-    async def _receive_in_time(self, receive: Receive) -> Message:
-        """The next message, unless the server stops or the client takes too long."""
-        message = asyncio.ensure_future(receive())
-        stop = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait(
-                {message, stop}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if message.done():
-                return message.result()
-            # The rest of the body would be parsed as the next request.
-            close = {"Connection": "close"}
-            if stop.done():
-                raise HTTPException(503, "the server is shutting down", close)
-            raise HTTPException(408, "the rest of the body didn't come in time", close)
-        finally:
-            message.cancel()
-            stop.cancel()
-
-    async def _discard(self, receive: Receive) -> None:
-        """Read some of a refused body: most clients look for an answer only once all is sent."""
-        left = 16 * self._limit
-        while left > 0:
-            message = await self._receive_in_time(receive)
-            left -= len(message.get("body", b""))
-            if not message.get("more_body", False):
-                return

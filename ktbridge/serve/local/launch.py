@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,6 +16,7 @@ import uvicorn
 
 from ktbridge import hosts
 from ktbridge.errors import KtbridgeError
+from ktbridge.serve.local.connection import connections
 from ktbridge.serve.local.plan import ServePlan, fingerprints
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
@@ -44,7 +47,7 @@ def serve(
     ``on_loading`` is called once the port is bound.
 
     Raises KtbridgeError when the port is taken (before the model is loaded) or the model or an
-    adapter does not load.
+    adapter does not load, or the thread that computes dies.
     """
     listener = bind(plan.host, plan.port)
     try:
@@ -62,13 +65,22 @@ def serve(
             raise _port_error(plan.host, plan.port, error) from error
         config = uvicorn.Config(
             app,
+            http=connections(plan.limits.body),
+            ws="none",
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=int(plan.limits.drain_seconds) + GRACE_SECONDS,
             server_header=False,
         )
-        server = _Server(config, app.state.drain, app.state.worker.close, plan.limits.drain_seconds)
+        worker = app.state.worker
+        server = _Server(config, app.state.drain, worker.close, plan.limits.drain_seconds)
+        worker.on_failure = server.stop
         asyncio.run(_serve(server, listener, on_ready))
+        if worker.failure is not None:
+            raise KtbridgeError(
+                f"the thread that computes has died: {type(worker.failure).__name__}: {worker.failure}.",
+                "start the server again; the lines above say where it was",
+            )
     finally:
         listener.close()
 
@@ -113,9 +125,18 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def stop(self) -> None:
+        """End without a signal; from any thread."""
+        self.should_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self.should_exit
         self.should_exit = True
+        if not again:
+            # Whatever holds up the event loop or a thread, the process ends in time.
+            late = threading.Timer(self._seconds + 3 * GRACE_SECONDS, os._exit, (1,))
+            late.daemon = True
+            late.start()
         # Not from the handler: the signal may have interrupted a holder of the queue's lock.
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._abort if again else self._begin_shutdown)

@@ -18,6 +18,9 @@ from pydantic.config import JsonDict, JsonValue
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_ITEMS = 2**18
+"""Of a list in a request: more tokens or messages than any context has."""
+NAMED = 5  # unknown fields that an error names
 SEED_RANGE = 2**63
 # Keyword arguments of apply_chat_template that decide how the server renders and tokenises.
 RENDERING_ARGUMENTS = frozenset(
@@ -63,13 +66,18 @@ NoTools = Annotated[
     _neutral("tools are not supported by this engine"),
     Field(json_schema_extra={"maxItems": 0}),
 ]
-TokenIds = list[Annotated[int, Field(ge=0)]]
+# One fault of a list is enough: a reply that told each would be larger than the request, and slower.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 _IDS: JsonDict = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _SEVERAL: list[JsonDict] = [
     {"type": "array", "items": each, "minItems": 1} for each in (_STOP, _IDS)
 ]
 Prompts = Annotated[
-    str | TokenIds | list[str] | list[TokenIds], WithJsonSchema({"anyOf": [_STOP, _IDS, *_SEVERAL]})
+    str
+    | TokenIds
+    | Annotated[list[str], Field(fail_fast=True)]
+    | Annotated[list[TokenIds], Field(fail_fast=True)],
+    WithJsonSchema({"anyOf": [_STOP, _IDS, *_SEVERAL]}),
 ]
 
 
@@ -124,6 +132,8 @@ def bounded(schema: JsonDict, most: int, several: int) -> JsonDict:
 def _whole(value: object) -> object:
     """3.0 as 3: JSON doesn't distinguish them, and some clients write integers so."""
     if isinstance(value, list):
+        if len(value) > MAX_ITEMS:
+            raise ValueError(f"a list has {len(value):,} items; at most {MAX_ITEMS:,} are read")
         return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -136,9 +146,13 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: object) -> object:
-        if isinstance(data, dict):
-            return {key: _whole(value) for key, value in data.items() if value is not None}
-        return data
+        if not isinstance(data, dict):
+            return data
+        unknown = [key for key in data if key not in cls.model_fields]
+        if len(unknown) > NAMED:
+            named = ", ".join(key[:40] for key in unknown[:NAMED])
+            raise ValueError(f"unknown fields: {named} and {len(unknown) - NAMED:,} more")
+        return {key: _whole(value) for key, value in data.items() if value is not None}
 
 
 class TextPart(Strict):
@@ -148,7 +162,7 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def as_template_input(self) -> dict[str, str]:
@@ -212,7 +226,7 @@ class Request(Strict):
 
 
 class ChatRequest(Request):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -315,10 +329,8 @@ class _Invalid(BaseModel):
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The field in the client's terms: without FastAPI's "body" and pydantic's branches."""
-        parts = [str(part) for part in self.loc]
-        if parts[:1] == ["body"]:
-            parts = parts[1:]
+        """The field in the client's terms: without pydantic's branches."""
+        parts = [str(part)[:80] for part in self.loc]
         return tuple(part for part in parts if part != "str" and "[" not in part)
 
 

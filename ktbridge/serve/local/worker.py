@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.sampling import Event, Finish
@@ -97,6 +97,10 @@ class Worker:
         self._changed = threading.Condition()
         self._draining = False
         self._closed = False
+        self.failure: BaseException | None = None
+        """What ended the thread; None as long as it lives, and after ``close``."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called in the thread as its last act."""
         self.outbox = Outbox()
         self._thread = threading.Thread(target=self._work, name="ktbridge-worker", daemon=True)
         self._thread.start()
@@ -137,17 +141,25 @@ class Worker:
         self._thread.join(timeout)
 
     def _work(self) -> None:
-        while self._wait_for_work():
-            if (ask := self._next()) is not None:
-                self._batch.begin(ask)
-            for compute in (self._batch.advance, self._batch.step):
-                compute()
-                self.outbox.send()
+        try:
+            while self._wait_for_work():
+                if (ask := self._next()) is not None:
+                    self._batch.begin(ask)
+                for compute in (self._batch.advance, self._batch.step):
+                    compute()
+                    self.outbox.send()
+        except BaseException as error:
+            log.critical("the thread that computes has died", exc_info=True)
+            self.failure = error
+        with self._changed:
+            self._draining = True  # nobody takes a prompt from here
         self._batch.drop_all(ServerStopping())
         for ask in self._waiting:
             ask.listener.fail(ServerStopping())
         self.outbox.send()
         self._waiting.clear()
+        if self.failure is not None:
+            self.on_failure()
 
     def _wait_for_work(self) -> bool:
         """False once closed."""

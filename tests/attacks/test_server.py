@@ -1,0 +1,159 @@
+"""A server under attack: refusals come at once and are short, and everyone else is answered."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tinyserver import ENVIRONMENT, Server, read_document
+
+BODY_SECONDS = 3
+
+
+@pytest.fixture(scope="module")
+def attacked(launch, base: Path) -> Server:
+    options = ("--body-seconds", str(BODY_SECONDS), "--drain-seconds", "2")
+    return launch("--model", str(base), "--served-model-name", "tiny", *options)
+
+
+def post(server: Server, data: bytes, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    headers = {"Content-Type": "application/json", **headers}
+    connection.request("POST", "/v1/chat/completions", data, headers)
+    reply = connection.getresponse()
+    text = reply.read().decode()
+    connection.close()
+    return reply.status, text
+
+
+def bare(server: Server, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(data)
+    return connection
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    told = b""
+    with connection:
+        while piece := connection.recv(65536):
+            told += piece
+    return told
+
+
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+FLOODS = {
+    "unknown fields": json.dumps(GOOD | {f"x{i}": 1 for i in range(200_000)}),
+    "bad messages": json.dumps(GOOD | {"messages": [{"x": 1}] * 200_000}),
+    "bad parts": json.dumps(GOOD | {"messages": [{"role": "user", "content": [{}] * 900_000}]}),
+    "nesting": '{"model":' + '{"a":' * 600 + "1" + "}" * 600 + "}",
+    "many items": json.dumps(GOOD | {"stop": ["x"] * 600_000}),
+    "a long name": json.dumps(GOOD | {"x" * 1_000_000: 1}),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_faults_by_the_hundred_thousand_get_a_short_answer(attacked: Server, flood: str) -> None:
+    """Each held up the event loop for seconds to minutes, or was 500."""
+    start = time.monotonic()
+    status, text = post(attacked, FLOODS[flood].encode())
+    assert status == 400
+    assert len(json.loads(text)["error"]["message"]) < 600
+    assert time.monotonic() - start < 15
+    assert post(attacked, json.dumps(GOOD).encode())[0] == 200
+
+
+def test_what_is_announced_too_large_is_refused_at_once(attacked: Server) -> None:
+    for rest in (
+        b"Content-Length: 10000000000\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\nFFFFFFF\r\n",
+    ):
+        start = time.monotonic()
+        with bare(attacked, HEAD + rest) as connection:
+            told = connection.recv(65536)
+        assert told.split()[1] in (b"400", b"413")
+        assert time.monotonic() - start < BODY_SECONDS
+
+
+def test_slow_clients_are_let_go(attacked: Server) -> None:
+    """Half a head, a head after an answer, and a body of a byte now and then."""
+    dripping = bare(attacked, HEAD + b"Content-Length: 1000\r\n\r\n")
+    half = bare(attacked, HEAD)
+    after = bare(attacked, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert after.recv(65536).startswith(b"HTTP/1.1 200")
+    after.sendall(b"GET /hea")
+    start = time.monotonic()
+    dripping.settimeout(0.5)
+    told = b""
+    while not told and time.monotonic() - start < 15:
+        dripping.sendall(b" ")
+        try:
+            told = dripping.recv(65536)
+        except TimeoutError:
+            continue
+    dripping.close()
+    assert told.startswith(b"HTTP/1.1 408")
+    for connection in (half, after):
+        assert until_closed(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_pages_of_other_sites_get_nothing(attacked: Server) -> None:
+    body = json.dumps(GOOD).encode()
+    assert post(attacked, body, Origin="http://localhost:3000")[0] == 200
+    for headers in (
+        {"Host": "evil.example"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+    ):
+        status, text = post(attacked, body, **headers)
+        assert (status, "127.0.0.1" in text) == (403, True)
+    # A form of another site sends no other kind than these without being asked.
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        assert post(attacked, body, **{"Content-Type": kind})[0] == 400
+    connection = http.client.HTTPConnection("127.0.0.1", attacked.port, timeout=20)
+    connection.request("GET", "/docs")
+    assert connection.getresponse().status == 404
+    connection.close()
+
+
+@pytest.mark.parametrize("given", [{"KTBRIDGE_API_KEY": ""}, {}])
+def test_an_empty_key_is_refused(run_cli, base: Path, given: dict[str, str]) -> None:
+    options = () if given else ("--api-key", "")
+    found = run_cli("serve", "--model", str(base), "--dry-run", *options, **given)
+    assert found.returncode == 2
+    assert "the key is empty" in found.stderr
+
+
+DYING = """
+import sys
+from ktbridge.serve.local import worker
+def step(*args): raise MemoryError("no more")
+worker.Worker._next = step
+from ktbridge.cli import main
+main()
+"""
+
+
+def test_a_server_whose_thread_died_says_so_and_ends(base: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", DYING, "serve", "--model", str(base), "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    url = read_document(process, timeout=180)["base_url"]
+    server = Server(process, url, {})
+    status, _ = post(server, json.dumps(GOOD | {"model": base.name}).encode())
+    assert status == 503
+    assert process.wait(30) == 1
+    assert "the thread that computes has died: MemoryError: no more" in process.communicate()[1]
