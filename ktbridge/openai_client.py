@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,6 +19,19 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.hosts import is_loopback, is_loopback_url, server_url
 
 Message = dict[str, str]
+LONGEST_REPLY = 1 << 28
+"""Bytes of one reply: tens of thousands of tokens with twenty logprobs each."""
+SHORTEST_SECRET = 8
+
+
+def hide_key(text: str, key: str | None) -> str:
+    """``text`` of a server without the API key that it was sent, which it may repeat.
+
+    A key of fewer than 8 characters is no secret, and may be part of an answer's words.
+    """
+    if key is None or len(key) < SHORTEST_SECRET:
+        return text
+    return text.replace(key, "***")
 
 
 class Refused(KtbridgeError):
@@ -49,6 +63,8 @@ class OpenAIClient:
                 "the API key holds a line break or another control character.",
                 "set KTBRIDGE_API_KEY to the key alone",
             )
+        self._key = key
+        self._probe: threading.Thread | None = None
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         host = urllib.parse.urlsplit(self.url).hostname or ""
@@ -58,12 +74,25 @@ class OpenAIClient:
         )
 
     def is_healthy(self) -> bool:
-        """Whether the server answers /health with 200."""
-        try:
-            with self.open("/health", native=True) as response:
-                return response.status == 200
-        except KtbridgeError:
+        """Whether the server answers /health with 200, all of its head within the timeout.
+
+        The library's own timeout begins anew with each byte.
+        """
+        if self._probe is not None and self._probe.is_alive():
             return False
+        found: list[int] = []
+
+        def ask() -> None:
+            try:
+                with self.open("/health", native=True) as response:
+                    found.append(response.status)
+            except KtbridgeError:
+                pass
+
+        self._probe = threading.Thread(target=ask, name="health", daemon=True)
+        self._probe.start()
+        self._probe.join(self._timeout)
+        return found == [200]
 
     def models(self) -> list[str]:
         """The model names that the server lists."""
@@ -95,7 +124,8 @@ class OpenAIClient:
                     return
                 event = json.loads(data)
                 if not isinstance(event, dict) or "error" in event:
-                    raise KtbridgeError(f"the answer broke off: {_error_text(data.decode())}.")
+                    text = hide_key(_error_text(data.decode(errors="replace")), self._key)
+                    raise KtbridgeError(f"the answer broke off: {text}.")
                 for choice in event.get("choices", ()):
                     if text := choice.get("delta", {}).get("content"):
                         yield text
@@ -108,7 +138,13 @@ class OpenAIClient:
     ) -> Any:
         """The JSON document that the server answers with."""
         with self.open(path, body, native=native) as response:
-            return json.load(response)
+            text = response.read(LONGEST_REPLY + 1)
+            if len(text) > LONGEST_REPLY:
+                raise ValueError(f"its reply is longer than {LONGEST_REPLY:,} bytes")
+            try:
+                return json.loads(text)
+            except RecursionError:
+                raise ValueError("the JSON of its reply is nested too deep") from None
 
     @contextmanager
     def open(
@@ -123,7 +159,7 @@ class OpenAIClient:
                 yield response
         except urllib.error.HTTPError as error:
             with error:
-                raise Refused(url, error.code, _refusal(error)) from None
+                raise Refused(url, error.code, hide_key(_refusal(error), self._key)) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = " ".join(str(getattr(error, "reason", error)).split())[:200]
             raise KtbridgeError(

@@ -23,6 +23,7 @@ from ktbridge.eval.results.cards import Json
 from ktbridge.eval.results.types import Outcome
 from ktbridge.eval.text import shorten
 from ktbridge.eval.transport import Reply, Transport
+from ktbridge.openai_client import hide_key
 
 ModelEntry = dict[
     str, object
@@ -111,6 +112,7 @@ class Client:
         self._not_before = 0.0
         self._random = random.Random()
         self._transport = Transport(url, api_key)
+        self._key = api_key
 
     async def __aenter__(self) -> Client:
         return self
@@ -124,10 +126,15 @@ class Client:
             reply = await self._transport.models(min(self._timeout, _LIST_TIMEOUT))
             if not 200 <= reply.status < 300:
                 raise KtbridgeError(
-                    f"{self.url}/models answered {describe_reply(reply.status, reply.body)}.",
+                    hide_key(
+                        f"{self.url}/models answered {describe_reply(reply.status, reply.body)}.",
+                        self._key,
+                    ),
                     _NEXT_STEPS.get(reply.status, "see the server's log"),
                 )
             entries = _read_reply(reply)["data"]
+            if self._key:
+                entries = json.loads(hide_key(_encode(entries), self._key))
             if not all(isinstance(one["id"], str) for one in entries):
                 raise BadReplyError("an entry without an id")
             _refuse_surrogates(entries)
@@ -144,7 +151,18 @@ class Client:
         return list(entries)
 
     async def chat(self, request: Json) -> Answer:
-        """One chat completion. Server faults never raise: they are reported as the outcome."""
+        """One chat completion. Server faults never raise: they are reported as the outcome.
+
+        An API key that the server repeats is taken out.
+        """
+        answer = await self._chat(request)
+        shown = (
+            hide_key(text, self._key) for text in (answer.text, answer.thinking, answer.detail)
+        )
+        text, thinking, detail = shown
+        return replace(answer, text=text, thinking=thinking, detail=detail)
+
+    async def _chat(self, request: Json) -> Answer:
         answer = Answer("http-error", detail="not sent")
         timeouts = 0
         for attempt in range(self._attempts):

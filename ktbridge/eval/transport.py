@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession, StreamReader
 
 _CONNECT_TIMEOUT = 60.0  # seconds
-_LONGEST_BODY = 1 << 26  # bytes: no chat completion is as long
+_LONGEST_BODY = 1 << 23  # bytes: no chat completion is as long, and many may be read at once
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
