@@ -28,8 +28,9 @@ def servers(warm, base, adapter, make_adapter):
     args = ("--model", base, "--served-model-name", "tiny", "--port", "0", "--threads", "1")
     starting = {}
     for name, path in given.items():
-        key = "" if name == "right" else KEY
-        environment = {"KTBRIDGE_API_KEY": key, "OMP_NUM_THREADS": "1"}
+        environment = {"OMP_NUM_THREADS": "1"}
+        if name != "right":
+            environment["KTBRIDGE_API_KEY"] = KEY
         starting[name] = warm.start(
             *("-m", "ktbridge", "serve", *args, "--json", "--adapter", f"neko={path}"),
             **environment,
