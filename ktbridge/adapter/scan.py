@@ -35,6 +35,8 @@ _SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetens
 
 _STACKED = re.compile(r"\.experts\.(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])$")
 
+MAX_CONFIG = 8_000_000  # bytes: the names of every expert of the largest models are half of that
+
 
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     """Open an adapter directory of any layout.
@@ -148,7 +150,7 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, object] | Non
         problems.append(problem("KTB001", str(path), f"has no {CONFIG_FILE}", CONFIG_FILE))
         return None
     try:
-        return read_json_file(file)
+        return read_json_file(file, most=MAX_CONFIG)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
         step = _readable(file)
@@ -161,7 +163,7 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, object] | N
     if not file.exists():
         return None
     try:
-        manifest = read_json_file(file)
+        manifest = read_json_file(file, most=MAX_CONFIG)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
         step = _readable(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,9 +40,15 @@ STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 IGNORED_KEY = "KTC004"
 
 
+_UNSEEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What JSON lets pass and a terminal obeys: C1 controls, line ends, and changes of direction."""
+LONGEST_SHOWN = 4000  # characters of one line of a problem
+
+
 def emit_json(value: object) -> None:
     """Print one JSON document on stdout and nothing else."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    print(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def printable(text: str) -> str:
@@ -52,7 +59,9 @@ def printable(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """``text`` escaped, so that a console with markup prints it literally."""
+    """``text`` escaped, so that a console with markup prints it literally; of a long one the beginning."""
+    if len(text) > LONGEST_SHOWN:
+        text = f"{text[:LONGEST_SHOWN]} … ({len(text)} characters)"
     return escape(printable(text))
 
 

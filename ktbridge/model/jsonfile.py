@@ -11,18 +11,18 @@ from ktbridge.errors import KtbridgeError
 MAX_BYTES = 100_000_000  # the index of a checkpoint with 100,000 tensors has 10 MB
 
 
-def read_json_file(path: Path, *, unique: bool = False) -> dict[str, Any]:
+def read_json_file(path: Path, *, unique: bool = False, most: int = MAX_BYTES) -> dict[str, Any]:
     """The object in a JSON file; KtbridgeError in one sentence otherwise.
 
     Only regular files of bounded size are opened (a pipe would block forever). NaN, Infinity and numbers
     that not every reader supports come as text, which no check takes for a number, and a lone surrogate
     is refused, since it can't be printed. ``unique`` refuses objects with duplicate keys, which
-    readers resolve differently.
+    readers resolve differently. ``most``: bytes of the file.
     """
     step = "download or save it again"
     try:
         value = json.loads(
-            _read_small_file(path),
+            _read_small_file(path, most),
             parse_constant=str,
             parse_int=_bounded,
             parse_float=_finite,
@@ -51,12 +51,12 @@ def _finite(digits: str) -> float | str:
     return value if value == 0 or 1e-300 < abs(value) < 1e300 else digits[:20]
 
 
-def _read_small_file(path: Path) -> str:
+def _read_small_file(path: Path, most: int) -> str:
     try:
         if path.exists() and not path.is_file():
             raise KtbridgeError(f"{path} is not a regular file")
-        if path.stat().st_size > MAX_BYTES:
-            raise KtbridgeError(f"{path} is larger than {MAX_BYTES} bytes")
+        if path.stat().st_size > most:
+            raise KtbridgeError(f"{path} is larger than {most} bytes")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise KtbridgeError(f"{path} can't be read: {error.strerror}") from error

@@ -1,3 +1,3 @@
 """The tiny model and its servers (``tinyserver.py``)."""
 
-from tinyserver import base, launch, run_cli  # noqa: F401
+from tinyserver import adapter, base, launch, make_adapter, run_cli  # noqa: F401

@@ -37,6 +37,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Names under which training may target routed experts: their LoRA is in the expert half.
 _EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "experts"}
 
+MAX_ALPHA = 1e6  # nobody trains with more, and float32 and bfloat16 overflow far above
+
 
 def check_foreign(adapter: Adapter) -> Iterator[Problem]:
     """Expert LoRA that must be converted before it can be served."""
@@ -109,8 +111,8 @@ def _basics(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
         yield problem("KTB102", where, f"r is {rank!r}", "a positive integer")
     alpha = config.get("lora_alpha")
     vouched = adapter.layout == "raw" and not adapter.nonexpert and _manifest_alpha(adapter)
-    if not is_number(alpha) and not (alpha is None and vouched):
-        yield problem("KTB103", where, f"lora_alpha is {alpha!r}", "a positive number")
+    if not (is_number(alpha) and alpha <= MAX_ALPHA) and not (alpha is None and vouched):
+        yield problem("KTB103", where, f"lora_alpha is {alpha!r}", "a positive number up to 1e6")
 
 
 def _are_modules(adapter: Adapter) -> bool:
