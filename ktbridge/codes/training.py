@@ -64,6 +64,8 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Copy tokenizer.json of the model, or of a conversion of its tokenizer, into the directory."),
     Code("KTC061", "error", "tiktoken's file of a tokenizer is damaged",
          "Download tiktoken.model and tokenizer_config.json again."),
+    Code("KTC080", "error", "stage kto compares the rows of a batch, and a setting leaves it no such batches",
+         "Set per_device_train_batch_size to 2 or more, and leave tokens_per_pass out."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (

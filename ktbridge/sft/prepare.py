@@ -249,7 +249,7 @@ def _check_packing(config: TrainConfig, base: Path) -> None:
 
 
 def _stage_notes(config: TrainConfig) -> list[Problem]:
-    if config.stage != "dpo":
+    if not config.forwards_alone:
         return []
     notes = []
     asked = {
@@ -258,11 +258,11 @@ def _stage_notes(config: TrainConfig) -> list[Problem]:
     }
     for key, value in asked.items():
         if value:
-            found = f"{value}, which dpo doesn't use"
+            found = f"{value}, which {config.stage} doesn't use"
             expected = "0: policy and reference must see the same"
             notes.append(problem("KTC012", key, found, expected, ""))
     if config.adapter_name_or_path:
-        found = "an adapter to go on from, while dpo's reference is the base model without it"
+        found = f"an adapter to go on from, while {config.stage}'s reference is the base model without it"
         step = "To stay near the adapter instead, merge it into the base first (`ktbridge merge`)."
         notes.append(problem("KTC012", "adapter_name_or_path", found, "", step))
     return notes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from ktbridge.publish import hash_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import options
-from ktbridge.sft.data import Rows
+from ktbridge.sft.data import Rows, digest
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
 
@@ -53,7 +52,7 @@ _FREE_KT = {
 # Left out at their defaults, as in runs that began before there were such keys.
 _NEWER = {
     "enable_thinking": None, "train_on_prompt": False, "mask_history": False, "identity_name": None,
-    "identity_author": None,
+    "identity_author": None, "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0,
 }  # fmt: skip
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.
@@ -116,21 +115,11 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
     settings["base model"] = _hashes(base, _BASE_FILES)
     if config.adapter_name_or_path:
         settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
-    settings["rows"] = _digest(rows)
+    settings["rows"] = digest(rows)
     if rows.held_out and config.evaluates:
-        settings[HELD_OUT] = [_digest(rows.held_out), config.metric, config.greater]
+        settings[HELD_OUT] = [digest(rows.held_out), config.metric, config.greater]
     plain: Identity = json.loads(json.dumps(settings))
     return plain
-
-
-def _digest(rows: Rows) -> str:
-    pairs = [asdict(pair) for pair in rows.pairs]
-    for pair in pairs:
-        if not pair["tools"]:  # as in runs that began before pairs had them
-            del pair["tools"]
-    used = json.dumps([rows.conversations, pairs])
-    used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
-    return hashlib.sha256(used.encode()).hexdigest()
 
 
 def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:

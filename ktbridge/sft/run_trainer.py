@@ -45,6 +45,8 @@ class RunTrainer(Trainer):
     pace: Pace
     ratio_of_b = 1.0
     """The learning rate of LoRA's B as a multiple of A's."""
+    ftx = 0.0
+    """kto: weight of the ordinary loss on good answers."""
 
     def set_up(self, checkpoints: Checkpoints, passes: Passes, held_out: HeldOut) -> None:
         """Give the trainer what saves, what cuts its steps, and what evaluates."""
@@ -65,6 +67,10 @@ class RunTrainer(Trainer):
     def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
         """The fraction of a step's loss and metrics that ``rows`` contribute."""
         raise NotImplementedError
+
+    def share_of(self, name: str, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        """The same of one of the stage's ``METRICS``."""
+        return self.share(rows, step)
 
     def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> AbstractContextManager[None]:
         """Context: the loss of ``rows`` is their term in the loss of all rows of ``step``."""

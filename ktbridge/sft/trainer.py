@@ -1,6 +1,6 @@
 """The training recipe, top to bottom: check, load, attach LoRA, train, save.
 
-transformers loads the model, PEFT attaches the non-expert LoRA, trl's SFTTrainer and DPOTrainer train; ours
+transformers loads the model, PEFT attaches the non-expert LoRA, trl's trainers train; ours
 are the experts on the CPU kernels with their LoRA, and the raw adapter. Everything but the experts runs on
 the GPU where there is one.
 """
@@ -242,7 +242,7 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     shape = read_shape(ready.base, experts_path(config, ready.base))
     dataset = ready.fitted.dataset
     each: tuple[int, ...] = (config.cutoff_len,)
-    if config.stage != "dpo":
+    if config.stage in ("sft", "pt"):
         each = tuple(len(ids) for ids in dataset["input_ids"])
     lengths = Lengths(
         rows=ready.fitted.total,
@@ -284,7 +284,7 @@ def make_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.ratio_of_b = config.loraplus_lr_ratio or 1.0
+    trainer.ratio_of_b, trainer.ftx = config.loraplus_lr_ratio or 1.0, config.pref_ftx
     root, keep = checkpoints_dir(config), config.save_total_limit
     trainer.set_up(
         Checkpoints(trainer, root, ready.identity, keep, str(ready.base)),

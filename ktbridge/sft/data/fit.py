@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.publish import OnProgress
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.chat import (
-    IGNORED,
-    ChatTemplate,
-    TrainingText,
-)
+from ktbridge.sft.data.answers import Lists, labels
+from ktbridge.sft.data.chat import IGNORED, ChatTemplate, TrainingText
 from ktbridge.sft.data.forms import Forms, stop_note
 from ktbridge.sft.data.messages import Conversation
-from ktbridge.sft.data.pairs import FittedPairs, Preview
-from ktbridge.sft.data.render import Span
+from ktbridge.sft.data.pairs import FittedJudged, FittedPairs, Preview
 from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
 if TYPE_CHECKING:
@@ -37,8 +32,8 @@ class Fitted:
     """The part of the rows that is trained on, within ``cutoff_len`` tokens each.
 
     ``dataset`` for sft: ``input_ids`` and ``labels`` (-100 but for the assistant's tokens), int32, and with
-    packing ``seq_lengths``, the lengths of the conversations in each row; for dpo: ``prompt``, ``chosen``
-    and ``rejected`` as messages, which trl tokenizes and cuts in the same way.
+    packing ``seq_lengths``, the lengths of the conversations in each row; for dpo: ``prompt_ids``,
+    ``chosen_ids`` and ``rejected_ids``; for kto: ``prompt_ids``, ``completion_ids`` and ``label``.
     """
 
     dataset: Dataset
@@ -51,12 +46,15 @@ class Fitted:
     """Tokens of the used rows within the cutoff; dpo: of both answers, each with its prompt."""
     trained_tokens: int = 0
     """Tokens that the loss counts."""
+    judged: tuple[int, int] | None = None
+    """kto: good and bad answers among the used rows."""
     with_thoughts: int = 0
     """Used rows in which an answer that is trained on has thoughts."""
     cutoff_len: int = 0
     packed: bool = False
     preview: Preview = field(default_factory=dict)
-    """What is trained on first, decoded: "sequence" for sft, "chosen" and "rejected" for dpo."""
+    """What is trained on first, decoded: "sequence" for sft, "chosen" and "rejected" for dpo,
+    "good answer" or "bad answer" for kto."""
     notes: list[Problem] = field(default_factory=list)
     """The rows' warnings, and ours on the chat template."""
 
@@ -73,12 +71,7 @@ def fit_rows(
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
     """
-    fit: _Sequences | FittedPairs
-    if config.stage == "pt":
-        fit = _Texts(tokenizer, config)
-    else:
-        chat = ChatTemplate(tokenizer, config.enable_thinking)
-        fit = FittedPairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
+    fit = _fitting(tokenizer, config)
     given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
     refused = []
     for start in range(0, len(given), BATCH):
@@ -96,6 +89,7 @@ def fit_rows(
         refused=everything,
         tokens=fit.tokens,
         trained_tokens=fit.trained,
+        judged=fit.judged if isinstance(fit, FittedJudged) else None,
         with_thoughts=fit.with_thoughts,
         cutoff_len=config.cutoff_len,
         packed=fit.packed,
@@ -107,6 +101,17 @@ def fit_rows(
             *stop_note(fit.last_learned, tokenizer),
         ],
     )
+
+
+def _fitting(
+    tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+) -> _Sequences | FittedPairs | FittedJudged:
+    if config.stage == "pt":
+        return _Texts(tokenizer, config)
+    chat = ChatTemplate(tokenizer, config.enable_thinking)
+    if config.stage == "dpo":
+        return FittedPairs(chat, config)
+    return FittedJudged(chat, config) if config.stage == "kto" else _Conversations(chat, config)
 
 
 def all_refused(rows: Rows, refused: list[Refused], config: TrainConfig) -> list[Refused]:
@@ -156,36 +161,20 @@ def describe(fitted: Fitted, purpose: str = "trained on") -> str:
         line += f", packed into {len(fitted.dataset):,}"
     elif len(fitted.dataset) > fitted.used:
         line += f", in {len(fitted.dataset):,} sequences"
+    if fitted.judged:
+        line += f", {fitted.judged[0]:,} good answers and {fitted.judged[1]:,} bad"
     if fitted.with_thoughts:
         line += f", {fitted.with_thoughts:,} with thoughts and {fitted.used - fitted.with_thoughts:,} without"
     return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are {purpose}"
 
 
-def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
-    """``ids`` where a token stands for any of the characters in ``spans``, IGNORED elsewhere.
-
-    Both spans and tokens are in the order of the text.
-    """
-    result = [IGNORED] * len(ids)
-    left = iter(spans)
-    span = next(left, None)
-    for index, (start, end) in enumerate(offsets):
-        while span and start >= span[1]:
-            span = next(left, None)
-        if span is None:
-            break
-        if end > span[0]:
-            result[index] = ids[index]
-    return result
-
-
 class _Sequences(ABC):
-    """Sequences in flat arrays of tokens: Python's own lists would take nine times the memory."""
+    """Sequences of tokens with their labels."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._cutoff = config.cutoff_len
         self.packed = config.packing or config.neat_packing
-        self._ids, self._labels, self._ends = array("i"), array("i"), array("i", [0])
+        self._ids, self._labels = Lists(), Lists()
         self.used = self.tokens = self.trained = self.with_thoughts = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
@@ -203,8 +192,7 @@ class _Sequences(ABC):
         """The first sequence."""
 
     def _first(self) -> list[tuple[int, bool]]:
-        end = self._ends[1]
-        pairs = zip(self._ids[:end], self._labels[:end], strict=True)
+        pairs = zip(self._ids.first(), self._labels.first(), strict=True)
         return [(token, label != IGNORED) for token, label in pairs]
 
     def _append(self, ids: list[int], learned: list[int]) -> int:
@@ -212,29 +200,19 @@ class _Sequences(ABC):
         # The first token is never predicted: there is nothing before it.
         trained = len(learned) - 1 - learned[1:].count(IGNORED)
         if trained > 0:
-            self._ids.extend(ids)
-            self._labels.extend(learned)
-            self._ends.append(len(self._ids))
+            self._ids.append(ids)
+            self._labels.append(learned)
             self.tokens += len(learned)
             self.trained += trained
         return trained
 
     def dataset(self) -> Dataset:
-        import numpy as np
         import pyarrow as pa
         from datasets import Dataset
         from trl import pack_dataset
 
-        ends = pa.array(np.frombuffer(self._ends, np.int32))
-        columns = {"input_ids": self._ids, "labels": self._labels}
-        dataset = Dataset(
-            pa.table(
-                {
-                    name: pa.ListArray.from_arrays(ends, pa.array(np.frombuffer(flat, np.int32)))
-                    for name, flat in columns.items()
-                }
-            )
-        )
+        columns = {"input_ids": self._ids.column(), "labels": self._labels.column()}
+        dataset = Dataset(pa.table(columns))
         return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
 
     @staticmethod

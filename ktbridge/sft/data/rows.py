@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,7 @@ from ktbridge.sft.data.layout import (
     fill_identity,
     read_conversation,
     read_document,
+    read_judged,
     read_pair,
 )
 from ktbridge.sft.data.messages import Conversation, Message, all_text
@@ -30,7 +32,12 @@ SHOWN = 20
 """Rows listed one by one in an error."""
 ALIKE = 3
 """Of these, rows with the same kind of reason."""
-STAGES = {"a preference pair": "dpo", "no pair of answers": "sft", "no text": "sft"}
+STAGES = {
+    "a preference pair": "dpo",
+    "no pair of answers": "sft",
+    "no text": "sft",
+    "no judgement": "sft",
+}
 """Reasons that another stage doesn't have."""
 REASONS = 3
 """Reasons listed one by one in a summary."""
@@ -160,6 +167,18 @@ def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
         yield problem("KTD010", place, f"stands in {other}, too, which is trained on{also}")
 
 
+def digest(rows: Rows) -> str:
+    """SHA-256 of the rows as they are read: whether a run that goes on has the same."""
+    pairs = [asdict(pair) for pair in rows.pairs]
+    for pair in pairs:
+        if not pair["tools"]:  # as in runs that began before pairs had them
+            del pair["tools"]
+    used = json.dumps([rows.conversations, pairs])
+    used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
+    used += "".join(str(each.good) for each in rows.conversations if each.good is not None)
+    return hashlib.sha256(used.encode()).hexdigest()
+
+
 def _plain(rows: Rows) -> Iterator[str]:
     """Each conversation or pair as one text in which runs of white space are single spaces."""
     parts: list[list[list[Message]]] = [[each] for each in rows.conversations]
@@ -249,7 +268,7 @@ def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: se
     if config.stage == "dpo":
         pair = read_pair(line.row, source.layout, unused)
     else:
-        read = read_document if config.stage == "pt" else read_conversation
+        read = {"pt": read_document, "kto": read_judged}.get(config.stage, read_conversation)
         conversation = read(line.row, source.layout, unused)
     names = {"name": config.identity_name, "author": config.identity_author}
     parts = (pair.prompt, pair.chosen, pair.rejected) if pair else (conversation,)
