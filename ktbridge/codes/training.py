@@ -66,6 +66,8 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Download tiktoken.model and tokenizer_config.json again."),
     Code("KTC080", "error", "stage kto compares the rows of a batch, and a setting leaves it no such batches",
          "Set per_device_train_batch_size to 2 or more, and leave tokens_per_pass out."),
+    Code("KTC081", "error", "interleave_probs and the datasets don't fit together",
+         "Give one share for each dataset, which add up to 1."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (
@@ -94,6 +96,8 @@ DATA = Subject("Training data", "sft", (
          "Nothing, or leave enable_thinking out to train them."),
     Code("KTD021", "info", "enable_thinking is set, and the chat template has no such switch",
          "Leave it out; a model that always opens thoughts needs rows with thoughts."),
+    Code("KTD040", "error", "a dataset of a mixture has no row that can be used",
+         "Mend its rows, or leave it out of dataset (and its share out of interleave_probs)."),
 ))  # fmt: skip
 
 PREDICTIONS = Subject("Predictions", "predict", (

@@ -164,7 +164,7 @@ def _fit_held_out(
     """The held-out rows as they are evaluated: each by itself, whatever packing is."""
     if rows.held_out is None or not config.evaluates:
         return None
-    alone = replace(config, packing=False, neat_packing=False)
+    alone = replace(config, packing=False, neat_packing=False, mix_strategy="concat")
     return fit_rows(rows.held_out, tokenizer, alone, on_rows)
 
 

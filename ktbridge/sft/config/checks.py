@@ -121,12 +121,29 @@ def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
         step = "The one counts everything, the other the last answer alone."
         found = "true with train_on_prompt: true"
         findings.error("mask_history", found, "one of the two", step, CONTRADICTION)
+    _check_mixing(config, findings)
     if config.stage == "kto":
         _check_batches(config, findings)
     if config.stage == "dpo" and config.enable_thinking == "auto":
         step = "Both answers of a pair stand behind one prompt."
         findings.error(
             "enable_thinking", "auto with stage: dpo", "true or false", step, CONTRADICTION
+        )
+
+
+def _check_mixing(config: TrainConfig, findings: Findings) -> None:
+    probs, count = config.interleave_probs, len(config.dataset)
+    if not probs:
+        return
+    found = ",".join(f"{each:g}" for each in probs)
+    if config.mix_strategy == "concat":
+        findings.error("interleave_probs", f"{found} with mix_strategy: concat", "interleave_under or "
+                       "interleave_over", "Set mix_strategy, or leave this out.", "KTC081")  # fmt: skip
+    elif len(probs) != count:
+        findings.error("interleave_probs", found, f"{count}, as many as datasets", "", "KTC081")
+    elif abs(sum(probs) - 1) > 1e-6:
+        findings.error(
+            "interleave_probs", f"{found}, which add up to {sum(probs):g}", "1", "", "KTC081"
         )
 
 

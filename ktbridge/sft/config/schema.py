@@ -23,6 +23,7 @@ from ktbridge.sft.config.values import (
     reporters,
     share,
     share_or_whole,
+    shares,
     steps,
     strategy,
     text,
@@ -130,6 +131,14 @@ class TrainConfig:
     """Tokens of a conversation, at most; the rest is cut off and counted. pt: of a piece of a text."""
     max_samples: int | None = option(whole(1), None)
     """Rows of each dataset, at most."""
+    mix_strategy: str = option(
+        one_of("concat", "interleave_under", "interleave_over", "interleave_once"), "concat"
+    )
+    """How several datasets make an epoch. concat, interleave_once: each row once; interleave_under: in
+    proportion, until one of them has no row left; interleave_over: until all of them were gone through, rows
+    of the shorter ones coming again."""
+    interleave_probs: tuple[float, ...] = option(shares, ())
+    """interleave_*: each dataset's share, in their order, as 0.7,0.3; default: they take turns."""
     packing: bool = option(flag, False)
     """sft, pt: several conversations or texts fill one row of cutoff_len tokens; pt: the default is true."""
     neat_packing: bool = option(flag, False)

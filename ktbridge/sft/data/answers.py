@@ -51,6 +51,31 @@ def encode_last(chat: ChatTemplate, texts: Sequence[TrainingText]) -> list[tuple
     return found
 
 
+class Sizes:
+    """Of each sequence: the number of its row, its tokens, and those that the loss counts."""
+
+    def __init__(self) -> None:
+        self.rows, self._tokens, self._trained = array("q"), array("i"), array("i")
+
+    def append(self, row: int, tokens: int, trained: int) -> None:
+        self.rows.append(row)
+        self._tokens.append(tokens)
+        self._trained.append(trained)
+
+    def of(self, order: Sequence[int]) -> list[int]:
+        """The places of the sequences of these rows, in their order."""
+        places: dict[int, list[int]] = {}
+        for place, row in enumerate(self.rows):
+            places.setdefault(row, []).append(place)
+        return [place for row in order for place in places[row]]
+
+    def sums(self, places: Sequence[int] | None = None) -> tuple[int, int]:
+        """Tokens of these sequences, or of all, and those that the loss counts."""
+        if places is None:
+            return sum(self._tokens), sum(self._trained)
+        return sum(self._tokens[at] for at in places), sum(self._trained[at] for at in places)
+
+
 class Lists:
     """Lists of token ids in flat arrays: Python's own lists would take nine times the memory."""
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.publish import OnProgress
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.answers import Lists, labels
+from ktbridge.sft.data.answers import Lists, Sizes, labels
 from ktbridge.sft.data.chat import IGNORED, ChatTemplate, TrainingText
 from ktbridge.sft.data.forms import Forms, stop_note
 from ktbridge.sft.data.messages import Conversation
+from ktbridge.sft.data.mixing import CONCAT, Share, mixed
 from ktbridge.sft.data.pairs import FittedJudged, FittedPairs, Preview
 from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
@@ -42,8 +43,10 @@ class Fitted:
     cut: list[str] = field(default_factory=list)
     """Where the used rows stand whose end was cut off."""
     refused: list[Refused] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
+    """What an epoch has of each dataset, where they are mixed."""
     tokens: int = 0
-    """Tokens of the used rows within the cutoff; dpo: of both answers, each with its prompt."""
+    """An epoch's tokens within the cutoff; dpo: of both answers, each with its prompt."""
     trained_tokens: int = 0
     """Tokens that the loss counts."""
     judged: tuple[int, int] | None = None
@@ -81,14 +84,22 @@ def fit_rows(
         if on_progress:
             on_progress(start + len(batch), len(given))
     everything = all_refused(rows, refused, config)
+    shares: list[Share] = []
+    places = None
+    if config.mix_strategy != "concat":
+        own = [*dict.fromkeys(fit.sizes.rows)]
+        order, shares = mixed(own, rows.origins, rows.datasets, config)
+        places = None if config.mix_strategy in CONCAT else fit.sizes.of(order)
+    tokens, trained = fit.sizes.sums(places)
     return Fitted(
-        dataset=fit.dataset(),
+        dataset=fit.dataset(places),
+        shares=shares,
         total=rows.total,
         used=fit.used,
         cut=[rows.places[number] for number in fit.cut],
         refused=everything,
-        tokens=fit.tokens,
-        trained_tokens=fit.trained,
+        tokens=tokens,
+        trained_tokens=trained,
         judged=fit.judged if isinstance(fit, FittedJudged) else None,
         with_thoughts=fit.with_thoughts,
         cutoff_len=config.cutoff_len,
@@ -141,6 +152,7 @@ def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
         "refused": len(fitted.refused),
         "reasons": reasons(fitted.refused),
         "cutoff_len": config.cutoff_len,
+        **({"mixed": [asdict(each) for each in fitted.shares]} if fitted.shares else {}),
         "tokens": fitted.tokens,
         "trained_tokens": fitted.trained_tokens,
         "with_thoughts": fitted.with_thoughts,
@@ -157,6 +169,8 @@ def describe(fitted: Fitted, purpose: str = "trained on") -> str:
         parts.append(f"{len(fitted.refused):,} refused: {reasons(fitted.refused)}")
     line = f"used {fitted.used:,} of {fitted.total:,} rows"
     line += f" ({', '.join(parts)})" if parts else ""
+    if fitted.shares:
+        line += f", an epoch has {', '.join(map(str, fitted.shares))}"
     if fitted.packed:
         line += f", packed into {len(fitted.dataset):,}"
     elif len(fitted.dataset) > fitted.used:
@@ -175,7 +189,8 @@ class _Sequences(ABC):
         self._cutoff = config.cutoff_len
         self.packed = config.packing or config.neat_packing
         self._ids, self._labels = Lists(), Lists()
-        self.used = self.tokens = self.trained = self.with_thoughts = 0
+        self.sizes = Sizes()
+        self.used = self.with_thoughts = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
         """The last token of an answer that was not cut off."""
@@ -195,24 +210,26 @@ class _Sequences(ABC):
         pairs = zip(self._ids.first(), self._labels.first(), strict=True)
         return [(token, label != IGNORED) for token, label in pairs]
 
-    def _append(self, ids: list[int], learned: list[int]) -> int:
-        """Add a sequence if something of it is learned; how many of its tokens are."""
+    def _append(self, row: int, ids: list[int], learned: list[int]) -> int:
+        """Add a sequence of a row if something of it is learned; how many of its tokens are."""
         # The first token is never predicted: there is nothing before it.
         trained = len(learned) - 1 - learned[1:].count(IGNORED)
         if trained > 0:
             self._ids.append(ids)
             self._labels.append(learned)
-            self.tokens += len(learned)
-            self.trained += trained
+            self.sizes.append(row, len(learned), trained)
         return trained
 
-    def dataset(self) -> Dataset:
+    def dataset(self, places: Sequence[int] | None) -> Dataset:
+        """The sequences, or those at ``places``."""
         import pyarrow as pa
         from datasets import Dataset
         from trl import pack_dataset
 
         columns = {"input_ids": self._ids.column(), "labels": self._labels.column()}
         dataset = Dataset(pa.table(columns))
+        if places is not None:
+            dataset = dataset.select(places)
         return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
 
     @staticmethod
@@ -239,7 +256,7 @@ class _Texts(_Sequences):
                 ids.append(end)
             step = max(1, self._cutoff - 1)
             pieces = [ids[at : at + self._cutoff] for at in range(0, len(ids) - 1, step)]
-            if not sum([self._append(piece, piece) for piece in pieces]):
+            if not sum([self._append(number, piece, piece) for piece in pieces]):
                 yield number, f"no answer within cutoff_len={self._cutoff} tokens"
                 continue
             self.used += 1
@@ -283,7 +300,7 @@ class _Conversations(_Sequences):
                 learned = ids[: self._cutoff]
             if len(ids) > self._cutoff and number not in self.cut[-1:]:
                 self.cut.append(number)
-            if self._append(ids[: self._cutoff], learned) <= 0:
+            if self._append(number, ids[: self._cutoff], learned) <= 0:
                 continue
             used[number] = True
             if len(ids) <= self._cutoff and self.last_learned is None:

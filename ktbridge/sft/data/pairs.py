@@ -7,12 +7,12 @@ with texts knows neither tool calls nor thoughts as a server has them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.answers import Lists, encode_last, last_answer
+from ktbridge.sft.data.answers import Lists, Sizes, encode_last, last_answer
 from ktbridge.sft.data.chat import ChatTemplate, TrainingText
 from ktbridge.sft.data.forms import Forms
 from ktbridge.sft.data.layout import Pair
@@ -39,7 +39,8 @@ class _Compared(ABC):
         self._chat, self._cutoff = chat, config.cutoff_len
         self._columns = {name: Lists() for name in ("prompt", *self.sides)}
         self._forms = Forms()
-        self.used = self.tokens = self.trained = self.with_thoughts = 0
+        self.sizes = Sizes()
+        self.used = self.with_thoughts = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
 
@@ -82,8 +83,8 @@ class _Compared(ABC):
         for side, answer in zip(self.sides, answers, strict=True):
             self._columns[side].append(answer[start:])
         self.used += 1
-        self.tokens += sum(map(len, answers))
-        self.trained += sum(len(answer) - start for answer in answers)
+        tokens = sum(map(len, answers))
+        self.sizes.append(number, tokens, tokens - start * len(answers))
         if any(len(ids) > self._cutoff for ids, _ in encoded):
             self.cut.append(number)
         elif self.last_learned is None:
@@ -104,13 +105,17 @@ class _Compared(ABC):
             for side in self.sides
         }
 
-    def dataset(self) -> Dataset:
-        """As the collators of trl's trainers take it: ``prompt_ids`` and ``SIDE_ids``, int32."""
+    def dataset(self, places: Sequence[int] | None) -> Dataset:
+        """The sequences, or those at ``places``, as the collators of trl's trainers take them.
+
+        Columns ``prompt_ids`` and ``SIDE_ids``, int32.
+        """
         import pyarrow as pa
         from datasets import Dataset
 
         columns = {f"{name}_ids": lists.column() for name, lists in self._columns.items()}
-        return Dataset(pa.table({**columns, **self._others()}))
+        whole = Dataset(pa.table({**columns, **self._others()}))
+        return whole if places is None else whole.select(places)
 
     def _others(self) -> Mapping[str, object]:
         return {}

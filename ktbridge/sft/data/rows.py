@@ -70,6 +70,10 @@ class Rows:
     pairs: list[Pair] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     """Where each conversation or pair stands, as ``FILE: line N``."""
+    datasets: list[str] = field(default_factory=list)
+    """Their names, in the order of the configuration."""
+    origins: list[int] = field(default_factory=list)
+    """From which of these each conversation or pair is."""
     refused: list[Refused] = field(default_factory=list)
     total: int = 0
     """Rows read, used or not."""
@@ -138,12 +142,13 @@ def split(rows: Rows, size: float, seed: int) -> Rows:
             [problem("KTD011", "val_size", found, f"less than {given:,}")],
         )
     chosen = set(random.Random(seed).sample(range(given), count))
-    held = Rows("val_size", total=count)
+    held = Rows("val_size", total=count, datasets=rows.datasets)
     rows.total -= count
     for whole, part in (
         (rows.conversations, held.conversations),
         (rows.pairs, held.pairs),
         (rows.places, held.places),
+        (rows.origins, held.origins),
     ):
         each: list[Any] = [*whole]
         part[:] = [item for place, item in enumerate(each) if place in chosen]
@@ -236,6 +241,7 @@ def refused_file(refused: Iterable[Refused]) -> bytes:
 
 def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     """One dataset into ``rows``."""
+    rows.datasets.append(source.name)
     used, refused, total = len(rows.places), len(rows.refused), rows.total
     unused: Counter[str] = Counter()
     ids: Counter[int | str] = Counter()
@@ -281,6 +287,7 @@ def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: se
     else:
         rows.conversations.append(conversation)
     rows.places.append(line.where)
+    rows.origins.append(len(rows.datasets) - 1)
 
 
 def _notes(

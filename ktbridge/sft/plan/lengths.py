@@ -12,6 +12,7 @@ from pathlib import Path
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Conversation, Message, all_text, load_rows
+from ktbridge.sft.data.mixing import CONCAT, mixed
 
 EVALUATIONS = 10
 """Of the held-out rows in a run, unless the configuration has another number."""
@@ -63,21 +64,24 @@ def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengt
     """
     rows = load_rows(config)
     unknown = False
+    sequences: list[list[Sequence[Message]]]
+    """Of each row."""
     if config.stage == "dpo":
-        texts = [
-            _text([*pair.prompt, *longer])
-            for pair in rows.pairs
-            for longer in (max(pair.chosen, pair.rejected, key=_size),)
+        sequences = [
+            [[*pair.prompt, *max(pair.chosen, pair.rejected, key=_size)]] for pair in rows.pairs
         ]
     else:
-        conversations: list[Sequence[Message]] = [*rows.conversations]
-        if config.split_turns and any(map(_turns, conversations)):
+        sequences = [[each] for each in rows.conversations]
+        turns = config.stage == "sft" and any(map(_turns, rows.conversations))
+        if config.split_turns and turns:
             rewrites = _rewrites_history(base) if render else None
             unknown = rewrites is None
             if rewrites:
-                conversations = [part for one in conversations for part in _parts(one)]
-        texts = [_text(conversation) for conversation in conversations]
-    found = measure(texts, config, base)
+                sequences = [_parts(each) for each in rows.conversations]
+    if config.mix_strategy not in CONCAT:
+        order, _ = mixed(range(len(sequences)), rows.origins, rows.datasets, config)
+        sequences = [sequences[row] for row in order]
+    found = measure([_text(each) for row in sequences for each in row], config, base)
     held = len(rows.held_out.places) if rows.held_out else 0
     return replace(found, rows=len(rows.places), turns_unknown=unknown, held_out=held)
 
