@@ -24,7 +24,8 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
-from ktbridge.sft.data import Fitted, Rows, fit_rows, load_rows
+from ktbridge.sft.data import Fitted, Rows, digest, fit_rows, load_rows
+from ktbridge.sft.data.kept import Kept, Tokenized
 from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
@@ -51,6 +52,8 @@ class Prepared:
     fitted: Fitted
     held_out: Fitted | None
     """The rows that are evaluated and not trained on."""
+    to_keep: tuple[Kept, Tokenized] | None
+    """Where rows are to be kept as tokens, which aren't there yet."""
     identity: Identity
     resumption: Resumption
     steps: int
@@ -81,11 +84,19 @@ def prepare(
             "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
         )
     _check_packages(config)
-    base, (trainable, model_notes), tokenizer, rows, quantised = _check_all(config, declared)
-    own = identity(config, base, rows)
+    base, (trainable, model_notes), tokenizer, rows, quantised, kept = _check_all(config, declared)
+    if isinstance(rows, Rows):
+        digests = digest(rows), digest(rows.held_out) if rows.held_out else None
+    else:
+        digests = rows.digest, rows.held_digest
+    own = identity(config, base, *digests)
     resumption = find_checkpoint(config, own)
-    fitted = fit_rows(rows, tokenizer, config, on_rows)
-    held = _fit_held_out(rows, tokenizer, config, on_rows)
+    to_keep = None
+    if isinstance(rows, Rows):
+        train_rows = fit_rows(rows, tokenizer, config, on_rows)
+        rows = Tokenized(train_rows, _fit_held_out(rows, tokenizer, config, on_rows), *digests)
+        to_keep = (kept, rows) if kept else None
+    fitted, held = rows.fitted, rows.held_out
     steps = optimizer_steps(config, len(fitted.dataset), processes)
     eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
     _check_length(resumption, steps)
@@ -96,6 +107,7 @@ def prepare(
         tokenizer=tokenizer,
         fitted=fitted,
         held_out=held,
+        to_keep=to_keep,
         identity=own,
         resumption=resumption,
         steps=steps,
@@ -103,6 +115,7 @@ def prepare(
         trainable=trainable,
         notes=(
             *fitted.notes,
+            *(kept.notes if kept else ()),
             *_held_out_notes(config, held, steps, eval_steps),
             *template_notes(config.template if config.stage != "pt" else None, tokenizer),
             *resumption.notes,
@@ -128,8 +141,9 @@ class _Checked(NamedTuple):
     base: Path
     model: tuple[Trainable, list[Problem]]
     tokenizer: PreTrainedTokenizerBase
-    rows: Rows
+    rows: Rows | Tokenized
     quantised: Quantised | None
+    kept: Kept | None
 
 
 def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
@@ -143,7 +157,11 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     quantised = None
     checked = asked.of("model", lambda: check_model(config, base, declared)) if base else None
     tokenizer = asked.of("tokenizer", lambda: load_tokenizer(base)) if base else None
-    rows = asked.of("dataset", lambda: load_rows(config))
+    kept = None
+    if base and config.tokenized_path:
+        kept = asked.of("tokenized_path", lambda: Kept(config, base))
+    found = asked.of("tokenized_path", kept.find) if kept else None
+    rows = found or asked.of("dataset", lambda: load_rows(config))
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
         quantised = asked.of("kt_backend", lambda: _quantised(config, base, declared))
@@ -152,7 +170,7 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     assert checked is not None
     assert tokenizer is not None
     assert rows is not None
-    return _Checked(base, checked, tokenizer, rows, quantised)
+    return _Checked(base, checked, tokenizer, rows, quantised, kept)
 
 
 def _fit_held_out(

@@ -33,6 +33,7 @@ from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
+from ktbridge.sft.data.kept import keep_rows, lengths_of
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
@@ -154,6 +155,10 @@ def _train(
 ) -> TrainResult:
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
+    if ready.to_keep and main:
+        for note in keep_rows(*ready.to_keep):
+            if on_note:
+                on_note(note)
     model = load_trainable(config, ready.base)
     placed = ExpertDevice("cpu", None)
     if config.kt_config.kt_experts != "cpu":
@@ -243,7 +248,7 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     dataset = ready.fitted.dataset
     each: tuple[int, ...] = (config.cutoff_len,)
     if config.stage in ("sft", "pt"):
-        each = tuple(len(ids) for ids in dataset["input_ids"])
+        each = tuple(lengths_of(dataset))
     lengths = Lengths(
         rows=ready.fitted.total,
         sequences=len(dataset),

@@ -157,6 +157,11 @@ class TrainConfig:
     """sft: the loss counts every token, prompts and tool results, too."""
     mask_history: bool = option(flag, False)
     """sft: only the last answer of a conversation is learned."""
+    tokenized_path: str | None = option(text, None)
+    """A directory where the rows are kept as tokens. A run on the same rows, tokenizer and settings begins
+    with them; where anything differs, they are made and kept anew."""
+    overwrite_cache: bool = option(flag, False)
+    """Make the rows in tokenized_path anew in any case."""
     identity_name: str | None = option(text, None)
     """What {{name}} in rows stands for, as in LLaMA-Factory's identity.json; without it such rows are
     refused."""
