@@ -68,6 +68,8 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Set per_device_train_batch_size to 2 or more, and leave tokens_per_pass out."),
     Code("KTC081", "error", "interleave_probs and the datasets don't fit together",
          "Give one share for each dataset, which add up to 1."),
+    Code("KTC082", "error", "a setting needs all rows at once, and streaming reads them one by one",
+         "Leave it out, or leave out streaming."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (
@@ -104,6 +106,8 @@ DATA = Subject("Training data", "sft", (
          "Nothing is to be done; if it happens again, look at the disk."),
     Code("KTD043", "info", "rows are taken from tokenized_path, or are kept there for the next start",
          "Delete the directory when no run needs it."),
+    Code("KTD044", "error", "a dataset can't be streamed",
+         "Write one row a line (JSONL), or Parquet or CSV; max_samples bounds what is read."),
 ))  # fmt: skip
 
 PREDICTIONS = Subject("Predictions", "predict", (

@@ -26,6 +26,7 @@ from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, Rows, digest, fit_rows, load_rows
 from ktbridge.sft.data.kept import Kept, Tokenized
+from ktbridge.sft.data.stream import Stream
 from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
@@ -52,6 +53,8 @@ class Prepared:
     fitted: Fitted
     held_out: Fitted | None
     """The rows that are evaluated and not trained on."""
+    stream: Stream | None
+    """Where rows come from while the run goes; ``fitted`` are its first ones then."""
     to_keep: tuple[Kept, Tokenized] | None
     """Where rows are to be kept as tokens, which aren't there yet."""
     identity: Identity
@@ -85,16 +88,18 @@ def prepare(
         )
     _check_packages(config)
     base, (trainable, model_notes), tokenizer, rows, quantised, kept = _check_all(config, declared)
-    if isinstance(rows, Rows):
-        digests = digest(rows), digest(rows.held_out) if rows.held_out else None
-    else:
-        digests = rows.digest, rows.held_digest
+    digests = _digests(rows)
     own = identity(config, base, *digests)
     resumption = find_checkpoint(config, own)
-    to_keep = None
-    if isinstance(rows, Rows):
+    to_keep, stream = None, rows if isinstance(rows, Stream) else None
+    if isinstance(rows, Stream):
+        held = _fit_held_out(rows.held, tokenizer, config, on_rows)
+        rows = Tokenized(rows.begin(tokenizer), held, *digests)
+    elif isinstance(rows, Rows):
         train_rows = fit_rows(rows, tokenizer, config, on_rows)
-        rows = Tokenized(train_rows, _fit_held_out(rows, tokenizer, config, on_rows), *digests)
+        rows = Tokenized(
+            train_rows, _fit_held_out(rows.held_out, tokenizer, config, on_rows), *digests
+        )
         to_keep = (kept, rows) if kept else None
     fitted, held = rows.fitted, rows.held_out
     steps = optimizer_steps(config, len(fitted.dataset), processes)
@@ -107,6 +112,7 @@ def prepare(
         tokenizer=tokenizer,
         fitted=fitted,
         held_out=held,
+        stream=stream,
         to_keep=to_keep,
         identity=own,
         resumption=resumption,
@@ -141,7 +147,7 @@ class _Checked(NamedTuple):
     base: Path
     model: tuple[Trainable, list[Problem]]
     tokenizer: PreTrainedTokenizerBase
-    rows: Rows | Tokenized
+    rows: Rows | Tokenized | Stream
     quantised: Quantised | None
     kept: Kept | None
 
@@ -161,7 +167,8 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     if base and config.tokenized_path:
         kept = asked.of("tokenized_path", lambda: Kept(config, base))
     found = asked.of("tokenized_path", kept.find) if kept else None
-    rows = found or asked.of("dataset", lambda: load_rows(config))
+    read = _open_stream if config.streaming else load_rows
+    rows = found or asked.of("dataset", lambda: read(config))
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
         quantised = asked.of("kt_backend", lambda: _quantised(config, base, declared))
@@ -173,17 +180,35 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     return _Checked(base, checked, tokenizer, rows, quantised, kept)
 
 
+def _open_stream(config: TrainConfig) -> Stream:
+    """The stream, with the rows of ``eval_dataset`` where it is given."""
+    stream = Stream(config)
+    if config.eval_dataset and not config.val_size:
+        stream.held = load_rows(replace(config, dataset=config.eval_dataset, eval_dataset=()))
+        stream.held.name = "eval_dataset"
+    return stream
+
+
+def _digests(rows: Rows | Tokenized | Stream) -> tuple[str, str | None]:
+    """Of the rows that are trained on, and of the held-out ones."""
+    if isinstance(rows, Tokenized):
+        return rows.digest, rows.held_digest
+    held = rows.held if isinstance(rows, Stream) else rows.held_out
+    own = rows.digest() if isinstance(rows, Stream) else digest(rows)
+    return own, digest(held) if held else None
+
+
 def _fit_held_out(
-    rows: Rows,
+    rows: Rows | None,
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     on_rows: Callable[[int, int], None] | None,
 ) -> Fitted | None:
     """The held-out rows as they are evaluated: each by itself, whatever packing is."""
-    if rows.held_out is None or not config.evaluates:
+    if rows is None or not config.evaluates:
         return None
     alone = replace(config, packing=False, neat_packing=False, mix_strategy="concat")
-    return fit_rows(rows.held_out, tokenizer, alone, on_rows)
+    return fit_rows(rows, tokenizer, alone, on_rows)
 
 
 def _check_length(resumption: Resumption, steps: int) -> None:

@@ -52,7 +52,8 @@ _FREE_KT = {
 _NEWER = {
     "enable_thinking": None, "train_on_prompt": False, "mask_history": False, "identity_name": None,
     "identity_author": None, "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0,
-    "mix_strategy": "concat", "interleave_probs": (),
+    "mix_strategy": "concat", "interleave_probs": (), "streaming": False,
+    "buffer_size": 16384,
 }  # fmt: skip
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.

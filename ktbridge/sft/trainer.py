@@ -11,7 +11,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -185,6 +185,8 @@ def _train(
     if distributed.agree(interrupts.caught) and unfinished and not early:
         raise interrupted(trainer.state.global_step, checkpoints_dir(config))
     trainer.check_trained()
+    if ready.stream:
+        ready = replace(ready, fitted=ready.stream.so_far(ready.fitted, trainer.sequences_used()))
     held = ready.held_out
     chosen = choose_step(trainer, config, held.used if held else 0, early and unfinished)
     distributed.gather_trained(model)
@@ -275,21 +277,25 @@ def make_trainer(
 
     ``tokens``: how many of a pass the GPU has room for, where that is known.
     """
+    start = ready.resumption.checkpoint
+    if ready.stream and start:
+        ready.stream.go_on(start)
     arguments = trainer_arguments(
         config, choose(config), scratch, ready.fitted.packed, ready.eval_steps
     )
     # Trainer would evaluate before the first step of a continuation, too.
-    arguments.eval_on_start = config.evaluates_first and ready.resumption.checkpoint is None
+    arguments.eval_on_start = config.evaluates_first and start is None
     trainer = STAGES[config.stage](
         model=model,
         args=arguments,
-        train_dataset=ready.fitted.dataset,
+        train_dataset=ready.stream.dataset() if ready.stream else ready.fitted.dataset,
         eval_dataset=ready.held_out.dataset if ready.held_out else None,
         processing_class=ready.tokenizer,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.ratio_of_b, trainer.ftx = config.loraplus_lr_ratio or 1.0, config.pref_ftx
+    trainer.stream = ready.stream
     root, keep = checkpoints_dir(config), config.save_total_limit
     trainer.set_up(
         Checkpoints(trainer, root, ready.identity, keep, str(ready.base)),

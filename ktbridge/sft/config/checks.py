@@ -29,6 +29,8 @@ def check(config: TrainConfig, given: Collection[str], findings: Findings) -> No
     _needed(config, findings)
     _contradictions(config, given, findings)
     _what_is_learned(config, findings)
+    _check_mixing(config, findings)
+    _check_streaming(config, given, findings)
     _held_out(config, given, findings)
     _check_prediction(config, findings)
     _notes_on_training(config, given, findings)
@@ -121,7 +123,6 @@ def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
         step = "The one counts everything, the other the last answer alone."
         found = "true with train_on_prompt: true"
         findings.error("mask_history", found, "one of the two", step, CONTRADICTION)
-    _check_mixing(config, findings)
     if config.stage == "kto":
         _check_batches(config, findings)
     if config.stage == "dpo" and config.enable_thinking == "auto":
@@ -145,6 +146,24 @@ def _check_mixing(config: TrainConfig, findings: Findings) -> None:
         findings.error(
             "interleave_probs", f"{found}, which add up to {sum(probs):g}", "1", "", "KTC081"
         )
+
+
+def _check_streaming(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
+    if not config.streaming:
+        if "buffer_size" in given:
+            findings.note("buffer_size", "it is for streaming: true", "", "Leave it out.")
+        return
+    needs = {
+        "max_steps": (config.max_steps < 1 and config.do_train, "a number of steps"),
+        "val_size": (0 < config.val_size < 1, "a number of rows"),
+        "eval_strategy": (config.eval_strategy == "epoch", "steps"),
+        "tokenized_path": (config.tokenized_path is not None, "nothing"),
+        "dataloader_num_workers": (config.dataloader_num_workers > 0, "0"),
+    }
+    for key, (wrong, expected) in needs.items():
+        if wrong:
+            found = f"{shown(getattr(config, key))} with streaming: true"
+            findings.error(key, found, expected, f"Set {key} so, or leave out streaming.", "KTC082")
 
 
 def _check_batches(config: TrainConfig, findings: Findings) -> None:

@@ -157,6 +157,10 @@ class TrainConfig:
     """sft: the loss counts every token, prompts and tool results, too."""
     mask_history: bool = option(flag, False)
     """sft: only the last answer of a conversation is learned."""
+    streaming: bool = option(flag, False)
+    """Read, check and tokenize rows while the run goes, in bounded memory; needs max_steps."""
+    buffer_size: int = option(whole(1), 16384)
+    """streaming: rows from which the next one is drawn at random."""
     tokenized_path: str | None = option(text, None)
     """A directory where the rows are kept as tokens. A run on the same rows, tokenizer and settings begins
     with them; where anything differs, they are made and kept anew."""

@@ -55,6 +55,8 @@ class Fitted:
     """Used rows in which an answer that is trained on has thoughts."""
     cutoff_len: int = 0
     packed: bool = False
+    streamed: bool = False
+    """Whether these are the first rows of a stream, or those that were read of one."""
     preview: Preview = field(default_factory=dict)
     """What is trained on first, decoded: "sequence" for sft, "chosen" and "rejected" for dpo,
     "good answer" or "bad answer" for kto."""
@@ -74,15 +76,7 @@ def fit_rows(
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
     """
-    fit = _fitting(tokenizer, config)
-    given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
-    refused = []
-    for start in range(0, len(given), BATCH):
-        batch = list(enumerate(given[start : start + BATCH], start))
-        for number, why in fit.add(batch):
-            refused.append(Refused(rows.places[number], why, fit.plain(given[number])))
-        if on_progress:
-            on_progress(start + len(batch), len(given))
+    fit, refused = tokenize(rows, tokenizer, config, on_progress)
     everything = all_refused(rows, refused, config)
     shares: list[Share] = []
     places = None
@@ -112,6 +106,52 @@ def fit_rows(
             *stop_note(fit.last_learned, tokenizer),
         ],
     )
+
+
+def tokenize(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    on_progress: OnProgress | None = None,
+) -> tuple[_Sequences | FittedPairs | FittedJudged, list[Refused]]:
+    """The rows' sequences, and the rows that can't be used; the rest as ``fit_rows``."""
+    fit = _fitting(tokenizer, config)
+    given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
+    refused = []
+    for start in range(0, len(given), BATCH):
+        batch = list(enumerate(given[start : start + BATCH], start))
+        for number, why in fit.add(batch):
+            refused.append(Refused(rows.places[number], why, fit.plain(given[number])))
+        if on_progress:
+            on_progress(start + len(batch), len(given))
+    return fit, refused
+
+
+@dataclass
+class Tally:
+    """Sums over parts of a stream."""
+
+    total: int = 0
+    used: int = 0
+    cut: int = 0
+    tokens: int = 0
+    trained: int = 0
+    with_thoughts: int = 0
+    judged: tuple[int, int] = (0, 0)
+
+    def add(self, rows: int, made: _Sequences | FittedPairs | FittedJudged) -> None:
+        """So many rows, of which ``made`` are used."""
+        tokens, trained = made.sizes.sums()
+        self.total, self.used, self.cut = (
+            self.total + rows,
+            self.used + made.used,
+            self.cut + len(made.cut),
+        )
+        self.tokens, self.trained = self.tokens + tokens, self.trained + trained
+        self.with_thoughts += made.with_thoughts
+        if isinstance(made, FittedJudged):
+            good, bad = made.judged
+            self.judged = (self.judged[0] + good, self.judged[1] + bad)
 
 
 def _fitting(
@@ -146,6 +186,7 @@ def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
     summary = {
         "datasets": [Path(name).name if Path(name).is_file() else name for name in config.dataset],
         "stage": config.stage,
+        **({"streamed": True} if fitted.streamed else {}),
         "rows": fitted.total,
         "used": fitted.used,
         "cut": len(fitted.cut),
@@ -167,7 +208,8 @@ def describe(fitted: Fitted, purpose: str = "trained on") -> str:
         parts.append(f"{len(fitted.cut):,} cut at {fitted.cutoff_len} tokens")
     if fitted.refused:
         parts.append(f"{len(fitted.refused):,} refused: {reasons(fitted.refused)}")
-    line = f"used {fitted.used:,} of {fitted.total:,} rows"
+    of = "the first " if fitted.streamed else ""
+    line = f"used {fitted.used:,} of {of}{fitted.total:,} rows"
     line += f" ({', '.join(parts)})" if parts else ""
     if fitted.shares:
         line += f", an epoch has {', '.join(map(str, fitted.shares))}"

@@ -2,8 +2,8 @@
 
 One rule: they are used where everything that they were made of is the same, and made anew where anything
 differs. That is the bytes of the rows' files, of dataset_info.json and of the tokenizer's files, every
-setting but those known to mean nothing for rows, and the code: this package's and the libraries' versions. The
-files carry hashes, so that damaged ones are made anew, too; a directory appears whole or not at all.
+setting but those known to mean nothing for rows, and the code: this package's and the libraries' versions.
+The files carry hashes, so that damaged ones are made anew, too; a directory appears whole or not at all.
 """
 
 from __future__ import annotations

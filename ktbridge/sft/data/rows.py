@@ -246,16 +246,11 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     unused: Counter[str] = Counter()
     ids: Counter[int | str] = Counter()
     for line in islice(source.lines(config.seed), config.max_samples):
-        rows.total += 1
         row_id = line.row.get("id") if isinstance(line.row, dict) else None
         if isinstance(row_id, int | str) and row_id != "":
             ids[row_id] += 1
         names: set[str] = set()
-        try:
-            _add(line, source, config, rows, names)
-        except ValueError as error:
-            rows.refused.append(Refused(line.where, str(error), line.row))
-        else:
+        if add_line(line, source, config, rows, names):
             unused.update(names)
     if rows.total == total:
         raise KtbridgeError(
@@ -265,6 +260,20 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     if len(rows.places) == used:
         raise unusable(rows.refused[refused:], rows.total - total)
     rows.notes.extend(_notes(source, unused, ids, rows.total - total))
+
+
+def add_line(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> bool:
+    """Add one row to ``rows``, or to those that are refused; whether it can be used.
+
+    Names of fields that are not read are added to ``unused``.
+    """
+    rows.total += 1
+    try:
+        _add(line, source, config, rows, unused)
+    except ValueError as error:
+        rows.refused.append(Refused(line.where, str(error), line.row))
+        return False
+    return True
 
 
 def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> None:

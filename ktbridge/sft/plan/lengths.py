@@ -18,6 +18,7 @@ EVALUATIONS = 10
 """Of the held-out rows in a run, unless the configuration has another number."""
 _SAMPLE = 256
 _LONGEST = 32
+_OF_A_STREAM = 2048
 _A_MESSAGE = 6  # role and delimiters in the usual chat templates
 _BYTES_A_TOKEN = 3
 
@@ -62,6 +63,9 @@ def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengt
     ``render`` asks the model's chat template whether it rewrites answers once more follows, in which
     case each makes a sequence of its own (imports torch, by way of transformers).
     """
+    if config.streaming:  # its first rows stand for all
+        count = min(config.max_samples or _OF_A_STREAM, _OF_A_STREAM)
+        config = replace(config, streaming=False, max_samples=count, val_size=0.0)
     rows = load_rows(config)
     unknown = False
     sequences: list[list[Sequence[Message]]]
