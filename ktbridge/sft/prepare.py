@@ -91,17 +91,10 @@ def prepare(
     digests = _digests(rows)
     own = identity(config, base, *digests)
     resumption = find_checkpoint(config, own)
-    to_keep, stream = None, rows if isinstance(rows, Stream) else None
-    if isinstance(rows, Stream):
-        held = _fit_held_out(rows.held, tokenizer, config, on_rows)
-        rows = Tokenized(rows.begin(tokenizer), held, *digests)
-    elif isinstance(rows, Rows):
-        train_rows = fit_rows(rows, tokenizer, config, on_rows)
-        rows = Tokenized(
-            train_rows, _fit_held_out(rows.held_out, tokenizer, config, on_rows), *digests
-        )
-        to_keep = (kept, rows) if kept else None
-    fitted, held = rows.fitted, rows.held_out
+    found = rows
+    if not isinstance(found, Tokenized):
+        found = Tokenized(*_tokenize(found, tokenizer, config, on_rows), *digests)
+    fitted, held = found.fitted, found.held_out
     steps = optimizer_steps(config, len(fitted.dataset), processes)
     eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
     _check_length(resumption, steps)
@@ -112,8 +105,8 @@ def prepare(
         tokenizer=tokenizer,
         fitted=fitted,
         held_out=held,
-        stream=stream,
-        to_keep=to_keep,
+        stream=rows if isinstance(rows, Stream) else None,
+        to_keep=(kept, found) if kept and found is not rows else None,
         identity=own,
         resumption=resumption,
         steps=steps,
@@ -187,6 +180,20 @@ def _open_stream(config: TrainConfig) -> Stream:
         stream.held = load_rows(replace(config, dataset=config.eval_dataset, eval_dataset=()))
         stream.held.name = "eval_dataset"
     return stream
+
+
+def _tokenize(
+    rows: Rows | Stream,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    on_rows: Callable[[int, int], None] | None,
+) -> tuple[Fitted, Fitted | None]:
+    """The rows as tokens, of a stream the first ones; and the held-out rows."""
+    if isinstance(rows, Stream):
+        fitted, held = rows.begin(tokenizer), rows.held
+    else:
+        fitted, held = fit_rows(rows, tokenizer, config, on_rows), rows.held_out
+    return fitted, _fit_held_out(held, tokenizer, config, on_rows)
 
 
 def _digests(rows: Rows | Tokenized | Stream) -> tuple[str, str | None]:

@@ -156,9 +156,7 @@ def _train(
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
     if ready.to_keep and main:
-        for note in keep_rows(*ready.to_keep):
-            if on_note:
-                on_note(note)
+        keep_rows(*ready.to_keep, on_note)
     model = load_trainable(config, ready.base)
     placed = ExpertDevice("cpu", None)
     if config.kt_config.kt_experts != "cpu":

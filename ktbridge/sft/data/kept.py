@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -159,15 +159,19 @@ class Kept:
         return Fitted(**values)
 
 
-def keep_rows(kept: Kept, rows: Tokenized) -> tuple[Problem, ...]:
-    """Keep the rows; what came of it. That they can't be kept ends no run."""
+def keep_rows(
+    kept: Kept, rows: Tokenized, on_note: Callable[[Problem], None] | None = None
+) -> None:
+    """Keep the rows, and tell ``on_note`` what came of it. That they can't be kept ends no run."""
     try:
         kept.keep(rows)
     except (OSError, KtbridgeError) as error:
         why = error.sentence if isinstance(error, KtbridgeError) else str(error)
         found = f"the rows can't be kept there: {why}"
-        return (problem("KTD043", str(kept.directory), found, severity="warning"),)
-    return kept.notes
+        kept.notes = (problem("KTD043", str(kept.directory), found, severity="warning"),)
+    if on_note:
+        for note in kept.notes:
+            on_note(note)
 
 
 def lengths_of(dataset: Dataset) -> Iterator[int]:
