@@ -183,10 +183,9 @@ def _train(
     if distributed.agree(interrupts.caught) and unfinished and not early:
         raise interrupted(trainer.state.global_step, checkpoints_dir(config))
     trainer.check_trained()
-    if ready.stream:
-        ready = replace(ready, fitted=ready.stream.so_far(ready.fitted, trainer.sequences_used()))
     held = ready.held_out
     chosen = choose_step(trainer, config, held.used if held else 0, early and unfinished)
+    ready, chosen = _all_that_was_read(ready, trainer, chosen)
     distributed.gather_trained(model)
 
     log = [record for record in trainer.state.log_history if is_record(record)]
@@ -204,6 +203,16 @@ def _train(
     result = _result(config, ready, trainer, log, seconds, placed, chosen)
     distributed.finish()
     return result
+
+
+def _all_that_was_read(
+    ready: Prepared, trainer: RunTrainer, chosen: Chosen
+) -> tuple[Prepared, Chosen]:
+    """Of a stream, whose first rows alone were known: its counts and the notes on them."""
+    if ready.stream is None:
+        return ready, chosen
+    found = ready.stream.so_far(ready.fitted, trainer.sequences_used())
+    return replace(ready, fitted=found), replace(chosen, notes=(*chosen.notes, *found.notes))
 
 
 def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: WatchHeldOut) -> bool:

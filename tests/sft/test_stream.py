@@ -21,13 +21,16 @@ def run_dir(tmp_path, base_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [conversation(text(n, 3), text(n + 1, 2 + n % 5)) for n in range(400)]
     rows[7::10] = [conversation("nothing", "")] * 40
-    (tmp_path / "pairs.jsonl").write_text("".join(
-        json.dumps({"prompt": text(n, 3), "chosen": text(n, 4), "rejected": "no"}) + "\n" for n in range(40)
-    ))  # fmt: skip
+    pairs = [{"prompt": text(n, 3), "chosen": text(n, 4), "rejected": "no"} for n in range(40)]
+    write_lines(tmp_path / "pairs.jsonl", pairs)
+    judged = [
+        {"prompt": text(n, 3), "completion": text(n, 4), "label": n % 3 > 0} for n in range(40)
+    ]
+    write_lines(tmp_path / "judged.jsonl", judged)
     write_lines(tmp_path / "more.jsonl", [conversation(text(n, 2), "meow") for n in range(30)])
     return write_run(
         tmp_path, base_dir, rows, streaming=True, buffer_size=64, per_device_train_batch_size=4,
-        gradient_accumulation_steps=2, max_steps=80, save_steps=5, lora_dropout=0.1, plot_loss=False,
+        gradient_accumulation_steps=2, max_steps=50, save_steps=5, lora_dropout=0.1, plot_loss=False,
         learning_rate=1e-3, kt_config={"kt_num_threads": 2}, logging_steps=1,
     )  # fmt: skip
 
@@ -51,10 +54,11 @@ def interrupted(run_dir, at, *overrides):
         (),
         ("packing=true", "cutoff_len=24", "max_steps=12", "val_size=5"),
         ("stage=dpo", "dataset=pairs.jsonl", "max_steps=8"),
+        ("stage=kto", "dataset=judged.jsonl", "max_steps=8"),
         ("dataset=rows.jsonl,more.jsonl", "mix_strategy=interleave_over", "interleave_probs=0.5,0.5",
          "max_steps=8"),
     ],
-    ids=["two epochs", "packed", "pairs", "mixed"],
+    ids=["two epochs", "packed", "pairs", "judged", "mixed"],
 )  # fmt: skip
 def test_an_interrupted_run_ends_in_the_same_bits(run_dir, overrides):
     whole = train(run_dir, *overrides, "output_dir=whole")
@@ -67,9 +71,9 @@ def test_an_interrupted_run_ends_in_the_same_bits(run_dir, overrides):
     summary = json.loads((run_dir / "raw" / "training_data.json").read_text())
     assert summary["streamed"]
     assert (summary["rows"], summary["used"]) == (whole.rows, whole.used)
-    if not overrides:  # 640 sequences of 360 usable rows
-        assert whole.rows == 768
-        assert whole.used + whole.refused == 768
+    if not overrides:  # 400 sequences, and 360 usable rows in the file
+        assert whole.rows == 512
+        assert whole.used + whole.refused == 512
         lines = (run_dir / "raw" / "refused_rows.jsonl").read_text().splitlines()
         assert len(lines) == whole.refused == summary["refused"] > 40
 
@@ -98,7 +102,10 @@ def test_a_stream_that_goes_bad_ends_the_run_with_its_rows_named(run_dir):
     assert codes(caught) == {"KTD001"}
     assert not (run_dir / "raw").exists()
     assert [*(run_dir / "raw.checkpoints").glob("checkpoint-*")]
-    train(run_dir, "allow_refused_rows=true", "max_steps=70", "resume_from_checkpoint=false")
+    told = []
+    many = ("allow_refused_rows=true", "max_steps=70", "resume_from_checkpoint=false")
+    train(run_dir, *many, on_note=told.append)
+    assert "KTD008" in codes(told)
     with pytest.raises(ProblemsError):
         train(run_dir, "strict_data=true", "output_dir=strict")
 

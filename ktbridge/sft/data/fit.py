@@ -228,7 +228,7 @@ class _Sequences(ABC):
     """Sequences of tokens with their labels."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._cutoff = config.cutoff_len
+        self._cutoff, self._streaming = config.cutoff_len, config.streaming
         self.packed = config.packing or config.neat_packing
         self._ids, self._labels = Lists(), Lists()
         self.sizes = Sizes()
@@ -272,7 +272,11 @@ class _Sequences(ABC):
         dataset = Dataset(pa.table(columns))
         if places is not None:
             dataset = dataset.select(places)
-        return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
+        if not self.packed:
+            return dataset
+        # Else in a file in the temporary directory, of which a stream would leave one for each part.
+        kept = {"keep_in_memory": True} if self._streaming else {}
+        return pack_dataset(dataset, self._cutoff, "bfd", map_kwargs=kept)
 
     @staticmethod
     def plain(messages: Conversation) -> dict[str, object]:

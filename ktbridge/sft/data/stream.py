@@ -22,7 +22,15 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.fit import BATCH, Fitted, Tally, fit_rows, tokenize
-from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, add_line, refused_file, unusable
+from ktbridge.sft.data.rows import (
+    TOO_MANY,
+    Refused,
+    Rows,
+    add_line,
+    refused_file,
+    refused_note,
+    unusable,
+)
 from ktbridge.sft.data.sources import Source, find_sources, in_lines
 from ktbridge.sft.data.tables import Line
 
@@ -151,7 +159,7 @@ class Stream:
         self._start = _Part(state["first"], before, state["refused"]), refused
 
     def so_far(self, first: Fitted, used: int) -> Fitted:
-        """What was read for ``used`` sequences, to the end of the last 256 rows."""
+        """What was read for ``used`` sequences, to the end of the last 256 rows, and its notes."""
         number = self._part_of(max(used - 1, 0)) + 1
         later = self._parts[number] if number < len(self._parts) else None
         tally = later.before if later else self._tally
@@ -166,6 +174,7 @@ class Stream:
             trained_tokens=tally.trained,
             with_thoughts=tally.with_thoughts,
             judged=tally.judged if first.judged else None,
+            notes=[*refused_note(refused, tally.total)],
         )
 
     def _part_of(self, sequence: int) -> int:
@@ -186,18 +195,17 @@ class Stream:
         return made.dataset(None).to_list() if made.used else []
 
     def _check(self, refused: list[Refused]) -> None:
-        """Raise where a row, or more than half of all so far, can't be used."""
-        count, total = len(self.refused), self._tally.total
-        if self.config.strict_data and refused:
-            raise unusable(refused, total)
-        if count > TOO_MANY * total and (
-            not self.config.allow_refused_rows or not self._tally.used
-        ):
-            found = unusable(self.refused[-BATCH:], total)
+        """Raise where a row (``strict_data``), or more than half of all so far, can't be used."""
+        config, count, tally = self.config, len(self.refused), self._tally
+        many = count > TOO_MANY * tally.total and not (config.allow_refused_rows and tally.used)
+        if many or (config.strict_data and refused):
+            step = "Mend these rows, or leave strict_data out."
+            if many:
+                step = "Mend these rows, or set allow_refused_rows: true."
             raise ProblemsError(
-                f"{count:,} of the {total:,} rows read so far can't be used.",
-                list(found.problems),
-                "Mend the rows, or set allow_refused_rows: true; what was trained is in the checkpoints.",
+                f"{count:,} of the {tally.total:,} rows read so far can't be used.",
+                unusable(refused or self.refused[-BATCH:], tally.total).problems,
+                f"{step} What was trained until here is in the checkpoints.",
             )
 
     def _plain(self) -> TrainConfig:
