@@ -100,7 +100,7 @@ DATA = Subject("Training data", "sft", (
          "Leave it out; a model that always opens thoughts needs rows with thoughts."),
     Code("KTD040", "error", "a dataset of a mixture has no row that can be used",
          "Mend its rows, or leave it out of dataset (and its share out of interleave_probs)."),
-    Code("KTD041", "info", "the rows in tokenized_path were made of something else, so they are made anew",
+    Code("KTD041", "info", "the rows in tokenized_path are others or not wanted, so they are made anew",
          "Nothing is to be done. Another tokenized_path keeps both."),
     Code("KTD042", "warning", "a file of the rows in tokenized_path is damaged, so they are made anew",
          "Nothing is to be done; if it happens again, look at the disk."),

@@ -91,7 +91,7 @@ def test_whatever_rows_are_made_of_makes_them_anew(run_dir):
     assert start(run_dir)[0] == {"KTD043"}
     (template if template.exists() else tokenizer).open("a").write(" ")
     assert start(run_dir)[0] == {"KTD041"}
-    assert start(run_dir, "overwrite_cache=true")[0] == set()
+    assert start(run_dir, "overwrite_cache=true")[0] == {"KTD041"}
 
 
 def test_every_setting_counts_that_is_not_known_to_mean_nothing_for_rows(run_dir, base_dir):
@@ -100,6 +100,15 @@ def test_every_setting_counts_that_is_not_known_to_mean_nothing_for_rows(run_dir
     keys = made_of(config, base_dir).keys()
     assert set(options(TrainConfig)) - _MEANINGLESS <= keys
     assert {"tokenizer", "version of ktbridge", "version of jinja2", "dataset 2"} <= keys
+
+
+def test_rows_that_change_while_they_are_read_are_not_kept(run_dir):
+    ready = prepare(load_config(run_dir / "run.yaml"))
+    with (run_dir / "rows.jsonl").open("a") as file:
+        file.write("\n")
+    keep_rows(*ready.to_keep)
+    assert not (run_dir / "kept").exists()
+    assert start(run_dir)[0] == set()
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "train.arrow", "held_out.arrow"])

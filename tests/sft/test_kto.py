@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from findings import codes
-from trainrun import WORDS, log_of, quiet, train, write_lines, write_run
+from trainrun import WORDS, conversation, log_of, quiet, train, write_lines, write_run
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
@@ -136,6 +136,26 @@ def test_a_killed_run_ends_in_the_same_bits_and_evaluates_its_held_out_rows(run_
     assert last["eval_rewards/chosen"] != 0 != last["eval_rewards/rejected"]
     summary = json.loads((run_dir / "raw" / "training_data.json").read_text())
     assert summary["stage"] == "kto"
+
+
+def test_llama_factorys_entry_names_the_judgements_column(run_dir, tmp_path):
+    from ktbridge.sft.data import load_rows
+
+    said = conversation("who", "cat")["messages"]
+    rows = [{"said": said, "ok": value} for value in (True, False)]
+    write_lines(tmp_path / "mine.jsonl", rows)
+    tags = {
+        "role_tag": "role",
+        "content_tag": "content",
+        "user_tag": "user",
+        "assistant_tag": "assistant",
+    }
+    columns = {"messages": "said", "kto_tag": "ok"}
+    entry = {"file_name": "mine.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": entry}))
+    given = ["dataset=mine", f"dataset_dir={tmp_path}"]
+    found = load_rows(load_config(run_dir / "run.yaml", given))
+    assert [each.good for each in found.conversations] == [True, False]
 
 
 def test_rows_and_settings_that_kto_cannot_take_are_refused(run_dir, tmp_path):

@@ -76,18 +76,24 @@ class Kept:
         found = _objection(self.directory)
         if found:
             raise KtbridgeError(f"{self.directory} {found[0]}.", found[1])
+        self._before: dict[str, str] | None = None
+        """What rows are made of, before they are read."""
         self.notes: tuple[Problem, ...] = ()
         """Whether they were used, or why not."""
 
     def find(self) -> Tokenized | None:
         """The kept rows if they are those of this run."""
-        if self._config.overwrite_cache or not (self.directory / MANIFEST).is_file():
+        self._before = own = made_of(self._config, self._base)
+        if not (self.directory / MANIFEST).is_file():
+            return None
+        if self._config.overwrite_cache:
+            self._note("KTD041", "kept, but overwrite_cache is true")
             return None
         record = _read_manifest(self.directory / MANIFEST)
         if record is None:
             self._note("KTD042", f"{MANIFEST} is damaged")
             return None
-        theirs, own = record["made of"], made_of(self._config, self._base)
+        theirs = record["made of"]
         if own is None or theirs != own:
             keys = sorted(theirs.keys() | (own or {}).keys())
             differ = [key for key in keys if own and theirs.get(key) != own.get(key)]
@@ -109,9 +115,14 @@ class Kept:
         return Tokenized(train, held, record["digest"], record["held digest"])
 
     def keep(self, rows: Tokenized) -> None:
-        """Write them there, whole or not at all. Raises KtbridgeError or OSError where that fails."""
+        """Write them there, whole or not at all. Raises KtbridgeError or OSError where that fails.
+
+        Nothing is written where a file has changed since ``find``: the rows may be of before or after that.
+        """
         own = made_of(self._config, self._base)
-        if own is None:
+        if own is None or own != self._before:
+            why = "changed while they were read" if own else "came from the Hub just now"
+            self._note("KTD043", f"the rows {why}, and are kept by the next run that reads them")
             return
         with Staging(self.directory, _objection) as staging:
             record: dict[str, Any] = {"made of": own, "files": {}}
