@@ -64,6 +64,12 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Copy tokenizer.json of the model, or of a conversion of its tokenizer, into the directory."),
     Code("KTC061", "error", "tiktoken's file of a tokenizer is damaged",
          "Download tiktoken.model and tokenizer_config.json again."),
+    Code("KTC080", "error", "stage kto compares the rows of a batch, and a setting leaves it no such batches",
+         "Set per_device_train_batch_size to 2 or more, and leave tokens_per_pass out."),
+    Code("KTC081", "error", "interleave_probs and the datasets don't fit together",
+         "Give one share for each dataset, which add up to 1."),
+    Code("KTC082", "error", "a setting needs all rows at once, and streaming reads them one by one",
+         "Leave it out, or leave out streaming."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (
@@ -92,6 +98,16 @@ DATA = Subject("Training data", "sft", (
          "Nothing, or leave enable_thinking out to train them."),
     Code("KTD021", "info", "enable_thinking is set, and the chat template has no such switch",
          "Leave it out; a model that always opens thoughts needs rows with thoughts."),
+    Code("KTD040", "error", "a dataset of a mixture has no row that can be used",
+         "Mend its rows, or leave it out of dataset (and its share out of interleave_probs)."),
+    Code("KTD041", "info", "the rows in tokenized_path are others or not wanted, so they are made anew",
+         "Nothing is to be done. Another tokenized_path keeps both."),
+    Code("KTD042", "warning", "a file of the rows in tokenized_path is damaged, so they are made anew",
+         "Nothing is to be done; if it happens again, look at the disk."),
+    Code("KTD043", "info", "rows are taken from tokenized_path, or are kept there for the next start",
+         "Delete the directory when no run needs it."),
+    Code("KTD044", "error", "a dataset can't be streamed",
+         "Write one row a line (JSONL), or Parquet or CSV; max_samples bounds what is read."),
 ))  # fmt: skip
 
 PREDICTIONS = Subject("Predictions", "predict", (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, KTOConfig, SFTConfig
 
 from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError, UsageError
@@ -71,22 +71,30 @@ def trainer_arguments(
     scratch: str,
     packed: bool = False,
     eval_steps: int = 0,
-) -> SFTConfig | DPOConfig:
+) -> SFTConfig | DPOConfig | KTOConfig:
     """The arguments of the stage's trainer; ``scratch`` is the output_dir that it requires.
 
     ``packed``: a row of the dataset holds several conversations, which must not attend to each other.
     ``eval_steps``: between evaluations of held-out rows; 0: none.
     """
-    arguments: SFTConfig | DPOConfig
+    arguments: SFTConfig | DPOConfig | KTOConfig
     if config.stage == "dpo":
         losses = pair_losses(config)
         arguments = DPOConfig(
             **_common(config, device, scratch, eval_steps),
-            max_length=config.cutoff_len,
+            max_length=None,  # rows come cut to cutoff_len
             beta=config.pref_beta,
             loss_type=list(losses),
             loss_weights=list(losses.values()),
             label_smoothing=config.dpo_label_smoothing,
+        )
+    elif config.stage == "kto":
+        arguments = KTOConfig(
+            **_common(config, device, scratch, eval_steps),
+            max_length=None,  # rows come cut to cutoff_len
+            beta=config.pref_beta,
+            desirable_weight=config.kto_chosen_weight,
+            undesirable_weight=config.kto_rejected_weight,
         )
     else:
         arguments = SFTConfig(

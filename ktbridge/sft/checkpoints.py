@@ -172,6 +172,8 @@ class Checkpoints:
             whole = not self._trainer.args.save_only_model
             if whole or self.best_step:
                 save_file(tensors, directory / TENSORS_FILE)
+            if whole and self._trainer.stream is not None:
+                self._trainer.stream.save(directory, self._trainer.sequences_used())
             if whole and self.hybrid is not None:
                 (directory / HYBRID_FILE).write_bytes(dump_json(self.hybrid.state()))
             training = self._trainer.held_out.training(self._trainer.state.global_step)

@@ -1,7 +1,8 @@
 """Held-out rows: evaluated forward only, in few large passes; the best step; when a run ends early.
 
 Trainer's own evaluation goes batch by batch, and its loss is a mean of the batches' means. Here it is exact:
-for sft the sum over all held-out trained tokens divided by their number, for dpo the mean over pairs.
+for sft the sum over all held-out trained tokens divided by their number, for dpo the mean over pairs, for kto
+over answers, each by the estimate of KL in its batch.
 The loss on unbalanced routing, which depends on how rows are cut into passes, is left out.
 """
 
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +108,7 @@ class HeldOut:
         rows = []
         for start in range(0, len(self._dataset), _AT_ONCE):
             batch = self._collated(range(start, min(start + _AT_ONCE, len(self._dataset))))
-            rows += [Row({}, row.tokens, row.trained) for row in self._trainer.rows(batch)]
+            rows += [replace(row, features={}) for row in self._trainer.rows(batch)]
         return rows
 
     @property
@@ -140,9 +142,9 @@ class HeldOut:
                 collected.clear()
             assert loss[0] is not None
             found["loss"] = float(loss[0])
-            share = trainer.share(rows, self._rows) if counts else 0.0
             for place, name in enumerate(self._names):
-                sums[place] += share * found[name]
+                share = trainer.share_of(name, rows, self._rows) if counts else 0.0
+                sums[place] += share * found[name] if share else 0.0
             if self.on_progress:
                 self.on_progress(number + 1, len(passes))
         return sums

@@ -47,6 +47,8 @@ class Row:
     """Tokens of its sequences, each padded to the longest of them."""
     trained: int
     """Tokens that the loss counts; of a pair, the chosen answer's."""
+    good: bool = True
+    """kto: how the answer was judged."""
 
 
 def tokens_per_pass(
@@ -58,6 +60,8 @@ def tokens_per_pass(
     """
     if config.tokens_per_pass != "auto":
         return int(config.tokens_per_pass)
+    if config.stage == "kto":  # its batches mean something, see KtoTrainer
+        return None
     return measured if device.type == "cuda" else None
 
 

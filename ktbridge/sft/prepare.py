@@ -24,7 +24,9 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
-from ktbridge.sft.data import Fitted, Rows, fit_rows, load_rows
+from ktbridge.sft.data import Fitted, Rows, digest, fit_rows, load_rows
+from ktbridge.sft.data.kept import Kept, Tokenized
+from ktbridge.sft.data.stream import Stream
 from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
@@ -51,6 +53,10 @@ class Prepared:
     fitted: Fitted
     held_out: Fitted | None
     """The rows that are evaluated and not trained on."""
+    stream: Stream | None
+    """Where rows come from while the run goes; ``fitted`` are its first ones then."""
+    to_keep: tuple[Kept, Tokenized] | None
+    """Where rows are to be kept as tokens, which aren't there yet."""
     identity: Identity
     resumption: Resumption
     steps: int
@@ -81,11 +87,14 @@ def prepare(
             "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
         )
     _check_packages(config)
-    base, (trainable, model_notes), tokenizer, rows, quantised = _check_all(config, declared)
-    own = identity(config, base, rows)
+    base, (trainable, model_notes), tokenizer, rows, quantised, kept = _check_all(config, declared)
+    digests = _digests(rows)
+    own = identity(config, base, *digests)
     resumption = find_checkpoint(config, own)
-    fitted = fit_rows(rows, tokenizer, config, on_rows)
-    held = _fit_held_out(rows, tokenizer, config, on_rows)
+    found = rows
+    if not isinstance(found, Tokenized):
+        found = Tokenized(*_tokenize(found, tokenizer, config, on_rows), *digests)
+    fitted, held = found.fitted, found.held_out
     steps = optimizer_steps(config, len(fitted.dataset), processes)
     eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
     _check_length(resumption, steps)
@@ -96,6 +105,8 @@ def prepare(
         tokenizer=tokenizer,
         fitted=fitted,
         held_out=held,
+        stream=rows if isinstance(rows, Stream) else None,
+        to_keep=(kept, found) if kept and found is not rows else None,
         identity=own,
         resumption=resumption,
         steps=steps,
@@ -103,6 +114,7 @@ def prepare(
         trainable=trainable,
         notes=(
             *fitted.notes,
+            *(kept.notes if kept else ()),
             *_held_out_notes(config, held, steps, eval_steps),
             *template_notes(config.template if config.stage != "pt" else None, tokenizer),
             *resumption.notes,
@@ -128,8 +140,9 @@ class _Checked(NamedTuple):
     base: Path
     model: tuple[Trainable, list[Problem]]
     tokenizer: PreTrainedTokenizerBase
-    rows: Rows
+    rows: Rows | Tokenized | Stream
     quantised: Quantised | None
+    kept: Kept | None
 
 
 def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
@@ -143,7 +156,12 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     quantised = None
     checked = asked.of("model", lambda: check_model(config, base, declared)) if base else None
     tokenizer = asked.of("tokenizer", lambda: load_tokenizer(base)) if base else None
-    rows = asked.of("dataset", lambda: load_rows(config))
+    kept = None
+    if base and config.tokenized_path:
+        kept = asked.of("tokenized_path", lambda: Kept(config, base))
+    found = asked.of("tokenized_path", kept.find) if kept else None
+    read = _open_stream if config.streaming else load_rows
+    rows = found or asked.of("dataset", lambda: read(config))
     if base:
         asked.of("packing", lambda: _check_packing(config, base))
         quantised = asked.of("kt_backend", lambda: _quantised(config, base, declared))
@@ -152,20 +170,52 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     assert checked is not None
     assert tokenizer is not None
     assert rows is not None
-    return _Checked(base, checked, tokenizer, rows, quantised)
+    return _Checked(base, checked, tokenizer, rows, quantised, kept)
+
+
+def _open_stream(config: TrainConfig) -> Stream:
+    """The stream, with the rows of ``eval_dataset`` where it is given."""
+    stream = Stream(config)
+    if config.eval_dataset and not config.val_size:
+        stream.held = load_rows(replace(config, dataset=config.eval_dataset, eval_dataset=()))
+        stream.held.name = "eval_dataset"
+    return stream
+
+
+def _tokenize(
+    rows: Rows | Stream,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    on_rows: Callable[[int, int], None] | None,
+) -> tuple[Fitted, Fitted | None]:
+    """The rows as tokens, of a stream the first ones; and the held-out rows."""
+    if isinstance(rows, Stream):
+        fitted, held = rows.begin(tokenizer), rows.held
+    else:
+        fitted, held = fit_rows(rows, tokenizer, config, on_rows), rows.held_out
+    return fitted, _fit_held_out(held, tokenizer, config, on_rows)
+
+
+def _digests(rows: Rows | Tokenized | Stream) -> tuple[str, str | None]:
+    """Of the rows that are trained on, and of the held-out ones."""
+    if isinstance(rows, Tokenized):
+        return rows.digest, rows.held_digest
+    held = rows.held if isinstance(rows, Stream) else rows.held_out
+    own = rows.digest() if isinstance(rows, Stream) else digest(rows)
+    return own, digest(held) if held else None
 
 
 def _fit_held_out(
-    rows: Rows,
+    rows: Rows | None,
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     on_rows: Callable[[int, int], None] | None,
 ) -> Fitted | None:
     """The held-out rows as they are evaluated: each by itself, whatever packing is."""
-    if rows.held_out is None or not config.evaluates:
+    if rows is None or not config.evaluates:
         return None
-    alone = replace(config, packing=False, neat_packing=False)
-    return fit_rows(rows.held_out, tokenizer, alone, on_rows)
+    alone = replace(config, packing=False, neat_packing=False, mix_strategy="concat")
+    return fit_rows(rows, tokenizer, alone, on_rows)
 
 
 def _check_length(resumption: Resumption, steps: int) -> None:
@@ -249,7 +299,7 @@ def _check_packing(config: TrainConfig, base: Path) -> None:
 
 
 def _stage_notes(config: TrainConfig) -> list[Problem]:
-    if config.stage != "dpo":
+    if not config.forwards_alone:
         return []
     notes = []
     asked = {
@@ -258,11 +308,11 @@ def _stage_notes(config: TrainConfig) -> list[Problem]:
     }
     for key, value in asked.items():
         if value:
-            found = f"{value}, which dpo doesn't use"
+            found = f"{value}, which {config.stage} doesn't use"
             expected = "0: policy and reference must see the same"
             notes.append(problem("KTC012", key, found, expected, ""))
     if config.adapter_name_or_path:
-        found = "an adapter to go on from, while dpo's reference is the base model without it"
+        found = f"an adapter to go on from, while {config.stage}'s reference is the base model without it"
         step = "To stay near the adapter instead, merge it into the base first (`ktbridge merge`)."
         notes.append(problem("KTC012", "adapter_name_or_path", found, "", step))
     return notes

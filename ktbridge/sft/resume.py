@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from ktbridge.publish import hash_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import options
-from ktbridge.sft.data import Rows
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
 
@@ -38,7 +36,7 @@ _FREE = {
     "output_dir", "overwrite_output_dir", "logging_steps", "plot_loss", "report_to", "save_steps",
     "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir",
     "model_name_or_path", "model_revision", "adapter_name_or_path", "run_name", "logging_dir",
-    "strict_data", "notes",
+    "strict_data", "notes", "tokenized_path", "overwrite_cache",
     "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
     "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
     "tokens_per_pass", "eval_dataset", "val_size", "per_device_eval_batch_size", "do_eval", "eval_strategy",
@@ -53,7 +51,9 @@ _FREE_KT = {
 # Left out at their defaults, as in runs that began before there were such keys.
 _NEWER = {
     "enable_thinking": None, "train_on_prompt": False, "mask_history": False, "identity_name": None,
-    "identity_author": None,
+    "identity_author": None, "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0,
+    "mix_strategy": "concat", "interleave_probs": (), "streaming": False,
+    "buffer_size": 16384,
 }  # fmt: skip
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.
@@ -97,8 +97,10 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
-    """Identity of a run, which must match for a continuation: settings, models, rows."""
+def identity(
+    config: TrainConfig, base: Path, digest: str, held_digest: str | None = None
+) -> Identity:
+    """Identity of a run, which must match for a continuation: settings, models, digests of rows."""
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
     for key in _FREE_KT:
         settings["kt_config"].pop(key, None)
@@ -116,21 +118,11 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
     settings["base model"] = _hashes(base, _BASE_FILES)
     if config.adapter_name_or_path:
         settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
-    settings["rows"] = _digest(rows)
-    if rows.held_out and config.evaluates:
-        settings[HELD_OUT] = [_digest(rows.held_out), config.metric, config.greater]
+    settings["rows"] = digest
+    if held_digest and config.evaluates:
+        settings[HELD_OUT] = [held_digest, config.metric, config.greater]
     plain: Identity = json.loads(json.dumps(settings))
     return plain
-
-
-def _digest(rows: Rows) -> str:
-    pairs = [asdict(pair) for pair in rows.pairs]
-    for pair in pairs:
-        if not pair["tools"]:  # as in runs that began before pairs had them
-            del pair["tools"]
-    used = json.dumps([rows.conversations, pairs])
-    used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
-    return hashlib.sha256(used.encode()).hexdigest()
 
 
 def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:

@@ -20,6 +20,7 @@ from transformers import Trainer
 
 from ktbridge.sft import distributed
 from ktbridge.sft.checkpoints import Checkpoints
+from ktbridge.sft.data.stream import Stream
 from ktbridge.sft.held_out import HeldOut
 from ktbridge.sft.passes import Batch, Passes, Row
 from ktbridge.sft.progress import Finite, Pace
@@ -45,6 +46,10 @@ class RunTrainer(Trainer):
     pace: Pace
     ratio_of_b = 1.0
     """The learning rate of LoRA's B as a multiple of A's."""
+    stream: Stream | None = None
+    """Where its rows come from while it runs."""
+    ftx = 0.0
+    """kto: weight of the ordinary loss on good answers."""
 
     def set_up(self, checkpoints: Checkpoints, passes: Passes, held_out: HeldOut) -> None:
         """Give the trainer what saves, what cuts its steps, and what evaluates."""
@@ -66,9 +71,18 @@ class RunTrainer(Trainer):
         """The fraction of a step's loss and metrics that ``rows`` contribute."""
         raise NotImplementedError
 
+    def share_of(self, name: str, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        """The same of one of the stage's ``METRICS``."""
+        return self.share(rows, step)
+
     def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> AbstractContextManager[None]:
         """Context: the loss of ``rows`` is their term in the loss of all rows of ``step``."""
         return nullcontext()
+
+    def sequences_used(self) -> int:
+        """How many sequences all processes have trained on, where each batch is full: of a stream."""
+        a_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return self.state.global_step * a_step * distributed.world().size
 
     def check_trained(self) -> None:
         """Raise ``Diverged`` where a trained tensor holds NaN or infinity."""

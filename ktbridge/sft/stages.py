@@ -1,4 +1,4 @@
-"""The stages: trl's SFTTrainer and DPOTrainer as ``RunTrainer`` changes them.
+"""The stages: trl's SFTTrainer, DPOTrainer and KTOTrainer as ``RunTrainer`` changes them.
 
 A stage defines what a row of its batches is, and what share of a step's loss a pass of rows has.
 """
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from trl import DPOTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, SFTTrainer
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from ktbridge.sft.passes import Batch, Row
 from ktbridge.sft.run_trainer import RunTrainer
@@ -86,16 +87,16 @@ def as_base(model: PeftModel) -> Iterator[None]:
 class DpoTrainer(RunTrainer, DPOTrainer):
     """trl's DPOTrainer with ``as_base`` for its reference.
 
-    Rows have ``prompt``, ``chosen`` and ``rejected``, lists of messages.
+    Rows have ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, lists of token ids.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        model: Any = self.model
-        if "ref" in model.peft_config:  # trl's frozen copy of PEFT's LoRA, which lacks the experts'
-            model.delete_adapter("ref")
-        # With it trl takes the reference from the batch, where compute_loss puts it.
-        self.precompute_ref_logps = True
+        _reference_from_the_batch(self)
+
+    def _prepare_dataset(self, dataset: Any, *_: object) -> Any:
+        """The rows as they are: trl would tokenize texts."""
+        return dataset
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any
@@ -107,16 +108,8 @@ class DpoTrainer(RunTrainer, DPOTrainer):
     @torch.no_grad()
     def reference_logps(self, model: nn.Module, inputs: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The base's log-probabilities of the B chosen and the B rejected answers, each [B]."""
-        ids, answer = inputs["input_ids"], inputs["completion_mask"]
         with as_base(self.accelerator.unwrap_model(model)):
-            out = model(
-                input_ids=ids,
-                attention_mask=inputs["attention_mask"],
-                labels=ids.masked_fill(answer == 0, -100),
-                use_cache=False,
-                fused_lm_head=True,  # trl's: log_probs [2B, T - 1], 0 outside the answers
-            )
-        chosen, rejected = out.log_probs.sum(dim=1).chunk(2)
+            chosen, rejected = answers_logps(model, inputs).chunk(2)
         return chosen, rejected
 
     def rows(self, batch: Batch) -> list[Row]:
@@ -151,6 +144,107 @@ class DpoTrainer(RunTrainer, DPOTrainer):
             self.current_gradient_accumulation_steps, self.loss_weights = before
 
 
+class MismatchedAnswers(DataCollatorForUnpairedPreference):
+    """trl's collator, which also puts each row's prompt before the answer of the row before it in the batch.
+
+    How far the model has left the base is measured on these (arXiv:2402.01306, section 4).
+    """
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        before = [examples[-1], *examples[:-1]]
+        return super().torch_call(
+            [
+                {**each, "KL_completion_ids": other["completion_ids"]}
+                for each, other in zip(examples, before, strict=True)
+            ]
+        )
+
+
+class KtoTrainer(RunTrainer, KTOTrainer):
+    """trl's KTOTrainer with ``as_base`` for its reference, and with batches drawn anew in each epoch.
+
+    Rows have ``prompt_ids``, ``completion_ids`` and ``label``, true for a good answer. The loss of a row
+    depends on its batch, by the estimate of KL (policy || base) there, so batches stay as configured.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        tokenizer = kwargs["processing_class"]
+        pad = tokenizer.eos_token_id if tokenizer.pad_token is None else tokenizer.pad_token_id
+        super().__init__(**kwargs, data_collator=MismatchedAnswers(pad_token_id=pad))
+        _reference_from_the_batch(self)
+        # trl pairs rows once and must keep their order; our collator pairs those of each batch.
+        self.args.train_sampling_strategy = "random"
+
+    def _prepare_dataset(self, dataset: Any, *_: object) -> Any:
+        """The rows as they are: trl would tokenize texts, and pair them."""
+        return dataset
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        bare = self.accelerator.unwrap_model(model)
+        with torch.no_grad(), as_base(bare):
+            filled = {
+                **inputs,
+                "ref_logps": answers_logps(model, inputs),
+                "ref_KL_logps": answers_logps(model, inputs, "KL_"),
+            }
+        last: list[torch.Tensor] = []
+        handle = bare.register_forward_hook(lambda _, __, out: last.append(out.log_probs))
+        try:
+            loss: torch.Tensor = super().compute_loss(model, filled, *args, **kwargs)
+        finally:
+            handle.remove()
+        good = inputs["label"].bool()
+        if self.ftx and good.any():  # trl has no such term here, as it has for pairs
+            counts = inputs["completion_mask"][good, 1:].sum()
+            loss = loss - self.ftx * last[-1][good].sum() / counts
+        return loss
+
+    def rows(self, batch: Batch) -> list[Row]:
+        """The batch's rows by their lengths alone: they are never put together anew."""
+        counts = zip(
+            batch["attention_mask"].sum(1).tolist(),
+            batch["completion_mask"].sum(1).tolist(),
+            batch["label"].tolist(),
+            strict=True,
+        )
+        return [Row({}, tokens, trained, good) for tokens, trained, good in counts]
+
+    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        return len(rows) / len(step)
+
+    def share_of(self, name: str, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        """What is measured of good or of bad answers is a mean over these."""
+        kind = name.rpartition("/")[2]
+        if kind not in ("chosen", "rejected"):
+            return self.share(rows, step)
+        of = sum(row.good == (kind == "chosen") for row in step)
+        return sum(row.good == (kind == "chosen") for row in rows) / of if of else 0.0
+
+
+def _reference_from_the_batch(trainer: Any) -> None:
+    """Have trl take the reference's log-probabilities from the batch, where ``compute_loss`` puts them."""
+    if "ref" in trainer.model.peft_config:
+        # trl's frozen copy of PEFT's LoRA, which lacks the experts'
+        trainer.model.delete_adapter("ref")
+    trainer.precompute_ref_logps = True
+
+
+def answers_logps(model: nn.Module, inputs: Batch, prefix: str = "") -> torch.Tensor:
+    """Log-probabilities [B] of the answers of B sequences: tensors ``PREFIXinput_ids`` and its masks."""
+    ids, answer = inputs[f"{prefix}input_ids"], inputs[f"{prefix}completion_mask"]
+    out = model(
+        input_ids=ids,
+        attention_mask=inputs[f"{prefix}attention_mask"],
+        labels=ids.masked_fill(answer == 0, -100),
+        use_cache=False,
+        fused_lm_head=True,  # trl's: log_probs [B, T - 1], 0 outside the answers
+    )
+    logps: torch.Tensor = out.log_probs.sum(dim=1)
+    return logps
+
+
 def _pair(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]) -> Row:
     """A pair of (prompt, answer), whose prompts are the same."""
     prompt, answer = chosen
@@ -160,9 +254,12 @@ def _pair(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[i
     return Row(features, 2 * (len(prompt) + longest), len(answer) - (not prompt))
 
 
-STAGES: dict[str, type[RunTrainer]] = {"sft": SftTrainer, "pt": SftTrainer, "dpo": DpoTrainer}
+STAGES: dict[str, type[RunTrainer]] = {
+    "sft": SftTrainer, "pt": SftTrainer, "dpo": DpoTrainer, "kto": KtoTrainer,
+}  # fmt: skip
 LOSSES = {
     "sft": "loss per assistant token (nats)",
     "pt": "loss per token (nats)",
     "dpo": "loss per pair (nats)",
+    "kto": "loss per answer (0 to its weight)",
 }

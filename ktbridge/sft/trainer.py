@@ -1,6 +1,6 @@
 """The training recipe, top to bottom: check, load, attach LoRA, train, save.
 
-transformers loads the model, PEFT attaches the non-expert LoRA, trl's SFTTrainer and DPOTrainer train; ours
+transformers loads the model, PEFT attaches the non-expert LoRA, trl's trainers train; ours
 are the experts on the CPU kernels with their LoRA, and the raw adapter. Everything but the experts runs on
 the GPU where there is one.
 """
@@ -11,7 +11,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
+from ktbridge.sft.data.kept import keep_rows, lengths_of
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
@@ -154,6 +155,8 @@ def _train(
 ) -> TrainResult:
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
+    if ready.to_keep and main:
+        keep_rows(*ready.to_keep, on_note)
     model = load_trainable(config, ready.base)
     placed = ExpertDevice("cpu", None)
     if config.kt_config.kt_experts != "cpu":
@@ -182,6 +185,7 @@ def _train(
     trainer.check_trained()
     held = ready.held_out
     chosen = choose_step(trainer, config, held.used if held else 0, early and unfinished)
+    ready, chosen = _all_that_was_read(ready, trainer, chosen)
     distributed.gather_trained(model)
 
     log = [record for record in trainer.state.log_history if is_record(record)]
@@ -199,6 +203,16 @@ def _train(
     result = _result(config, ready, trainer, log, seconds, placed, chosen)
     distributed.finish()
     return result
+
+
+def _all_that_was_read(
+    ready: Prepared, trainer: RunTrainer, chosen: Chosen
+) -> tuple[Prepared, Chosen]:
+    """Of a stream, whose first rows alone were known: its counts and the notes on them."""
+    if ready.stream is None:
+        return ready, chosen
+    found = ready.stream.so_far(ready.fitted, trainer.sequences_used())
+    return replace(ready, fitted=found), replace(chosen, notes=(*chosen.notes, *found.notes))
 
 
 def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: WatchHeldOut) -> bool:
@@ -242,8 +256,8 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     shape = read_shape(ready.base, experts_path(config, ready.base))
     dataset = ready.fitted.dataset
     each: tuple[int, ...] = (config.cutoff_len,)
-    if config.stage != "dpo":
-        each = tuple(len(ids) for ids in dataset["input_ids"])
+    if config.stage in ("sft", "pt"):
+        each = tuple(lengths_of(dataset))
     lengths = Lengths(
         rows=ready.fitted.total,
         sequences=len(dataset),
@@ -270,21 +284,25 @@ def make_trainer(
 
     ``tokens``: how many of a pass the GPU has room for, where that is known.
     """
+    start = ready.resumption.checkpoint
+    if ready.stream and start:
+        ready.stream.go_on(start)
     arguments = trainer_arguments(
         config, choose(config), scratch, ready.fitted.packed, ready.eval_steps
     )
     # Trainer would evaluate before the first step of a continuation, too.
-    arguments.eval_on_start = config.evaluates_first and ready.resumption.checkpoint is None
+    arguments.eval_on_start = config.evaluates_first and start is None
     trainer = STAGES[config.stage](
         model=model,
         args=arguments,
-        train_dataset=ready.fitted.dataset,
+        train_dataset=ready.stream.dataset() if ready.stream else ready.fitted.dataset,
         eval_dataset=ready.held_out.dataset if ready.held_out else None,
         processing_class=ready.tokenizer,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.ratio_of_b = config.loraplus_lr_ratio or 1.0
+    trainer.ratio_of_b, trainer.ftx = config.loraplus_lr_ratio or 1.0, config.pref_ftx
+    trainer.stream = ready.stream
     root, keep = checkpoints_dir(config), config.save_total_limit
     trainer.set_up(
         Checkpoints(trainer, root, ready.identity, keep, str(ready.base)),

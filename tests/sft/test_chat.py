@@ -533,3 +533,31 @@ def test_a_template_that_isnt_known_is_told_with_names_like_it():
     assert (note.code, note.severity) == ("KTC037", "info")
     assert note.expected.startswith("qwen3_nothink")
     assert template_notes(None, tokenizer_for("qwen3")) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_compared_answers_with_calls_and_thoughts_are_what_a_server_gets(tmp_path, name, stage):
+    """The prompt with tools and results as it is asked, and behind it each answer with its stop."""
+    tokenizer, (*prompt, call) = tokenizer_for(name, *TAGS), calling()[:2]
+    call = {**call, "reasoning_content": "ask the tool"}
+    told = {"role": "assistant", "content": "It rains."}
+    row = {"prompt": prompt, "tools": TOOLS}
+    judged = {"messages": [*prompt, call], "tools": TOOLS, "kto_tag": True}
+    row = judged if stage == "kto" else {**row, "chosen": [call], "rejected": [told]}
+    config = settings(write(tmp_path / "rows.jsonl", row), stage=stage)
+    fitted = fit_rows(load_rows(config), tokenizer, config)
+    (found,) = fitted.dataset
+    asked, whole = served(tokenizer, [*prompt, call], tools=TOOLS)
+    assert tokenizer.decode(found["prompt_ids"]) == asked
+    good = found["completion_ids" if stage == "kto" else "chosen_ids"]
+    stop = {"qwen3": "<|im_end|>", "glm4moe": "<|observation|>"}[name]
+    assert tokenizer.decode(good) == whole.removeprefix(asked).rstrip().removesuffix(stop) + stop
+    assert "ask the tool" in tokenizer.decode(good)
+    assert (fitted.with_thoughts, fitted.judged) == (1, (1, 0) if stage == "kto" else None)
+    if stage == "dpo":
+        assert tokenizer.decode(found["rejected_ids"]).endswith(
+            "It rains." + {"qwen3": "<|im_end|>", "glm4moe": "<|user|>"}[name]
+        )
+    (shown, *_) = fitted.preview.values()
+    assert "".join(text for text, _ in shown) == asked + tokenizer.decode(good)

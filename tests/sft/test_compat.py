@@ -10,11 +10,11 @@ import torch
 from moefamilies import FAMILIES, made
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-from trl import DPOTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from ktbridge.sft import compat
 from ktbridge.sft.run_trainer import RunTrainer
-from ktbridge.sft.stages import DpoTrainer, SftTrainer
+from ktbridge.sft.stages import DpoTrainer, KtoTrainer, SftTrainer
 
 OVERRIDDEN = {
     name: value
@@ -35,7 +35,20 @@ def test_trainer_calls_what_is_overridden_with_these_arguments(name: str) -> Non
         assert f"self.{name}(" in inspect.getsource(Trainer)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(SftTrainer, SFTTrainer), (DpoTrainer, DPOTrainer)])
+@pytest.mark.parametrize("theirs", [DPOTrainer, KTOTrainer])
+def test_trl_prepares_all_rows_in_one_place(theirs: type) -> None:
+    """Which ours leaves out: they come as tokens; and takes the reference from the batch where told."""
+    source = inspect.getsource(theirs)
+    for kind in ("train", "eval"):
+        assert f"{kind}_dataset = self._prepare_dataset({kind}_dataset, " in source
+    assert "self._tokenize(" not in source
+    assert "if self.precompute_ref_logps:" in inspect.getsource(theirs._compute_loss)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(SftTrainer, SFTTrainer), (DpoTrainer, DPOTrainer), (KtoTrainer, KTOTrainer)],
+)
 def test_no_method_is_overridden_twice(ours: type, theirs: type) -> None:
     assert ours.__mro__[1:3] == (RunTrainer, theirs)
     assert not {*vars(ours)} & {*OVERRIDDEN}
@@ -63,7 +76,7 @@ def test_ddp_takes_the_names_that_it_is_to_ignore() -> None:
     assert getattr(other, attribute) == ["x"]
 
 
-@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer, KTOTrainer])
 def test_trl_keeps_its_metrics_where_passes_look_for_them(trainer: type) -> None:
     source = inspect.getsource(trainer)
     assert "self._metrics = {" in source

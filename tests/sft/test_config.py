@@ -57,7 +57,7 @@ def test_every_mistake_is_named_at_once(tmp_path):
     assert "Did you mean logging_steps?" in found["logging_step"].next_step
     assert "kt_num_threads" in found["kt_config.kt_threads"].next_step
     assert "outside the kt_config block" in found["kt_config.seed"].next_step
-    assert found["stage"].expected == "sft or pt or dpo"
+    assert found["stage"].expected == "sft or pt or dpo or kto"
     assert {problem.severity for problem in found.values()} == {"error"}
 
 

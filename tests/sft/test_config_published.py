@@ -102,7 +102,6 @@ def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name
     config = load_config(written(tmp_path, **{**COMMON, **values}))
     assert set(notes_of(config)) == expected | {
         "trust_remote_code",
-        "overwrite_cache",
         "preprocessing_num_workers",
     }
     assert config.dataset == ("first", "second")

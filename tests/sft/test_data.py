@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from datasets import Dataset
 from findings import codes
 from tinymoe import tiny_model, tiny_tokenizer
 from trainrun import write_lines
@@ -574,7 +575,7 @@ def test_raw_text_is_learned_whole_in_pieces(tmp_path):
     assert sum(map(len, packed.dataset["input_ids"])) == fitted.tokens
 
 
-def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):
+def test_pairs_are_the_tokens_that_trl_makes_and_cuts(tmp_path):
     def pair(question, chosen, rejected):
         return {"prompt": question, "chosen": "meow " * chosen, "rejected": "nya " * rejected}
 
@@ -594,7 +595,6 @@ def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):
     ]
     assert fitted.cut == [f"{path}: line 2"]
     assert fitted.used == 2
-
     arguments = DPOConfig(
         output_dir=str(tmp_path / "out"),
         max_length=20,
@@ -603,50 +603,23 @@ def test_dpo_pairs_are_counted_as_trl_cuts_them(tmp_path):
         use_cpu=True,
         bf16=False,
     )
+    texts = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "chosen": [{"role": "assistant", "content": row["chosen"]}],
+            "rejected": [{"role": "assistant", "content": row["rejected"]}],
+        }
+        for row in (pair("who", 3, 4), pair("who ?", 30, 2))
+    ]
     trainer = DPOTrainer(
         model=tiny_model(),
         ref_model=tiny_model(),
         args=arguments,
-        train_dataset=fitted.dataset,
+        train_dataset=Dataset.from_list(texts),
         processing_class=tiny_tokenizer(),
     )
-    assert len(trainer.train_dataset) == fitted.used
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(fitted.used)])
-    assert int(batch["attention_mask"].sum()) == fitted.tokens
-    assert int(batch["completion_mask"].sum()) == fitted.trained_tokens
-
-
-def test_trl_gets_the_tools_of_pairs_and_what_is_said_of_thinking(tmp_path):
-    tokenizer = tiny_tokenizer()
-    told = "{% if tools %}{{ tools[0].function.name }} {% endif %}"
-    told += "{% if enable_thinking is false %}who {% endif %}"
-    tokenizer.chat_template = told + tokenizer.chat_template
-    pair = {"prompt": "who are you ?", "chosen": "i am a cat", "rejected": "meow"}
-    thoughtful = {**pair, "chosen": "<think>meow</think>i am"}
-    called = {**pair, "chosen": [{"role": "assistant", "tool_calls": [{"name": "add"}]}]}
-    rows = (thoughtful, {**pair, "tools": [{"name": "cat"}]}, called)
-    path = write(tmp_path / "pairs.jsonl", *rows)
-    config = settings(path, stage="dpo", enable_thinking=False)
-    fitted = fit_rows(load_rows(config), tokenizer, config)
-    assert [refused.why for refused in fitted.refused] == [
-        "a pair with tool calls: stage dpo compares answers of text"
-    ]
-    (note,) = [note for note in fitted.notes if note.code == "KTD020"]
-    assert "out of 1 rows" in note.found
-    assert json.loads(fitted.dataset[1]["tools"])[0]["function"] == {"name": "cat"}
-    trainer = DPOTrainer(
-        model=tiny_model(),
-        ref_model=tiny_model(),
-        args=DPOConfig(
-            output_dir=str(tmp_path / "out"),
-            **NO_CHECKPOINTING,
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-        ),
-        train_dataset=fitted.dataset,
-        processing_class=tokenizer,
-    )
-    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(fitted.used)])
-    assert int(batch["attention_mask"].sum()) == fitted.tokens
-    assert int(batch["completion_mask"].sum()) == fitted.trained_tokens
+    theirs = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
+    ours = trainer.data_collator([fitted.dataset[i] for i in range(2)])
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert int(theirs["attention_mask"].sum()) == fitted.tokens
+    assert int(theirs["completion_mask"].sum()) == fitted.trained_tokens

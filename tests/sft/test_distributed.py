@@ -29,7 +29,7 @@ from manyranks import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainrun import DPO, quiet, train
+from trainrun import DPO, log_of, quiet, text, train, write_lines
 
 from ktbridge.errors import ProblemsError
 from ktbridge.experts import checkpointing
@@ -280,6 +280,31 @@ def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
     assert_same_run(run_dir, "dpo", f"dpo-{method}")
+
+
+@quiet
+def test_a_stream_is_trained_on_as_by_one_process(launch, run_dir):
+    streamed = ("streaming=true", "buffer_size=8", "max_steps=3")
+    batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
+    train(run_dir, *streamed, batch, f"output_dir={run_dir / 'stream'}")
+    done = launch("stream-ddp", "ddp", *streamed)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run_dir, "stream", "stream-ddp")
+
+
+@quiet
+def test_judged_answers_are_learned_by_two_processes(launch, run_dir):
+    """KL is measured on other pairings than one process would make, so only that it goes well."""
+    rows = [
+        {"prompt": text(n, 3), "completion": text(n + 2, 2 + n % 3), "label": n % 2 > 0}
+        for n in range(24)
+    ]
+    write_lines(run_dir / "judged.jsonl", rows)
+    own = ("stage=kto", "dataset=judged.jsonl", "val_size=5", "per_device_eval_batch_size=2")
+    done = launch("kto-ddp", "ddp", *own)
+    assert done.returncode == 0, done.stderr
+    first, *_ = [one for one in log_of(run_dir / "kto-ddp") if "eval_loss" in one]
+    assert first["eval_loss"] == pytest.approx(0.5, abs=1e-2)  # as of any, before a step
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from ktbridge.adapter import validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig, load_config
-from ktbridge.sft.data import load_rows
+from ktbridge.sft.data import digest, load_rows
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.resume import (
     FILES,
@@ -378,7 +378,7 @@ def test_a_run_that_diverges_keeps_what_was_good(
 
 def found(config: TrainConfig) -> Resumption:
     base = Path(config.model_name_or_path)
-    return find_checkpoint(config, identity(config, base, load_rows(config)))
+    return find_checkpoint(config, identity(config, base, digest(load_rows(config))))
 
 
 def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     place = run_dir / "raw.checkpoints" / "checkpoint-9"
     for number, path in enumerate((place.with_name("checkpoint-10"), place)):
         path.mkdir(parents=True)
-        record = {**identity(config, base, load_rows(config)), NUMBER: number}
+        record = {**identity(config, base, digest(load_rows(config))), NUMBER: number}
         (path / IDENTITY_FILE).write_text(json.dumps(record))
     with pytest.raises(KtbridgeError, match="saved with save_only_model=true"):
         found(config)

@@ -12,7 +12,10 @@ from ktbridge.sft.config.schema import METRICS, TrainConfig
 from ktbridge.sft.config.values import options
 from ktbridge.yamlfile import shown
 
-_DPO = ("pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx")
+_OF_STAGES = {
+    "pref_beta": ("dpo", "kto"), "pref_ftx": ("dpo", "kto"), "pref_loss": ("dpo",),
+    "dpo_label_smoothing": ("dpo",), "kto_chosen_weight": ("kto",), "kto_rejected_weight": ("kto",),
+}  # fmt: skip
 _ANSWERS = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k")
 _STORED = {"RAWINT4": "INT4", "MXFP4": "MXFP4", "rawint4": "INT4", "mxfp4": "MXFP4"}
 """What KTransformers' backends and formats read, which nothing is converted to."""
@@ -26,6 +29,8 @@ def check(config: TrainConfig, given: Collection[str], findings: Findings) -> No
     _needed(config, findings)
     _contradictions(config, given, findings)
     _what_is_learned(config, findings)
+    _check_mixing(config, findings)
+    _check_streaming(config, given, findings)
     _held_out(config, given, findings)
     _check_prediction(config, findings)
     _notes_on_training(config, given, findings)
@@ -53,10 +58,10 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
         if wrong:
             findings.error(key, found, expected, next_step, code=CONTRADICTION)
 
-    block, dpo = config.kt_config, config.stage == "dpo"
+    block, compared = config.kt_config, bool(config.forwards_alone)
     for key, value in (("packing", config.packing), ("neat_packing", config.neat_packing)):
-        error_if(dpo and value, key, "true with stage: dpo", "false",
-                 "Pairs are compared one by one: leave it out.")  # fmt: skip
+        error_if(compared and value, key, f"true with stage: {config.stage}", "false",
+                 "Answers are compared one by one: leave it out.")  # fmt: skip
     error_if(
         config.neat_packing and "packing" in given and not config.packing,
         "neat_packing", "true with packing: false", "one of the two", "neat_packing implies packing.",
@@ -110,7 +115,6 @@ def _contradictions(config: TrainConfig, given: Collection[str], findings: Findi
 
 
 def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
-    dpo = config.stage == "dpo"
     for key in ("train_on_prompt", "mask_history"):
         if config.stage != "sft" and getattr(config, key):
             step, found = "It is for stage: sft: leave it out.", f"true with stage: {config.stage}"
@@ -119,11 +123,59 @@ def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
         step = "The one counts everything, the other the last answer alone."
         found = "true with train_on_prompt: true"
         findings.error("mask_history", found, "one of the two", step, CONTRADICTION)
-    if dpo and config.enable_thinking == "auto":
+    if config.stage == "kto":
+        _check_batches(config, findings)
+    if config.stage == "dpo" and config.enable_thinking == "auto":
         step = "Both answers of a pair stand behind one prompt."
         findings.error(
             "enable_thinking", "auto with stage: dpo", "true or false", step, CONTRADICTION
         )
+
+
+def _check_mixing(config: TrainConfig, findings: Findings) -> None:
+    probs, count = config.interleave_probs, len(config.dataset)
+    if not probs:
+        return
+    found = ",".join(f"{each:g}" for each in probs)
+    if config.mix_strategy == "concat":
+        findings.error("interleave_probs", f"{found} with mix_strategy: concat", "interleave_under or "
+                       "interleave_over", "Set mix_strategy, or leave this out.", "KTC081")  # fmt: skip
+    elif len(probs) != count:
+        findings.error("interleave_probs", found, f"{count}, as many as datasets", "", "KTC081")
+    elif abs(sum(probs) - 1) > 1e-6:
+        findings.error(
+            "interleave_probs", f"{found}, which add up to {sum(probs):g}", "1", "", "KTC081"
+        )
+
+
+def _check_streaming(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
+    if not config.streaming:
+        if "buffer_size" in given:
+            findings.note("buffer_size", "it is for streaming: true", "", "Leave it out.")
+        return
+    needs = {
+        "max_steps": (config.max_steps < 1 and config.do_train, "a number of steps"),
+        "val_size": (0 < config.val_size < 1, "a number of rows"),
+        "eval_strategy": (config.eval_strategy == "epoch", "steps"),
+        "tokenized_path": (config.tokenized_path is not None, "nothing"),
+        "dataloader_num_workers": (config.dataloader_num_workers > 0, "0"),
+    }
+    for key, (wrong, expected) in needs.items():
+        if wrong:
+            found = f"{shown(getattr(config, key))} with streaming: true"
+            findings.error(key, found, expected, f"Set {key} so, or leave out streaming.", "KTC082")
+
+
+def _check_batches(config: TrainConfig, findings: Findings) -> None:
+    """kto measures how far the model has left the base by answers of the batch behind other prompts of it."""
+    for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if getattr(config, key) < 2 and (key.startswith("per_device_train") or config.evaluates):
+            step = "Raise it, and lower gradient_accumulation_steps for as many rows in a step."
+            findings.error(key, "1 with stage: kto", "2 or more", step, "KTC080")
+    if config.tokens_per_pass != "auto":
+        step = "Leave it out: batches go as per_device_train_batch_size says."
+        found = f"{config.tokens_per_pass} with stage: kto"
+        findings.error("tokens_per_pass", found, "auto", step, "KTC080")
 
 
 def _check_prediction(config: TrainConfig, findings: Findings) -> None:
@@ -191,10 +243,9 @@ def _held_out(config: TrainConfig, given: Collection[str], findings: Findings) -
 
 
 def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Findings) -> None:
-    if config.stage != "dpo":
-        for key in _DPO:
-            if key in given:
-                findings.note(key, "it is for stage: dpo", "", "Leave it out.")
+    for key, stages in _OF_STAGES.items():
+        if key in given and config.stage not in stages:
+            findings.note(key, f"it is for stage: {' or '.join(stages)}", "", "Leave it out.")
     if not config.do_predict:
         for key in _ANSWERS:
             if key in given:

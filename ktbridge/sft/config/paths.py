@@ -29,7 +29,7 @@ _EXPERTS = "a safetensors checkpoint with the experts"
 ROWS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files with rows."""
 _ROWS = ("dataset", "eval_dataset")
-_OUTPUTS = ("output_dir", "logging_dir")
+_OUTPUTS = ("output_dir", "logging_dir", "tokenized_path")
 _INPUTS = (
     "model_name_or_path", "adapter_name_or_path", "dataset", "eval_dataset", "dataset_dir",
     "resume_from_checkpoint", "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
@@ -62,7 +62,7 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     def at(name: str) -> Path:
         return root / Path(name).expanduser()
 
-    for key in ("output_dir", "logging_dir", "resume_from_checkpoint"):
+    for key in (*_OUTPUTS, "resume_from_checkpoint"):
         if isinstance(main.get(key), str):
             main[key] = str(at(main[key]))
     _resolve_model(main, root, findings)

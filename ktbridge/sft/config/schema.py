@@ -23,6 +23,7 @@ from ktbridge.sft.config.values import (
     reporters,
     share,
     share_or_whole,
+    shares,
     steps,
     strategy,
     text,
@@ -40,6 +41,7 @@ METRICS = {
         "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected",
         "logps/chosen", "logps/rejected",
     ),
+    "kto": ("loss", "kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"),
 }  # fmt: skip
 """What is measured of held-out rows, by stage; in records of the log each begins with eval_."""
 ATTENTION = {
@@ -72,8 +74,9 @@ class TrainConfig:
     fa3)."""
 
     # method
-    stage: str = option(one_of("sft", "pt", "dpo"), "sft", "ktbridge train does these.")
-    """sft: imitate the answers; pt: continue raw text; dpo: prefer the chosen answer to the rejected one."""
+    stage: str = option(one_of("sft", "pt", "dpo", "kto"), "sft", "ktbridge train does these.")
+    """sft: imitate the answers; pt: continue raw text; dpo: prefer the chosen answer to the rejected one;
+    kto: learn from answers that are each judged good or bad."""
     finetuning_type: str = option(
         one_of("lora"), "lora", "The base's weights are mapped read-only: train LoRA."
     )
@@ -100,13 +103,17 @@ class TrainConfig:
     """Weight of the model's own loss on unbalanced routing, added to the loss; default and 0: none. It is
     made of the tokens of one pass together, so how a step is cut into passes changes it."""
     pref_beta: float = option(positive, 0.1)
-    """dpo: how far the policy may leave the base."""
+    """dpo, kto: how far the policy may leave the base."""
     pref_loss: str = option(one_of("sigmoid", "hinge", "ipo"), "sigmoid")
     """dpo: the loss on a pair."""
     dpo_label_smoothing: float = option(share(0.5), 0.0)
     """dpo, sigmoid: the share of pairs assumed to be the wrong way round."""
     pref_ftx: float = option(number, 0.0)
-    """dpo: weight of the ordinary loss on the chosen answer, added to the pair's."""
+    """dpo, kto: weight of the ordinary loss on the chosen or good answers, added to the other."""
+    kto_chosen_weight: float = option(number, 1.0)
+    """kto: weight of the loss on good answers."""
+    kto_rejected_weight: float = option(number, 1.0)
+    """kto: weight of the loss on bad answers."""
 
     # data
     dataset_dir: str | None = option(text, None)
@@ -124,6 +131,14 @@ class TrainConfig:
     """Tokens of a conversation, at most; the rest is cut off and counted. pt: of a piece of a text."""
     max_samples: int | None = option(whole(1), None)
     """Rows of each dataset, at most."""
+    mix_strategy: str = option(
+        one_of("concat", "interleave_under", "interleave_over", "interleave_once"), "concat"
+    )
+    """How several datasets make an epoch. concat, interleave_once: each row once; interleave_under: in
+    proportion, until one of them has no row left; interleave_over: until all of them were gone through, rows
+    of the shorter ones coming again."""
+    interleave_probs: tuple[float, ...] = option(shares, ())
+    """interleave_*: each dataset's share, in their order, as 0.7,0.3; default: they take turns."""
     packing: bool = option(flag, False)
     """sft, pt: several conversations or texts fill one row of cutoff_len tokens; pt: the default is true."""
     neat_packing: bool = option(flag, False)
@@ -142,6 +157,15 @@ class TrainConfig:
     """sft: the loss counts every token, prompts and tool results, too."""
     mask_history: bool = option(flag, False)
     """sft: only the last answer of a conversation is learned."""
+    streaming: bool = option(flag, False)
+    """Read, check and tokenize rows while the run goes, in bounded memory; needs max_steps."""
+    buffer_size: int = option(whole(1), 16384)
+    """streaming: rows from which the next one is drawn at random."""
+    tokenized_path: str | None = option(text, None)
+    """A directory where the rows are kept as tokens. A run on the same rows, tokenizer and settings begins
+    with them; where anything differs, they are made and kept anew."""
+    overwrite_cache: bool = option(flag, False)
+    """Make the rows in tokenized_path anew in any case."""
     identity_name: str | None = option(text, None)
     """What {{name}} in rows stands for, as in LLaMA-Factory's identity.json; without it such rows are
     refused."""
@@ -201,7 +225,7 @@ class TrainConfig:
 
     # training
     per_device_train_batch_size: int = option(whole(1), 1)
-    """Conversations (dpo: pairs) in one forward and backward."""
+    """Conversations (dpo: pairs) in one forward and backward; kto: at least 2."""
     per_device_eval_batch_size: int = option(whole(1), 8)
     """Conversations (dpo: pairs) that are evaluated or predicted at once."""
     gradient_accumulation_steps: int = option(whole(1), 1)
@@ -310,9 +334,17 @@ class TrainConfig:
 
     @property
     def expert_dropout(self) -> float:
-        """Dropout of the expert LoRA's inputs. DPO has none: policy and reference must see the same."""
+        """Dropout of the expert LoRA's inputs. With a reference there is none: both must see the same."""
         own = self.kt_config.kt_lora_dropout
-        return 0.0 if self.stage == "dpo" else self.lora_dropout if own is None else own
+        return 0.0 if self.forwards_alone else self.lora_dropout if own is None else own
+
+    @property
+    def forwards_alone(self) -> int:
+        """Forwards of a pass that no backward follows; 0 where answers aren't compared with the base's.
+
+        dpo: the reference's. kto: the reference's, and both models' on the mismatched answers.
+        """
+        return {"dpo": 1, "kto": 3}.get(self.stage, 0)
 
     @property
     def activation(self) -> str:

@@ -38,6 +38,15 @@ def texts(value: object) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts)
 
 
+def shares(value: object) -> tuple[float, ...]:
+    """LLaMA-Factory's "0.7,0.3", or a list of numbers."""
+    parts = value if isinstance(value, list | tuple) else str(value).split(",")
+    try:
+        return tuple(fraction(part) for part in parts)
+    except ValueError:
+        raise ValueError('shares above 0 with commas between, as "0.7,0.3"') from None
+
+
 def flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError("true or false")

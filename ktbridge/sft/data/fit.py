@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.publish import OnProgress
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.chat import (
-    IGNORED,
-    ChatTemplate,
-    TrainingText,
-)
+from ktbridge.sft.data.answers import Lists, Sizes, labels
+from ktbridge.sft.data.chat import IGNORED, ChatTemplate, TrainingText
 from ktbridge.sft.data.forms import Forms, stop_note
 from ktbridge.sft.data.messages import Conversation
-from ktbridge.sft.data.pairs import FittedPairs, Preview
-from ktbridge.sft.data.render import Span
+from ktbridge.sft.data.mixing import CONCAT, Share, mixed
+from ktbridge.sft.data.pairs import FittedJudged, FittedPairs, Preview
 from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
 if TYPE_CHECKING:
@@ -37,8 +33,8 @@ class Fitted:
     """The part of the rows that is trained on, within ``cutoff_len`` tokens each.
 
     ``dataset`` for sft: ``input_ids`` and ``labels`` (-100 but for the assistant's tokens), int32, and with
-    packing ``seq_lengths``, the lengths of the conversations in each row; for dpo: ``prompt``, ``chosen``
-    and ``rejected`` as messages, which trl tokenizes and cuts in the same way.
+    packing ``seq_lengths``, the lengths of the conversations in each row; for dpo: ``prompt_ids``,
+    ``chosen_ids`` and ``rejected_ids``; for kto: ``prompt_ids``, ``completion_ids`` and ``label``.
     """
 
     dataset: Dataset
@@ -47,16 +43,23 @@ class Fitted:
     cut: list[str] = field(default_factory=list)
     """Where the used rows stand whose end was cut off."""
     refused: list[Refused] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
+    """What an epoch has of each dataset, where they are mixed."""
     tokens: int = 0
-    """Tokens of the used rows within the cutoff; dpo: of both answers, each with its prompt."""
+    """An epoch's tokens within the cutoff; dpo: of both answers, each with its prompt."""
     trained_tokens: int = 0
     """Tokens that the loss counts."""
+    judged: tuple[int, int] | None = None
+    """kto: good and bad answers among the used rows."""
     with_thoughts: int = 0
     """Used rows in which an answer that is trained on has thoughts."""
     cutoff_len: int = 0
     packed: bool = False
+    streamed: bool = False
+    """Whether these are the first rows of a stream, or those that were read of one."""
     preview: Preview = field(default_factory=dict)
-    """What is trained on first, decoded: "sequence" for sft, "chosen" and "rejected" for dpo."""
+    """What is trained on first, decoded: "sequence" for sft, "chosen" and "rejected" for dpo,
+    "good answer" or "bad answer" for kto."""
     notes: list[Problem] = field(default_factory=list)
     """The rows' warnings, and ours on the chat template."""
 
@@ -73,29 +76,25 @@ def fit_rows(
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
     """
-    fit: _Sequences | FittedPairs
-    if config.stage == "pt":
-        fit = _Texts(tokenizer, config)
-    else:
-        chat = ChatTemplate(tokenizer, config.enable_thinking)
-        fit = FittedPairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
-    given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
-    refused = []
-    for start in range(0, len(given), BATCH):
-        batch = list(enumerate(given[start : start + BATCH], start))
-        for number, why in fit.add(batch):
-            refused.append(Refused(rows.places[number], why, fit.plain(given[number])))
-        if on_progress:
-            on_progress(start + len(batch), len(given))
+    fit, refused = tokenize(rows, tokenizer, config, on_progress)
     everything = all_refused(rows, refused, config)
+    shares: list[Share] = []
+    places = None
+    if config.mix_strategy != "concat":
+        own = [*dict.fromkeys(fit.sizes.rows)]
+        order, shares = mixed(own, rows.origins, rows.datasets, config)
+        places = None if config.mix_strategy in CONCAT else fit.sizes.of(order)
+    tokens, trained = fit.sizes.sums(places)
     return Fitted(
-        dataset=fit.dataset(),
+        dataset=fit.dataset(places),
+        shares=shares,
         total=rows.total,
         used=fit.used,
         cut=[rows.places[number] for number in fit.cut],
         refused=everything,
-        tokens=fit.tokens,
-        trained_tokens=fit.trained,
+        tokens=tokens,
+        trained_tokens=trained,
+        judged=fit.judged if isinstance(fit, FittedJudged) else None,
         with_thoughts=fit.with_thoughts,
         cutoff_len=config.cutoff_len,
         packed=fit.packed,
@@ -107,6 +106,63 @@ def fit_rows(
             *stop_note(fit.last_learned, tokenizer),
         ],
     )
+
+
+def tokenize(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    on_progress: OnProgress | None = None,
+) -> tuple[_Sequences | FittedPairs | FittedJudged, list[Refused]]:
+    """The rows' sequences, and the rows that can't be used; the rest as ``fit_rows``."""
+    fit = _fitting(tokenizer, config)
+    given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
+    refused = []
+    for start in range(0, len(given), BATCH):
+        batch = list(enumerate(given[start : start + BATCH], start))
+        for number, why in fit.add(batch):
+            refused.append(Refused(rows.places[number], why, fit.plain(given[number])))
+        if on_progress:
+            on_progress(start + len(batch), len(given))
+    return fit, refused
+
+
+@dataclass
+class Tally:
+    """Sums over parts of a stream."""
+
+    total: int = 0
+    used: int = 0
+    cut: int = 0
+    tokens: int = 0
+    trained: int = 0
+    with_thoughts: int = 0
+    judged: tuple[int, int] = (0, 0)
+
+    def add(self, rows: int, made: _Sequences | FittedPairs | FittedJudged) -> None:
+        """So many rows, of which ``made`` are used."""
+        tokens, trained = made.sizes.sums()
+        self.total, self.used, self.cut = (
+            self.total + rows,
+            self.used + made.used,
+            self.cut + len(made.cut),
+        )
+        self.tokens, self.trained = self.tokens + tokens, self.trained + trained
+        self.with_thoughts += made.with_thoughts
+        if isinstance(made, FittedJudged):
+            good, bad = made.judged
+            self.judged = (self.judged[0] + good, self.judged[1] + bad)
+
+
+def _fitting(
+    tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+) -> _Sequences | FittedPairs | FittedJudged:
+    if config.stage == "pt":
+        return _Texts(tokenizer, config)
+    chat = ChatTemplate(tokenizer, config.enable_thinking)
+    if config.stage == "dpo":
+        return FittedPairs(chat, config)
+    return FittedJudged(chat, config) if config.stage == "kto" else _Conversations(chat, config)
 
 
 def all_refused(rows: Rows, refused: list[Refused], config: TrainConfig) -> list[Refused]:
@@ -130,12 +186,14 @@ def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
     summary = {
         "datasets": [Path(name).name if Path(name).is_file() else name for name in config.dataset],
         "stage": config.stage,
+        **({"streamed": True} if fitted.streamed else {}),
         "rows": fitted.total,
         "used": fitted.used,
         "cut": len(fitted.cut),
         "refused": len(fitted.refused),
         "reasons": reasons(fitted.refused),
         "cutoff_len": config.cutoff_len,
+        **({"mixed": [asdict(each) for each in fitted.shares]} if fitted.shares else {}),
         "tokens": fitted.tokens,
         "trained_tokens": fitted.trained_tokens,
         "with_thoughts": fitted.with_thoughts,
@@ -150,43 +208,31 @@ def describe(fitted: Fitted, purpose: str = "trained on") -> str:
         parts.append(f"{len(fitted.cut):,} cut at {fitted.cutoff_len} tokens")
     if fitted.refused:
         parts.append(f"{len(fitted.refused):,} refused: {reasons(fitted.refused)}")
-    line = f"used {fitted.used:,} of {fitted.total:,} rows"
+    of = "the first " if fitted.streamed else ""
+    line = f"used {fitted.used:,} of {of}{fitted.total:,} rows"
     line += f" ({', '.join(parts)})" if parts else ""
+    if fitted.shares:
+        line += f", an epoch has {', '.join(map(str, fitted.shares))}"
     if fitted.packed:
         line += f", packed into {len(fitted.dataset):,}"
     elif len(fitted.dataset) > fitted.used:
         line += f", in {len(fitted.dataset):,} sequences"
+    if fitted.judged:
+        line += f", {fitted.judged[0]:,} good answers and {fitted.judged[1]:,} bad"
     if fitted.with_thoughts:
         line += f", {fitted.with_thoughts:,} with thoughts and {fitted.used - fitted.with_thoughts:,} without"
     return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are {purpose}"
 
 
-def labels(ids: list[int], offsets: list[Span], spans: list[Span]) -> list[int]:
-    """``ids`` where a token stands for any of the characters in ``spans``, IGNORED elsewhere.
-
-    Both spans and tokens are in the order of the text.
-    """
-    result = [IGNORED] * len(ids)
-    left = iter(spans)
-    span = next(left, None)
-    for index, (start, end) in enumerate(offsets):
-        while span and start >= span[1]:
-            span = next(left, None)
-        if span is None:
-            break
-        if end > span[0]:
-            result[index] = ids[index]
-    return result
-
-
 class _Sequences(ABC):
-    """Sequences in flat arrays of tokens: Python's own lists would take nine times the memory."""
+    """Sequences of tokens with their labels."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._cutoff = config.cutoff_len
+        self._cutoff, self._streaming = config.cutoff_len, config.streaming
         self.packed = config.packing or config.neat_packing
-        self._ids, self._labels, self._ends = array("i"), array("i"), array("i", [0])
-        self.used = self.tokens = self.trained = self.with_thoughts = 0
+        self._ids, self._labels = Lists(), Lists()
+        self.sizes = Sizes()
+        self.used = self.with_thoughts = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
         """The last token of an answer that was not cut off."""
@@ -203,39 +249,34 @@ class _Sequences(ABC):
         """The first sequence."""
 
     def _first(self) -> list[tuple[int, bool]]:
-        end = self._ends[1]
-        pairs = zip(self._ids[:end], self._labels[:end], strict=True)
+        pairs = zip(self._ids.first(), self._labels.first(), strict=True)
         return [(token, label != IGNORED) for token, label in pairs]
 
-    def _append(self, ids: list[int], learned: list[int]) -> int:
-        """Add a sequence if something of it is learned; how many of its tokens are."""
+    def _append(self, row: int, ids: list[int], learned: list[int]) -> int:
+        """Add a sequence of a row if something of it is learned; how many of its tokens are."""
         # The first token is never predicted: there is nothing before it.
         trained = len(learned) - 1 - learned[1:].count(IGNORED)
         if trained > 0:
-            self._ids.extend(ids)
-            self._labels.extend(learned)
-            self._ends.append(len(self._ids))
-            self.tokens += len(learned)
-            self.trained += trained
+            self._ids.append(ids)
+            self._labels.append(learned)
+            self.sizes.append(row, len(learned), trained)
         return trained
 
-    def dataset(self) -> Dataset:
-        import numpy as np
+    def dataset(self, places: Sequence[int] | None) -> Dataset:
+        """The sequences, or those at ``places``."""
         import pyarrow as pa
         from datasets import Dataset
         from trl import pack_dataset
 
-        ends = pa.array(np.frombuffer(self._ends, np.int32))
-        columns = {"input_ids": self._ids, "labels": self._labels}
-        dataset = Dataset(
-            pa.table(
-                {
-                    name: pa.ListArray.from_arrays(ends, pa.array(np.frombuffer(flat, np.int32)))
-                    for name, flat in columns.items()
-                }
-            )
-        )
-        return pack_dataset(dataset, self._cutoff, "bfd") if self.packed else dataset
+        columns = {"input_ids": self._ids.column(), "labels": self._labels.column()}
+        dataset = Dataset(pa.table(columns))
+        if places is not None:
+            dataset = dataset.select(places)
+        if not self.packed:
+            return dataset
+        # Else in a file in the temporary directory, of which a stream would leave one for each part.
+        kept = {"keep_in_memory": True} if self._streaming else {}
+        return pack_dataset(dataset, self._cutoff, "bfd", map_kwargs=kept)
 
     @staticmethod
     def plain(messages: Conversation) -> dict[str, object]:
@@ -261,7 +302,7 @@ class _Texts(_Sequences):
                 ids.append(end)
             step = max(1, self._cutoff - 1)
             pieces = [ids[at : at + self._cutoff] for at in range(0, len(ids) - 1, step)]
-            if not sum([self._append(piece, piece) for piece in pieces]):
+            if not sum([self._append(number, piece, piece) for piece in pieces]):
                 yield number, f"no answer within cutoff_len={self._cutoff} tokens"
                 continue
             self.used += 1
@@ -305,7 +346,7 @@ class _Conversations(_Sequences):
                 learned = ids[: self._cutoff]
             if len(ids) > self._cutoff and number not in self.cut[-1:]:
                 self.cut.append(number)
-            if self._append(ids[: self._cutoff], learned) <= 0:
+            if self._append(number, ids[: self._cutoff], learned) <= 0:
                 continue
             used[number] = True
             if len(ids) <= self._cutoff and self.last_learned is None:

@@ -59,6 +59,8 @@ MEANINGFUL = (
 )  # fmt: skip
 """Fields that change what is learned from a row and that are not trained on: refused, never skipped."""
 _OTHER_LOSS = ("kto_tag", "loss_mask")
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
+"""What tables write for flags."""
 NOT_USED = ("id",)
 """Fields that name a row and mean nothing for training."""
 
@@ -81,7 +83,31 @@ def read_conversation(row: object, layout: Layout, unused: set[str]) -> Conversa
 
     Raises ValueError with the reason, as a short phrase, when the row can't be trained on.
     """
-    fields = _Fields(row, layout)
+    return _conversation(_Fields(row, layout), layout, unused)
+
+
+def read_judged(row: object, layout: Layout, unused: set[str]) -> Conversation:
+    """One row's conversation, whose last answer is judged ``good`` or not; else as ``read_conversation``.
+
+    The judgement is LLaMA-Factory's column ``kto_tag``, or a field ``label`` as in trl's rows: true or false.
+    """
+    fields = _Fields(row, layout, judged=True)
+    given = fields.take("kto_tag")
+    if given is None and layout.formatting is None:
+        given = fields.take_key("label")
+    if given is None:
+        raise ValueError("no judgement: stage kto needs kto_tag (or label), true or false")
+    good = given if isinstance(given, bool) else _FLAGS.get(str(given).strip().lower())
+    if good is None:
+        raise ValueError(f"a judgement that is neither true nor false: {given!r}")
+    found = _conversation(fields, layout, unused)
+    if len(found) < 2 or found[-1].get("weight", 1) == 0:
+        raise ValueError("an answer that is not to be learned, or without a prompt")
+    found.good = good
+    return found
+
+
+def _conversation(fields: _Fields, layout: Layout, unused: set[str]) -> Conversation:
     if not is_empty(fields.get("chosen")) and not is_empty(fields.get("rejected")):
         raise ValueError("a preference pair: stage dpo trains on it")
     kind = layout.formatting or fields.detect_format()
@@ -163,16 +189,17 @@ def fill_identity(messages: list[Message], names: Mapping[str, str | None]) -> N
 class _Fields:
     """The fields of one row, and which of them have been read."""
 
-    def __init__(self, row: object, layout: Layout) -> None:
+    def __init__(self, row: object, layout: Layout, judged: bool = False) -> None:
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__} instead of an object")
         self._columns = dict(layout.columns)
         if layout.formatting is None and "messages" in row:
             self._columns["messages"] = "messages"
         self._row, self._read = row, set(NOT_USED)
+        tag = self._columns.get("kto_tag")
         for name in (*MEANINGFUL, *(self._columns.get(name, "") for name in MEANINGFUL)):
-            if not is_empty(row.get(name)):
-                kind = name in (*_OTHER_LOSS, self._columns.get("kto_tag"))
+            if not is_empty(row.get(name)) and not (judged and name in ("kto_tag", tag)):
+                kind = name in (*_OTHER_LOSS, tag)
                 why = "every answer counts alike" if kind else "only text is trained on"
                 raise ValueError(f"with {name}: {why}")
 
@@ -271,10 +298,8 @@ def _checked(pair: Pair) -> Pair:
     for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if [part["role"] for part in answer] != ["assistant"]:
             raise ValueError(f"{name} is not one assistant message")
-    if any("tool_calls" in part for part in (*pair.prompt, *pair.chosen, *pair.rejected)):
-        raise ValueError("a pair with tool calls: stage dpo compares answers of text")
-    if not pair.prompt or pair.prompt[-1]["role"] != "user":
-        raise ValueError("a pair whose prompt does not end in a user message")
+    if not pair.prompt or pair.prompt[-1]["role"] not in ("user", "tool"):
+        raise ValueError("a pair whose prompt does not end in a user message or a tool's result")
     if pair.chosen == pair.rejected:
         raise ValueError("chosen and rejected are the same: nothing to prefer")
     return pair

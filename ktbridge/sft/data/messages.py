@@ -32,11 +32,16 @@ class Message(_Plain, total=False):
 
 
 class Conversation(list[Message]):
-    """Messages in order; ``tools`` are those that the model may call in it."""
+    """Messages in order; ``tools`` are those that the model may call in it.
 
-    def __init__(self, messages: Iterable[Message], tools: Iterable[Tool] = ()) -> None:
+    ``good``: how the last answer was judged, for stage kto.
+    """
+
+    def __init__(
+        self, messages: Iterable[Message], tools: Iterable[Tool] = (), good: bool | None = None
+    ) -> None:
         super().__init__(messages)
-        self.tools = list(tools)
+        self.tools, self.good = list(tools), good
 
 
 _CALL = "function_call"

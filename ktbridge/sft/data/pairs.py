@@ -1,17 +1,22 @@
-"""Pairs for stage dpo: counted as trl's DPOTrainer tokenizes and cuts them."""
+"""Rows of the stages that compare answers with the base's: pairs for dpo, judged answers for kto.
+
+They are tokenized here, each answer as a server's model writes it behind its prompt, because trl's own way
+with texts knows neither tool calls nor thoughts as a server has them.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data.chat import ChatTemplate
+from ktbridge.sft.data.answers import Lists, Sizes, encode_last, last_answer
+from ktbridge.sft.data.chat import ChatTemplate, TrainingText
+from ktbridge.sft.data.forms import Forms
 from ktbridge.sft.data.layout import Pair
-from ktbridge.sft.data.messages import Message, in_content, thoughts_of
+from ktbridge.sft.data.messages import Conversation
 from ktbridge.sft.data.render import shared
 
 if TYPE_CHECKING:
@@ -19,118 +24,151 @@ if TYPE_CHECKING:
 
 Preview = dict[str, list[tuple[str, bool]]]
 """Texts by name, each as pieces in order: the text, and whether the loss counts it."""
+Encoded = tuple[list[int], int]
+"""The token ids of prompt and answer, and where the answer begins."""
 
 
-class FittedPairs:
-    """Pairs, counted as trl's DPOTrainer tokenizes and cuts them: each answer behind the prompt."""
+class _Compared(ABC):
+    """Rows whose answers are compared with the base's."""
 
     packed = False
+    sides: tuple[str, ...]
+    """Names of a row's answers."""
 
     def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
-        self._chat, self._cutoff, self._thinking = chat, config.cutoff_len, config.enable_thinking
-        self._pairs: list[Pair] = []
-        self.used = self.tokens = self.trained = self.with_thoughts = 0
+        self._chat, self._cutoff = chat, config.cutoff_len
+        self._columns = {name: Lists() for name in ("prompt", *self.sides)}
+        self._forms = Forms()
+        self.sizes = Sizes()
+        self.used = self.with_thoughts = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
 
-    def add(self, batch: list[tuple[int, Pair]]) -> Iterator[tuple[int, str]]:
+    def add(self, batch: list[tuple[int, Any]]) -> Iterator[tuple[int, str]]:
         """Take the numbered rows in; yields number and reason of those that can't be used."""
-        written = []
-        for number, pair in batch:
+        written: list[tuple[int, Any, list[TrainingText]]] = []
+        for number, row in batch:
             try:
-                pair = self._as_trl_takes(pair)
-                written.append((number, pair, self._texts(pair)))
+                written.append((number, row, self._texts(row)))
             except ValueError as error:
                 yield number, str(error)
         if not written:
             return
-        ids = iter(self._chat.tokens([text for *_, texts in written for text in texts])[0])
-        for number, pair, _ in written:
-            why = self._take(number, pair, next(ids), next(ids), next(ids))
+        encoded = iter(encode_last(self._chat, [text for *_, texts in written for text in texts]))
+        for number, row, texts in written:
+            why = self._take(number, row, [next(encoded) for _ in texts])
             if why:
                 yield number, why
+                continue
+            self.with_thoughts += any(text.thoughts for text in texts)
+            for text in texts:
+                self._forms.count([text])
 
-    def _take(
-        self, number: int, pair: Pair, prompt: list[int], chosen: list[int], rejected: list[int]
-    ) -> str:
-        start = min(shared(prompt, chosen), shared(prompt, rejected))
-        answers = (chosen[: self._cutoff], rejected[: self._cutoff])
+    @abstractmethod
+    def _texts(self, row: Any) -> list[TrainingText]:
+        """Each of its answers behind the prompt."""
+
+    def _take(self, number: int, row: Any, encoded: list[Encoded]) -> str:
+        """Take a row in, or why not."""
+        first = encoded[0][0]
+        start = min(start for _, start in encoded)
+        for ids, _ in encoded[1:]:  # thoughts that a template opens for one answer alone
+            start = min(start, shared(first[:start], ids))
+        answers = [ids[: self._cutoff] for ids, _ in encoded]
         if any(len(answer) <= start for answer in answers):
             return f"no answer within cutoff_len={self._cutoff} tokens"
-        if answers[0] == answers[1]:
+        if len(answers) > 1 and answers[0] == answers[1]:
             return f"chosen and rejected are the same within cutoff_len={self._cutoff} tokens"
-        self._pairs.append(pair)
+        self._columns["prompt"].append(first[:start])
+        for side, answer in zip(self.sides, answers, strict=True):
+            self._columns[side].append(answer[start:])
         self.used += 1
-        self.with_thoughts += any(thoughts_of(each)[0] for each in (*pair.chosen, *pair.rejected))
-        self.tokens += sum(map(len, answers))
-        self.trained += sum(len(answer) - start for answer in answers)
-        if max(len(chosen), len(rejected)) > self._cutoff:
+        tokens = sum(map(len, answers))
+        self.sizes.append(number, tokens, tokens - start * len(answers))
+        if any(len(ids) > self._cutoff for ids, _ in encoded):
             self.cut.append(number)
         elif self.last_learned is None:
-            self.last_learned = chosen[-1]
+            self.last_learned = first[-1]
         return ""
 
     def notes(self) -> Iterator[Problem]:
-        return self._chat.notes()
+        yield from self._forms.notes(split=True)
+        yield from self._chat.notes()
 
     def preview(self) -> Preview:
-        """Both answers of the first pair, each behind the prompt."""
-        shown = {}
-        prompt, *answers = self._texts(self._pairs[0])
-        for side, text in zip(("chosen", "rejected"), answers, strict=True):
-            (asked, ids), _ = self._chat.tokens([prompt, text])
-            start = shared(asked, ids)
-            shown[side] = self._chat.pieces(
-                [(token, place >= start) for place, token in enumerate(ids[: self._cutoff])]
+        """The answers of the first row, each behind the prompt."""
+        prompt = [(token, False) for token in self._columns["prompt"].first()]
+        return {
+            side: self._chat.pieces(
+                [*prompt, *((token, True) for token in self._columns[side].first())]
             )
-        return shown
+            for side in self.sides
+        }
 
-    def dataset(self) -> Dataset:
-        """As trl reads it: tools as JSON, and what the chat template is told beside them."""
+    def dataset(self, places: Sequence[int] | None) -> Dataset:
+        """The sequences, or those at ``places``, as the collators of trl's trainers take them.
+
+        Columns ``prompt_ids`` and ``SIDE_ids``, int32.
+        """
+        import pyarrow as pa
         from datasets import Dataset
 
-        rows: list[dict[str, object]] = [
-            self.plain(replace(pair, tools=[])) for pair in self._pairs
+        columns = {f"{name}_ids": lists.column() for name, lists in self._columns.items()}
+        whole = Dataset(pa.table({**columns, **self._others()}))
+        return whole if places is None else whole.select(places)
+
+    def _others(self) -> Mapping[str, object]:
+        return {}
+
+
+class FittedPairs(_Compared):
+    """Pairs for dpo."""
+
+    sides = ("chosen", "rejected")
+
+    def _texts(self, row: Pair) -> list[TrainingText]:
+        return [
+            last_answer(self._chat, [*row.prompt, *answer], row.tools)
+            for answer in (row.chosen, row.rejected)
         ]
-        if any(pair.tools for pair in self._pairs):
-            for row, pair in zip(rows, self._pairs, strict=True):
-                row["tools"] = json.dumps(pair.tools) if pair.tools else None
-        if self._thinking is not None:
-            told = {"enable_thinking": self._thinking, "thinking": self._thinking}
-            rows = [{**row, "chat_template_kwargs": told} for row in rows]
-        return Dataset.from_list(rows)
 
     @staticmethod
-    def plain(pair: Pair) -> dict[str, object]:
-        row = {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
-        return {**row, "tools": pair.tools} if pair.tools else {**row}
-
-    def _texts(self, pair: Pair) -> tuple[str, str, str]:
-        """A server's prompt, and it with the chosen and the rejected answer."""
-        chat, tools = self._chat, pair.tools
-        return (
-            chat.text(pair.prompt, opened=True, tools=tools),
-            chat.text([*pair.prompt, *pair.chosen], tools=tools),
-            chat.text([*pair.prompt, *pair.rejected], tools=tools),
-        )
-
-    def _as_trl_takes(self, pair: Pair) -> Pair:
-        """The pair as texts by role, in which thoughts stand in front of the content.
-
-        Raises ValueError where the chat template doesn't read them there, or has no place for tools.
-        """
-        whole = [*pair.prompt, *pair.chosen, *pair.rejected]
-        *prompt, first, second = map(_plain_message, self._chat.taken(whole))
-        chosen, rejected = [first], [second]  # one message each
-        taken = Pair(prompt, chosen, rejected, pair.tools)
-        if pair.tools:
-            self._chat.check_tools([*prompt, *chosen], pair.tools)
-        for answer in (chosen, rejected):
-            thoughts = thoughts_of(answer[-1])[0]
-            if thoughts and self._chat.reads_apart:
-                raise ValueError("thoughts that the chat template doesn't read from the content")
-        return taken
+    def plain(row: Pair) -> dict[str, object]:
+        found = {"prompt": row.prompt, "chosen": row.chosen, "rejected": row.rejected}
+        return {**found, "tools": row.tools} if row.tools else {**found}
 
 
-def _plain_message(each: Message) -> Message:
-    return {"role": each["role"], "content": in_content(each)}
+class FittedJudged(_Compared):
+    """Conversations for kto, whose last answer was judged good or bad."""
+
+    sides = ("completion",)
+
+    def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
+        super().__init__(chat, config)
+        self._good: list[bool] = []
+
+    def _texts(self, row: Conversation) -> list[TrainingText]:
+        return [last_answer(self._chat, row, row.tools)]
+
+    def _take(self, number: int, row: Conversation, encoded: list[Encoded]) -> str:
+        why = super()._take(number, row, encoded)
+        if not why:
+            self._good.append(bool(row.good))
+        return why
+
+    @staticmethod
+    def plain(row: Conversation) -> dict[str, object]:
+        found: dict[str, object] = {"messages": [*row], "kto_tag": row.good}
+        return {**found, "tools": row.tools} if row.tools else found
+
+    def preview(self) -> Preview:
+        (pieces,) = super().preview().values()
+        return {"good answer" if self._good[0] else "bad answer": pieces}
+
+    def _others(self) -> Mapping[str, object]:
+        return {"label": self._good}
+
+    @property
+    def judged(self) -> tuple[int, int]:
+        """How many answers are good, and how many bad."""
+        return sum(self._good), len(self._good) - sum(self._good)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,7 @@ from ktbridge.sft.data.layout import (
     fill_identity,
     read_conversation,
     read_document,
+    read_judged,
     read_pair,
 )
 from ktbridge.sft.data.messages import Conversation, Message, all_text
@@ -30,7 +32,12 @@ SHOWN = 20
 """Rows listed one by one in an error."""
 ALIKE = 3
 """Of these, rows with the same kind of reason."""
-STAGES = {"a preference pair": "dpo", "no pair of answers": "sft", "no text": "sft"}
+STAGES = {
+    "a preference pair": "dpo",
+    "no pair of answers": "sft",
+    "no text": "sft",
+    "no judgement": "sft",
+}
 """Reasons that another stage doesn't have."""
 REASONS = 3
 """Reasons listed one by one in a summary."""
@@ -63,6 +70,10 @@ class Rows:
     pairs: list[Pair] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     """Where each conversation or pair stands, as ``FILE: line N``."""
+    datasets: list[str] = field(default_factory=list)
+    """Their names, in the order of the configuration."""
+    origins: list[int] = field(default_factory=list)
+    """From which of these each conversation or pair is."""
     refused: list[Refused] = field(default_factory=list)
     total: int = 0
     """Rows read, used or not."""
@@ -131,12 +142,13 @@ def split(rows: Rows, size: float, seed: int) -> Rows:
             [problem("KTD011", "val_size", found, f"less than {given:,}")],
         )
     chosen = set(random.Random(seed).sample(range(given), count))
-    held = Rows("val_size", total=count)
+    held = Rows("val_size", total=count, datasets=rows.datasets)
     rows.total -= count
     for whole, part in (
         (rows.conversations, held.conversations),
         (rows.pairs, held.pairs),
         (rows.places, held.places),
+        (rows.origins, held.origins),
     ):
         each: list[Any] = [*whole]
         part[:] = [item for place, item in enumerate(each) if place in chosen]
@@ -158,6 +170,18 @@ def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
         more = len(found) - number if number == REPEATED else 0
         also = f"; so do {more:,} more held-out rows" if more else ""
         yield problem("KTD010", place, f"stands in {other}, too, which is trained on{also}")
+
+
+def digest(rows: Rows) -> str:
+    """SHA-256 of the rows as they are read: whether a run that goes on has the same."""
+    pairs = [asdict(pair) for pair in rows.pairs]
+    for pair in pairs:
+        if not pair["tools"]:  # as in runs that began before pairs had them
+            del pair["tools"]
+    used = json.dumps([rows.conversations, pairs])
+    used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
+    used += "".join(str(each.good) for each in rows.conversations if each.good is not None)
+    return hashlib.sha256(used.encode()).hexdigest()
 
 
 def _plain(rows: Rows) -> Iterator[str]:
@@ -217,20 +241,16 @@ def refused_file(refused: Iterable[Refused]) -> bytes:
 
 def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     """One dataset into ``rows``."""
+    rows.datasets.append(source.name)
     used, refused, total = len(rows.places), len(rows.refused), rows.total
     unused: Counter[str] = Counter()
     ids: Counter[int | str] = Counter()
     for line in islice(source.lines(config.seed), config.max_samples):
-        rows.total += 1
         row_id = line.row.get("id") if isinstance(line.row, dict) else None
         if isinstance(row_id, int | str) and row_id != "":
             ids[row_id] += 1
         names: set[str] = set()
-        try:
-            _add(line, source, config, rows, names)
-        except ValueError as error:
-            rows.refused.append(Refused(line.where, str(error), line.row))
-        else:
+        if add_line(line, source, config, rows, names):
             unused.update(names)
     if rows.total == total:
         raise KtbridgeError(
@@ -242,6 +262,20 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     rows.notes.extend(_notes(source, unused, ids, rows.total - total))
 
 
+def add_line(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> bool:
+    """Add one row to ``rows``, or to those that are refused; whether it can be used.
+
+    Names of fields that are not read are added to ``unused``.
+    """
+    rows.total += 1
+    try:
+        _add(line, source, config, rows, unused)
+    except ValueError as error:
+        rows.refused.append(Refused(line.where, str(error), line.row))
+        return False
+    return True
+
+
 def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> None:
     if line.broken:
         raise ValueError(line.broken)
@@ -249,7 +283,7 @@ def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: se
     if config.stage == "dpo":
         pair = read_pair(line.row, source.layout, unused)
     else:
-        read = read_document if config.stage == "pt" else read_conversation
+        read = {"pt": read_document, "kto": read_judged}.get(config.stage, read_conversation)
         conversation = read(line.row, source.layout, unused)
     names = {"name": config.identity_name, "author": config.identity_author}
     parts = (pair.prompt, pair.chosen, pair.rejected) if pair else (conversation,)
@@ -262,6 +296,7 @@ def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: se
     else:
         rows.conversations.append(conversation)
     rows.places.append(line.where)
+    rows.origins.append(len(rows.datasets) - 1)
 
 
 def _notes(

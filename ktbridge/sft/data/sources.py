@@ -278,6 +278,16 @@ def read_lines(path: Path, shown: str = "") -> Iterator[Line]:
     return (Line(f"{shown}: row {number}", row) for number, row in enumerate(whole, 1))
 
 
+def in_lines(path: Path) -> bool:
+    """Whether ``read_lines`` reads a file a row at a time."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    first = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if head.startswith(b"PAR1") or path.suffix.lower() in CSV_SUFFIXES or first not in (b"[", b"{"):
+        return True
+    return first == b"{" and _is_json_lines(path)
+
+
 def _is_json_lines(path: Path) -> bool:
     """Whether the first line that has something in it is a JSON value of its own."""
     with path.open("rb") as file:

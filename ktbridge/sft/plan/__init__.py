@@ -189,6 +189,10 @@ def _notes(
             "rows of several turns are counted as one sequence each; where the chat template rewrites "
             "earlier answers (Qwen3 does), each answer makes a sequence of its own, and there are more steps"
         )
+    if setting.config.streaming:
+        yield (
+            f"the first {setting.lengths.rows:,} rows of the stream that can be used are taken for all"
+        )
     if not setting.lengths.counted:
         yield (
             "rows were not counted by the model's tokenizer (no tokenizer.json that can be read): a token "

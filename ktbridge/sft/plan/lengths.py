@@ -12,11 +12,13 @@ from pathlib import Path
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Conversation, Message, all_text, load_rows
+from ktbridge.sft.data.mixing import CONCAT, mixed
 
 EVALUATIONS = 10
 """Of the held-out rows in a run, unless the configuration has another number."""
 _SAMPLE = 256
 _LONGEST = 32
+_OF_A_STREAM = 2048
 _A_MESSAGE = 6  # role and delimiters in the usual chat templates
 _BYTES_A_TOKEN = 3
 
@@ -61,23 +63,29 @@ def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengt
     ``render`` asks the model's chat template whether it rewrites answers once more follows, in which
     case each makes a sequence of its own (imports torch, by way of transformers).
     """
+    if config.streaming:  # its first rows stand for all
+        count = min(config.max_samples or _OF_A_STREAM, _OF_A_STREAM)
+        config = replace(config, streaming=False, max_samples=count, val_size=0.0)
     rows = load_rows(config)
     unknown = False
+    sequences: list[list[Sequence[Message]]]
+    """Of each row."""
     if config.stage == "dpo":
-        texts = [
-            _text([*pair.prompt, *longer])
-            for pair in rows.pairs
-            for longer in (max(pair.chosen, pair.rejected, key=_size),)
+        sequences = [
+            [[*pair.prompt, *max(pair.chosen, pair.rejected, key=_size)]] for pair in rows.pairs
         ]
     else:
-        conversations: list[Sequence[Message]] = [*rows.conversations]
-        if config.split_turns and any(map(_turns, conversations)):
+        sequences = [[each] for each in rows.conversations]
+        turns = config.stage == "sft" and any(map(_turns, rows.conversations))
+        if config.split_turns and turns:
             rewrites = _rewrites_history(base) if render else None
             unknown = rewrites is None
             if rewrites:
-                conversations = [part for one in conversations for part in _parts(one)]
-        texts = [_text(conversation) for conversation in conversations]
-    found = measure(texts, config, base)
+                sequences = [_parts(each) for each in rows.conversations]
+    if config.mix_strategy not in CONCAT:
+        order, _ = mixed(range(len(sequences)), rows.origins, rows.datasets, config)
+        sequences = [sequences[row] for row in order]
+    found = measure([_text(each) for row in sequences for each in row], config, base)
     held = len(rows.held_out.places) if rows.held_out else 0
     return replace(found, rows=len(rows.places), turns_unknown=unknown, held_out=held)
 

@@ -31,8 +31,8 @@ class ExpertTimes:
     """Seconds of one layer's experts in a micro-batch, forward and backward.
 
     ``first`` in an optimizer step, where the LoRA's gradients are made, ``next`` where they are added
-    to; ``reference`` is a forward without LoRA, where dpo has one; ``update`` the optimizer's and clipping's
-    seconds for one trained float32 on the CPU.
+    to; ``reference`` is the forwards that no backward follows, where the stage has any; ``update`` the
+    optimizer's and clipping's seconds for one trained float32 on the CPU.
     """
 
     first: float
@@ -75,12 +75,12 @@ def measure_experts(setting: Setting, tokens: int, room: int | None) -> ExpertTi
     weights, ids = scores.topk(min(size.top_k, size.experts))
     inputs = hidden, ids, weights
     first, following, update = _steps(layers, inputs, setting)
-    scale = 1 / (share * count)
+    scale, alone = 1 / (share * count), setting.config.forwards_alone
     part = "" if share == 1 else f", {size.experts} experts of {round(size.experts / share)}"
     return ExpertTimes(
         first=first * scale,
         next=following * scale,
-        reference=_reference(layers, inputs) * scale if setting.config.stage == "dpo" else 0.0,
+        reference=_reference(layers, inputs) * scale * alone if alone else 0.0,
         update=update,
         how=f"{storage}, {layers[0].threads} threads, {count} layer{'s' * (count > 1)}{part}",
     )

@@ -70,7 +70,7 @@ class Setting:
         padded = rows > 1 and not self.lengths.even
         sides = self.sides
         width = 2 if self.config.bf16 or self.config.pure_bf16 else 4
-        masked = padded or self.config.stage == "dpo"
+        masked = padded or bool(self.config.forwards_alone)
         lora_width = 2 if self.config.pure_bf16 else 4
         return Batch(rows * sides, self.lengths.longest, masked, width, self.cuda, lora_width)
 

@@ -61,9 +61,10 @@ def _seconds(setting: Setting, layers: int, tokens: int, device: Any) -> Outside
 
     length = max(2, min(tokens, round(setting.lengths.mean)))
     model = _first_layers(setting, layers, device).get_base_model()
-    dpo = setting.config.stage == "dpo"
+    asked = {"dpo": ("log_probs",), "kto": ("log_probs", "entropy", "mean_logits")}
     # What trl's trainers have it compute beside the loss.
-    add_fused_lm_head(model, outputs=("log_probs",) if dpo else ("log_probs", "entropy", "is_top1"))
+    usual = ("log_probs", "entropy", "is_top1")
+    add_fused_lm_head(model, outputs=asked.get(setting.config.stage, usual))
     ids = torch.zeros(max(1, tokens // length), length, dtype=torch.int64, device=device)
 
     def forward() -> Any:

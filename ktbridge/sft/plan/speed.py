@@ -60,8 +60,9 @@ def pace_of(
         layers += _GPU_LAYER * len(setting.shape.layers) if setting.cuda else 0.0
         runs = 1 + _runs(setting)
         outside = Outside(layers / runs, layers * (runs - 1) / runs, loss)
-    elif setting.config.stage == "dpo":  # the reference's forward
-        outside = Outside(2 * outside.forward, outside.backward, outside.loss * 4 / 3)
+    elif alone := setting.config.forwards_alone:  # the reference's
+        loss = outside.loss * (3 + alone) / 3
+        outside = Outside((1 + alone) * outside.forward, outside.backward, loss)
     others = outside.forward + outside.backward + outside.loss
     on_cpu = expert_lora_elements(setting)
     trained = on_cpu + nonexpert_lora_elements(setting)
@@ -177,27 +178,27 @@ def _runs(setting: Setting) -> int:
 
 def _forward_share(setting: Setting) -> float:
     """Of a pass, what it takes to run forward alone; a backward counts as two."""
-    reference = setting.config.stage == "dpo"
+    reference = setting.config.forwards_alone
     return (1 + reference) / (_runs(setting) + 2 + reference)
 
 
 def _layer_flops(setting: Setting, tokens: int) -> tuple[float, float]:
     """Of the layers' products outside the experts, forward and backward: 2 a weight each way.
 
-    Checkpointed layers run forward again; dpo's reference runs forward only.
+    Checkpointed layers run forward again; a reference runs forward only.
     """
-    shape, dpo = setting.shape, setting.config.stage == "dpo"
+    shape, alone = setting.shape, setting.config.forwards_alone
     layers = sum(out * inputs for layer in shape.layers for out, inputs in layer.linears.values())
     layers += (
         round(setting.lengths.mean) * shape.config.hidden_size * len(shape.layers)
     )  # attention
     lora = nonexpert_lora_elements(setting)
-    forward = _runs(setting) * (layers + lora) + dpo * layers
+    forward = _runs(setting) * (layers + lora) + alone * layers
     return 2.0 * tokens * forward, 2.0 * tokens * (layers + 2 * lora)
 
 
 def _loss_flops(setting: Setting, tokens: int) -> tuple[float, float]:
-    """Of the head, which runs forward again in backward; dpo's reference runs forward only."""
+    """Of the head, which runs forward again in backward; a reference runs forward only."""
     head = setting.shape.vocabulary * setting.shape.config.hidden_size
-    runs = 2 + (setting.config.stage == "dpo")
+    runs = 2 + setting.config.forwards_alone
     return 2.0 * tokens * runs * head, 2.0 * tokens * head

@@ -135,9 +135,9 @@ def disk_reads(
 def missed_bytes(setting: Setting, parts: list[Part], memory: int | None) -> int:
     """The least bytes of experts that a pass reads from disk, if each of them has tokens.
 
-    A pass goes through the experts once forward and once backward (dpo's reference: once more), and each time
-    what is in memory from the time before needn't be read, in the page cache or in the GPU's ring. 0 where
-    the process's own memory doesn't fit, and no pass is made.
+    A pass goes through the experts once forward and once backward (a reference: forward once more), and each
+    time what is in memory from the time before needn't be read, in the page cache or in the GPU's ring. 0
+    where the process's own memory doesn't fit, and no pass is made.
     """
     own = total(parts, "RAM")
     if memory is None or own > memory:
@@ -145,7 +145,7 @@ def missed_bytes(setting: Setting, parts: list[Part], memory: int | None) -> int
     missing = min(mapped_bytes(setting), own + total(parts, "page cache") - memory)
     if setting.share is not None:
         missing -= setting.share.slots * setting.share.slot_bytes
-    return max(0, missing) * (3 if setting.config.stage == "dpo" else 2)
+    return max(0, missing) * (2 + setting.config.forwards_alone)
 
 
 def read_rate(file: Path) -> float:

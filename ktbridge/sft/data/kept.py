@@ -1,0 +1,262 @@
+"""``tokenized_path``: rows kept as tokens, for the next start of a run on them.
+
+One rule: they are used where everything that they were made of is the same, and made anew where anything
+differs. That is the bytes of the rows' files, of dataset_info.json and of the tokenizer's files, every
+setting but those known to mean nothing for rows, and the code: this package's and the libraries' versions.
+The files carry hashes, so that damaged ones are made anew, too; a directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.publish import Staging, hash_file
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.config.values import options
+from ktbridge.sft.data.fit import Fitted
+from ktbridge.sft.data.mixing import Share
+from ktbridge.sft.data.rows import Refused
+from ktbridge.sft.data.sources import INFO, find_sources
+from ktbridge.units import size_text
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+MANIFEST = "ktbridge_tokenized.json"
+_PARTS = ("train", "held_out")
+_OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt")
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "trl", "datasets")
+# Settings that rows don't depend on. What isn't named here counts, so that a key that is added later makes
+# rows anew too often and never too seldom.
+_MEANINGLESS = {
+    "model_name_or_path", "model_revision", "output_dir", "adapter_name_or_path", "flash_attn",
+    "finetuning_type", "do_train", "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "lora_target",
+    "moe_aux_loss_coef", "pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx", "kto_chosen_weight",
+    "kto_rejected_weight", "dataset", "dataset_dir", "eval_dataset", "template", "tokenized_path",
+    "overwrite_cache", "dataloader_num_workers", "logging_steps", "logging_dir", "report_to", "run_name",
+    "plot_loss", "save_steps", "save_total_limit", "save_only_model", "overwrite_output_dir",
+    "resume_from_checkpoint", "eval_strategy", "eval_steps", "eval_on_start", "metric_for_best_model",
+    "greater_is_better", "load_best_model_at_end", "early_stopping_steps", "per_device_train_batch_size",
+    "per_device_eval_batch_size", "gradient_accumulation_steps", "tokens_per_pass", "learning_rate",
+    "loraplus_lr_ratio", "num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_ratio",
+    "warmup_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm",
+    "neftune_noise_alpha", "bf16", "pure_bf16", "disable_gradient_checkpointing", "use_cpu", "ddp_timeout",
+    "use_kt", "kt_cpu_activation", "kt_optimize_rule",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A run's rows as tokens, and the digests of what they were read as, for the run's identity."""
+
+    fitted: Fitted
+    held_out: Fitted | None
+    digest: str
+    held_digest: str | None
+
+
+class Kept:
+    """The rows that ``config.tokenized_path`` keeps for a run on the base model in ``base``.
+
+    Raises KtbridgeError for a directory there that is something else.
+    """
+
+    def __init__(self, config: TrainConfig, base: Path) -> None:
+        assert config.tokenized_path is not None
+        self.directory = Path(config.tokenized_path)
+        self._config, self._base = config, base
+        found = _objection(self.directory)
+        if found:
+            raise KtbridgeError(f"{self.directory} {found[0]}.", found[1])
+        self._before: dict[str, str] | None = None
+        """What rows are made of, before they are read."""
+        self.notes: tuple[Problem, ...] = ()
+        """Whether they were used, or why not."""
+
+    def find(self) -> Tokenized | None:
+        """The kept rows if they are those of this run."""
+        self._before = own = made_of(self._config, self._base)
+        if not (self.directory / MANIFEST).is_file():
+            return None
+        if self._config.overwrite_cache:
+            self._note("KTD041", "kept, but overwrite_cache is true")
+            return None
+        record = _read_manifest(self.directory / MANIFEST)
+        if record is None:
+            self._note("KTD042", f"{MANIFEST} is damaged")
+            return None
+        theirs = record["made of"]
+        if own is None or theirs != own:
+            keys = sorted(theirs.keys() | (own or {}).keys())
+            differ = [key for key in keys if own and theirs.get(key) != own.get(key)]
+            more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+            found = f"kept of another {', '.join(differ[:3]) or 'dataset of the Hub'}{more}"
+            self._note("KTD041", found)
+            return None
+        for name, (size, digest) in record["files"].items():
+            path = self.directory / name
+            if not path.is_file() or path.stat().st_size != size or hash_file(path) != digest:
+                self._note("KTD042", f"{name} is damaged")
+                return None
+        train, held = (self._read(record.get(part), part) for part in _PARTS)
+        assert train is not None
+        size = size_text(sum(size for size, _ in record["files"].values()))
+        self._note(
+            "KTD043", f"{train.used:,} rows as tokens from there ({size}), none was read anew"
+        )
+        return Tokenized(train, held, record["digest"], record["held digest"])
+
+    def keep(self, rows: Tokenized) -> None:
+        """Write them there, whole or not at all. Raises KtbridgeError or OSError where that fails.
+
+        Nothing is written where a file has changed since ``find``: the rows may be of before or after that.
+        """
+        own = made_of(self._config, self._base)
+        if own is None or own != self._before:
+            why = "changed while they were read" if own else "came from the Hub just now"
+            self._note("KTD043", f"the rows {why}, and are kept by the next run that reads them")
+            return
+        with Staging(self.directory, _objection) as staging:
+            record: dict[str, Any] = {"made of": own, "files": {}}
+            record |= {"digest": rows.digest, "held digest": rows.held_digest}
+            for part, fitted in zip(_PARTS, (rows.fitted, rows.held_out), strict=True):
+                if fitted is None:
+                    continue
+                name = f"{part}.arrow"
+                write_arrow(fitted.dataset, staging.path / name)
+                path = staging.path / name
+                record["files"][name] = [path.stat().st_size, hash_file(path)]
+                record[part] = {
+                    item.name: getattr(fitted, item.name)
+                    for item in fields(Fitted)
+                    if item.name not in ("dataset", "notes", "shares", "refused")
+                }
+                for key in ("notes", "shares", "refused"):
+                    record[part][key] = [asdict(each) for each in getattr(fitted, key)]
+            text = json.dumps(record, default=str)
+            staging.write_bytes(MANIFEST, f"{_hash([text])}\n{text}\n".encode())
+            staging.commit()
+        size = size_text(sum(size for size, _ in record["files"].values()))
+        self._note("KTD043", f"{rows.fitted.used:,} rows are kept there as tokens ({size})")
+
+    def _note(self, code: str, found: str) -> None:
+        self.notes = (problem(code, str(self.directory), found),)
+
+    def _read(self, record: Mapping[str, Any] | None, part: str) -> Fitted | None:
+        from datasets import Dataset
+
+        if record is None:
+            return None
+        values = {
+            **record,
+            "dataset": Dataset.from_file(str(self.directory / f"{part}.arrow")),  # mapped
+            "notes": [Problem(**each) for each in record["notes"]],
+            "shares": [Share(**each) for each in record["shares"]],
+            "refused": [Refused(**each) for each in record["refused"]],
+            "judged": tuple(record["judged"]) if record["judged"] else None,
+            "preview": {
+                name: [(text, bool(learned)) for text, learned in pieces]
+                for name, pieces in record["preview"].items()
+            },
+        }
+        return Fitted(**values)
+
+
+def keep_rows(
+    kept: Kept, rows: Tokenized, on_note: Callable[[Problem], None] | None = None
+) -> None:
+    """Keep the rows, and tell ``on_note`` what came of it. That they can't be kept ends no run."""
+    try:
+        kept.keep(rows)
+    except (OSError, KtbridgeError) as error:
+        why = error.sentence if isinstance(error, KtbridgeError) else str(error)
+        found = f"the rows can't be kept there: {why}"
+        kept.notes = (problem("KTD043", str(kept.directory), found, severity="warning"),)
+    if on_note:
+        for note in kept.notes:
+            on_note(note)
+
+
+def lengths_of(dataset: Dataset) -> Iterator[int]:
+    """Tokens of each sequence, in bounded memory."""
+    import pyarrow.compute as pc
+
+    for table in dataset.select_columns(["input_ids"]).with_format("arrow").iter(1000):
+        yield from pc.list_value_length(table["input_ids"]).to_pylist()
+
+
+def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:
+    """All that rows depend on: names -> hashes or values. None while rows of the Hub aren't here."""
+    found = {key: json.dumps(getattr(config, key)) for key in options(TrainConfig)
+             if key not in _MEANINGLESS}  # fmt: skip
+    for name in ("dataset", "eval_dataset"):
+        sources, _ = find_sources(replace(config, dataset=getattr(config, name)))
+        for number, source in enumerate(sources):
+            files = source.remote.cached() if source.remote else [(str(p), p) for p in source.paths]
+            if files is None:
+                return None
+            told = repr((source.name, source.layout, source.num_samples))
+            found[f"{name} {number + 1}"] = _hash([told, *_hashes(files)])
+    if config.dataset_dir and (info := Path(config.dataset_dir) / INFO).is_file():
+        found[INFO] = hash_file(info)
+    tokenizer = [
+        (path.name, path)
+        for path in sorted(base.rglob("*.jinja") if base.is_dir() else ()) + sorted(base.iterdir())
+        if path.is_file() and path.suffix in _OF_TOKENIZERS
+    ]
+    found["tokenizer"] = _hash(_hashes(tokenizer))
+    code = [(path.name, path) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    found["version of ktbridge"] = _hash([version("ktbridge"), *_hashes(code)])
+    for library in _LIBRARIES:
+        found[f"version of {library}"] = version(library)
+    return found
+
+
+def write_arrow(dataset: Dataset, path: Path) -> None:
+    """The rows of ``dataset`` as a stream of Arrow, which ``Dataset.from_file`` maps."""
+    import pyarrow as pa
+
+    batches = dataset.with_format("arrow").iter(1000)
+    first = next(batches)
+    with open(path, "xb") as file, pa.ipc.new_stream(file, first.schema) as writer:
+        writer.write_table(first)
+        for table in batches:
+            writer.write_table(table)
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    """None for a damaged one: its first line is the hash of the second."""
+    try:
+        digest, text, _ = path.read_text(encoding="utf-8").split("\n")
+        record: dict[str, Any] = json.loads(text)
+        return record if digest == _hash([text]) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _objection(path: Path) -> tuple[str, str] | None:
+    """Why rows may not be kept at ``path``, as (what it is, next step)."""
+    if path.is_dir() and ((path / MANIFEST).is_file() or not any(path.iterdir())):
+        return None
+    if not path.exists():
+        return None
+    what = "is no directory"
+    if path.is_dir():
+        what = "holds something else than rows kept by ktbridge (LLaMA-Factory's aren't read)"
+    return what, "Name another directory as tokenized_path, or leave it out."
+
+
+def _hashes(files: Iterable[tuple[str, Path]]) -> list[str]:
+    return [f"{name} {hash_file(path)}" for name, path in files]
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

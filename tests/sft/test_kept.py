@@ -1,0 +1,135 @@
+"""`tokenized_path`: rows kept as tokens are used where nothing that they were made of has changed."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from findings import codes
+from trainrun import conversation, quiet, text, train, write_lines, write_run
+
+from ktbridge.errors import KtbridgeError
+from ktbridge.sft.config import TrainConfig, load_config
+from ktbridge.sft.config.values import options
+from ktbridge.sft.data import describe
+from ktbridge.sft.data.kept import _MEANINGLESS, MANIFEST, keep_rows, made_of
+from ktbridge.sft.prepare import prepare
+
+pytestmark = quiet
+HELD = "val_size=3"
+
+
+@pytest.fixture
+def run_dir(tmp_path, base_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in base_dir.iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    rows = [conversation(text(n, 3), text(n + 1, 2 + n % 5)) for n in range(20)]
+    write_lines(tmp_path / "other.jsonl", rows[:7])
+    return write_run(
+        tmp_path, base, [*rows, conversation("nothing", ""), conversation("half \ud800", "x")],
+        tokenized_path="kept", max_steps=2, save_steps=0, plot_loss=False,
+        kt_config={"kt_num_threads": 2}, mix_strategy="interleave_over",
+        dataset="rows.jsonl,other.jsonl", per_device_train_batch_size=2,
+    )  # fmt: skip
+
+
+def start(run_dir, *overrides):
+    """What a start finds: its codes of kept rows, and the rows; these are kept as a run keeps them."""
+    ready = prepare(load_config(run_dir / "run.yaml", [HELD, *overrides]))
+    if ready.to_keep:
+        told = []
+        keep_rows(*ready.to_keep, told.append)
+        assert codes(told) == {"KTD043"}
+    return {code for code in codes(ready.notes) if code.startswith("KTD04")}, ready
+
+
+def same(one, other):
+    for part in ("fitted", "held_out"):
+        ours, theirs = getattr(one, part), getattr(other, part)
+        assert ours.dataset[:] == theirs.dataset[:]
+        assert replace(ours, dataset=None) == replace(theirs, dataset=None)
+        assert describe(ours) == describe(theirs)
+    assert one.identity == other.identity
+
+
+def test_a_second_start_has_the_same_rows_and_trains_the_same(run_dir):
+    train(run_dir, HELD, "output_dir=plain", "tokenized_path=null")
+    told = []
+    train(run_dir, HELD, "output_dir=first", on_note=told.append)
+    assert "KTD043" in codes(told)
+    files = {path.name for path in (run_dir / "kept").iterdir()}
+    assert files == {MANIFEST, "train.arrow", "held_out.arrow"}
+    (found, ready), (nothing, plain) = start(run_dir), start(run_dir, "tokenized_path=null")
+    assert (found, nothing, ready.to_keep) == ({"KTD043"}, set(), None)
+    same(ready, plain)
+    assert len(ready.fitted.refused) == 2
+    train(run_dir, HELD, "output_dir=second")
+    assert {path.name for path in (run_dir / "kept").iterdir()} == files
+    for name in ("fused_expert_lora.safetensors", "training_data.json", "refused_rows.jsonl"):
+        made = [(run_dir / each / name).read_bytes() for each in ("plain", "first", "second")]
+        assert made[0] == made[1] == made[2]
+
+
+def test_whatever_rows_are_made_of_makes_them_anew(run_dir):
+    assert start(run_dir)[0] == set()
+    assert start(run_dir, "learning_rate=0.5", "max_steps=1", "save_steps=3")[0] == {"KTD043"}
+    for changed in ("cutoff_len=16", "seed=1", "packing=true", "val_size=2", "max_samples=9"):
+        assert start(run_dir, changed)[0] == {"KTD041"}, changed
+    start(run_dir)
+    rows, tokenizer = run_dir / "rows.jsonl", run_dir / "base" / "tokenizer_config.json"
+    before = rows.stat()
+    lines = rows.read_text().replace("who", "are", 1)  # as many bytes, and the time put back
+    rows.write_text(lines)
+    os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
+    found, ready = start(run_dir)
+    assert found == {"KTD041"}
+    assert "dataset 1" in next(n.found for n in ready.notes if n.code == "KTD041")
+    template = run_dir / "base" / "chat_template.jinja"
+    assert start(run_dir)[0] == {"KTD043"}
+    (template if template.exists() else tokenizer).open("a").write(" ")
+    assert start(run_dir)[0] == {"KTD041"}
+    assert start(run_dir, "overwrite_cache=true")[0] == {"KTD041"}
+
+
+def test_every_setting_counts_that_is_not_known_to_mean_nothing_for_rows(run_dir, base_dir):
+    assert set(options(TrainConfig)) > _MEANINGLESS
+    config = load_config(run_dir / "run.yaml")
+    keys = made_of(config, base_dir).keys()
+    assert set(options(TrainConfig)) - _MEANINGLESS <= keys
+    assert {"tokenizer", "version of ktbridge", "version of jinja2", "dataset 2"} <= keys
+
+
+def test_rows_that_change_while_they_are_read_are_not_kept(run_dir):
+    ready = prepare(load_config(run_dir / "run.yaml"))
+    with (run_dir / "rows.jsonl").open("a") as file:
+        file.write("\n")
+    keep_rows(*ready.to_keep)
+    assert not (run_dir / "kept").exists()
+    assert start(run_dir)[0] == set()
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "train.arrow", "held_out.arrow"])
+def test_damaged_files_are_noticed_and_made_anew(run_dir, name):
+    plain = start(run_dir)[1]
+    path = run_dir / "kept" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+    found, ready = start(run_dir)
+    assert found == {"KTD042"}
+    same(ready, plain)
+    assert start(run_dir)[0] == {"KTD043"}
+
+
+def test_a_directory_of_something_else_is_left_alone(run_dir):
+    (run_dir / "kept").mkdir()
+    (run_dir / "kept" / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    with pytest.raises(KtbridgeError, match="something else than rows kept by ktbridge"):
+        start(run_dir)
+    (run_dir / "file").write_text("")
+    with pytest.raises(KtbridgeError, match="is no directory"):
+        start(run_dir, "tokenized_path=file")

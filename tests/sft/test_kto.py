@@ -1,0 +1,184 @@
+"""`stage: kto`: the loss on judged answers, against the formula by plain logits; the base as reference."""
+
+import json
+
+import pytest
+import torch
+from findings import codes
+from trainrun import WORDS, conversation, log_of, quiet, train, write_lines, write_run
+
+from ktbridge.errors import ProblemsError
+from ktbridge.sft.config import load_config
+
+pytestmark = quiet
+WEIGHTS = {"kto_chosen_weight": 1.5, "kto_rejected_weight": 0.7, "pref_beta": 2.0}
+
+
+def judged(count, first=0):
+    """trl's form, OpenAI's and sharegpt's, of unequal lengths."""
+    rows = []
+    for number in range(first, first + count):
+        words = [WORDS[(number * step) % len(WORDS)] for step in range(1, 9)]
+        question, answer = " ".join(words[:4]), " ".join(words[4 : 5 + number % 4])
+        good = number % 3 != 0
+        told = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        asked = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        forms = (
+            {"prompt": question, "completion": answer, "label": good},
+            {"messages": asked, "kto_tag": good},
+            {"conversations": told, "kto_tag": str(good).lower()},
+        )
+        rows.append(forms[number // 3 % 3])
+    return rows
+
+
+@pytest.fixture
+def run_dir(tmp_path, base_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "held.jsonl", judged(5, 100))
+    return write_run(
+        tmp_path, base_dir, judged(24), stage="kto", learning_rate=1e-2, max_steps=6,
+        per_device_train_batch_size=4, save_steps=2, lora_target="q_proj,v_proj", plot_loss=False,
+        lora_dropout=0.1, kt_config={"kt_num_threads": 2}, **WEIGHTS,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def make(run_dir, tmp_path):
+    from ktbridge.sft import trainer
+    from ktbridge.sft.prepare import prepare
+
+    def made(**overrides):
+        config = load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
+        ready = prepare(config)
+        model = trainer.load_trainable(config, ready.base)
+        return trainer.make_trainer(config, model, ready, str(tmp_path / "scratch"), [])
+
+    return made
+
+
+@torch.no_grad()
+def answers(model, inputs, prefix=""):
+    """Float32 log-probabilities of each row's answer, and tokens of it, by plain logits."""
+    ids, mask = inputs[f"{prefix}input_ids"], inputs[f"{prefix}completion_mask"][:, 1:].bool()
+    logits = model(input_ids=ids, attention_mask=inputs[f"{prefix}attention_mask"]).logits
+    each = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    return (each * mask).sum(1), mask.sum(1)
+
+
+def test_the_loss_is_the_papers_and_the_reference_the_base(make):
+    from ktbridge.sft.stages import as_base
+
+    trainer = make(bf16="false", pref_ftx=0.25)
+    trainer.train()
+    log = [record for record in trainer.state.log_history if "loss" in record]
+    assert log[0]["kl"] == pytest.approx(0, abs=1e-3)
+    assert any(record["kl"] > 0 for record in log)
+    assert log[-1]["rewards/margins"] > 0
+
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    # Each prompt of the batch stands before another row's answer, too.
+    own, other = (
+        [
+            row[mask.bool()].tolist()
+            for row, mask in zip(
+                inputs[f"{of}input_ids"], inputs[f"{of}completion_mask"], strict=True
+            )
+        ]
+        for of in ("", "KL_")
+    )
+    assert other == [own[-1], *own[:-1]]
+    assert len(set(map(tuple, own))) > 1
+
+    trainer.model.eval()
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, inputs).item()
+    policy, counts = answers(trainer.model, inputs)
+    mismatched, _ = answers(trainer.model, inputs, "KL_")
+    with as_base(trainer.model):
+        ratio = policy - answers(trainer.model, inputs)[0]
+        kl = (mismatched - answers(trainer.model, inputs, "KL_")[0]).mean().clamp(min=0)
+    good = inputs["label"].bool()
+    assert 0 < good.sum() < 4
+    beta = WEIGHTS["pref_beta"]
+    each = torch.where(
+        good,
+        WEIGHTS["kto_chosen_weight"] * (1 - torch.sigmoid(beta * (ratio - kl))),
+        WEIGHTS["kto_rejected_weight"] * (1 - torch.sigmoid(beta * (kl - ratio))),
+    )
+    expected = each.mean() - 0.25 * policy[good].sum() / counts[good].sum()
+    assert loss == pytest.approx(expected.item(), rel=2e-3)
+    assert ratio.abs().max() > 1e-2
+
+
+def test_a_killed_run_ends_in_the_same_bits_and_evaluates_its_held_out_rows(run_dir):
+    held = ("eval_dataset=held.jsonl", "eval_steps=3", "per_device_eval_batch_size=3")
+    result = train(run_dir, *held, "output_dir=whole")
+    assert (result.used, result.refused) == (24, 0)
+
+    def stop(done, steps):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run_dir, *held, on_progress=stop)
+    again = train(run_dir, *held)
+    assert again.first_step > 1
+    for name in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
+        assert (run_dir / "raw" / name).read_bytes() == (run_dir / "whole" / name).read_bytes()
+    first, *_, last = [one for one in log_of(run_dir / "whole") if "eval_loss" in one]
+    weights = [WEIGHTS["kto_chosen_weight"], WEIGHTS["kto_rejected_weight"]]
+    # Nothing is learned yet: each loss is half its weight.
+    good = [row.get("kto_tag", row.get("label")) in (True, "true") for row in judged(5, 100)]
+    assert first["eval_loss"] == pytest.approx(
+        sum(0.5 * weights[not each] for each in good) / 5, abs=2e-3
+    )
+    assert last["eval_rewards/chosen"] != 0 != last["eval_rewards/rejected"]
+    summary = json.loads((run_dir / "raw" / "training_data.json").read_text())
+    assert summary["stage"] == "kto"
+
+
+def test_llama_factorys_entry_names_the_judgements_column(run_dir, tmp_path):
+    from ktbridge.sft.data import load_rows
+
+    said = conversation("who", "cat")["messages"]
+    rows = [{"said": said, "ok": value} for value in (True, False)]
+    write_lines(tmp_path / "mine.jsonl", rows)
+    tags = {
+        "role_tag": "role",
+        "content_tag": "content",
+        "user_tag": "user",
+        "assistant_tag": "assistant",
+    }
+    columns = {"messages": "said", "kto_tag": "ok"}
+    entry = {"file_name": "mine.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": entry}))
+    given = ["dataset=mine", f"dataset_dir={tmp_path}"]
+    found = load_rows(load_config(run_dir / "run.yaml", given))
+    assert [each.good for each in found.conversations] == [True, False]
+
+
+def test_rows_and_settings_that_kto_cannot_take_are_refused(run_dir, tmp_path):
+    from ktbridge.sft.data import load_rows
+
+    good = judged(1)[0]
+    bad = [
+        ({**good, "label": "perhaps"}, "a judgement that is neither true nor false: 'perhaps'"),
+        ({**good, "label": None}, "no judgement: stage kto needs kto_tag (or label), true or false"),
+        ({"messages": [{"role": "assistant", "content": "x"}], "kto_tag": True},
+         "an answer that is not to be learned, or without a prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "kto_tag": True},
+         "a preference pair: stage dpo trains on it"),
+    ]  # fmt: skip
+    write_lines(tmp_path / "rows.jsonl", [*judged(6), *(row for row, _ in bad)])
+    rows = load_rows(load_config(run_dir / "run.yaml"))
+    assert [item.why for item in rows.refused] == [why for _, why in bad]
+    assert [each.good for each in rows.conversations] == [False, True, True] * 2
+    with pytest.raises(ProblemsError) as caught:
+        load_config(
+            run_dir / "run.yaml",
+            ["per_device_train_batch_size=1", "tokens_per_pass=100", "packing=true"],
+        )
+    assert codes(caught) == {"KTC080", "KTC005"}
+    sft = load_rows(load_config(run_dir / "run.yaml", ["stage=sft", "allow_refused_rows=true"]))
+    assert "with kto_tag: every answer counts alike" in {item.why for item in sft.refused}
