@@ -34,6 +34,7 @@ from ktbridge.sft.plan.lengths import evaluation_steps, optimizer_steps
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
+from ktbridge.sft.vision import Vision, read_vision
 
 _OF_ROWS = ("KTD003", "KTD008")
 _FLASH = {
@@ -62,6 +63,8 @@ class Prepared:
     """What the user should know of this run besides ``config.notes``."""
     quantised: Quantised | None = None
     """The quantised experts that it takes, which may have to be made."""
+    vision: Vision | None = None
+    """The image processor, where rows have images: the model is loaded with its vision tower."""
 
 
 def prepare(
@@ -81,11 +84,13 @@ def prepare(
             "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
         )
     _check_packages(config)
-    base, (trainable, model_notes), tokenizer, rows, quantised = _check_all(config, declared)
+    base, (trainable, model_notes), tokenizer, rows, quantised, vision = _check_all(
+        config, declared
+    )
     own = identity(config, base, rows)
     resumption = find_checkpoint(config, own)
-    fitted = fit_rows(rows, tokenizer, config, on_rows)
-    held = _fit_held_out(rows, tokenizer, config, on_rows)
+    fitted = fit_rows(rows, tokenizer, config, on_rows, vision)
+    held = _fit_held_out(rows, tokenizer, config, on_rows, vision)
     steps = optimizer_steps(config, len(fitted.dataset), processes)
     eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
     _check_length(resumption, steps)
@@ -111,6 +116,7 @@ def prepare(
             *model_notes,
         ),
         quantised=quantised,
+        vision=vision,
     )
 
 
@@ -130,6 +136,7 @@ class _Checked(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     quantised: Quantised | None
+    vision: Vision | None
 
 
 def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
@@ -140,19 +147,24 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     asked.of("kt_experts", lambda: check_expert_device(config))
     find_base = resolve_model if declared is None else find_model
     base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    quantised = None
-    checked = asked.of("model", lambda: check_model(config, base, declared)) if base else None
-    tokenizer = asked.of("tokenizer", lambda: load_tokenizer(base)) if base else None
+    quantised = vision = None
     rows = asked.of("dataset", lambda: load_rows(config))
+    if base and rows and rows.with_images:
+        vision = asked.of("images", lambda: read_vision(base, config))
+    whole = vision is not None
+    checked = (
+        asked.of("model", lambda: check_model(config, base, declared, whole)) if base else None
+    )
+    tokenizer = asked.of("tokenizer", lambda: load_tokenizer(base)) if base else None
     if base:
-        asked.of("packing", lambda: _check_packing(config, base))
+        asked.of("packing", lambda: _check_packing(config, base, whole))
         quantised = asked.of("kt_backend", lambda: _quantised(config, base, declared))
     asked.raise_collected()
     assert base is not None
     assert checked is not None
     assert tokenizer is not None
     assert rows is not None
-    return _Checked(base, checked, tokenizer, rows, quantised)
+    return _Checked(base, checked, tokenizer, rows, quantised, vision)
 
 
 def _fit_held_out(
@@ -160,12 +172,13 @@ def _fit_held_out(
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     on_rows: Callable[[int, int], None] | None,
+    vision: Vision | None,
 ) -> Fitted | None:
     """The held-out rows as they are evaluated: each by itself, whatever packing is."""
     if rows.held_out is None or not config.evaluates:
         return None
     alone = replace(config, packing=False, neat_packing=False)
-    return fit_rows(rows.held_out, tokenizer, alone, on_rows)
+    return fit_rows(rows.held_out, tokenizer, alone, on_rows, vision)
 
 
 def _check_length(resumption: Resumption, steps: int) -> None:
@@ -235,9 +248,19 @@ def _quantised(config: TrainConfig, base: Path, declared: Declared | None) -> Qu
     return None
 
 
-def _check_packing(config: TrainConfig, base: Path) -> None:
-    """Linear attention keeps packed conversations apart only with the package that knows where they start."""
-    if not (config.packing or config.neat_packing) or find_spec("causal_conv1d"):
+def _check_packing(config: TrainConfig, base: Path, images: bool) -> None:
+    """Linear attention keeps packed conversations apart only with the package that knows where they start.
+
+    Positions of images' tokens are counted by rows, so nothing keeps packed images apart.
+    """
+    if not (config.packing or config.neat_packing):
+        return
+    if images:
+        raise UsageError(
+            "packing: rows with images can't be packed.",
+            "Set packing: false; tokens_per_pass computes many rows together.",
+        )
+    if find_spec("causal_conv1d"):
         return
     whole = read_json_file(base / "config.json")
     text = whole.get("text_config") or whole

@@ -23,6 +23,7 @@ from ktbridge.sft.config.values import options
 from ktbridge.sft.data import Rows
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
+from ktbridge.sft.vision import IMAGE_FILES
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
@@ -36,7 +37,7 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 # ways to the same results.
 _FREE = {
     "output_dir", "overwrite_output_dir", "logging_steps", "plot_loss", "report_to", "save_steps",
-    "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir",
+    "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir", "media_dir",
     "model_name_or_path", "model_revision", "adapter_name_or_path", "run_name", "logging_dir",
     "strict_data", "notes",
     "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
@@ -53,7 +54,7 @@ _FREE_KT = {
 # Left out at their defaults, as in runs that began before there were such keys.
 _NEWER = {
     "enable_thinking": None, "train_on_prompt": False, "mask_history": False, "identity_name": None,
-    "identity_author": None,
+    "identity_author": None, "image_max_pixels": None, "image_min_pixels": None,
 }  # fmt: skip
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.
@@ -117,6 +118,8 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
     if config.adapter_name_or_path:
         settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
     settings["rows"] = _digest(rows)
+    if rows.with_images:
+        settings["image processor"] = _hashes(base, IMAGE_FILES)
     if rows.held_out and config.evaluates:
         settings[HELD_OUT] = [_digest(rows.held_out), config.metric, config.greater]
     plain: Identity = json.loads(json.dumps(settings))
@@ -130,6 +133,8 @@ def _digest(rows: Rows) -> str:
             del pair["tools"]
     used = json.dumps([rows.conversations, pairs])
     used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
+    pictures = [[each.identity for each in one.pictures] for one in rows.conversations]
+    used += json.dumps(pictures) if any(pictures) else ""
     return hashlib.sha256(used.encode()).hexdigest()
 
 

@@ -15,8 +15,10 @@ from peft import PeftModel
 from torch import nn
 from trl import DPOTrainer, SFTTrainer
 
+from ktbridge.sft.data.fit import PICTURES
 from ktbridge.sft.passes import Batch, Row
 from ktbridge.sft.run_trainer import RunTrainer
+from ktbridge.sft.vision import Vision
 
 
 class SftTrainer(RunTrainer, SFTTrainer):
@@ -31,10 +33,29 @@ class SftTrainer(RunTrainer, SFTTrainer):
         # Trainer counts a step's tokens only for models whose own loss would take the number; trl's loss,
         # which is used here, takes it for every model.
         self.model_accepts_loss_kwargs = True
+        self._vision: Vision | None = None
+
+    def see(self, vision: Vision) -> None:
+        """Rows have images, by their numbers in the column ``PICTURES``; a pass reads its own."""
+        self._vision, self._collate = vision, self.data_collator
+        self.data_collator = self._with_images
+
+    def _with_images(self, examples: list[dict[str, Any]]) -> Batch:
+        batch: Batch = self._collate(examples)
+        return {**batch, PICTURES: [each[PICTURES] for each in examples]}
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        if self._vision is None:
+            return super()._prepare_inputs(inputs)
+        given = {key: value for key, value in inputs.items() if key != PICTURES}
+        numbers = [number for row in inputs[PICTURES] for number in row]
+        shown = [self._vision.pictures[number] for number in numbers]
+        return super()._prepare_inputs(given | self._vision.inputs(inputs["input_ids"], shown))
 
     def rows(self, batch: Batch) -> list[Row]:
         """The batch's rows without padding; of packed rows, the conversations in them."""
         ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+        pictures = batch.get(PICTURES, [None] * len(ids))
         if "attention_mask" in batch:
             counts = batch["attention_mask"].sum(1).tolist()
             spans = [(row, 0, count) for row, count in enumerate(counts)]
@@ -42,7 +63,8 @@ class SftTrainer(RunTrainer, SFTTrainer):
             bounds = batch["cu_seq_lens_q"].tolist()
             spans = [(0, *span) for span in pairwise(bounds)]
         return [
-            _conversation(ids[row][first:end], labels[row][first:end]) for row, first, end in spans
+            _conversation(ids[row][first:end], labels[row][first:end], pictures[row])
+            for row, first, end in spans
         ]
 
     def joins(self) -> bool:
@@ -66,9 +88,10 @@ class SftTrainer(RunTrainer, SFTTrainer):
             self.current_gradient_accumulation_steps = before
 
 
-def _conversation(ids: list[int], labels: list[int]) -> Row:
+def _conversation(ids: list[int], labels: list[int], pictures: list[int] | None) -> Row:
     trained = len(labels) - 1 - labels[1:].count(-100)  # the first token is never predicted
-    return Row({"input_ids": ids, "labels": labels}, len(ids), trained)
+    beside = {} if pictures is None else {PICTURES: pictures}
+    return Row({"input_ids": ids, "labels": labels, **beside}, len(ids), trained)
 
 
 @contextmanager

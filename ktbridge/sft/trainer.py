@@ -154,7 +154,7 @@ def _train(
 ) -> TrainResult:
     main = distributed.is_main()
     ready = prepared or prepare(config, distributed.world().size)
-    model = load_trainable(config, ready.base)
+    model = load_trainable(config, ready.base, ready.vision is not None)
     placed = ExpertDevice("cpu", None)
     if config.kt_config.kt_experts != "cpu":
         placed = place_experts(run_setting(config, ready), model)
@@ -218,9 +218,10 @@ def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: Watch
     return watch.ended
 
 
-def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
+def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> TunedModel:
     """The model in ``base``, placed, its experts on the kernels, with a LoRA to train on both.
 
+    ``whole``: with its vision tower, which stays as it is.
     Seeds torch's, numpy's and Python's random numbers with ``config.seed`` first.
     """
     set_seed(config.seed)
@@ -230,6 +231,7 @@ def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
         places(config),
         experts_path(config, base),
         config.attn_implementation,
+        whole,
     )
     tuned = attach_lora(model, config)
     if not config.disable_gradient_checkpointing:
@@ -271,7 +273,12 @@ def make_trainer(
     ``tokens``: how many of a pass the GPU has room for, where that is known.
     """
     arguments = trainer_arguments(
-        config, choose(config), scratch, ready.fitted.packed, ready.eval_steps
+        config,
+        choose(config),
+        scratch,
+        ready.fitted.packed,
+        ready.eval_steps,
+        ready.vision is not None,
     )
     # Trainer would evaluate before the first step of a continuation, too.
     arguments.eval_on_start = config.evaluates_first and ready.resumption.checkpoint is None
@@ -283,6 +290,8 @@ def make_trainer(
         processing_class=ready.tokenizer,
         callbacks=callbacks,
     )
+    if ready.vision is not None:
+        trainer.see(ready.vision)
     trainer.remove_callback(PrinterCallback)
     trainer.ratio_of_b = config.loraplus_lr_ratio or 1.0
     root, keep = checkpoints_dir(config), config.save_total_limit

@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.sft.data.messages import Message, Tool, in_content, thoughts_of, without_thoughts
+from ktbridge.sft.data.messages import (
+    IMAGE,
+    Message,
+    Tool,
+    in_content,
+    thoughts_of,
+    without_thoughts,
+)
 from ktbridge.sft.data.render import MARK, Asked, Renderer, Span, check_tools, shared
 
 if TYPE_CHECKING:
@@ -53,6 +60,8 @@ class TrainingText:
     """
 
     text: str
+    images: int = 0
+    """Images in the messages that it consists of."""
     spans: list[Span] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     rewritten: int = 0
@@ -166,17 +175,18 @@ class ChatTemplate:
         for place in places:
             upto = messages[: place + 1]
             answers[place] = self._answer(upto, self._asked(upto, tools))
+        seen = [*accumulate(each["content"].count(IMAGE) for each in messages)]
         whole, found = answers[places[-1]], list[TrainingText]()
         for place, answer in reversed(answers.items()):
             span, same = (answer.start, answer.end), True
             if found and not found[-1].text.startswith(answer.text[: answer.end]):
                 if split:
-                    found.append(TrainingText(answer.text))
+                    found.append(TrainingText(answer.text, seen[place]))
                 else:
                     upto = messages[: places[-1] + 1]
                     span, same = self._in_history(upto, place, whole, answer, tools), False
             elif not found:
-                found.append(TrainingText(answer.text))
+                found.append(TrainingText(answer.text, seen[place]))
             found[-1].spans.insert(0, span)
             found[-1].answers.insert(0, answer)
             found[-1].rewritten += not same

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from ktbridge.sft.vision import Vision
+
+PICTURES = "pictures"
+"""The dataset's column of images."""
 BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_progress``."""
 
@@ -37,8 +42,9 @@ class Fitted:
     """The part of the rows that is trained on, within ``cutoff_len`` tokens each.
 
     ``dataset`` for sft: ``input_ids`` and ``labels`` (-100 but for the assistant's tokens), int32, and with
-    packing ``seq_lengths``, the lengths of the conversations in each row; for dpo: ``prompt``, ``chosen``
-    and ``rejected`` as messages, which trl tokenizes and cuts in the same way.
+    packing ``seq_lengths``, the lengths of the conversations in each row, with images ``PICTURES``, their
+    numbers in ``Vision.pictures``; for dpo: ``prompt``, ``chosen`` and ``rejected`` as messages, which trl
+    tokenizes and cuts in the same way.
     """
 
     dataset: Dataset
@@ -53,6 +59,10 @@ class Fitted:
     """Tokens that the loss counts."""
     with_thoughts: int = 0
     """Used rows in which an answer that is trained on has thoughts."""
+    with_images: int = 0
+    """Used rows that have an image."""
+    image_tokens: int = 0
+    """Tokens that stand for images, in ``tokens``."""
     cutoff_len: int = 0
     packed: bool = False
     preview: Preview = field(default_factory=dict)
@@ -66,9 +76,11 @@ def fit_rows(
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     on_progress: OnProgress | None = None,
+    vision: Vision | None = None,
 ) -> Fitted:
     """Tokenize rows by the tokenizer's chat template, and cut them to ``config.cutoff_len`` tokens.
 
+    ``vision`` is the model's image processor; without it rows with images are refused.
     ``on_progress(done, total)`` is called regularly. Rows with no answer left, and those that the
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
@@ -78,7 +90,11 @@ def fit_rows(
         fit = _Texts(tokenizer, config)
     else:
         chat = ChatTemplate(tokenizer, config.enable_thinking)
-        fit = FittedPairs(chat, config) if config.stage == "dpo" else _Conversations(chat, config)
+        fit = (
+            FittedPairs(chat, config)
+            if config.stage == "dpo"
+            else _Conversations(chat, config, vision)
+        )
     given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
     refused = []
     for start in range(0, len(given), BATCH):
@@ -97,6 +113,8 @@ def fit_rows(
         tokens=fit.tokens,
         trained_tokens=fit.trained,
         with_thoughts=fit.with_thoughts,
+        with_images=fit.with_images,
+        image_tokens=fit.image_tokens,
         cutoff_len=config.cutoff_len,
         packed=fit.packed,
         preview=fit.preview(),
@@ -139,6 +157,8 @@ def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
         "tokens": fitted.tokens,
         "trained_tokens": fitted.trained_tokens,
         "with_thoughts": fitted.with_thoughts,
+        "with_images": fitted.with_images,
+        "image_tokens": fitted.image_tokens,
     }
     return json.dumps(summary, indent=2, ensure_ascii=False).encode() + b"\n"
 
@@ -158,6 +178,8 @@ def describe(fitted: Fitted, purpose: str = "trained on") -> str:
         line += f", in {len(fitted.dataset):,} sequences"
     if fitted.with_thoughts:
         line += f", {fitted.with_thoughts:,} with thoughts and {fitted.used - fitted.with_thoughts:,} without"
+    if fitted.with_images:
+        line += f", {fitted.with_images:,} with images of {fitted.image_tokens:,} tokens"
     return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are {purpose}"
 
 
@@ -186,7 +208,9 @@ class _Sequences(ABC):
         self._cutoff = config.cutoff_len
         self.packed = config.packing or config.neat_packing
         self._ids, self._labels, self._ends = array("i"), array("i"), array("i", [0])
+        self._pictures, self._picture_ends = array("i"), array("i", [0])
         self.used = self.tokens = self.trained = self.with_thoughts = 0
+        self.with_images = self.image_tokens = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
         """The last token of an answer that was not cut off."""
@@ -207,7 +231,7 @@ class _Sequences(ABC):
         pairs = zip(self._ids[:end], self._labels[:end], strict=True)
         return [(token, label != IGNORED) for token, label in pairs]
 
-    def _append(self, ids: list[int], learned: list[int]) -> int:
+    def _append(self, ids: list[int], learned: list[int], numbers: Sequence[int] = ()) -> int:
         """Add a sequence if something of it is learned; how many of its tokens are."""
         # The first token is never predicted: there is nothing before it.
         trained = len(learned) - 1 - learned[1:].count(IGNORED)
@@ -215,6 +239,8 @@ class _Sequences(ABC):
             self._ids.extend(ids)
             self._labels.extend(learned)
             self._ends.append(len(self._ids))
+            self._pictures.extend(numbers)
+            self._picture_ends.append(len(self._pictures))
             self.tokens += len(learned)
             self.trained += trained
         return trained
@@ -225,13 +251,16 @@ class _Sequences(ABC):
         from datasets import Dataset
         from trl import pack_dataset
 
-        ends = pa.array(np.frombuffer(self._ends, np.int32))
-        columns = {"input_ids": self._ids, "labels": self._labels}
+        columns = {"input_ids": (self._ends, self._ids), "labels": (self._ends, self._labels)}
+        if self._pictures:
+            columns[PICTURES] = (self._picture_ends, self._pictures)
         dataset = Dataset(
             pa.table(
                 {
-                    name: pa.ListArray.from_arrays(ends, pa.array(np.frombuffer(flat, np.int32)))
-                    for name, flat in columns.items()
+                    name: pa.ListArray.from_arrays(
+                        *(pa.array(np.frombuffer(flat, np.int32)) for flat in arrays)
+                    )
+                    for name, arrays in columns.items()
                 }
             )
         )
@@ -274,8 +303,11 @@ class _Texts(_Sequences):
 class _Conversations(_Sequences):
     """Conversations by the chat template."""
 
-    def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
+    def __init__(
+        self, chat: ChatTemplate, config: TrainConfig, vision: Vision | None = None
+    ) -> None:
         super().__init__(config)
+        self._vision = vision
         self._chat, self._split = chat, config.split_turns
         self._everything, self._last_alone = config.train_on_prompt, config.mask_history
         self._forms = Forms()
@@ -286,6 +318,8 @@ class _Conversations(_Sequences):
         thoughtful: set[int] = set()
         for number, messages in batch:
             try:
+                if messages.pictures and self._vision is None:
+                    raise ValueError("with images: the model reads text alone")
                 texts = self._chat.sequences(
                     messages, messages.tools, self._split, self._last_alone
                 )
@@ -298,15 +332,24 @@ class _Conversations(_Sequences):
         if not written:
             return
         used = dict.fromkeys((number for number, _ in written), False)
+        whys = dict.fromkeys(used, f"no answer within cutoff_len={self._cutoff} tokens")
+        rows = dict(batch)
         encoded = self._chat.tokens([text.text for _, text in written])
         for (number, text), ids, offsets in zip(written, *encoded, strict=True):
-            learned = labels(ids[: self._cutoff], offsets[: self._cutoff], text.spans)
-            if self._everything:
-                learned = ids[: self._cutoff]
+            learned = ids if self._everything else labels(ids, offsets, text.spans)
+            shown = rows[number].pictures[: text.images]
+            if self._vision:
+                try:
+                    ids, learned = self._vision.widened(ids, learned, shown, self._cutoff)
+                except ValueError as error:
+                    whys[number] = str(error)
+                    continue
             if len(ids) > self._cutoff and number not in self.cut[-1:]:
                 self.cut.append(number)
-            if self._append(ids[: self._cutoff], learned) <= 0:
+            numbers = self._vision.numbered(shown) if self._vision else ()
+            if self._append(ids[: self._cutoff], learned[: self._cutoff], numbers) <= 0:
                 continue
+            self.image_tokens += ids.count(self._vision.token) if self._vision else 0
             used[number] = True
             if len(ids) <= self._cutoff and self.last_learned is None:
                 self.last_learned = next(label for label in reversed(learned) if label != IGNORED)
@@ -314,16 +357,20 @@ class _Conversations(_Sequences):
             if taken:
                 self.used += 1
                 self.with_thoughts += number in thoughtful
+                self.with_images += bool(rows[number].pictures)
                 continue
             self.cut = [cut for cut in self.cut if cut != number]
-            yield number, f"no answer within cutoff_len={self._cutoff} tokens"
+            yield number, whys[number]
 
     def notes(self) -> Iterator[Problem]:
         yield from self._forms.notes(self._split)
         yield from self._chat.notes()
 
     def preview(self) -> Preview:
-        return {"sequence": self._chat.pieces(self._first())}
+        image = self._vision.token if self._vision else None
+        runs = groupby(self._first())  # of an image's tokens the first is enough
+        shown = [pair for each, run in runs for pair in ([each] if each[0] == image else run)]
+        return {"sequence": self._chat.pieces(shown)}
 
 
 def _too_many(refused: list[Refused], total: int) -> ProblemsError:

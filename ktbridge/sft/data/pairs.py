@@ -30,6 +30,7 @@ class FittedPairs:
         self._chat, self._cutoff, self._thinking = chat, config.cutoff_len, config.enable_thinking
         self._pairs: list[Pair] = []
         self.used = self.tokens = self.trained = self.with_thoughts = 0
+        self.with_images = self.image_tokens = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
 

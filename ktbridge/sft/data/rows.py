@@ -72,6 +72,12 @@ class Rows:
     held_out: Rows | None = None
     """Rows that are evaluated and not trained on."""
 
+    @property
+    def with_images(self) -> bool:
+        """Whether any of them, held out or not, has an image."""
+        held = self.held_out is not None and self.held_out.with_images
+        return held or any(each.pictures for each in self.conversations)
+
 
 def load_rows(config: TrainConfig) -> Rows:
     """Read and check every dataset of ``config``, at most the first ``max_samples`` rows of each.
@@ -209,10 +215,16 @@ def _next_step(reasons: Counter[str], count: int) -> str:
 def refused_file(refused: Iterable[Refused]) -> bytes:
     """JSONL of ``{"where", "why", "row"}``, in ASCII so that half characters can be written too."""
     return b"".join(
-        json.dumps({"where": item.where, "why": item.why, "row": item.row}, default=str).encode()
+        json.dumps(
+            {"where": item.where, "why": item.why, "row": item.row}, default=_plain_value
+        ).encode()
         + b"\n"
         for item in refused
     )
+
+
+def _plain_value(value: object) -> str:
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 
 def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
