@@ -7,6 +7,7 @@ every machine.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -44,7 +45,11 @@ class Vision:
         return [self.counted(picture.width, picture.height) for picture in pictures]
 
     def widened(
-        self, ids: Sequence[int], others: Sequence[int], pictures: Sequence[Picture], most: int
+        self,
+        ids: Sequence[int],
+        others: Sequence[int],
+        pictures: Sequence[Picture],
+        most: int = sys.maxsize,
     ) -> tuple[list[int], list[int]]:
         """``ids`` with the token of each image as often as the image has parts, and ``others`` beside them.
 

@@ -22,6 +22,7 @@ from ktbridge.sft.data.chat import (
 from ktbridge.sft.data.forms import Forms, stop_note
 from ktbridge.sft.data.messages import Conversation
 from ktbridge.sft.data.pairs import FittedPairs, Preview
+from ktbridge.sft.data.pictures import TEXT_ALONE
 from ktbridge.sft.data.render import Span
 from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
@@ -319,7 +320,7 @@ class _Conversations(_Sequences):
         for number, messages in batch:
             try:
                 if messages.pictures and self._vision is None:
-                    raise ValueError("with images: the model reads text alone")
+                    raise ValueError(TEXT_ALONE)
                 texts = self._chat.sequences(
                     messages, messages.tools, self._split, self._last_alone
                 )

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations in which width and height change places."""
 _ORIENTATION = 0x0112
+TEXT_ALONE = "with images: the model reads text alone"
+"""Why such a row is refused for a text model."""
 _SHOWN = 60
 """Characters of a name in a message."""
 

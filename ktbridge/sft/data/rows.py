@@ -167,12 +167,14 @@ def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
 
 
 def _plain(rows: Rows) -> Iterator[str]:
-    """Each conversation or pair as one text in which runs of white space are single spaces."""
+    """Each conversation, with its images, or pair as one text whose white space is single spaces."""
+    images = [[each.identity for each in one.pictures] for one in rows.conversations]
+    images += [[] for _ in rows.pairs]
     parts: list[list[list[Message]]] = [[each] for each in rows.conversations]
     parts += [[pair.prompt, pair.chosen, pair.rejected] for pair in rows.pairs]
-    for each in parts:
+    for each, shown in zip(parts, images, strict=True):
         plain = [[(m["role"], " ".join(all_text(m).split())) for m in part] for part in each]
-        yield json.dumps(plain)
+        yield json.dumps([plain, shown])
 
 
 def _problems(error: KtbridgeError) -> Sequence[Problem]:
