@@ -46,6 +46,8 @@ def vision_base(path: Path, model_type: str, **text: Any) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # answers that LoRA can make certain
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

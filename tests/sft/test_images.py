@@ -1,0 +1,213 @@
+"""Rows with images: every form, what is refused, what is trained and answered, for tiny models that see."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from trainrun import quiet, train, write_lines, write_run
+from transformers import AutoImageProcessor, Qwen3VLProcessor
+from visionmoe import ASK, COLOURS, colour_rows, data_url, png, square, vision_base, vision_tokenizer
+
+from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.experts.loading import load_tokenizer
+from ktbridge.sft.config import TrainConfig, load_config
+from ktbridge.sft.data import describe, fit_rows, load_rows
+from ktbridge.sft.data.pictures import load_picture
+from ktbridge.sft.vision import read_vision
+
+VL = "qwen3_vl_moe"
+KINDS = (VL, "qwen3_5_moe")
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("seeing")
+    return {kind: vision_base(made / kind, kind) for kind in KINDS}
+
+
+def talk(*parts: Any, answer: str = "red") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts]}, {"role": "assistant", "content": answer}]
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def configured(base: Path, *files: Path, **settings: Any) -> TrainConfig:
+    return TrainConfig(str(base), tuple(map(str, files)), "out", **settings)
+
+
+def fitted(config: TrainConfig) -> Any:
+    base = Path(config.model_name_or_path)
+    vision = read_vision(base, config)
+    rows = load_rows(config)
+    return fit_rows(rows, load_tokenizer(base), config, vision=vision), vision
+
+
+def whys(rows: Any) -> list[str]:
+    return [each.why for each in rows.refused]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_is_what_the_processor_makes(
+    kind: str, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, token types and pixels of each spelling of the same rows are those of transformers' processor."""
+    base, (red, blue) = bases[kind], (square("red", 64), square("blue", 96))
+    red.save(tmp_path / "red.png"), blue.save(tmp_path / "blue.png")
+    question = [text("Left"), None, text("right"), None, text("same?")]
+
+    def openai(*images: Any) -> dict[str, Any]:
+        left = iter(images)
+        return {"messages": talk(*(part or next(left) for part in question), answer="no")}
+
+    urls = [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in (red, blue)]
+    paths = [{"type": "image", "image": each} for each in ("red.png", "file://blue.png")]
+    said = "Left<image>right<image>same?"
+    rows = [
+        openai(*urls),
+        openai(*paths),
+        {**openai({"type": "image"}, {"type": "image"}), "images": ["red.png", "blue.png"]},
+        {"conversations": [{"from": "human", "value": said}, {"from": "gpt", "value": "no"}],
+         "images": ["red.png", str(tmp_path / "blue.png")]},
+        {"instruction": said, "output": "no", "images": ["red.png", "blue.png"]},
+    ]  # fmt: skip
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    stored = [{"bytes": png(each), "path": None} for each in (red, blue)]
+    table = {"prompt": [said], "completion": ["no"], "images": [stored]}
+    parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
+    made, vision = fitted(configured(base, file, tmp_path / "rows.parquet"))
+    assert whys(made) == []
+
+    # The processor asks for one of videos, which needs torchvision.
+    monkeypatch.setattr(Qwen3VLProcessor, "check_argument_for_proper_class", lambda *_: None)
+    tokenizer = vision_tokenizer(kind)
+    images = AutoImageProcessor.from_pretrained(base, backend="pil")
+    whole = Qwen3VLProcessor(images, tokenizer, None, chat_template=tokenizer.chat_template)
+    asked = [part or {"type": "image"} for part in question]
+    written = whole.apply_chat_template(talk(*asked, answer="no"), tokenize=False)
+    expected = whole(text=[written], images=[red, blue], return_tensors="pt")
+    for row in made.dataset:
+        assert row["input_ids"] == expected["input_ids"][0].tolist()
+        learned = [token for token in row["labels"] if token != -100]
+        assert tokenizer.decode(learned) == "no<|im_end|>"
+        shown = [vision.pictures[number] for number in row["pictures"]]
+        found = vision.inputs(torch.tensor([row["input_ids"]]), shown)
+        assert found.keys() == {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
+        for name, value in found.items():
+            assert torch.equal(value, expected[name]), name
+
+
+def row(said: str, *images: Any, **more: Any) -> dict[str, Any]:
+    turns = [{"from": "human", "value": said}, {"from": "gpt", "value": "no"}]
+    return {"conversations": turns, "images": [*images], **more}
+
+
+def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    """A sentence for each row whose images can't be trained on; the others are used."""
+    square("red", 64).save(tmp_path / "red.png")
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "bomb.png").write_bytes(huge(60_000, 60_000))
+    (tmp_path / "line.png").write_bytes(png(Image.new("RGB", (500, 2))))
+    square("red", 256).save(tmp_path / "large.png")
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}
+    away = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+    answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}]
+    rows = [
+        (row(ASK, "red.png"), None),
+        (row("no images, <image> is a word"), None),
+        (row(ASK, "red.png", "red.png"), "images without a place of their own: 2 for 1 times <image>"),
+        (row("colour?", "red.png"), "images without a place of their own: 1 for 0 times <image>"),
+        (row(ASK, "gone.png"), f"an image that isn't there: gone.png, looked for in {tmp_path}"),
+        (row(ASK, "text.png"), "an image that can't be read: text.png: no image in a format that Pillow"),
+        (row(ASK, "bomb.png"), "an image too large to decode: bomb.png has more than"),
+        (row(ASK, "line.png"), "an image that the model's processor refuses: 500 × 2: absolute aspect"),
+        (row(ASK, "large.png"), "images beyond cutoff_len=60: they have 64 tokens, fewer with image_max"),
+        (row(ASK + "<|image_pad|>", "red.png"), "1 images and 2 tokens for one: the chat template"),
+        (row(ASK, "https://example.org/cat.png"), "an image on the network: https://example.org/cat.png;"),
+        (row(ASK, 7), "an image that is no path, data URL or bytes (int)"),
+        (row(ASK, "red.png", videos=["v.mp4"]), "with videos: only text and images are trained on"),
+        ({"messages": talk(part)}, "an image that can't be read: a data URL of no base64"),
+        ({"messages": talk(away)}, "an image on the network: https://example.org/cat.png;"),
+        ({"messages": talk({"type": "image"})}, "an image that is no path, data URL or bytes (NoneType)"),
+        ({"messages": talk({"type": "video"})}, "content that is not text (video) in a user message"),
+        ({"messages": talk({"type": "image", "image": "red.png"}), "images": ["red.png"]},
+         "with images twice: as a field and in the messages"),
+        ({"messages": answer, "image": "red.png"}, "an image in an answer: only text is learned"),
+    ]  # fmt: skip
+    file = write_lines(tmp_path / "rows.jsonl", [row for row, _ in rows])
+    config = configured(bases[VL], file, cutoff_len=60, allow_refused_rows=True)
+    made, vision = fitted(config)
+    expected = {f"{file}: line {n}": why for n, (_, why) in enumerate(rows, 1) if why}
+    assert {each.where for each in made.refused} == {*expected}
+    for each in made.refused:
+        assert each.why.startswith(expected[each.where])
+    assert made.used == 2
+    assert ", 1 with images of 4 tokens;" in describe(made)
+    smaller, _ = fitted(configured(bases[VL], file, cutoff_len=60, allow_refused_rows=True,
+                                   image_max_pixels=32 * 96))  # fmt: skip
+    assert smaller.used == 3  # the large one, of one token
+
+    everything = fit_rows(load_rows(config), load_tokenizer(bases[VL]), config)
+    assert "with images: the model reads text alone" in whys(everything)
+    pair = {"prompt": ASK, "chosen": "a", "rejected": "b", "images": ["red.png"]}
+    parts = {"prompt": talk(part)[:1], "chosen": "a", "rejected": "b"}
+    for stage, given in (("dpo", pair), ("dpo", parts), ("pt", {"text": ASK, "images": ["red.png"]})):
+        with pytest.raises(ProblemsError, match="with images: stage|not text \\(image_url\\)"):
+            load_rows(configured(bases[VL], write_lines(tmp_path / "o.jsonl", [given]), stage=stage))
+
+
+def huge(width: int, height: int) -> bytes:
+    """A PNG of a header alone."""
+    head = struct.pack(">II5B", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
+def test_pixels(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Orientation and bounds are applied, and a file that changes or goes is named."""
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (96, 32), "red").save(tmp_path / "turned.jpg", exif=turned)
+    Image.new("RGBA", (320, 320), (0, 0, 255, 0)).save(tmp_path / "large.png")
+    rows = [row(ASK, "turned.jpg"), row(ASK, "large.png")]
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    config = configured(bases[VL], file, image_max_pixels=64 * 64, image_min_pixels=32 * 64)
+    made, vision = fitted(config)
+    sizes = [(picture.width, picture.height) for picture in vision.pictures]
+    assert sizes == [(32, 96), (320, 320)]
+    assert load_picture(vision.pictures[0]).size == (32, 96)
+    assert vision.tensors(vision.pictures)["image_grid_thw"].tolist() == [[1, 6, 2], [1, 4, 4]]
+    assert vision.tokens(vision.pictures) == [3, 4]
+    assert made.image_tokens == 7
+    square("blue", 96).save(tmp_path / "large.png")
+    (tmp_path / "turned.jpg").unlink()
+    for picture, why in zip(vision.pictures, ("No such file", "has changed"), strict=True):
+        with pytest.raises(KtbridgeError, match=f"{picture.name}.*{why}"):
+            load_picture(picture)
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {
+        "use_cpu": True, "learning_rate": 0.01, "lora_rank": 16, "per_device_train_batch_size": 8,
+        "seed": 1, "report_to": "none", "cutoff_len": 128, **more,
+    }  # fmt: skip
+
+
+@quiet
+@pytest.mark.parametrize("kind", KINDS)
+def test_learns_colours(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    """Trained on coloured squares beside rows of text, it names the colours of others, and resumes bit for bit."""
