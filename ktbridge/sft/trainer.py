@@ -33,6 +33,7 @@ from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
+from ktbridge.sft.data.fit import PICTURES
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
@@ -241,11 +242,15 @@ def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> Tune
 
 def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     """The run as the plan knows it, with the lengths of the rows that were tokenized."""
-    shape = read_shape(ready.base, experts_path(config, ready.base))
+    whole = ready.vision is not None
+    shape = read_shape(ready.base, experts_path(config, ready.base), whole=whole)
     dataset = ready.fitted.dataset
     each: tuple[int, ...] = (config.cutoff_len,)
     if config.stage != "dpo":
         each = tuple(len(ids) for ids in dataset["input_ids"])
+    shown = (
+        ready.vision.of_rows(dataset[PICTURES]) if ready.fitted.with_images and ready.vision else []
+    )
     lengths = Lengths(
         rows=ready.fitted.total,
         sequences=len(dataset),
@@ -254,6 +259,9 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
         counted=True,
         packed=ready.fitted.packed,
         each=each,
+        images=sum(map(len, shown)),
+        image_tokens=ready.fitted.image_tokens,
+        most_image_tokens=max(map(sum, shown), default=0),
     )
     threads = config.kt_config.kt_num_threads or 1
     return Setting(shape, config, lengths, choose(config).type == "cuda", threads)

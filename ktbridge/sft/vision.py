@@ -82,6 +82,10 @@ class Vision:
         self.pictures += pictures
         return range(first, len(self.pictures))
 
+    def of_rows(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """How many tokens each image has, by their numbers in each of ``rows``."""
+        return [self.tokens([self.pictures[number] for number in row]) for row in rows]
+
     def tensors(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
         """``pixel_values`` [patches, D] float32 and ``image_grid_thw`` [N, 3] int64 of images, read now.
 

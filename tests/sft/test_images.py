@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -16,10 +16,22 @@ from PIL import Image
 from pyarrow import parquet
 from trainrun import quiet, train, write_lines, write_run
 from transformers import AutoImageProcessor, Qwen3VLProcessor
-from visionmoe import ASK, COLOURS, colour_rows, data_url, png, square, vision_base, vision_tokenizer
+from visionmoe import (
+    ASK,
+    COLOURS,
+    colour_rows,
+    data_url,
+    png,
+    square,
+    vision_base,
+    vision_tokenizer,
+)
 
+from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.experts.loading import load_tokenizer
+from ktbridge.predict.prompts import prepare
+from ktbridge.predict.run import plan_engine, predict
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import describe, fit_rows, load_rows
 from ktbridge.sft.data.pictures import load_picture
@@ -62,7 +74,7 @@ def whys(rows: Any) -> list[str]:
 def test_every_form_is_what_the_processor_makes(
     kind: str, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, token types and pixels of each spelling of the same rows are those of transformers' processor."""
+    """Tokens, their types and pixels of each spelling of the same rows are those of the model's processor."""
     base, (red, blue) = bases[kind], (square("red", 64), square("blue", 96))
     red.save(tmp_path / "red.png"), blue.save(tmp_path / "blue.png")
     question = [text("Left"), None, text("right"), None, text("same?")]
@@ -108,8 +120,8 @@ def test_every_form_is_what_the_processor_makes(
             assert torch.equal(value, expected[name]), name
 
 
-def row(said: str, *images: Any, **more: Any) -> dict[str, Any]:
-    turns = [{"from": "human", "value": said}, {"from": "gpt", "value": "no"}]
+def row(said: str, *images: Any, answer: str = "no", **more: Any) -> dict[str, Any]:
+    turns = [{"from": "human", "value": said}, {"from": "gpt", "value": answer}]
     return {"conversations": turns, "images": [*images], **more}
 
 
@@ -147,7 +159,7 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     ]  # fmt: skip
     file = write_lines(tmp_path / "rows.jsonl", [row for row, _ in rows])
     config = configured(bases[VL], file, cutoff_len=60, allow_refused_rows=True)
-    made, vision = fitted(config)
+    made, _ = fitted(config)
     expected = {f"{file}: line {n}": why for n, (_, why) in enumerate(rows, 1) if why}
     assert {each.where for each in made.refused} == {*expected}
     for each in made.refused:
@@ -162,9 +174,15 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     assert "with images: the model reads text alone" in whys(everything)
     pair = {"prompt": ASK, "chosen": "a", "rejected": "b", "images": ["red.png"]}
     parts = {"prompt": talk(part)[:1], "chosen": "a", "rejected": "b"}
-    for stage, given in (("dpo", pair), ("dpo", parts), ("pt", {"text": ASK, "images": ["red.png"]})):
-        with pytest.raises(ProblemsError, match="with images: stage|not text \\(image_url\\)"):
-            load_rows(configured(bases[VL], write_lines(tmp_path / "o.jsonl", [given]), stage=stage))
+    for stage, given in (
+        ("dpo", pair),
+        ("dpo", parts),
+        ("pt", {"text": ASK, "images": ["red.png"]}),
+    ):
+        with pytest.raises(ProblemsError, match=r"with images: stage|not text \(image_url\)"):
+            load_rows(
+                configured(bases[VL], write_lines(tmp_path / "o.jsonl", [given]), stage=stage)
+            )
 
 
 def huge(width: int, height: int) -> bytes:
@@ -200,14 +218,57 @@ def test_pixels(bases: dict[str, Path], tmp_path: Path) -> None:
             load_picture(picture)
 
 
-def settings(**more: Any) -> dict[str, Any]:
-    return {
-        "use_cpu": True, "learning_rate": 0.01, "lora_rank": 16, "per_device_train_batch_size": 8,
-        "seed": 1, "report_to": "none", "cutoff_len": 128, **more,
-    }  # fmt: skip
+def predicted(directory: Path, name: str, *overrides: str) -> list[str]:
+    given = (f"output_dir={directory / name}", f"adapter_name_or_path={directory / 'raw'}")
+    asked = (*given, "do_train=false", "do_predict=true", "do_sample=false", *overrides)
+    config = load_config(directory / "run.yaml", asked)
+    prepared = prepare(config)
+    assert predict(prepared, plan_engine(prepared)).problems == ()
+    found = (Path(config.output_dir) / "generated_predictions.jsonl").read_text().splitlines()
+    return [json.loads(line)["predict"] for line in found]
+
+
+def weights(directory: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(directory.glob("*.safetensors"))]
 
 
 @quiet
-@pytest.mark.parametrize("kind", KINDS)
-def test_learns_colours(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
-    """Trained on coloured squares beside rows of text, it names the colours of others, and resumes bit for bit."""
+@pytest.mark.parametrize(
+    ("kind", "steps", "rate", "tokens"), [(VL, 54, 0.01, "auto"), ("qwen3_5_moe", 60, 0.006, 256)]
+)
+def test_learns_colours(
+    kind: str, steps: int, rate: float, tokens: Any, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Trained on squares and rows of text, a model names other squares' colours; resumed, it is the same.
+
+    ``tokens``: of a pass; where it is a number, rows of both kinds are sorted into passes.
+    """
+    said = ("yes", "no") * 4
+    rows = [*colour_rows(tmp_path, range(0, 12, 3)), *(row(f"say {w}", answer=w) for w in said)]
+    write_lines(tmp_path / "held.jsonl", colour_rows(tmp_path, range(1, 12, 6)))
+    write_lines(tmp_path / "said.jsonl", [row("say yes"), row("say no")])
+    write_run(
+        tmp_path, bases[kind], rows, eval_dataset="held.jsonl", max_steps=steps, save_steps=steps - 6,
+        save_total_limit=2, learning_rate=rate, lora_rank=16, cutoff_len=128, seed=1, use_cpu=True,
+        per_device_train_batch_size=8, report_to="none", eval_steps=20, tokens_per_pass=tokens,
+    )  # fmt: skip
+    result = train(tmp_path)
+    assert result.last_loss < 0.3 < 4 < result.first_loss
+    assert result.held_out.last_loss < 0.3
+    raw, first = tmp_path / "raw", weights(tmp_path / "raw")
+    assert not [name for name in read_adapter(raw).nonexpert_keys() if "visual" in name]
+    assert predicted(tmp_path, "seen") == [*COLOURS] * 2
+    # The text model alone has the same adapter, as the embedded engine serves it.
+    assert predicted(tmp_path, "said", f"eval_dataset={tmp_path / 'said.jsonl'}") == ["yes", "no"]
+    convert_adapter(raw, merged_output_dir=tmp_path / "merged", base_model=str(bases[kind]))
+    for made in (raw, tmp_path / "merged"):
+        assert validate_adapter([made], base_model=bases[kind]).problems == []
+
+    shutil.rmtree(raw)
+    shutil.rmtree(tmp_path / f"raw.checkpoints/checkpoint-{steps}")
+    assert train(tmp_path).first_step == steps - 5
+    assert weights(raw) == first
+
+    square("white").save(tmp_path / "images/red0.png")
+    with pytest.raises(KtbridgeError, match="rows"):  # with another image it is another run
+        train(tmp_path, "max_steps=70", "resume_from_checkpoint=true", "overwrite_output_dir=true")
