@@ -106,6 +106,8 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families whose experts differ from others' in nothing but name and place: the kernels alone are held."""
 FAMILIES |= EXECUTED_ALIKE
+SEEING = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+"""Families with a vision tower."""
 KIMI = {"kimi_k2": "deepseek_v3"}
 IDS = torch.arange(3, 43).reshape(2, 20)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -117,25 +116,13 @@ def identity(config: TrainConfig, base: Path, rows: Rows) -> Identity:
     settings["base model"] = _hashes(base, _BASE_FILES)
     if config.adapter_name_or_path:
         settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
-    settings["rows"] = _digest(rows)
+    settings["rows"] = rows.digest
     if rows.with_images:
         settings["image processor"] = _hashes(base, IMAGE_FILES)
     if rows.held_out and config.evaluates:
-        settings[HELD_OUT] = [_digest(rows.held_out), config.metric, config.greater]
+        settings[HELD_OUT] = [rows.held_out.digest, config.metric, config.greater]
     plain: Identity = json.loads(json.dumps(settings))
     return plain
-
-
-def _digest(rows: Rows) -> str:
-    pairs = [asdict(pair) for pair in rows.pairs]
-    for pair in pairs:
-        if not pair["tools"]:  # as in runs that began before pairs had them
-            del pair["tools"]
-    used = json.dumps([rows.conversations, pairs])
-    used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
-    pictures = [[each.identity for each in one.pictures] for one in rows.conversations]
-    used += json.dumps(pictures) if any(pictures) else ""
-    return hashlib.sha256(used.encode()).hexdigest()
 
 
 def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 from familygradients import EXECUTORS, check_family
-from moefamilies import EXECUTED_ALIKE, FAMILIES
-
-SEEING = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+from moefamilies import EXECUTED_ALIKE, FAMILIES, SEEING
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.sft.data.forms import Answer, TrainingText
 from ktbridge.sft.data.messages import (
     IMAGE,
     Message,
@@ -32,41 +32,6 @@ AUTO = "auto"
 """Thinking is on for an answer with thoughts and off for one without."""
 _EMPTY_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer as a server's model writes it: ``text`` is the prompt and the answer.
-
-    ``start`` and ``end`` enclose what the model writes, its stop token included, which begins at ``body`` or
-    later. ``added`` is what of that the template puts in front of the answer's own words (an empty block of
-    thoughts), ``unmatched`` the end of the prompt that a server sends and that this text lacks (an opened
-    block of thoughts).
-    """
-
-    text: str
-    start: int
-    end: int
-    body: int
-    added: str
-    unmatched: str
-
-
-@dataclass
-class TrainingText:
-    """One sequence to train on. ``spans`` are what is learned, ``answers`` the answers these belong to.
-
-    ``rewritten`` counts answers that stand here as history, in another form than the model writes them.
-    """
-
-    text: str
-    images: int = 0
-    """Images in the messages that it consists of."""
-    spans: list[Span] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    rewritten: int = 0
-    thoughts: bool = False
-    """Whether an answer learned here has thoughts."""
 
 
 class ChatTemplate:

@@ -71,7 +71,7 @@ def read_picture(value: object, folders: Sequence[Path]) -> Picture:
     if isinstance(given, bytes):
         return _in_row(given)
     if not isinstance(given, str) or not given.strip():
-        raise ValueError(f"an image that is no path, data URL or bytes ({type(given).__name__})")
+        raise ValueError("an image without a path, data URL or bytes")
     scheme = given.partition("://")[0].lower()
     if scheme in ("http", "https", "s3", "gs", "hf") and "://" in given:
         raise ValueError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -77,6 +78,19 @@ class Rows:
         """Whether any of them, held out or not, has an image."""
         held = self.held_out is not None and self.held_out.with_images
         return held or any(each.pictures for each in self.conversations)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what is used of them; of images in files names and sizes."""
+        pairs = [asdict(pair) for pair in self.pairs]
+        for pair in pairs:
+            if not pair["tools"]:  # as in runs that began before pairs had them
+                del pair["tools"]
+        used = json.dumps([self.conversations, pairs])
+        used += "".join(json.dumps(each.tools) for each in self.conversations if each.tools)
+        pictures = [[each.identity for each in one.pictures] for one in self.conversations]
+        used += json.dumps(pictures) if any(pictures) else ""
+        return hashlib.sha256(used.encode()).hexdigest()
 
 
 def load_rows(config: TrainConfig) -> Rows:
