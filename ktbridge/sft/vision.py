@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import model_config, readable_load_errors
@@ -20,11 +23,13 @@ from ktbridge.sft.data.chat import IGNORED
 from ktbridge.sft.data.pictures import Picture, load_picture
 
 if TYPE_CHECKING:
-    import torch
     from PIL.Image import Image
 
     from ktbridge.sft.config import TrainConfig
 
+_TENSORS = ("pixel_values", "image_grid_thw")
+_THREADS = 8
+"""Images that are decoded at once; Pillow and numpy let go of Python's lock."""
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -93,8 +98,15 @@ class Vision:
         """
         if not pictures:
             return {}
-        made = self._processor(images=[self._sized(each) for each in pictures], return_tensors="pt")
-        return {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        with ThreadPoolExecutor(min(len(pictures), _THREADS)) as threads:
+            made = [*threads.map(self._read, pictures)]
+        return {name: torch.cat([each[name] for each in made]) for name in _TENSORS}
+
+    def _read(self, picture: Picture) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self._processor(
+            images=[self._sized(picture)], return_tensors="pt"
+        )
+        return found
 
     def inputs(self, ids: torch.Tensor, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
         """What the model takes beside the tokens ``ids`` [B, T]; {} without an image."""

@@ -171,7 +171,7 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     assert smaller.used == 3  # the large one, of one token
 
     everything = fit_rows(load_rows(config), load_tokenizer(bases[VL]), config)
-    assert "with images: the model reads text alone" in whys(everything)
+    assert "images for a model that reads text alone" in whys(everything)
     pair = {"prompt": ASK, "chosen": "a", "rejected": "b", "images": ["red.png"]}
     parts = {"prompt": talk(part)[:1], "chosen": "a", "rejected": "b"}
     for stage, given in (

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations in which width and height change places."""
 _ORIENTATION = 0x0112
-TEXT_ALONE = "with images: the model reads text alone"
+TEXT_ALONE = "images for a model that reads text alone"
 """Why such a row is refused for a text model."""
 _SHOWN = 60
 """Characters of a name in a message."""
@@ -84,23 +84,26 @@ def load_picture(picture: Picture) -> Image:
     """Its pixels in RGB. Raises KtbridgeError, with its name, for a file that is gone, changed or damaged."""
     from PIL import Image, ImageOps
 
-    mend = "Put it back as it was, or remove its row; checkpoints keep what is trained."
+    mend = "Put it back as it was; or remove its row and go on from a checkpoint as adapter_name_or_path."
+    what = picture.path or picture.name
     try:
         source: Any = picture.path
         if picture.path is None:
             source = io.BytesIO(_stored(*picture.mark))
         elif _mark(Path(picture.path)) != picture.mark:
-            raise KtbridgeError(
-                f"the image {picture.path} has changed since its row was read.", mend
-            )
-        with _no_bombs(), Image.open(source) as image:
+            raise KtbridgeError(f"the image {what} has changed since its row was read.", mend)
+        with Image.open(source) as image:
             turned = "exif" in image.info
-            pixels = (ImageOps.exif_transpose(image) if turned else image).convert("RGB")
+            if image.mode == "P" and "transparency" in image.info:
+                pixels = image.convert("RGBA").convert("RGB")  # Pillow warns of the straight way
+            else:
+                pixels = (ImageOps.exif_transpose(image) if turned else image).convert("RGB")
     except KtbridgeError:
         raise
     except Exception as error:  # Pillow's decoders raise whatever they meet
-        what = picture.path or picture.name
         raise KtbridgeError(f"the image {what} can't be read: {_reason(error)}.", mend) from error
+    if pixels.size != (picture.width, picture.height):
+        raise KtbridgeError(f"the image {what} has another size than its header says.", mend)
     return pixels
 
 

@@ -24,6 +24,7 @@ from ktbridge.sft.data.layout import (
     read_pair,
 )
 from ktbridge.sft.data.messages import Conversation, Message, all_text
+from ktbridge.sft.data.pictures import TEXT_ALONE
 from ktbridge.sft.data.sources import Source, find_sources
 from ktbridge.sft.data.tables import Line
 
@@ -222,6 +223,10 @@ def _next_step(reasons: Counter[str], count: int) -> str:
         return "Raise cutoff_len; nothing was started."
     if most == count and kind in STAGES:
         return f"Set stage: {STAGES[kind]} for these rows, or use others; nothing was started."
+    if most == count and kind == TEXT_ALONE:
+        return (
+            "Name a model with a vision tower (docs/models.md) for these rows; nothing was started."
+        )
     if most == count and kind == "no known form":
         forms = "docs/data.md has the forms; columns in dataset_info.json name other keys"
         return f"{forms}; stage: pt trains on raw text."
