@@ -5,8 +5,9 @@ A stage defines what a row of its batches is, and what share of a step's loss a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,12 +38,8 @@ class SftTrainer(RunTrainer, SFTTrainer):
 
     def see(self, vision: Vision) -> None:
         """Rows have images, by their numbers in the column ``PICTURES``; a pass reads its own."""
-        self._vision, self._collate = vision, self.data_collator
-        self.data_collator = self._with_images
-
-    def _with_images(self, examples: list[dict[str, Any]]) -> Batch:
-        batch: Batch = self._collate(examples)
-        return {**batch, PICTURES: [each[PICTURES] for each in examples]}
+        self._vision = vision
+        self.data_collator = partial(_with_numbers, self.data_collator)
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
         if self._vision is None:
@@ -86,6 +83,11 @@ class SftTrainer(RunTrainer, SFTTrainer):
             yield
         finally:
             self.current_gradient_accumulation_steps = before
+
+
+def _with_numbers(collate: Callable[..., Batch], examples: list[dict[str, Any]]) -> Batch:
+    """A batch beside the numbers of its rows' images."""
+    return {**collate(examples), PICTURES: [each[PICTURES] for each in examples]}
 
 
 def _conversation(ids: list[int], labels: list[int], pictures: list[int] | None) -> Row:

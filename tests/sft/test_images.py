@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
+from safetensors.torch import load_file
 from trainrun import quiet, train, write_lines, write_run
 from transformers import AutoImageProcessor, Qwen3VLProcessor
 from visionmoe import (
@@ -35,6 +36,7 @@ from ktbridge.predict.run import plan_engine, predict
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import describe, fit_rows, load_rows
 from ktbridge.sft.data.pictures import load_picture
+from ktbridge.sft.plan import Target, make_plan
 from ktbridge.sft.vision import read_vision
 
 VL = "qwen3_vl_moe"
@@ -216,6 +218,32 @@ def test_pixels(bases: dict[str, Path], tmp_path: Path) -> None:
     for picture, why in zip(vision.pictures, ("No such file", "has changed"), strict=True):
         with pytest.raises(KtbridgeError, match=f"{picture.name}.*{why}"):
             load_picture(picture)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_counts_images_and_the_vision_tower(
+    kind: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    shown = write_lines(tmp_path / "shown.jsonl", colour_rows(tmp_path, range(2), 128))
+    read = write_lines(tmp_path / "read.jsonl", [row("colour?", answer="green")] * 8)
+    target = Target(2**34, 2**34, 2**40, 2)
+    tower = sum(
+        tensor.numel()
+        for name, tensor in load_file(bases[kind] / "model.safetensors").items()
+        if ".visual." in name
+    )
+    plans = {}
+    for file in (shown, read):
+        config = configured(bases[kind], file, per_device_train_batch_size=2, max_steps=1)
+        plans[file] = plan = make_plan(config, target, measure=False)
+        parts = {part.what: part for part in plan.parts}
+        # Qwen3-VL has no text model without the tower in transformers, so it is always loaded.
+        assert ("the vision tower" in parts) == (file == shown or kind == VL)
+        if "the vision tower" in parts:
+            assert parts["the vision tower"].size == 2 * tower
+    assert any("8 images of 128 tokens" in note for note in plans[shown].notes)
+    assert plans[shown].longest == plans[read].longest + 16
+    assert "images in the vision tower" in {part.what for part in plans[shown].parts}
 
 
 def predicted(directory: Path, name: str, *overrides: str) -> list[str]:

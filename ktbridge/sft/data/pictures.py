@@ -109,7 +109,7 @@ def load_picture(picture: Picture) -> Image:
 
 def _in_file(name: str, folders: Sequence[Path]) -> Picture:
     plain = name.removeprefix("file://")
-    places = [folder / Path(plain).expanduser() for folder in folders or (Path(),)]
+    places = [folder / plain for folder in folders or (Path(),)]
     try:
         path = next((place for place in places if place.is_file()), None)
         if path is None:
@@ -205,4 +205,5 @@ def _reason(error: BaseException) -> str:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…"
+    whole = name.encode(errors="backslashreplace").decode()
+    return whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}…"
