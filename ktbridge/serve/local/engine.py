@@ -87,7 +87,9 @@ class Engine:
         tokens = torch.tensor([list(ids)])
         inner: Any = self.model.base_model
         positions, shifts = inner.get_rope_index(
-            tokens, images["mm_token_type_ids"], image_grid_thw=images["image_grid_thw"]
+            input_ids=tokens,
+            mm_token_type_ids=images["mm_token_type_ids"],
+            image_grid_thw=images["image_grid_thw"],
         )
         output = self.model(
             input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=1, **images
