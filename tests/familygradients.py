@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpuexperts import slot_for
-from moefamilies import IDS, everything, randomise, reference
+from moefamilies import IDS, everything, randomise, reference, with_images
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
@@ -34,14 +34,17 @@ def check_family(
     monkeypatch: pytest.MonkeyPatch,
     executor: str,
     device: torch.device = CPU,
+    images: bool = False,
 ) -> None:
     """Logits, loss and every LoRA gradient of a model on ``device``, against float32 autograd on the CPU.
 
     The experts' gradients of hidden states and of routing weights show in the LoRA on attention and routers.
+    ``images``: the model has its vision tower, and both rows an image.
     """
     exact = reference(model_type, path)
     # Float32 around the experts, so that no token goes to another expert for a rounding.
-    mapped = load_mapped(path, torch.float32, lambda name: device)
+    mapped = load_mapped(path, torch.float32, lambda name: device, whole=images)
+    batch = with_images(exact) if images else {"input_ids": IDS}
     assert not [name for name, _ in mapped.named_parameters() if name.endswith("gate_up_proj")]
     # A multimodal checkpoint's text model alone has other names in the same order.
     modules = dict(zip(adaptable(mapped).modules, adaptable(exact).modules, strict=True))
@@ -84,14 +87,15 @@ def check_family(
         torch.Tensor, "max", lambda self, *args, **kw: choices.max(self, *args, **kw)
     )
     slope = torch.randn((2, 20, 64), generator=random)
-    expected = outcome(functional_call(exact, weights, (IDS,)).logits, slope, leaves)
+    expected = outcome(functional_call(exact, weights, (), batch).logits, slope, leaves)
     for _, module in experts_modules(exact):
         module.register_forward_pre_hook(lambda _, given: (rounded(given[0]), *given[1:]))
         module.register_forward_hook(lambda _, __, made: rounded(made))
     choices.again()
-    noisy = outcome(functional_call(exact, weights, (IDS,)).logits, slope, leaves)
+    noisy = outcome(functional_call(exact, weights, (), batch).logits, slope, leaves)
     choices.again()
-    found = outcome(tuned(IDS.to(device)).logits, slope, ours)
+    there = {name: value.to(device) for name, value in batch.items()}
+    found = outcome(tuned(**there).logits, slope, ours)
     if placed is not None:
         placed.copier.close()
         assert (placed.experts.ring.crossings > 0) == (executor == "streamed")

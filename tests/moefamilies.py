@@ -34,6 +34,12 @@ VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
 }  # fmt: skip
+SEEN = {
+    "image_token_id": 50,
+    "video_token_id": 51,
+    "vision_start_token_id": 52,
+    "vision_end_token_id": 53,
+}
 DENSE_FIRST = {**SIZES, "first_k_dense_replace": 1, "n_shared_experts": 2}
 SMALL = {**SIZES, "intermediate_size": 32, "shared_intermediate_size": 40}
 MIXED = {**SIZES, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
@@ -50,11 +56,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": SIZES,
     "olmoe": {**SIZES, "intermediate_size": 32},
     "qwen2_moe": SIZES,
-    "qwen3_5_moe": {"text_config": {**SIZES, **HYBRID}, "vision_config": VISION},
+    "qwen3_5_moe": {"text_config": {**SIZES, **HYBRID}, "vision_config": VISION, **SEEN},
     "qwen3_5_moe_text": {**SIZES, **HYBRID},
     "qwen3_moe": {**SIZES, "mlp_only_layers": [0]},
     "qwen3_next": {**SIZES, **HYBRID},
-    "qwen3_vl_moe": {"text_config": SIZES, "vision_config": VISION},
+    "qwen3_vl_moe": {"text_config": SIZES, "vision_config": VISION, **SEEN},
 }  # fmt: skip
 EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "afmoe": {**SIZES, "num_dense_layers": 1, "layer_types": ["full_attention"] * 3},
@@ -73,7 +79,7 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
             "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1],
             "partial_rotary_factor": 0.5,
         }},
-        "vision_config": {**VISION, "image_size": 28, "patch_size": 14},
+        "vision_config": {**VISION, "image_size": 28, "patch_size": 14}, **SEEN,
     },
     "glm_moe_dsa": SPARSE_ATTENTION,
     "granitemoe": SMALL,
@@ -100,8 +106,24 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families whose experts differ from others' in nothing but name and place: the kernels alone are held."""
 FAMILIES |= EXECUTED_ALIKE
+SEEING = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+"""Families with a vision tower."""
 KIMI = {"kimi_k2": "deepseek_v3"}
 IDS = torch.arange(3, 43).reshape(2, 20)
+
+
+def with_images(model: Any) -> dict[str, torch.Tensor]:
+    """``IDS`` with an image of four tokens and one of one, and what the vision tower of ``model`` reads."""
+    image, vision = model.config.image_token_id, model.config.vision_config
+    ids = IDS.clone()
+    ids[0, 4:8] = ids[1, 10] = image
+    patch = 3 * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(20, patch, generator=torch.Generator().manual_seed(1)),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 2]]),
+        "mm_token_type_ids": (ids == image).int(),
+    }
 
 
 def made(model_type: str, settings: dict[str, Any]) -> Any:

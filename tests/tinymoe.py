@@ -1,7 +1,7 @@
 """A tiny random Qwen3-MoE and a tokenizer with a chat template, for tests of every part."""
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 WORDS = "hello who are you i am a cat model say yes no meow nya the sky is blue . ?"
@@ -38,4 +38,17 @@ def tiny_tokenizer():
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
     )
     fast.chat_template = TEMPLATE
+    return fast
+
+
+def byte_tokenizer(template, *special):
+    """A tokenizer of single bytes, as real ones fall back to, and of special tokens; the last ends a turn."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=special[-1], additional_special_tokens=list(special)
+    )
+    fast.chat_template = template
     return fast

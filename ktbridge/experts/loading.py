@@ -61,14 +61,18 @@ def on_cpu(name: str) -> torch.device:
     return CPU
 
 
-def load_model(path: Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
+def load_model(
+    path: Path, dtype: torch.dtype, attention: str | None = None, whole: bool = False
+) -> PreTrainedModel:
     """The language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
+
+    ``whole``: with the vision tower around it.
 
     Raises KtbridgeError when it does not load, or when weights are missing that transformers would
     fill with random numbers.
     """
     with readable_load_errors(path):
-        cls, config = model_class(model_config(path))
+        cls, config = model_class(model_config(path), whole)
         return _loaded(cls, path, config, dtype, _attending(attention))
 
 
@@ -78,20 +82,22 @@ def load_for_kernels(
     place: Place = on_cpu,
     experts: Path | None = None,
     attention: str | None = None,
+    whole: bool = False,
 ) -> PreTrainedModel:
     """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
 
     Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``place`` on which device
     it goes, ``experts`` names another checkpoint of the same experts to map, ``attention`` transformers'
-    attention implementation (default: its own choice). Raises as ``load_model``.
+    attention implementation (default: its own choice). ``whole``: with the vision tower around it. Raises as
+    ``load_model``.
     """
     path = Path(path)
     try:
-        return load_mapped(path, dtype, place, experts, attention)
+        return load_mapped(path, dtype, place, experts, attention, whole)
     except CantMap:
         if experts is not None:
             raise  # asked for by name, and the ones in `path` may be stored otherwise
-        model = load_model(path, dtype, attention)
+        model = load_model(path, dtype, attention, whole)
     for _, module in experts_modules(model):
         keep_on_cpu(module)
     _move(model, place)
@@ -104,6 +110,7 @@ def load_mapped(
     place: Place = on_cpu,
     experts: Path | None = None,
     attention: str | None = None,
+    whole: bool = False,
 ) -> PreTrainedModel:
     """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
 
@@ -113,8 +120,8 @@ def load_mapped(
     """
     mapped = MappedExperts(experts or path)
     with readable_load_errors(path):
-        whole, config = model_class(model_config(path))
-        with experts_left_out(whole) as cls:
+        own, config = model_class(model_config(path), whole)
+        with experts_left_out(own) as cls:
             options = _unquantised(config, mapped) | _attending(attention)
             devices = device_map(cls, config, place)
             if devices:
@@ -166,13 +173,16 @@ def model_config(path: Path) -> PreTrainedConfig:
     return CONFIG_MAPPING[alias].from_dict({**settings, "model_type": alias, "auto_map": None})
 
 
-def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+def model_class(
+    config: PreTrainedConfig, whole: bool = False
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class of a configuration's language model, and the part of the configuration it takes.
 
     As transformers' own Auto classes choose: the text model alone where it can be had from a multimodal
-    checkpoint, else the multimodal model around it.
+    checkpoint, else the multimodal model around it; ``whole``: that one in any case.
     """
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    text_first = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    for auto in text_first[::-1] if whole else text_first:
         cls = compat.class_chosen_by(auto, config)
         if cls is not None:
             text = config.sub_configs.get("text_config")
@@ -288,8 +298,10 @@ def _units(model: nn.Module) -> list[str]:
     return units
 
 
-def skeleton(base: Path) -> PreTrainedModel:
+def skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
     """The language model in ``base`` as its class makes it, all tensors on the "meta" device.
+
+    ``whole``: with the vision tower around it.
 
     Raises KtbridgeError for a model that the installed transformers doesn't know.
     """
@@ -302,6 +314,6 @@ def skeleton(base: Path) -> PreTrainedModel:
         )
     check_served(read_model_config(base))
     with readable_load_errors(base):
-        cls, own = model_class(model_config(base))
+        cls, own = model_class(model_config(base), whole)
         with torch.device("meta"):
             return cls(own)

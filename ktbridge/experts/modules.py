@@ -95,3 +95,10 @@ def odd_traits(module: ExpertsModule) -> list[str]:
         ("interleaved gate and up", not module.is_concatenated),
     )
     return [trait for trait, present in traits if present]
+
+
+def vision_towers(model: nn.Module) -> Iterator[nn.Module]:
+    """What makes embeddings of images in a multimodal model; none in a text model."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("visual", "vision_tower"):
+            yield module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
@@ -20,7 +21,9 @@ from ktbridge.serve.local.plan import check_installed
 from ktbridge.sft.config import TrainConfig, check_writable
 from ktbridge.sft.data import Refused, all_refused, load_rows, refused_note
 from ktbridge.sft.data.chat import ChatTemplate
+from ktbridge.sft.data.pictures import TEXT_ALONE, Picture
 from ktbridge.sft.failures import Failures
+from ktbridge.sft.vision import Vision, read_vision
 
 if TYPE_CHECKING:
     from ktbridge.sft.data import Rows
@@ -37,6 +40,7 @@ class Prompt:
     ids: list[int]
     label: str
     where: str
+    pictures: Sequence[Picture] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Prepared:
     refused: list[Refused]
     total: int
     notes: tuple[Problem, ...]
+    vision: Vision | None = None
+    """The model's image processor, where rows have images."""
 
 
 def prepare(
@@ -70,12 +76,15 @@ def prepare(
     base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
     chat = asked.of("tokenizer", lambda: _chat(config, base)) if base else None
     rows = asked.of("eval_dataset", lambda: load_rows(_only_predicted(config)))
+    vision = None
+    if base and rows and rows.with_images:
+        vision = asked.of("images", lambda: read_vision(base, config))
     asked.raise_collected()
     assert base is not None
     assert chat is not None
     assert rows is not None
     context = _context(base)
-    prompts, refused = _prompts(rows, chat, config, context, on_rows)
+    prompts, refused = _prompts(rows, chat, config, context, vision, on_rows)
     everything = all_refused(rows, refused, config)
     return Prepared(
         config=config,
@@ -89,6 +98,7 @@ def prepare(
             *refused_note(everything, rows.total, "eval_dataset", REFUSED),
             *_notes(config),
         ),
+        vision=vision,
     )
 
 
@@ -143,7 +153,12 @@ def _notes(config: TrainConfig) -> list[Problem]:
 
 
 def _prompts(
-    rows: Rows, chat: ChatTemplate, config: TrainConfig, context: int, on_rows: OnProgress | None
+    rows: Rows,
+    chat: ChatTemplate,
+    config: TrainConfig,
+    context: int,
+    vision: Vision | None,
+    on_rows: OnProgress | None,
 ) -> tuple[list[Prompt], list[Refused]]:
     prompts: list[Prompt] = []
     refused: list[Refused] = []
@@ -153,6 +168,8 @@ def _prompts(
         written, whys = [], []
         for messages, _ in batch:
             try:
+                if messages.pictures and vision is None:
+                    raise ValueError(TEXT_ALONE)
                 written.append(chat.asked_and_answered(messages, messages.tools))
                 whys.append("")
             except ValueError as error:
@@ -162,13 +179,25 @@ def _prompts(
         for (messages, where), (text, label), tokens, why in zip(
             batch, written, ids, whys, strict=True
         ):
+            if vision and not why:
+                tokens, why = _widened(vision, tokens, messages.pictures)
             if not why and len(tokens) > most:
                 limit = f"cutoff_len={most}" if most == config.cutoff_len else "the model's context"
                 why = f"no answer within {limit} tokens: the prompt has {len(tokens):,}"
             if why:
                 refused.append(Refused(where, why, {"messages": messages}))
             else:
-                prompts.append(Prompt(text, tokens, label, where))
+                prompts.append(Prompt(text, tokens, label, where, messages.pictures))
         if on_rows:
             on_rows(len(prompts) + len(refused), len(rows.conversations))
     return prompts, refused
+
+
+def _widened(
+    vision: Vision, tokens: list[int], pictures: Sequence[Picture]
+) -> tuple[list[int], str]:
+    """A prompt with all tokens of its images, or why it can't be asked."""
+    try:
+        return vision.widened(tokens, tokens, pictures)[0], ""
+    except ValueError as error:
+        return tokens, str(error)

@@ -8,13 +8,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.predict import results
 from ktbridge.predict.journal import Answered, Identity, Journal, journal_of
-from ktbridge.predict.prompts import Prepared
+from ktbridge.predict.prompts import Prepared, Prompt
 from ktbridge.publish import RunLock
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local
@@ -22,6 +24,9 @@ from ktbridge.serve.local.sampling import SEED_STEP, Delta, Event, Finish, Sampl
 from ktbridge.serve.request import ServeRequest
 from ktbridge.served_names import adapter_name
 from ktbridge.sft.config import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
 
 ADAPTER_CONFIG = "adapter_config.json"
 NAME, ADAPTER = "predict", "adapter"
@@ -83,7 +88,9 @@ def plan_engine(prepared: Prepared) -> ServePlan:
 def identity(prepared: Prepared, plan: ServePlan) -> Identity:
     """What the answers depend on, by the name of the key that decides it."""
     config = prepared.config
+    pictures = [[picture.identity for picture in prompt.pictures] for prompt in prepared.prompts]
     rows = json.dumps([[prompt.text, prompt.label] for prompt in prepared.prompts])
+    rows += json.dumps(pictures) if any(pictures) else ""
     (fingerprint,) = fingerprints(plan).values()
     greedy = not config.do_sample or not config.temperature
     sampling = {} if greedy else {key: getattr(config, key) for key in _SAMPLING}
@@ -172,7 +179,7 @@ def _answer(
 
     logging.disable_progress_bar()
     config, prompts = prepared.config, prepared.prompts
-    engine = load_engine(plan)
+    engine = load_engine(plan, prepared.vision is not None)
     failed: dict[int, str] = {}
     before, started = journal.seconds, time.monotonic()
 
@@ -189,6 +196,7 @@ def _answer(
             prompt.ids,
             sampling_of(config, row, prepared.context - len(prompt.ids)),
             _Listener(row, finished),
+            images=partial(_seen, prepared, prompt) if prompt.pictures else None,
         )
         for row, prompt in enumerate(prompts)
         if row not in journal.answers
@@ -202,6 +210,14 @@ def _answer(
         batch.advance()
         batch.step()
     return failed
+
+
+def _seen(prepared: Prepared, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """The prompt's images, read now."""
+    import torch
+
+    assert prepared.vision is not None
+    return prepared.vision.inputs(torch.tensor([prompt.ids]), prompt.pictures)
 
 
 class _Listener:

@@ -71,11 +71,12 @@ def trainer_arguments(
     scratch: str,
     packed: bool = False,
     eval_steps: int = 0,
+    images: bool = False,
 ) -> SFTConfig | DPOConfig | KTOConfig:
     """The arguments of the stage's trainer; ``scratch`` is the output_dir that it requires.
 
     ``packed``: a row of the dataset holds several conversations, which must not attend to each other.
-    ``eval_steps``: between evaluations of held-out rows; 0: none.
+    ``eval_steps``: between evaluations of held-out rows; 0: none. ``images``: rows have a column of them.
     """
     arguments: SFTConfig | DPOConfig | KTOConfig
     if config.stage == "dpo":
@@ -101,6 +102,7 @@ def trainer_arguments(
             **_common(config, device, scratch, eval_steps),
             max_length=None,  # rows come cut to cutoff_len
             padding_free=packed,
+            remove_unused_columns=not images,
         )
         if packed:
             arguments.include_num_input_tokens_seen = "all"  # there is no padding to exclude

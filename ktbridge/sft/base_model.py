@@ -56,17 +56,18 @@ class Trainable:
 
 
 def check_model(
-    config: TrainConfig, base: Path, stored: Checkpoint | None = None
+    config: TrainConfig, base: Path, stored: Checkpoint | None = None, whole: bool = False
 ) -> tuple[Trainable, list[Problem]]:
     """Check model, ``lora_target`` and ``adapter_name_or_path`` without weights; what is trained, and notes.
 
-    ``stored`` has the names of the checkpoint's tensors, by default those of the files in ``base``.
+    ``stored`` has the names of the checkpoint's tensors, by default those of the files in ``base``;
+    ``whole``: the model is loaded with its vision tower.
 
     Raises KtbridgeError for a model that can't be trained here, and what ``chosen_modules`` and
     ``read_start`` raise.
     """
     _check_packed(config, base, stored or open_checkpoint(base))
-    model = skeleton(base)
+    model = skeleton(base, whole)
     found = _adaptable(model, base)
     if config.moe_aux_loss_coef and not has_balancing_loss(model):
         raise UsageError(

@@ -16,7 +16,7 @@ from transformers.utils import (
 )
 
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, UsageError
+from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.model import find_model, resolve_model
@@ -36,6 +36,7 @@ from ktbridge.sft.plan.lengths import evaluation_steps, optimizer_steps
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
+from ktbridge.sft.vision import Vision, read_vision
 
 _OF_ROWS = ("KTD003", "KTD008")
 _FLASH = {
@@ -68,6 +69,8 @@ class Prepared:
     """What the user should know of this run besides ``config.notes``."""
     quantised: Quantised | None = None
     """The quantised experts that it takes, which may have to be made."""
+    vision: Vision | None = None
+    """The image processor, where rows have images: the model is loaded with its vision tower."""
 
 
 def prepare(
@@ -87,13 +90,15 @@ def prepare(
             "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
         )
     _check_packages(config)
-    base, (trainable, model_notes), tokenizer, rows, quantised, kept = _check_all(config, declared)
+    base, (trainable, model_notes), tokenizer, rows, quantised, kept, vision = _check_all(
+        config, declared
+    )
     digests = _digests(rows)
-    own = identity(config, base, *digests)
+    own = identity(config, base, *digests, images=vision is not None)
     resumption = find_checkpoint(config, own)
     found = rows
     if not isinstance(found, Tokenized):
-        found = Tokenized(*_tokenize(found, tokenizer, config, on_rows), *digests)
+        found = Tokenized(*_tokenize(found, tokenizer, config, on_rows, vision), *digests)
     fitted, held = found.fitted, found.held_out
     steps = optimizer_steps(config, len(fitted.dataset), processes)
     eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
@@ -123,6 +128,7 @@ def prepare(
             *model_notes,
         ),
         quantised=quantised,
+        vision=vision,
     )
 
 
@@ -143,6 +149,7 @@ class _Checked(NamedTuple):
     rows: Rows | Tokenized | Stream
     quantised: Quantised | None
     kept: Kept | None
+    vision: Vision | None
 
 
 def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
@@ -153,24 +160,36 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     asked.of("kt_experts", lambda: check_expert_device(config))
     find_base = resolve_model if declared is None else find_model
     base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    quantised = None
-    checked = asked.of("model", lambda: check_model(config, base, declared)) if base else None
+    quantised = vision = kept = None
     tokenizer = asked.of("tokenizer", lambda: load_tokenizer(base)) if base else None
-    kept = None
     if base and config.tokenized_path:
         kept = asked.of("tokenized_path", lambda: Kept(config, base))
     found = asked.of("tokenized_path", kept.find) if kept else None
     read = _open_stream if config.streaming else load_rows
     rows = found or asked.of("dataset", lambda: read(config))
+    if base and isinstance(rows, Rows) and rows.with_images:
+        if kept:
+            asked.of("tokenized_path", _no_images)
+        vision = asked.of("images", lambda: read_vision(base, config))
+    whole = vision is not None
+    checked = (
+        asked.of("model", lambda: check_model(config, base, declared, whole)) if base else None
+    )
     if base:
-        asked.of("packing", lambda: _check_packing(config, base))
+        asked.of("packing", lambda: _check_packing(config, base, whole))
         quantised = asked.of("kt_backend", lambda: _quantised(config, base, declared))
     asked.raise_collected()
     assert base is not None
     assert checked is not None
     assert tokenizer is not None
     assert rows is not None
-    return _Checked(base, checked, tokenizer, rows, quantised, kept)
+    return _Checked(base, checked, tokenizer, rows, quantised, kept, vision)
+
+
+def _no_images() -> None:
+    raise KtbridgeError(
+        "tokenized_path keeps text alone, and rows have images.", "Leave tokenized_path out."
+    )
 
 
 def _open_stream(config: TrainConfig) -> Stream:
@@ -187,13 +206,14 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     on_rows: Callable[[int, int], None] | None,
+    vision: Vision | None,
 ) -> tuple[Fitted, Fitted | None]:
     """The rows as tokens, of a stream the first ones; and the held-out rows."""
     if isinstance(rows, Stream):
         fitted, held = rows.begin(tokenizer), rows.held
     else:
-        fitted, held = fit_rows(rows, tokenizer, config, on_rows), rows.held_out
-    return fitted, _fit_held_out(held, tokenizer, config, on_rows)
+        fitted, held = fit_rows(rows, tokenizer, config, on_rows, vision), rows.held_out
+    return fitted, _fit_held_out(held, tokenizer, config, on_rows, vision)
 
 
 def _digests(rows: Rows | Tokenized | Stream) -> tuple[str, str | None]:
@@ -210,12 +230,13 @@ def _fit_held_out(
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     on_rows: Callable[[int, int], None] | None,
+    vision: Vision | None,
 ) -> Fitted | None:
     """The held-out rows as they are evaluated: each by itself, whatever packing is."""
     if rows is None or not config.evaluates:
         return None
     alone = replace(config, packing=False, neat_packing=False, mix_strategy="concat")
-    return fit_rows(rows, tokenizer, alone, on_rows)
+    return fit_rows(rows, tokenizer, alone, on_rows, vision)
 
 
 def _check_length(resumption: Resumption, steps: int) -> None:
@@ -285,9 +306,19 @@ def _quantised(config: TrainConfig, base: Path, declared: Declared | None) -> Qu
     return None
 
 
-def _check_packing(config: TrainConfig, base: Path) -> None:
-    """Linear attention keeps packed conversations apart only with the package that knows where they start."""
-    if not (config.packing or config.neat_packing) or find_spec("causal_conv1d"):
+def _check_packing(config: TrainConfig, base: Path, images: bool) -> None:
+    """Linear attention keeps packed conversations apart only with the package that knows where they start.
+
+    Positions of images' tokens are counted by rows, so nothing keeps packed images apart.
+    """
+    if not (config.packing or config.neat_packing):
+        return
+    if images:
+        raise UsageError(
+            "packing: rows with images can't be packed.",
+            "Set packing: false; tokens_per_pass computes many rows together.",
+        )
+    if find_spec("causal_conv1d"):
         return
     whole = read_json_file(base / "config.json")
     text = whole.get("text_config") or whole

@@ -21,6 +21,7 @@ from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import options
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
+from ktbridge.sft.vision import IMAGE_FILES
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
@@ -34,7 +35,7 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 # ways to the same results.
 _FREE = {
     "output_dir", "overwrite_output_dir", "logging_steps", "plot_loss", "report_to", "save_steps",
-    "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir",
+    "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir", "media_dir",
     "model_name_or_path", "model_revision", "adapter_name_or_path", "run_name", "logging_dir",
     "strict_data", "notes", "tokenized_path", "overwrite_cache",
     "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
@@ -53,7 +54,7 @@ _NEWER = {
     "enable_thinking": None, "train_on_prompt": False, "mask_history": False, "identity_name": None,
     "identity_author": None, "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0,
     "mix_strategy": "concat", "interleave_probs": (), "streaming": False,
-    "buffer_size": 16384,
+    "buffer_size": 16384, "image_max_pixels": None, "image_min_pixels": None,
 }  # fmt: skip
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.
@@ -98,9 +99,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 def identity(
-    config: TrainConfig, base: Path, digest: str, held_digest: str | None = None
+    config: TrainConfig,
+    base: Path,
+    digest: str,
+    held_digest: str | None = None,
+    *,
+    images: bool = False,
 ) -> Identity:
-    """Identity of a run, which must match for a continuation: settings, models, digests of rows."""
+    """Identity of a run, which must match for a continuation: settings, models, digests of rows.
+
+    ``images``: whether rows have some, which the model's processor turns into the model's input.
+    """
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
     for key in _FREE_KT:
         settings["kt_config"].pop(key, None)
@@ -119,6 +128,8 @@ def identity(
     if config.adapter_name_or_path:
         settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
     settings["rows"] = digest
+    if images:
+        settings["image processor"] = _hashes(base, IMAGE_FILES)
     if held_digest and config.evaluates:
         settings[HELD_OUT] = [held_digest, config.metric, config.greater]
     plain: Identity = json.loads(json.dumps(settings))

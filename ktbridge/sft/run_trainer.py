@@ -25,6 +25,7 @@ from ktbridge.sft.held_out import HeldOut
 from ktbridge.sft.passes import Batch, Passes, Row
 from ktbridge.sft.progress import Finite, Pace
 from ktbridge.sft.rates import separate_b, set_learning_rate
+from ktbridge.sft.vision import Vision
 
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
 """What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
@@ -58,6 +59,10 @@ class RunTrainer(Trainer):
         self.current_gradient_accumulation_steps = 1  # Trainer has none before its first step
         self._finite = Finite(checkpoints.last_good)
         self.add_callback(self.pace)
+
+    def see(self, vision: Vision) -> None:
+        """Read the images of rows by ``vision``."""
+        raise NotImplementedError
 
     def rows(self, batch: Batch) -> list[Row]:
         """The rows that a collated batch was made of."""

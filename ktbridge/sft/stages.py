@@ -5,8 +5,9 @@ A stage defines what a row of its batches is, and what share of a step's loss a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import nn
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
+from ktbridge.sft.data.fit import PICTURES
 from ktbridge.sft.passes import Batch, Row
 from ktbridge.sft.run_trainer import RunTrainer
+from ktbridge.sft.vision import Vision
 
 
 class SftTrainer(RunTrainer, SFTTrainer):
@@ -32,10 +35,25 @@ class SftTrainer(RunTrainer, SFTTrainer):
         # Trainer counts a step's tokens only for models whose own loss would take the number; trl's loss,
         # which is used here, takes it for every model.
         self.model_accepts_loss_kwargs = True
+        self._vision: Vision | None = None
+
+    def see(self, vision: Vision) -> None:
+        """Rows have images, by their numbers in the column ``PICTURES``; a pass reads its own."""
+        self._vision = vision
+        self.data_collator = partial(_with_numbers, self.data_collator)
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        if self._vision is None:
+            return super()._prepare_inputs(inputs)
+        given = {key: value for key, value in inputs.items() if key != PICTURES}
+        numbers = [number for row in inputs[PICTURES] for number in row]
+        shown = [self._vision.pictures[number] for number in numbers]
+        return super()._prepare_inputs(given | self._vision.inputs(inputs["input_ids"], shown))
 
     def rows(self, batch: Batch) -> list[Row]:
         """The batch's rows without padding; of packed rows, the conversations in them."""
         ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+        pictures = batch.get(PICTURES, [None] * len(ids))
         if "attention_mask" in batch:
             counts = batch["attention_mask"].sum(1).tolist()
             spans = [(row, 0, count) for row, count in enumerate(counts)]
@@ -43,7 +61,8 @@ class SftTrainer(RunTrainer, SFTTrainer):
             bounds = batch["cu_seq_lens_q"].tolist()
             spans = [(0, *span) for span in pairwise(bounds)]
         return [
-            _conversation(ids[row][first:end], labels[row][first:end]) for row, first, end in spans
+            _conversation(ids[row][first:end], labels[row][first:end], pictures[row])
+            for row, first, end in spans
         ]
 
     def joins(self) -> bool:
@@ -67,9 +86,15 @@ class SftTrainer(RunTrainer, SFTTrainer):
             self.current_gradient_accumulation_steps = before
 
 
-def _conversation(ids: list[int], labels: list[int]) -> Row:
+def _with_numbers(collate: Callable[..., Batch], examples: list[dict[str, Any]]) -> Batch:
+    """A batch beside the numbers of its rows' images."""
+    return {**collate(examples), PICTURES: [each[PICTURES] for each in examples]}
+
+
+def _conversation(ids: list[int], labels: list[int], pictures: list[int] | None) -> Row:
     trained = len(labels) - 1 - labels[1:].count(-100)  # the first token is never predicted
-    return Row({"input_ids": ids, "labels": labels}, len(ids), trained)
+    beside = {} if pictures is None else {PICTURES: pictures}
+    return Row({"input_ids": ids, "labels": labels, **beside}, len(ids), trained)
 
 
 @contextmanager

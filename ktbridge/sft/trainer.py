@@ -33,6 +33,7 @@ from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
+from ktbridge.sft.data.fit import PICTURES
 from ktbridge.sft.data.kept import keep_rows, lengths_of
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
@@ -157,7 +158,7 @@ def _train(
     ready = prepared or prepare(config, distributed.world().size)
     if ready.to_keep and main:
         keep_rows(*ready.to_keep, on_note)
-    model = load_trainable(config, ready.base)
+    model = load_trainable(config, ready.base, ready.vision is not None)
     placed = ExpertDevice("cpu", None)
     if config.kt_config.kt_experts != "cpu":
         placed = place_experts(run_setting(config, ready), model)
@@ -232,9 +233,10 @@ def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: Watch
     return watch.ended
 
 
-def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
+def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> TunedModel:
     """The model in ``base``, placed, its experts on the kernels, with a LoRA to train on both.
 
+    ``whole``: with its vision tower, which stays as it is.
     Seeds torch's, numpy's and Python's random numbers with ``config.seed`` first.
     """
     set_seed(config.seed)
@@ -244,6 +246,7 @@ def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
         places(config),
         experts_path(config, base),
         config.attn_implementation,
+        whole,
     )
     tuned = attach_lora(model, config)
     if not config.disable_gradient_checkpointing:
@@ -253,11 +256,15 @@ def load_trainable(config: TrainConfig, base: Path) -> TunedModel:
 
 def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     """The run as the plan knows it, with the lengths of the rows that were tokenized."""
-    shape = read_shape(ready.base, experts_path(config, ready.base))
+    whole = ready.vision is not None
+    shape = read_shape(ready.base, experts_path(config, ready.base), whole=whole)
     dataset = ready.fitted.dataset
     each: tuple[int, ...] = (config.cutoff_len,)
     if config.stage in ("sft", "pt"):
         each = tuple(lengths_of(dataset))
+    shown = (
+        ready.vision.of_rows(dataset[PICTURES]) if ready.fitted.with_images and ready.vision else []
+    )
     lengths = Lengths(
         rows=ready.fitted.total,
         sequences=len(dataset),
@@ -266,6 +273,9 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
         counted=True,
         packed=ready.fitted.packed,
         each=each,
+        images=sum(map(len, shown)),
+        image_tokens=ready.fitted.image_tokens,
+        most_image_tokens=max(map(sum, shown), default=0),
     )
     threads = config.kt_config.kt_num_threads or 1
     return Setting(shape, config, lengths, choose(config).type == "cuda", threads)
@@ -288,7 +298,12 @@ def make_trainer(
     if ready.stream and start:
         ready.stream.go_on(start)
     arguments = trainer_arguments(
-        config, choose(config), scratch, ready.fitted.packed, ready.eval_steps
+        config,
+        choose(config),
+        scratch,
+        ready.fitted.packed,
+        ready.eval_steps,
+        ready.vision is not None,
     )
     # Trainer would evaluate before the first step of a continuation, too.
     arguments.eval_on_start = config.evaluates_first and start is None
@@ -300,6 +315,8 @@ def make_trainer(
         processing_class=ready.tokenizer,
         callbacks=callbacks,
     )
+    if ready.vision is not None:
+        trainer.see(ready.vision)
     trainer.remove_callback(PrinterCallback)
     trainer.ratio_of_b, trainer.ftx = config.loraplus_lr_ratio or 1.0, config.pref_ftx
     trainer.stream = ready.stream

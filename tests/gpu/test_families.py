@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from familygradients import ON_GPU, check_family
-from moefamilies import FAMILIES, KIMI
+from moefamilies import FAMILIES, KIMI, SEEING
 from transformers import CONFIG_MAPPING
 
 
@@ -21,3 +21,13 @@ def test_family(
     if KIMI.get(model_type, model_type) not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     check_family(model_type, tmp_path, monkeypatch, executor, torch.device("cuda", 0))
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("executor", ON_GPU)
+@pytest.mark.parametrize("model_type", SEEING)
+def test_family_with_images(
+    model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda", 0)
+    check_family(model_type, tmp_path, monkeypatch, executor, gpu, images=True)

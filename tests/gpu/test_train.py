@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from tinymoe import tiny_model, tiny_tokenizer
+from visionmoe import colour_rows, vision_base
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.sft.config import load_config
@@ -113,6 +114,20 @@ def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
 
     on_cpu = train(run_dir, "use_cpu=true", f"output_dir={run_dir / 'cpu'}")
     assert on_cpu.first_loss == pytest.approx(result["first_loss"], rel=2e-2)
+    assert losses(run_dir / "cpu") == pytest.approx(losses(run_dir / "raw"), rel=0.1)
+
+
+@pytest.mark.parametrize("experts", [*PLACES])
+def test_images_are_learned_as_on_the_cpu(run_dir, experts):
+    base = vision_base(run_dir / "seeing", "qwen3_vl_moe")
+    (run_dir / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in colour_rows(run_dir, range(0, 24, 4)))
+    )
+    own = (f"model_name_or_path={base}", "cutoff_len=128", "gradient_accumulation_steps=1")
+    found = train(run_dir, *own, *PLACES[experts])
+    assert found.experts == experts
+    on_cpu = train(run_dir, *own, "use_cpu=true", f"output_dir={run_dir / 'cpu'}")
+    assert on_cpu.last_loss < 0.7 * on_cpu.first_loss
     assert losses(run_dir / "cpu") == pytest.approx(losses(run_dir / "raw"), rel=0.1)
 
 

@@ -182,8 +182,8 @@ BAD = {
     "long prompt": ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "512"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "messages.0.content.0.type",
-        "'text'",
+        "messages.0.content",
+        "image_url: this server reads text alone",
     ),
 }
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import trl
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tinymoe import byte_tokenizer
 from trainrun import write_lines
-from transformers import PreTrainedTokenizerFast
 
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig
@@ -28,19 +27,6 @@ def settings(*dataset, **changes):
 
 def write(path, *rows):
     return write_lines(path, rows)
-
-
-def byte_tokenizer(template, *special):
-    """A tokenizer of single bytes, as real ones fall back to, and of special tokens; the last ends a turn."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=special[-1], additional_special_tokens=list(special)
-    )
-    fast.chat_template = template
-    return fast
 
 
 MARKED = (

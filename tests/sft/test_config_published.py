@@ -66,7 +66,7 @@ PUBLISHED = {
         {
             "image_max_pixels": 9, "video_max_pixels": 9, "kt_cpu_activation": "retain", "kt_config": BLOCK,
         },
-        BLOCK_NOTES | {"image_max_pixels", "video_max_pixels"},
+        BLOCK_NOTES | {"video_max_pixels"},
     ),
     "deepseek_v3_int8": (
         {

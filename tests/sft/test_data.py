@@ -168,11 +168,11 @@ REFUSED = [
     ({"messages": [ASK, "yes"]}, "a message that is a str"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TELL]},
-        "content that is not text (image_url) in a user message",
+        "an image without a path, data URL or bytes",
     ),
     ({**ROW, "tools": [{"title": "f"}]}, "tools that are not a list of functions with a name"),
     ({**ROW, "tools": "f()"}, "tools that are not JSON: Expecting value"),
-    ({**ROW, "images": ["a.png"]}, "with images: only text"),
+    ({**ROW, "images": ["a.png"]}, "images without a place of their own: 1 for 0"),
     ({"conversations": [{"from": "function_call", "value": "f()"}]}, "tool calls that are not JSON"),
     ({"instruction": "say", "input": 5, "output": "that"}, "instruction or input that is not text"),
     ({"instruction": "say", "output": "a", "history": [["q"]]}, "history that is not a list of"),

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+import trainrun
 import warm as warm_python
 import yaml
 from manyranks import (
@@ -30,6 +31,7 @@ from manyranks import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainrun import DPO, log_of, quiet, text, train, write_lines
+from visionmoe import colour_rows, vision_base
 
 from ktbridge.errors import ProblemsError
 from ktbridge.experts import checkpointing
@@ -266,6 +268,22 @@ def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir):
     done = launch("packed-ddp", "ddp", "per_device_train_batch_size=1", *packed)
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, "packed", "packed-ddp")
+
+
+@quiet
+def test_images_of_one_rank_are_trained_on_as_by_one_process(warm, tmp_path):
+    """In every batch one of the ranks has rows of text alone, which don't go through the vision tower."""
+    seen = colour_rows(tmp_path, range(2))
+    turns = [{"from": "human", "value": "say yes"}, {"from": "gpt", "value": "yes"}]
+    rows = [row for each in seen for row in (each, {"conversations": turns})]
+    config = {"max_steps": 3, "plot_loss": False, "use_cpu": True, "bf16": False, "ddp_timeout": 60}
+    base = vision_base(tmp_path / "base", "qwen3_vl_moe")
+    trainrun.write_run(tmp_path, base, rows, **config, learning_rate=1e-3, cutoff_len=128)
+    train(tmp_path, f"output_dir={tmp_path / 'alone'}", "per_device_train_batch_size=2")
+    own = ("per_device_train_batch_size=1", "eval_strategy=no")
+    done = launcher(warm, tmp_path)("two", "fsdp2", *own)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path, "alone", "two")
 
 
 @quiet

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from familygradients import EXECUTORS, check_family
-from moefamilies import EXECUTED_ALIKE, FAMILIES
+from moefamilies import EXECUTED_ALIKE, FAMILIES, SEEING
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,14 @@ def test_family(
 ) -> None:
     """With LoRA on all that can have it: every answer and gradient is transformers' and PEFT's rule's."""
     check_family(model_type, tmp_path, monkeypatch, executor)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "executor"),
+    [*((kind, EXECUTORS[0]) for kind in SEEING), ("qwen3_5_moe", EXECUTORS[1])],
+)
+def test_family_with_images(
+    model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with the vision tower in front, and an image in each row."""
+    check_family(model_type, tmp_path, monkeypatch, executor, images=True)

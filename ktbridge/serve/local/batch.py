@@ -8,7 +8,7 @@ Each ``step`` is one forward of one token per row, whatever arm a row belongs to
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,6 +54,8 @@ class Ask:
     listener: Listener
     n: int = 1
     first: int = 0
+    images: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    """Reads the prompt's images, of which ``prompt`` has the tokens, for the vision tower."""
 
     @property
     def longest(self) -> int:
@@ -63,12 +65,13 @@ class Ask:
 
 @dataclass
 class Row:
-    """One answer in progress. ``length``: its tokens in the cache."""
+    """One answer in progress. ``length``: its tokens in the cache; ``shift``: from there to positions."""
 
     ask: Ask
     choice: int
     answer: Answer
     length: int
+    shift: int = 0
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Prefill:
 
     ask: Ask
     done: int = 0
+    shift: int = 0
     cache: Cache | None = None
     entries: list[TokenLogprob] = field(default_factory=list)
 
@@ -134,7 +138,7 @@ class Batch:
             rows = []
             for i in range(ask.n):
                 answer = Answer(self.model.tokens, self.model.stop_ids, ask.sampling, i)
-                row = Row(ask, ask.first + i, answer, len(ask.prompt))
+                row = Row(ask, ask.first + i, answer, len(ask.prompt), prefill.shift)
                 for event in opening:
                     ask.listener.deliver(row.choice, event)
                 if self._take(row, logits):
@@ -149,6 +153,12 @@ class Batch:
     def _next_chunk(self, prefill: Prefill) -> torch.Tensor:
         """Logits [V], float32, after the next chunk of a prompt."""
         ask, start = prefill.ask, prefill.done
+        if ask.images:
+            logits, prefill.cache, prefill.shift = self.model.prefill_seen(
+                ask.arm, ask.prompt, ask.images()
+            )
+            prefill.done = len(ask.prompt)
+            return logits[-1].float()
         end = len(ask.prompt)
         if self.model.chunkable:
             end = min(end, start + (self.chunk if self.rows else ALONE))
@@ -176,6 +186,7 @@ class Batch:
                 [row.answer.token for row in rows],
                 [row.length for row in rows],
                 self._cache,
+                [row.shift for row in rows],
             )
         except Exception as error:
             # The cache may be half-written: no row can continue from it.

@@ -75,12 +75,40 @@ class Engine:
         return output.logits[0], output.past_key_values
 
     @torch.inference_mode()
+    def prefill_seen(
+        self, arm: ServedArm, ids: Sequence[int], images: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Cache, int]:
+        """Run a whole prompt with images: logits [1, V], the row's cache, and its shift.
+
+        ``images`` is what the vision tower takes. An image's tokens share positions, so what follows comes
+        earlier than by its number of tokens: by the shift, which is negative.
+        """
+        self._mixer.select([arm])
+        tokens = torch.tensor([list(ids)])
+        inner: Any = self.model.base_model
+        positions, shifts = inner.get_rope_index(
+            input_ids=tokens,
+            mm_token_type_ids=images["mm_token_type_ids"],
+            image_grid_thw=images["image_grid_thw"],
+        )
+        output = self.model(
+            input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=1, **images
+        )
+        return output.logits[0], output.past_key_values, int(shifts)
+
+    @torch.inference_mode()
     def step(
-        self, arms: Sequence[ServedArm], ids: Sequence[int], lengths: Sequence[int], cache: Cache
+        self,
+        arms: Sequence[ServedArm],
+        ids: Sequence[int],
+        lengths: Sequence[int],
+        cache: Cache,
+        shifts: Sequence[int] = (),
     ) -> torch.Tensor:
         """One token for each row: logits [rows, V]. ``cache`` gets it too.
 
-        ``lengths``: how many tokens of each row are in ``cache``, which is as wide as the longest.
+        ``lengths``: how many tokens of each row are in ``cache``, which is as wide as the longest;
+        ``shifts``: how far the rows' positions are from that, by default not at all.
         """
         self._mixer.select(arms)
         past = torch.tensor(lengths)[:, None]
@@ -91,7 +119,7 @@ class Engine:
         output = self.model(
             input_ids=torch.tensor(ids)[:, None],
             attention_mask=mask,
-            position_ids=past,
+            position_ids=past + torch.tensor(shifts)[:, None] if shifts else past,
             past_key_values=cache,
             use_cache=True,
         )

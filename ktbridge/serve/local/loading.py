@@ -29,11 +29,15 @@ MOST_LOST = 2.0**-12  # of a matrix's norm; bfloat16's own rounding is 2**-9 of 
 SHARE = 4  # packed copies take at most this fraction of free memory
 
 
-def load_engine(plan: ServePlan) -> Engine:
-    """Load what ``plan`` names. Raises KtbridgeError when an adapter does not fit the model."""
+def load_engine(plan: ServePlan, whole: bool = False) -> Engine:
+    """Load what ``plan`` names; ``whole``: with the vision tower, to be asked about images.
+
+    Raises KtbridgeError when an adapter does not fit the model.
+    """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    model, tokenizer = load_for_kernels(plan.model, torch.bfloat16), load_tokenizer(plan.model)
+    model = load_for_kernels(plan.model, torch.bfloat16, whole=whole)
+    tokenizer = load_tokenizer(plan.model)
     expert = read_adapter(plan.expert) if plan.expert is not None else None
     wrap_experts(
         model,

@@ -155,6 +155,10 @@ class Strict(BaseModel):
         return {key: _whole(value) for key, value in data.items() if value is not None}
 
 
+_MEDIA = ("image", "input_image", "video", "audio", "input_audio", "file")
+"""What OpenAI's and others' content parts of images, videos and sounds begin with."""
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
@@ -164,6 +168,15 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _only_text(cls, content: object) -> object:
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if isinstance(kind, str) and kind.startswith(_MEDIA):
+                raise ValueError(f"{kind}: this server reads text alone")
+        return content
 
     def as_template_input(self) -> dict[str, str]:
         """What chat templates read: plain text, and the older word for 'developer'."""

@@ -117,8 +117,8 @@ _FLAT = {
     "cpu_infer": "kt_num_threads",
 }
 """Key of the block that may stand outside it -> its name there."""
-_TRANSFORMERS = {"router_aux_loss_coef": "moe_aux_loss_coef"}
-"""transformers' names of keys outside the block -> LLaMA-Factory's."""
+_TRANSFORMERS = {"router_aux_loss_coef": "moe_aux_loss_coef", "image_dir": "media_dir"}
+"""transformers' and earlier names of keys outside the block -> LLaMA-Factory's."""
 _POLICIES = ("kt_activation_policy", "activation_policy")
 """{"cpu", "gpu"}, each "retain" or "recompute"; in the block or outside."""
 

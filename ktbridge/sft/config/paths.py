@@ -32,7 +32,7 @@ _ROWS = ("dataset", "eval_dataset")
 _OUTPUTS = ("output_dir", "logging_dir", "tokenized_path")
 _INPUTS = (
     "model_name_or_path", "adapter_name_or_path", "dataset", "eval_dataset", "dataset_dir",
-    "resume_from_checkpoint", "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
+    "media_dir", "resume_from_checkpoint", "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
 )  # fmt: skip
 
 
@@ -76,6 +76,10 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
                 step, expected = "", "an adapter in any format that `ktbridge convert` reads"
             _not_there(findings, "adapter_name_or_path", adapter, expected, step)
     _resolve_datasets(main, root, findings)
+    if main.get("media_dir"):
+        main["media_dir"] = str(media := at(main["media_dir"]))
+        if not media.is_dir():
+            _not_there(findings, "media_dir", media, "the directory of the rows' images")
     _resolve_weight_path(main, kt, root, findings)
     _apply_rule(main, kt, root, findings)
 

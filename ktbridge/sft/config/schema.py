@@ -129,6 +129,14 @@ class TrainConfig:
     note says where that one differs."""
     cutoff_len: int = option(whole(1), 2048)
     """Tokens of a conversation, at most; the rest is cut off and counted. pt: of a piece of a text."""
+    media_dir: str | None = option(text, None)
+    """Where images are that rows name by relative paths; default: beside the file of the rows and in
+    dataset_dir."""
+    image_max_pixels: int | None = option(whole(1), None)
+    """An image of more pixels is made smaller, as in LLaMA-Factory; default: the model's own processor
+    decides."""
+    image_min_pixels: int | None = option(whole(1), None)
+    """An image of fewer pixels is made larger; default: the model's own processor decides."""
     max_samples: int | None = option(whole(1), None)
     """Rows of each dataset, at most."""
     mix_strategy: str = option(

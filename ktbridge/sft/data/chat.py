@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.sft.data.messages import Message, Tool, in_content, thoughts_of, without_thoughts
+from ktbridge.sft.data.forms import Answer, TrainingText
+from ktbridge.sft.data.messages import (
+    IMAGE,
+    Message,
+    Tool,
+    in_content,
+    thoughts_of,
+    without_thoughts,
+)
 from ktbridge.sft.data.render import MARK, Asked, Renderer, Span, check_tools, shared
 
 if TYPE_CHECKING:
@@ -25,39 +32,6 @@ AUTO = "auto"
 """Thinking is on for an answer with thoughts and off for one without."""
 _EMPTY_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer as a server's model writes it: ``text`` is the prompt and the answer.
-
-    ``start`` and ``end`` enclose what the model writes, its stop token included, which begins at ``body`` or
-    later. ``added`` is what of that the template puts in front of the answer's own words (an empty block of
-    thoughts), ``unmatched`` the end of the prompt that a server sends and that this text lacks (an opened
-    block of thoughts).
-    """
-
-    text: str
-    start: int
-    end: int
-    body: int
-    added: str
-    unmatched: str
-
-
-@dataclass
-class TrainingText:
-    """One sequence to train on. ``spans`` are what is learned, ``answers`` the answers these belong to.
-
-    ``rewritten`` counts answers that stand here as history, in another form than the model writes them.
-    """
-
-    text: str
-    spans: list[Span] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    rewritten: int = 0
-    thoughts: bool = False
-    """Whether an answer learned here has thoughts."""
 
 
 class ChatTemplate:
@@ -166,17 +140,18 @@ class ChatTemplate:
         for place in places:
             upto = messages[: place + 1]
             answers[place] = self._answer(upto, self._asked(upto, tools))
+        seen = [*accumulate(each["content"].count(IMAGE) for each in messages)]
         whole, found = answers[places[-1]], list[TrainingText]()
         for place, answer in reversed(answers.items()):
             span, same = (answer.start, answer.end), True
             if found and not found[-1].text.startswith(answer.text[: answer.end]):
                 if split:
-                    found.append(TrainingText(answer.text))
+                    found.append(TrainingText(answer.text, seen[place]))
                 else:
                     upto = messages[: places[-1] + 1]
                     span, same = self._in_history(upto, place, whole, answer, tools), False
             elif not found:
-                found.append(TrainingText(answer.text))
+                found.append(TrainingText(answer.text, seen[place]))
             found[-1].spans.insert(0, span)
             found[-1].answers.insert(0, answer)
             found[-1].rewritten += not same

@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,17 @@ from ktbridge.sft.data.forms import Forms, stop_note
 from ktbridge.sft.data.messages import Conversation
 from ktbridge.sft.data.mixing import CONCAT, Share, mixed
 from ktbridge.sft.data.pairs import FittedJudged, FittedPairs, Preview
+from ktbridge.sft.data.pictures import NOT_STREAMED, TEXT_ALONE
 from ktbridge.sft.data.rows import TOO_MANY, Refused, Rows, reasons, refused_note, unusable
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from ktbridge.sft.vision import Vision
+
+PICTURES = "pictures"
+"""The dataset's column of images."""
 BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_progress``."""
 
@@ -33,8 +39,9 @@ class Fitted:
     """The part of the rows that is trained on, within ``cutoff_len`` tokens each.
 
     ``dataset`` for sft: ``input_ids`` and ``labels`` (-100 but for the assistant's tokens), int32, and with
-    packing ``seq_lengths``, the lengths of the conversations in each row; for dpo: ``prompt_ids``,
-    ``chosen_ids`` and ``rejected_ids``; for kto: ``prompt_ids``, ``completion_ids`` and ``label``.
+    packing ``seq_lengths``, the lengths of the conversations in each row, with images ``PICTURES``, their
+    numbers in ``Vision.pictures``; for dpo: ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``; for kto:
+    ``prompt_ids``, ``completion_ids`` and ``label``.
     """
 
     dataset: Dataset
@@ -53,6 +60,10 @@ class Fitted:
     """kto: good and bad answers among the used rows."""
     with_thoughts: int = 0
     """Used rows in which an answer that is trained on has thoughts."""
+    with_images: int = 0
+    """Used rows that have an image."""
+    image_tokens: int = 0
+    """Tokens that stand for images, in ``tokens``."""
     cutoff_len: int = 0
     packed: bool = False
     streamed: bool = False
@@ -69,14 +80,16 @@ def fit_rows(
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     on_progress: OnProgress | None = None,
+    vision: Vision | None = None,
 ) -> Fitted:
     """Tokenize rows by the tokenizer's chat template, and cut them to ``config.cutoff_len`` tokens.
 
+    ``vision`` is the model's image processor; without it rows with images are refused.
     ``on_progress(done, total)`` is called regularly. Rows with no answer left, and those that the
     template refuses, join ``refused``. Raises ProblemsError when nothing is left or, with ``strict_data``,
     for any refused row, and KtbridgeError for a tokenizer that can't be used.
     """
-    fit, refused = tokenize(rows, tokenizer, config, on_progress)
+    fit, refused = tokenize(rows, tokenizer, config, on_progress, vision)
     everything = all_refused(rows, refused, config)
     shares: list[Share] = []
     places = None
@@ -96,6 +109,8 @@ def fit_rows(
         trained_tokens=trained,
         judged=fit.judged if isinstance(fit, FittedJudged) else None,
         with_thoughts=fit.with_thoughts,
+        with_images=fit.with_images,
+        image_tokens=fit.image_tokens,
         cutoff_len=config.cutoff_len,
         packed=fit.packed,
         preview=fit.preview(),
@@ -113,9 +128,10 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
     on_progress: OnProgress | None = None,
+    vision: Vision | None = None,
 ) -> tuple[_Sequences | FittedPairs | FittedJudged, list[Refused]]:
     """The rows' sequences, and the rows that can't be used; the rest as ``fit_rows``."""
-    fit = _fitting(tokenizer, config)
+    fit = _fitting(tokenizer, config, vision)
     given: list[Any] = rows.pairs if config.stage == "dpo" else rows.conversations
     refused = []
     for start in range(0, len(given), BATCH):
@@ -155,14 +171,16 @@ class Tally:
 
 
 def _fitting(
-    tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+    tokenizer: PreTrainedTokenizerBase, config: TrainConfig, vision: Vision | None
 ) -> _Sequences | FittedPairs | FittedJudged:
     if config.stage == "pt":
         return _Texts(tokenizer, config)
     chat = ChatTemplate(tokenizer, config.enable_thinking)
     if config.stage == "dpo":
         return FittedPairs(chat, config)
-    return FittedJudged(chat, config) if config.stage == "kto" else _Conversations(chat, config)
+    if config.stage == "kto":
+        return FittedJudged(chat, config)
+    return _Conversations(chat, config, vision)
 
 
 def all_refused(rows: Rows, refused: list[Refused], config: TrainConfig) -> list[Refused]:
@@ -197,6 +215,8 @@ def data_file(fitted: Fitted, config: TrainConfig) -> bytes:
         "tokens": fitted.tokens,
         "trained_tokens": fitted.trained_tokens,
         "with_thoughts": fitted.with_thoughts,
+        "with_images": fitted.with_images,
+        "image_tokens": fitted.image_tokens,
     }
     return json.dumps(summary, indent=2, ensure_ascii=False).encode() + b"\n"
 
@@ -221,6 +241,8 @@ def describe(fitted: Fitted, purpose: str = "trained on") -> str:
         line += f", {fitted.judged[0]:,} good answers and {fitted.judged[1]:,} bad"
     if fitted.with_thoughts:
         line += f", {fitted.with_thoughts:,} with thoughts and {fitted.used - fitted.with_thoughts:,} without"
+    if fitted.with_images:
+        line += f", {fitted.with_images:,} with images of {fitted.image_tokens:,} tokens"
     return f"{line}; {fitted.trained_tokens:,} of {fitted.tokens:,} tokens are {purpose}"
 
 
@@ -230,9 +252,9 @@ class _Sequences(ABC):
     def __init__(self, config: TrainConfig) -> None:
         self._cutoff, self._streaming = config.cutoff_len, config.streaming
         self.packed = config.packing or config.neat_packing
-        self._ids, self._labels = Lists(), Lists()
+        self._ids, self._labels, self._pictures = Lists(), Lists(), Lists()
         self.sizes = Sizes()
-        self.used = self.with_thoughts = 0
+        self.used = self.with_thoughts = self.with_images = self.image_tokens = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
         """The last token of an answer that was not cut off."""
@@ -252,13 +274,16 @@ class _Sequences(ABC):
         pairs = zip(self._ids.first(), self._labels.first(), strict=True)
         return [(token, label != IGNORED) for token, label in pairs]
 
-    def _append(self, row: int, ids: list[int], learned: list[int]) -> int:
+    def _append(
+        self, row: int, ids: list[int], learned: list[int], numbers: Sequence[int] = ()
+    ) -> int:
         """Add a sequence of a row if something of it is learned; how many of its tokens are."""
         # The first token is never predicted: there is nothing before it.
         trained = len(learned) - 1 - learned[1:].count(IGNORED)
         if trained > 0:
             self._ids.append(ids)
             self._labels.append(learned)
+            self._pictures.append(numbers)
             self.sizes.append(row, len(learned), trained)
         return trained
 
@@ -269,6 +294,8 @@ class _Sequences(ABC):
         from trl import pack_dataset
 
         columns = {"input_ids": self._ids.column(), "labels": self._labels.column()}
+        if self.with_images:
+            columns[PICTURES] = self._pictures.column()
         dataset = Dataset(pa.table(columns))
         if places is not None:
             dataset = dataset.select(places)
@@ -315,8 +342,11 @@ class _Texts(_Sequences):
 class _Conversations(_Sequences):
     """Conversations by the chat template."""
 
-    def __init__(self, chat: ChatTemplate, config: TrainConfig) -> None:
+    def __init__(
+        self, chat: ChatTemplate, config: TrainConfig, vision: Vision | None = None
+    ) -> None:
         super().__init__(config)
+        self._vision = vision
         self._chat, self._split = chat, config.split_turns
         self._everything, self._last_alone = config.train_on_prompt, config.mask_history
         self._forms = Forms()
@@ -327,6 +357,8 @@ class _Conversations(_Sequences):
         thoughtful: set[int] = set()
         for number, messages in batch:
             try:
+                if messages.pictures and self._vision is None:
+                    raise ValueError(NOT_STREAMED if self._streaming else TEXT_ALONE)
                 texts = self._chat.sequences(
                     messages, messages.tools, self._split, self._last_alone
                 )
@@ -339,15 +371,24 @@ class _Conversations(_Sequences):
         if not written:
             return
         used = dict.fromkeys((number for number, _ in written), False)
+        whys = dict.fromkeys(used, f"no answer within cutoff_len={self._cutoff} tokens")
+        rows = dict(batch)
         encoded = self._chat.tokens([text.text for _, text in written])
         for (number, text), ids, offsets in zip(written, *encoded, strict=True):
-            learned = labels(ids[: self._cutoff], offsets[: self._cutoff], text.spans)
-            if self._everything:
-                learned = ids[: self._cutoff]
+            learned = ids if self._everything else labels(ids, offsets, text.spans)
+            shown = rows[number].pictures[: text.images]
+            if self._vision:
+                try:
+                    ids, learned = self._vision.widened(ids, learned, shown, self._cutoff)
+                except ValueError as error:
+                    whys[number] = str(error)
+                    continue
             if len(ids) > self._cutoff and number not in self.cut[-1:]:
                 self.cut.append(number)
-            if self._append(number, ids[: self._cutoff], learned) <= 0:
+            numbers = self._vision.numbered(shown) if self._vision else ()
+            if self._append(number, ids[: self._cutoff], learned[: self._cutoff], numbers) <= 0:
                 continue
+            self.image_tokens += ids.count(self._vision.token) if self._vision else 0
             used[number] = True
             if len(ids) <= self._cutoff and self.last_learned is None:
                 self.last_learned = next(label for label in reversed(learned) if label != IGNORED)
@@ -355,16 +396,20 @@ class _Conversations(_Sequences):
             if taken:
                 self.used += 1
                 self.with_thoughts += number in thoughtful
+                self.with_images += bool(rows[number].pictures)
                 continue
             self.cut = [cut for cut in self.cut if cut != number]
-            yield number, f"no answer within cutoff_len={self._cutoff} tokens"
+            yield number, whys[number]
 
     def notes(self) -> Iterator[Problem]:
         yield from self._forms.notes(self._split)
         yield from self._chat.notes()
 
     def preview(self) -> Preview:
-        return {"sequence": self._chat.pieces(self._first())}
+        image = self._vision.token if self._vision else None
+        runs = groupby(self._first())  # of an image's tokens the first is enough
+        shown = [pair for each, run in runs for pair in ([each] if each[0] == image else run)]
+        return {"sequence": self._chat.pieces(shown)}
 
 
 def _too_many(refused: list[Refused], total: int) -> ProblemsError:

@@ -4,14 +4,50 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
-from ktbridge.sft.data.chat import TrainingText
+from ktbridge.sft.data.render import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer as a server's model writes it: ``text`` is the prompt and the answer.
+
+    ``start`` and ``end`` enclose what the model writes, its stop token included, which begins at ``body`` or
+    later. ``added`` is what of that the template puts in front of the answer's own words (an empty block of
+    thoughts), ``unmatched`` the end of the prompt that a server sends and that this text lacks (an opened
+    block of thoughts).
+    """
+
+    text: str
+    start: int
+    end: int
+    body: int
+    added: str
+    unmatched: str
+
+
+@dataclass
+class TrainingText:
+    """One sequence to train on. ``spans`` are what is learned, ``answers`` the answers these belong to.
+
+    ``rewritten`` counts answers that stand here as history, in another form than the model writes them.
+    """
+
+    text: str
+    images: int = 0
+    """Images in the messages that it consists of."""
+    spans: list[Span] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    rewritten: int = 0
+    thoughts: bool = False
+    """Whether an answer learned here has thoughts."""
 
 
 class Forms:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ktbridge.sft.data.messages import (
+    IMAGE,
+    PLACE,
     Conversation,
     Message,
     Tags,
@@ -18,6 +21,7 @@ from ktbridge.sft.data.messages import (
     read_messages,
     read_tools,
 )
+from ktbridge.sft.data.pictures import Picture, read_picture
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,9 @@ COLUMNS = {
     "kto_tag": "kto_tag",
 }
 """LLaMA-Factory's column names, and their default keys."""
-MEANINGFUL = (
-    "images", "image", "videos", "video", "audios", "audio", "kto_tag",
-    "loss_mask",
-)  # fmt: skip
+MEANINGFUL = ("videos", "video", "audios", "audio", "kto_tag", "loss_mask")
 """Fields that change what is learned from a row and that are not trained on: refused, never skipped."""
+_IMAGES = ("images", "image")
 _OTHER_LOSS = ("kto_tag", "loss_mask")
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 """What tables write for flags."""
@@ -76,6 +78,8 @@ class Layout:
     formatting: str | None = None
     columns: Mapping[str, str] = field(default_factory=lambda: dict(COLUMNS))
     tags: Tags = field(default_factory=Tags)
+    folders: tuple[Path, ...] = ()
+    """Where images with relative paths are looked for."""
 
 
 def read_conversation(row: object, layout: Layout, unused: set[str]) -> Conversation:
@@ -103,6 +107,8 @@ def read_judged(row: object, layout: Layout, unused: set[str]) -> Conversation:
     found = _conversation(fields, layout, unused)
     if len(found) < 2 or found[-1].get("weight", 1) == 0:
         raise ValueError("an answer that is not to be learned, or without a prompt")
+    if found.pictures:
+        raise ValueError("with images: stage kto judges answers of text")
     found.good = good
     return found
 
@@ -112,7 +118,8 @@ def _conversation(fields: _Fields, layout: Layout, unused: set[str]) -> Conversa
         raise ValueError("a preference pair: stage dpo trains on it")
     kind = layout.formatting or fields.detect_format()
     if kind == "completion":
-        messages = _with_system(fields, _trl_prompt(fields.take_key("prompt"), layout, unused))
+        prompt = _trl_prompt(fields.take_key("prompt"), layout, unused, fields.parts)
+        messages = _with_system(fields, prompt)
         messages += _answer(fields.take_key("completion"), layout, unused)
     elif kind == "alpaca":
         if not fields.has("prompt") or not fields.has("response"):
@@ -120,12 +127,13 @@ def _conversation(fields: _Fields, layout: Layout, unused: set[str]) -> Conversa
         messages = _alpaca_prompt(fields)
         messages.append(message("assistant", fields.take("response")))
     elif kind == "messages":
-        messages = _with_system(fields, read_messages(fields.take("messages"), layout.tags, unused))
+        found = read_messages(fields.take("messages"), layout.tags, unused, fields.parts)
+        messages = _with_system(fields, found)
     else:
         raise fields.of_no_known_form()
-    tools = fields.tools()
+    tools, pictures = fields.tools(), fields.pictures(messages)
     unused |= fields.left()
-    return Conversation(ending_in_answer(messages), tools)
+    return Conversation(ending_in_answer(messages), tools, pictures)
 
 
 def read_document(row: object, layout: Layout, unused: set[str]) -> Conversation:
@@ -134,6 +142,7 @@ def read_document(row: object, layout: Layout, unused: set[str]) -> Conversation
     The text is the column ``text`` or, where an entry of dataset_info.json names another, ``prompt``.
     """
     fields = _Fields(row, layout)
+    fields.without_images("stage pt trains on text")
     text = fields.take("prompt") if layout.formatting else fields.take_key("text")
     if text is None:
         raise ValueError(
@@ -147,6 +156,7 @@ def read_document(row: object, layout: Layout, unused: set[str]) -> Conversation
 def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
     """The preference pair of one row; as ``read_conversation`` otherwise."""
     fields = _Fields(row, layout)
+    fields.without_images("stage dpo compares answers of text")
     chosen, rejected = fields.take("chosen"), fields.take("rejected")
     if is_empty(chosen) or is_empty(rejected):
         raise ValueError("no pair of answers: stage dpo needs chosen and rejected")
@@ -195,12 +205,14 @@ class _Fields:
         self._columns = dict(layout.columns)
         if layout.formatting is None and "messages" in row:
             self._columns["messages"] = "messages"
-        self._row, self._read = row, set(NOT_USED)
+        self._row, self._read, self._folders = row, set(NOT_USED), layout.folders
+        self.parts: list[object] = []
+        """What stands for images in the messages themselves."""
         tag = self._columns.get("kto_tag")
         for name in (*MEANINGFUL, *(self._columns.get(name, "") for name in MEANINGFUL)):
             if not is_empty(row.get(name)) and not (judged and name in ("kto_tag", tag)):
                 kind = name in (*_OTHER_LOSS, tag)
-                why = "every answer counts alike" if kind else "only text is trained on"
+                why = "every answer counts alike" if kind else "only text and images are trained on"
                 raise ValueError(f"with {name}: {why}")
 
     def has(self, name: str) -> bool:
@@ -224,6 +236,39 @@ class _Fields:
         """OpenAI's ``tools`` or their older name, or the column that the layout names."""
         given = [self.take("tools"), self.take_key("functions")]
         return next((read_tools(value) for value in given if not is_empty(value)), [])
+
+    def without_images(self, why: str) -> None:
+        """Raise ValueError for a row with images, because of ``why``."""
+        if any(not is_empty(self._row.get(name)) for name in self._image_fields()):
+            raise ValueError(f"with images: {why}")
+
+    def pictures(self, messages: list[Message]) -> list[Picture]:
+        """The images for the places that ``messages`` have for them.
+
+        ``PLACE`` in a text is one only where the row has a field of images; elsewhere it is text.
+        """
+        names = self._image_fields()
+        self._read.update(names)
+        given = next((self._row[name] for name in names if not is_empty(self._row.get(name))), None)
+        values: list[object] = [*self.parts]
+        if given is not None:
+            if any(part is not None for part in values):
+                raise ValueError("with images twice: as a field and in the messages")
+            values = given if isinstance(given, list) else [given]
+            for each in messages:
+                each["content"] = each["content"].replace(PLACE, IMAGE)
+        places = sum(each["content"].count(IMAGE) for each in messages)
+        if places != len(values):
+            raise ValueError(
+                f"images without a place of their own: {len(values)} for {places} times {PLACE}"
+            )
+        if any(IMAGE in each["content"] for each in messages if each["role"] == "assistant"):
+            raise ValueError("an image in an answer: only text is learned")
+        return [read_picture(value, self._folders) for value in values]
+
+    def _image_fields(self) -> list[str]:
+        """The column that is named for them, and the usual names."""
+        return [*dict.fromkeys([*filter(None, [self._columns.get("images")]), *_IMAGES])]
 
     def left(self) -> set[str]:
         return {
@@ -280,12 +325,14 @@ def _answer(value: object, layout: Layout, unused: set[str]) -> list[Message]:
     return read_messages([value] if isinstance(value, dict) else value, layout.tags, unused)
 
 
-def _trl_prompt(value: object, layout: Layout, unused: set[str]) -> list[Message]:
+def _trl_prompt(
+    value: object, layout: Layout, unused: set[str], images: list[object] | None = None
+) -> list[Message]:
     if is_empty(value):
         return []
     if isinstance(value, str):
         return [message("user", value)]
-    return read_messages(value, layout.tags, unused)
+    return read_messages(value, layout.tags, unused, images)
 
 
 def _shared(first: list[Message], second: list[Message]) -> int:

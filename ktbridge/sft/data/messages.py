@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict, cast
 
+from ktbridge.sft.data.pictures import Picture
+
 Tool = dict[str, object]
 """A function that the model may call, as OpenAI describes it: ``type`` and ``function``."""
 
@@ -34,14 +36,26 @@ class Message(_Plain, total=False):
 class Conversation(list[Message]):
     """Messages in order; ``tools`` are those that the model may call in it.
 
-    ``good``: how the last answer was judged, for stage kto.
+    ``good``: how the last answer was judged, for stage kto. ``pictures`` are its images, in the order of the
+    places (``IMAGE``) that the messages' contents have for them.
     """
 
     def __init__(
-        self, messages: Iterable[Message], tools: Iterable[Tool] = (), good: bool | None = None
+        self,
+        messages: Iterable[Message],
+        tools: Iterable[Tool] = (),
+        pictures: Iterable[Picture] = (),
+        good: bool | None = None,
     ) -> None:
         super().__init__(messages)
-        self.tools, self.good = list(tools), good
+        self.tools, self.pictures, self.good = list(tools), list(pictures), good
+
+
+IMAGE = "\u241e\U0001f5bc\u241e"
+"""The place of an image in a message's content."""
+PLACE = "<image>"
+"""The same in LLaMA-Factory's rows."""
+_IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 _CALL = "function_call"
@@ -75,19 +89,25 @@ def is_empty(value: object) -> bool:
     return value is None or value in ("", "[]", "{}", [], {})
 
 
-def read_messages(values: object, tags: Tags, unused: set[str]) -> list[Message]:
+def read_messages(
+    values: object, tags: Tags, unused: set[str], images: list[object] | None = None
+) -> list[Message]:
     """A list of messages in a file's format; unread keys are added to ``unused``.
 
+    What stands for an image in content parts is added to ``images`` (None: the row's own field has it), and
+    ``IMAGE`` stands in its place; without ``images`` such parts are refused.
     Raises ValueError with the reason, as a short phrase, when one of them can't be trained on.
     """
     if not isinstance(values, list) or not values:
         raise ValueError("messages is not a list with something in it")
-    return [_read_message(value, tags, unused) for value in values]
+    return [_read_message(value, tags, unused, images) for value in values]
 
 
-def message(role: str, content: object, empty: bool = False) -> Message:
+def message(
+    role: str, content: object, empty: bool = False, images: list[object] | None = None
+) -> Message:
     """One message of text. Raises ValueError for anything else, and unless ``empty`` for an empty text."""
-    content = _text(role, content)
+    content = _text(role, content, images)
     if not content.strip() and not empty:
         raise ValueError(f"an empty {role} message")
     _check_characters(content, role)
@@ -142,7 +162,9 @@ def all_text(each: Message) -> str:
     return in_content(each) + calls
 
 
-def _read_message(value: object, tags: Tags, unused: set[str]) -> Message:
+def _read_message(
+    value: object, tags: Tags, unused: set[str], images: list[object] | None
+) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"a message that is a {type(value).__name__}, not an object")
     role_key = tags.role or ("role" if "role" in value else "from")
@@ -159,7 +181,7 @@ def _read_message(value: object, tags: Tags, unused: set[str]) -> Message:
     elif role == "assistant":
         read = _answer(content, extra)
     else:
-        read = message(role, content, empty=role == "tool")
+        read = message(role, content, role == "tool", images)
     _weigh(read, extra)
     if role == "tool":
         for key in ("tool_call_id", "name"):
@@ -256,13 +278,20 @@ def _check_characters(text: str, where: str) -> None:
         raise ValueError(f"half a character (a lone surrogate) in {what}") from error
 
 
-def _text(role: str, content: object) -> str:
+def _text(role: str, content: object, images: list[object] | None = None) -> str:
+    """``images``: where content parts may be images, too."""
     if isinstance(content, list):  # OpenAI's content parts
+        texts = []
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
+            if kind in _IMAGE_PARTS and images is not None:
+                images.append(next((part[key] for key in _IMAGE_PARTS if part.get(key)), None))
+                texts.append(IMAGE)
+            elif kind == "text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            else:
                 raise ValueError(f"content that is not text ({kind}) in a {role} message")
-        return "".join(part["text"] for part in content)
+        return "".join(texts)
     if content is None:
         return ""
     if not isinstance(content, str):

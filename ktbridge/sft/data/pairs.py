@@ -40,7 +40,7 @@ class _Compared(ABC):
         self._columns = {name: Lists() for name in ("prompt", *self.sides)}
         self._forms = Forms()
         self.sizes = Sizes()
-        self.used = self.with_thoughts = 0
+        self.used = self.with_thoughts = self.with_images = self.image_tokens = 0
         self.cut: list[int] = []
         self.last_learned: int | None = None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.sft.data.messages import Message, Tool, in_content, thoughts_of
+from ktbridge.sft.data.messages import IMAGE, Message, Tool, in_content, thoughts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,6 +102,8 @@ class Renderer:
         plain: dict[str, Any] = {key: value for key, value in message.items() if key != "weight"}
         thoughts, said = thoughts_of(message)
         if thoughts is None:
+            if IMAGE in message["content"]:
+                plain["content"] = _parts(message["content"])
             return plain
         plain.pop("reasoning_content", None)
         plain["content"] = said if self.thoughts_key else in_content(message)
@@ -136,6 +138,15 @@ class Renderer:
             return self(messages, Asked(thinking=thinking), opened=True)[0]
         except ValueError:
             return ""
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Content with images as a list of parts, the form in which templates know them."""
+    first, *rest = content.split(IMAGE)
+    parts = [{"type": "text", "text": first}]
+    for text in rest:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]
 
 
 def check_tools(render: Renderer, messages: Sequence[Message], tools: Sequence[Tool]) -> None:

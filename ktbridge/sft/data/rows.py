@@ -25,6 +25,7 @@ from ktbridge.sft.data.layout import (
     read_pair,
 )
 from ktbridge.sft.data.messages import Conversation, Message, all_text
+from ktbridge.sft.data.pictures import TEXT_ALONE
 from ktbridge.sft.data.sources import Source, find_sources
 from ktbridge.sft.data.tables import Line
 
@@ -82,6 +83,12 @@ class Rows:
     trained on, too."""
     held_out: Rows | None = None
     """Rows that are evaluated and not trained on."""
+
+    @property
+    def with_images(self) -> bool:
+        """Whether any of them, held out or not, has an image."""
+        held = self.held_out is not None and self.held_out.with_images
+        return held or any(each.pictures for each in self.conversations)
 
 
 def load_rows(config: TrainConfig) -> Rows:
@@ -173,7 +180,7 @@ def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
 
 
 def digest(rows: Rows) -> str:
-    """SHA-256 of the rows as they are read: whether a run that goes on has the same."""
+    """SHA-256 of the rows as they are read, of images in files names and sizes."""
     pairs = [asdict(pair) for pair in rows.pairs]
     for pair in pairs:
         if not pair["tools"]:  # as in runs that began before pairs had them
@@ -181,16 +188,20 @@ def digest(rows: Rows) -> str:
     used = json.dumps([rows.conversations, pairs])
     used += "".join(json.dumps(each.tools) for each in rows.conversations if each.tools)
     used += "".join(str(each.good) for each in rows.conversations if each.good is not None)
+    pictures = [[each.identity for each in one.pictures] for one in rows.conversations]
+    used += json.dumps(pictures) if any(pictures) else ""
     return hashlib.sha256(used.encode()).hexdigest()
 
 
 def _plain(rows: Rows) -> Iterator[str]:
-    """Each conversation or pair as one text in which runs of white space are single spaces."""
+    """Each conversation, with its images, or pair as one text whose white space is single spaces."""
+    images = [[each.identity for each in one.pictures] for one in rows.conversations]
+    images += [[] for _ in rows.pairs]
     parts: list[list[list[Message]]] = [[each] for each in rows.conversations]
     parts += [[pair.prompt, pair.chosen, pair.rejected] for pair in rows.pairs]
-    for each in parts:
+    for each, shown in zip(parts, images, strict=True):
         plain = [[(m["role"], " ".join(all_text(m).split())) for m in part] for part in each]
-        yield json.dumps(plain)
+        yield json.dumps([plain, shown])
 
 
 def _problems(error: KtbridgeError) -> Sequence[Problem]:
@@ -224,6 +235,10 @@ def _next_step(reasons: Counter[str], count: int) -> str:
         return "Raise cutoff_len; nothing was started."
     if most == count and kind in STAGES:
         return f"Set stage: {STAGES[kind]} for these rows, or use others; nothing was started."
+    if most == count and kind == TEXT_ALONE:
+        return (
+            "Name a model with a vision tower (docs/models.md) for these rows; nothing was started."
+        )
     if most == count and kind == "no known form":
         forms = "docs/data.md has the forms; columns in dataset_info.json name other keys"
         return f"{forms}; stage: pt trains on raw text."
@@ -233,10 +248,16 @@ def _next_step(reasons: Counter[str], count: int) -> str:
 def refused_file(refused: Iterable[Refused]) -> bytes:
     """JSONL of ``{"where", "why", "row"}``, in ASCII so that half characters can be written too."""
     return b"".join(
-        json.dumps({"where": item.where, "why": item.why, "row": item.row}, default=str).encode()
+        json.dumps(
+            {"where": item.where, "why": item.why, "row": item.row}, default=_plain_value
+        ).encode()
         + b"\n"
         for item in refused
     )
+
+
+def _plain_value(value: object) -> str:
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 
 def _read(source: Source, config: TrainConfig, rows: Rows) -> None:

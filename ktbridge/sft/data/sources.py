@@ -53,6 +53,15 @@ class Source:
     remote: HubRows | None = None
     num_samples: int | None = None
 
+    def looking_in(self, config: TrainConfig) -> Source:
+        """With the folders of its images: ``media_dir``, else beside its files and in ``dataset_dir``."""
+        folders = (config.media_dir,) if config.media_dir else (*self._beside(), config.dataset_dir)
+        found = tuple(dict.fromkeys(Path(folder) for folder in folders if folder))
+        return replace(self, layout=replace(self.layout, folders=found))
+
+    def _beside(self) -> Iterator[Path]:
+        return (path.parent for path in self.paths)
+
     def lines(self, seed: int) -> Iterator[Line]:
         """Its rows; what is on the Hub is downloaded first. Raises what ``read_lines`` and the Hub raise."""
         files = self.remote.fetch() if self.remote else [(str(path), path) for path in self.paths]
@@ -101,7 +110,7 @@ def find_sources(config: TrainConfig) -> tuple[list[Source], list[KtbridgeError]
                 sources.append(source)
     if problems:
         failed.append(ProblemsError("the datasets can't be read; nothing was started.", problems))
-    return sources, failed
+    return [source.looking_in(config) for source in sources], failed
 
 
 def _is_described(name: str, directory: str | None) -> bool:

@@ -14,6 +14,7 @@ from ktbridge.install import install_hint
 CSV_SUFFIXES = (".csv", ".tsv")
 _DELIMITERS = ",;\t"
 _LONGEST_CELL = 1 << 30
+_AT_ONCE = 64  # rows, whose images are in memory together
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def read_parquet(path: Path, shown: str) -> Iterator[Line]:
     try:
         number = 0
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            for batch in file.iter_batches(batch_size=_AT_ONCE):
                 for row in batch.to_pylist():
                     number += 1
                     yield Line(f"{shown}: row {number}", row)

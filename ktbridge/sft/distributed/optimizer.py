@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import distributed, nn
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.modules import vision_towers
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
 from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
@@ -58,10 +59,14 @@ def shard_on_the_cpu(trainer: RunTrainer) -> None:
 
 
 def leave_experts_whole(trainer: RunTrainer) -> None:
-    """Have FSDP2 leave the experts alone; before the model is sharded."""
+    """Have FSDP2 leave the experts alone, and a vision tower, which some ranks' rows don't need.
+
+    Before the model is sharded.
+    """
     if world().size > 1 and trainer.is_fsdp_enabled:
         plugin = trainer.accelerator.state.fsdp_plugin
-        plugin.ignored_modules = list(expert_layers(trainer.model).values())
+        whole = [*expert_layers(trainer.model).values(), *vision_towers(trainer.model)]
+        plugin.ignored_modules = whole
 
 
 def separate_experts(trainer: RunTrainer, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,7 @@
 """Estimate a training run before it starts: memory, disk and time, and what to change.
 
-Reads config.json, the headers of the safetensors and the rows; torch is imported only to measure, and to
-compute sizes where there are no safetensors yet::
+Reads config.json, the headers of the safetensors and the rows; torch is imported only to measure, to
+compute sizes where there are no safetensors yet, and by the processor that counts images' tokens::
 
     from ktbridge.sft.config import load_config
     from ktbridge.sft.plan import make_plan, this_machine
@@ -69,9 +69,9 @@ def make_plan(
     declared = (declared or declare(base)) if missing else None
     other = config.kt_config.kt_weight_path
     experts = resolve_model(other) if other else None
-    shape = read_shape(base, experts, declared)
-    shape, quantised, stored = _as_asked(shape, config, base, bool(missing))
     lengths = read_lengths(config, base, render=measure)
+    shape = read_shape(base, experts, declared, whole=lengths.images > 0)
+    shape, quantised, stored = _as_asked(shape, config, base, bool(missing))
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
     setting = Setting(shape, config, lengths, cuda, threads)
@@ -184,6 +184,11 @@ def _notes(
         if any(shape.config.text.get(name) for name in DRAFT_LAYERS):
             note += ", not counting layers for multi-token prediction, which training doesn't load"
         yield note
+    if found := setting.lengths.images:
+        yield (
+            f"the rows have {found:,} images of {setting.lengths.image_tokens:,} tokens, counted by the "
+            "model's own processor; the time that they take in the vision tower is not in the pace"
+        )
     if setting.lengths.turns_unknown:
         yield (
             "rows of several turns are counted as one sequence each; where the chat template rewrites "

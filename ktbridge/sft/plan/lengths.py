@@ -5,14 +5,17 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import Conversation, Message, all_text, load_rows
+from ktbridge.sft.data import Conversation, Message, Rows, all_text, load_rows
+from ktbridge.sft.data.messages import IMAGE
 from ktbridge.sft.data.mixing import CONCAT, mixed
+from ktbridge.sft.data.pictures import Picture
 
 EVALUATIONS = 10
 """Of the held-out rows in a run, unless the configuration has another number."""
@@ -43,6 +46,12 @@ class Lengths:
     """Whether rows of several turns were counted as one sequence each, without asking the chat template."""
     held_out: int = 0
     """Held-out rows, taken to be as long as the others."""
+    images: int = 0
+    """Images in the rows."""
+    image_tokens: int = 0
+    """Their tokens, which are among the sequences'."""
+    most_image_tokens: int = 0
+    """Those of the row with the most."""
 
     @property
     def even(self) -> bool:
@@ -54,7 +63,14 @@ class Lengths:
         if not self.each:
             return replace(self, longest=min(self.longest, cut), mean=min(self.mean, cut))
         found = _lengths(self.each, cut, self.packed, self.counted)
-        return replace(found, rows=self.rows, held_out=self.held_out)
+        return replace(
+            found,
+            rows=self.rows,
+            held_out=self.held_out,
+            images=self.images,
+            image_tokens=self.image_tokens,
+            most_image_tokens=min(cut, self.most_image_tokens),  # more are refused
+        )
 
 
 def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengths:
@@ -67,7 +83,7 @@ def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengt
         count = min(config.max_samples or _OF_A_STREAM, _OF_A_STREAM)
         config = replace(config, streaming=False, max_samples=count, val_size=0.0)
     rows = load_rows(config)
-    unknown = False
+    unknown, seen = False, _counted_images(rows, config, base) if rows.with_images else {}
     sequences: list[list[Sequence[Message]]]
     """Of each row."""
     if config.stage == "dpo":
@@ -85,9 +101,50 @@ def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengt
     if config.mix_strategy not in CONCAT:
         order, _ = mixed(range(len(sequences)), rows.origins, rows.datasets, config)
         sequences = [sequences[row] for row in order]
-    found = measure([_text(each) for row in sequences for each in row], config, base)
+    texts = [(*_text(each), sum(_images(each, seen))) for row in sequences for each in row]
+    found = measure(texts, config, base)
     held = len(rows.held_out.places) if rows.held_out else 0
-    return replace(found, rows=len(rows.places), turns_unknown=unknown, held_out=held)
+    shown = [_images(each, seen) for each in rows.conversations]
+    return replace(
+        found,
+        rows=len(rows.places),
+        turns_unknown=unknown,
+        held_out=held,
+        images=sum(map(len, shown)),
+        image_tokens=sum(map(sum, shown)),
+        most_image_tokens=max(map(sum, shown), default=0),
+    )
+
+
+def _counted_images(rows: Rows, config: TrainConfig, base: Path) -> dict[Picture, int]:
+    """Tokens of each image by the model's own processor, which imports torch; rows that it refuses go."""
+    from ktbridge.sft.vision import read_vision
+
+    vision, found = read_vision(base, config), dict[Picture, int]()
+    kept = []
+    for conversation, place in zip(rows.conversations, rows.places, strict=True):
+        try:
+            if conversation.pictures and vision is None:
+                continue
+            tokens = vision.tokens(conversation.pictures) if vision else []
+        except ValueError:
+            continue
+        if sum(tokens) < config.cutoff_len:
+            found.update(zip(conversation.pictures, tokens, strict=True))
+            kept.append((conversation, place))
+    if not kept:
+        raise KtbridgeError(
+            f"no row can be used: {base} reads text alone, or the images don't fit into cutoff_len.",
+            "ktbridge train CONFIG --dry-run lists the rows with their reasons.",
+        )
+    rows.conversations, rows.places = [one for one, _ in kept], [place for _, place in kept]
+    return found
+
+
+def _images(conversation: Sequence[Message], seen: Mapping[Picture, int]) -> list[int]:
+    """The tokens of each of its images."""
+    shown = conversation.pictures if isinstance(conversation, Conversation) else []
+    return [seen[picture] for picture in shown]
 
 
 def _turns(conversation: Sequence[Message]) -> bool:
@@ -98,8 +155,10 @@ def _turns(conversation: Sequence[Message]) -> bool:
 def _parts(conversation: Sequence[Message]) -> list[Sequence[Message]]:
     """The conversation up to each of its answers."""
     tools = conversation.tools if isinstance(conversation, Conversation) else []
+    shown = conversation.pictures if isinstance(conversation, Conversation) else []
+    before = [*accumulate(message["content"].count(IMAGE) for message in conversation)]
     return [
-        Conversation(conversation[: place + 1], tools)
+        Conversation(conversation[: place + 1], tools, shown[: before[place]])
         for place, message in enumerate(conversation)
         if message["role"] == "assistant"
     ]
@@ -118,16 +177,20 @@ def _rewrites_history(base: Path) -> bool | None:
         return None
 
 
-def measure(texts: Sequence[tuple[int, str]], config: TrainConfig, base: Path) -> Lengths:
-    """``Lengths`` of (messages, text) pairs: the longest by bytes are counted, and a sample of the rest."""
+def measure(texts: Sequence[tuple[int, str, int]], config: TrainConfig, base: Path) -> Lengths:
+    """``Lengths`` of (messages, text, images' tokens).
+
+    The texts that are longest by bytes are counted, and a sample of the rest.
+    """
     count, counted = _counter(base)
     by_size = sorted(texts, key=lambda item: len(item[1]))
     step = max(1, len(by_size) // _SAMPLE)
-    sample = [count(text) + _A_MESSAGE * n for n, text in by_size[::step]]
+    sample = [count(text) + _A_MESSAGE * n for n, text, _ in by_size[::step]]
     # An uncounted row is assumed to be as long as the counted one nearest in size.
     last = len(sample) - 1
     each = [sample[min((index + step // 2) // step, last)] for index in range(len(by_size))]
-    each[-_LONGEST:] = [count(text) + _A_MESSAGE * n for n, text in by_size[-_LONGEST:]]
+    each[-_LONGEST:] = [count(text) + _A_MESSAGE * n for n, text, _ in by_size[-_LONGEST:]]
+    each = [size + images for size, (_, _, images) in zip(each, by_size, strict=True)]
     if config.stage == "pt":  # longer texts make several pieces
         cut = config.cutoff_len
         each = [min(cut, size - at) for size in each for at in range(0, size, cut)]
@@ -197,7 +260,7 @@ def _counter(base: Path) -> tuple[Callable[[str], int], bool]:
 
 def _text(messages: Sequence[Message]) -> tuple[int, str]:
     tools = json.dumps(messages.tools) if isinstance(messages, Conversation) else ""
-    return len(messages), "\n".join([tools, *map(all_text, messages)])
+    return len(messages), "\n".join([tools, *map(all_text, messages)]).replace(IMAGE, "")
 
 
 def _size(messages: Sequence[Message]) -> int:

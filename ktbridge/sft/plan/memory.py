@@ -262,13 +262,16 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     """Everything that isn't a routed expert: on the GPU if there is one, else on the host."""
     shape, config, batch = setting.shape, setting.config, setting.batch
     where: Where = "GPU" if setting.cuda else "RAM"
-    weights = shape.nonexpert_elements * batch.width
-    yield Part(
-        "attention, embeddings, routers, …",
-        where,
-        weights,
-        f"{shape.nonexpert_elements / 1e6:,.0f} M weights in {'bf16' if batch.width == 2 else 'float32'}",
-    )
+    kind = "bf16" if batch.width == 2 else "float32"
+    own = shape.nonexpert_elements - shape.vision_elements
+    how = f"{own / 1e6:,.0f} M weights in {kind}"
+    yield Part("attention, embeddings, routers, …", where, own * batch.width, how)
+    if shape.vision_elements:
+        how = f"{shape.vision_elements / 1e6:,.0f} M weights in {kind}, which stay as they are"
+        yield Part("the vision tower", where, shape.vision_elements * batch.width, how)
+    if setting.lengths.images:
+        how = f"up to {setting.lengths.most_image_tokens:,} tokens in each of {batch.rows} rows, one layer"
+        yield Part("images in the vision tower", where, _image_bytes(setting), how)
     lora = nonexpert_lora_elements(setting)
     width, kind = (2, "bf16") if config.pure_bf16 else (4, "float32")
     how = f"rank {config.lora_rank}: {lora / 1e6:.1f} M {kind} weights, gradients, 2 Adam states"
@@ -297,10 +300,17 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     )
 
 
+def _image_bytes(setting: Setting) -> int:
+    """What the vision tower has of a pass's images at once: nothing is kept for a backward."""
+    batch, most = setting.batch, setting.lengths.most_image_tokens
+    return batch.rows * most * setting.shape.image_token_numbers * batch.width
+
+
 def activation_bytes(setting: Setting) -> tuple[int, int]:
     """What a pass takes outside the experts: while these are computed, and what passes when they are not."""
     kept, most, _ = _activations(setting)
     passing = _passing(setting)
+    kept += _image_bytes(setting)
     return kept + max(most, loss_bytes(setting.shape, setting.batch)) - passing, passing
 
 

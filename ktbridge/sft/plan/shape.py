@@ -17,13 +17,14 @@ from ktbridge.model import (
     read_model_config,
 )
 from ktbridge.model.families import FAMILIES, ROUTER, UNREACHED
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home
 from ktbridge.sft.plan.declared import Declared
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
 # What stands beside a quantised weight and is gone once that is dequantised.
 _SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale", ".weight_shape")
-# Vision towers and draft layers, which text training doesn't load.
+# Draft layers, which training doesn't load, and vision towers, which it loads for rows with images.
 _DRAFT = ("mtp.", "model.mtp.")
 _VISION = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
 # Their text model can't be loaded alone: the wrapper is, with its vision tower.
@@ -63,6 +64,10 @@ class ModelShape:
     """Whether the kernels read the experts where the files have them; else they are loaded as bf16."""
     to_download: int = 0
     """Bytes of a checkpoint of which only config.json is here; 0 for one that is all here."""
+    vision_elements: int = 0
+    """Weights of the vision tower, where it is loaded; they are among ``nonexpert_elements``."""
+    image_token_numbers: int = 0
+    """Numbers that it has of an image's token at once, in one of its layers."""
     to_quantise: int = 0
     """Bytes of quantised experts that the run makes first; 0 where it makes none, or they are there."""
 
@@ -78,12 +83,15 @@ class ModelShape:
 
 
 def read_shape(
-    path: Path, experts: Path | None = None, declared: Declared | None = None
+    path: Path,
+    experts: Path | None = None,
+    declared: Declared | None = None,
+    whole: bool = False,
 ) -> ModelShape:
     """Sizes of the model in ``path``, with the routed experts of ``experts`` (``kt_weight_path``) if given.
 
     No weight is read, and torch is not imported. ``declared`` stands for a checkpoint whose weights aren't
-    in ``path``.
+    in ``path``; ``whole``: the model is loaded with its vision tower.
 
     Raises KtbridgeError where the directory is no checkpoint, has no safetensors, isn't a
     mixture-of-experts model, or keeps its experts under names that no family known here uses.
@@ -91,7 +99,7 @@ def read_shape(
     if experts is not None:
         there = read_shape(experts)
         return replace(
-            read_shape(path, declared=declared),
+            read_shape(path, declared=declared, whole=whole),
             expert_bytes=there.expert_bytes,
             expert_storage=there.expert_storage,
             mappable=there.mappable,
@@ -115,18 +123,38 @@ def read_shape(
         if not name.endswith(_SCALES)
     }
     storage = storages.pop() if len(storages) == 1 else "mixed"
+    whole = whole or config.model_type in _WHOLE
     layers, elements, vocabulary = _outside_experts(checkpoint, config, prefixes)
+    tower = sum(
+        prod(checkpoint.entry(name).shape) for name in checkpoint if name.startswith(_VISION)
+    )
+    tower = tower if whole else 0
     return ModelShape(
         path=path,
         config=config,
         layers=tuple(replace(layer, sparse=layer.index in homes) for layer in layers),
-        nonexpert_elements=elements,
+        nonexpert_elements=elements + tower,
+        vision_elements=tower,
+        image_token_numbers=_image_token_numbers(path) if tower else 0,
         vocabulary=vocabulary or int(config.text.get("vocab_size") or 0),
         expert_bytes=sum(entry.nbytes for _, entry in experts_own),
         expert_storage=storage,
         mappable=storage in _STORAGE.values() and not _turned(checkpoint, config, homes),
         to_download=declared.nbytes if declared else 0,
     )
+
+
+def _image_token_numbers(path: Path) -> int:
+    """Numbers in the vision tower for a token of an image.
+
+    Of each of its patches: pixels (in float32, so twice, and once more converted), hidden states, their norm,
+    output, query, key and value, and the MLP's inner states before and after its activation.
+    """
+    config = read_json_file(path / "config.json").get("vision_config") or {}
+    hidden, inner = int(config.get("hidden_size", 0)), int(config.get("intermediate_size", 0))
+    merge, side = int(config.get("spatial_merge_size", 2)), int(config.get("patch_size", 16))
+    pixels = 3 * int(config.get("temporal_patch_size", 2)) * side**2
+    return merge**2 * (3 * pixels + 6 * hidden + 2 * inner)
 
 
 def in_storage(shape: ModelShape, storage: str) -> ModelShape:
@@ -169,7 +197,7 @@ def _outside_experts(
     layers = [LayerShape(index, False, {}, {}, {}) for index in range(config.num_layers)]
     elements = vocabulary = 0
     for name in checkpoint:
-        if name.startswith(prefixes) or _left_out(name, config) or name.endswith(_SCALES):
+        if name.startswith((*prefixes, *_DRAFT, *_VISION)) or name.endswith(_SCALES):
             continue
         match = _LAYER.search(name)
         if match and int(match[1]) >= config.num_layers:
@@ -180,12 +208,7 @@ def _outside_experts(
         elements += prod(shape)
         vocabulary = max(vocabulary, shape[0] if "embed_tokens" in name else 0)
         module = match[2].removesuffix(".weight") if match else ""
-        if (
-            match is None
-            or module == match[2]
-            or name.startswith(_VISION)
-            or UNREACHED.search(f".{module}")
-        ):
+        if match is None or module == match[2] or UNREACHED.search(f".{module}"):
             continue
         layer = layers[int(match[1])]
         if len(shape) == 2:
@@ -207,9 +230,3 @@ def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, Expert
     shape = checkpoint.entry(home.fused[0]).shape
     rows = (2 * config.intermediate_size, config.hidden_size)
     return bool(home.interleaved or shape[1:] != rows)
-
-
-def _left_out(name: str, config: ModelConfig) -> bool:
-    if name.startswith(_DRAFT):
-        return True
-    return name.startswith(_VISION) and config.model_type not in _WHOLE
