@@ -185,7 +185,7 @@ def _prompts(
                 limit = f"cutoff_len={most}" if most == config.cutoff_len else "the model's context"
                 why = f"no answer within {limit} tokens: the prompt has {len(tokens):,}"
             if why:
-                refused.append(Refused(where, why, {"messages": messages}))
+                refused.append(Refused(where, why, messages.as_row()))
             else:
                 prompts.append(Prompt(text, tokens, label, where, messages.pictures))
         if on_rows:

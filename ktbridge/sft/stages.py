@@ -88,7 +88,7 @@ class SftTrainer(RunTrainer, SFTTrainer):
 
 def _with_numbers(collate: Callable[..., Batch], examples: list[dict[str, Any]]) -> Batch:
     """A batch beside the numbers of its rows' images."""
-    return {**collate(examples), PICTURES: [each[PICTURES] for each in examples]}
+    return {**collate(examples), PICTURES: [each.get(PICTURES, []) for each in examples]}
 
 
 def _conversation(ids: list[int], labels: list[int], pictures: list[int] | None) -> Row:

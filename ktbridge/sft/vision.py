@@ -36,9 +36,9 @@ IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 class Vision:
     """The image processor in ``base``, behind ``image_max_pixels`` and ``image_min_pixels``."""
 
-    def __init__(self, base: Path, token: int, processor: Any, config: TrainConfig) -> None:
+    def __init__(self, token: int, processor: Any, config: TrainConfig) -> None:
         """``token`` stands for one part of an image in the model's input."""
-        self.base, self.token = base, token
+        self.token = token
         self.pictures: list[Picture] = []
         """Every image of a run's sequences, by number."""
         self._processor, self._least = processor, config.image_min_pixels
@@ -112,7 +112,7 @@ class Vision:
         """What the model takes beside the tokens ``ids`` [B, T]; {} without an image."""
         found = self.tensors(pictures)
         if found:
-            found["mm_token_type_ids"] = (ids == self.token).int().to(ids.device)
+            found["mm_token_type_ids"] = (ids == self.token).int()
         return found
 
     def _count(self, width: int, height: int) -> int:
@@ -167,4 +167,4 @@ def read_vision(base: Path, config: TrainConfig) -> Vision | None:
             "image takes.",
             "Train on rows of text, or a model with Qwen-VL's or GLM-4V's processor.",
         )
-    return Vision(base, int(token), processor, config)
+    return Vision(int(token), processor, config)

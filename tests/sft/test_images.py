@@ -134,6 +134,8 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "bomb.png").write_bytes(huge(60_000, 60_000))
     (tmp_path / "line.png").write_bytes(png(Image.new("RGB", (500, 2))))
     square("red", 256).save(tmp_path / "large.png")
+    noise = Image.effect_noise((64, 64), 90).convert("RGB")
+    (tmp_path / "cut.png").write_bytes(png(noise)[:-2000])
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}
     away = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
     answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}]
@@ -144,6 +146,7 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
         (row("colour?", "red.png"), "images without a place of their own: 1 for 0 times <image>"),
         (row(ASK, "gone.png"), f"an image that isn't there: gone.png, looked for in {tmp_path}"),
         (row(ASK, "text.png"), "an image that can't be read: text.png: no image in a format that Pillow"),
+        (row(ASK, "cut.png"), "an image that can't be read: cut.png: image file is truncated"),
         (row(ASK, "bomb.png"), "an image too large to decode: bomb.png has more than"),
         (row(ASK, "line.png"), "an image that the model's processor refuses: 500 × 2: absolute aspect"),
         (row(ASK, "large.png"), "images beyond cutoff_len=60: they have 64 tokens, fewer with image_max"),

@@ -307,7 +307,7 @@ class _Sequences(ABC):
 
     @staticmethod
     def plain(messages: Conversation) -> dict[str, object]:
-        return {"messages": messages, **({"tools": messages.tools} if messages.tools else {})}
+        return messages.as_row()
 
 
 class _Texts(_Sequences):

@@ -50,6 +50,14 @@ class Conversation(list[Message]):
         super().__init__(messages)
         self.tools, self.pictures, self.good = list(tools), list(pictures), good
 
+    def as_row(self) -> dict[str, object]:
+        """As a row to be read again, but for images that stood in it."""
+        row: dict[str, object] = {"messages": self}
+        if self.pictures:
+            shown = ({**each, "content": each["content"].replace(IMAGE, PLACE)} for each in self)
+            row = {"messages": [*shown], "images": [picture.name for picture in self.pictures]}
+        return row | ({"tools": self.tools} if self.tools else {})
+
 
 IMAGE = "\u241e\U0001f5bc\u241e"
 """The place of an image in a message's content."""

@@ -35,6 +35,9 @@ _ORIENTATION = 0x0112
 TEXT_ALONE = "images for a model that reads text alone"
 NOT_STREAMED = "images, which aren't read with streaming: true"
 """Why such a row is refused for a text model."""
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+_TAIL = 1024
+"""Bytes at the end of a file among which these are; where they aren't, it is decoded at once to see why."""
 _SHOWN = 60
 """Characters of a name in a message."""
 
@@ -166,6 +169,9 @@ def _size(source: Any, name: str) -> tuple[int, int]:
     try:
         with _no_bombs(), Image.open(source) as image:
             width, height = image.size
+            end = _ENDS.get(image.format or "")
+            if end and end not in _tail(source):
+                image.load()  # of a download that was broken off
             # PNG's may stand behind the pixels, which Pillow would then decode to look for it.
             turned = "exif" in image.info and image.getexif().get(_ORIENTATION) in _SIDEWAYS
     except bomb as error:
@@ -176,6 +182,14 @@ def _size(source: Any, name: str) -> tuple[int, int]:
     except Exception as error:
         raise ValueError(_unreadable(name, error)) from error
     return (height, width) if turned else (width, height)
+
+
+def _tail(source: Any) -> bytes:
+    with (
+        io.BytesIO(source.getvalue()) if hasattr(source, "getvalue") else open(source, "rb") as file
+    ):
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        return file.read()
 
 
 @contextmanager
