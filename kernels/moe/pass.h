@@ -56,9 +56,9 @@ inline std::ptrdiff_t thin_elements(const Sizes& sizes, std::ptrdiff_t doubles) 
 inline std::ptrdiff_t gradient_stride(const Sizes& sizes) {
   return tile_elements(2 * sizes.inner_tiles + 2 * sizes.rank_tiles);
 }
-// Partial gradients of the routing weights: [tiles of I, slots] float32.
+// Partial gradients of the routing weights: [tiles of I, and down's bias; slots] float32.
 inline std::ptrdiff_t weight_gradients(const Sizes& sizes, std::ptrdiff_t slots) {
-  return sizes.inner_tiles * slots;
+  return (sizes.inner_tiles + 1) * slots;
 }
 
 inline void multiply(const Kernels& kernels, std::initializer_list<Product> products, float* result) {
