@@ -67,7 +67,7 @@ def group_scales(weight, row_group, column_group, largest):
 
 
 def to_mxfp4(weight):
-    """float32 [..., columns] -> bytes [..., columns / 2], exponents [..., columns / 32], values; rounded up."""
+    """float32 [..., columns] -> bytes [..., columns/2], exponents [..., columns/32], rounded up; values."""
     columns = weight.shape[-1]
     groups = torch.nn.functional.pad(weight, (0, -columns % 32)).unflatten(-1, (-1, 32))
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
@@ -76,7 +76,8 @@ def to_mxfp4(weight):
     values = (E2M1[code] * groups.sign() * 2**exponent).flatten(-2)[..., :columns]
     nibbles = (code + 8 * (groups < 0)).flatten(-2)
     packed = (nibbles[..., ::2] + 16 * nibbles[..., 1::2]).to(torch.uint8)
-    return packed[..., : -(-columns // 2)], (exponent.squeeze(-1) + 127).to(torch.uint8), values
+    packed = packed[..., : -(-columns // 2)].contiguous()
+    return packed, (exponent.squeeze(-1) + 127).to(torch.uint8), values
 
 
 def quantise(storage, weight):
@@ -254,7 +255,10 @@ def errors(layer, plain, inputs):
 
 
 def beyond(far, tolerance, gating=GPT_OSS):
-    """The errors that are larger than ``tolerance``; what passes a limit may differ where rounding meets it."""
+    """The errors that are larger than ``tolerance``; gradients through a limit have a larger one.
+
+    A value that rounding moves over a limit has another gradient altogether.
+    """
     passing = ("hidden", "gate", "up") if math.isfinite(gating.limit) else ()
     return {n: e for n, e in far.items() if e > (0.1 if n.startswith(passing) else tolerance)}
 

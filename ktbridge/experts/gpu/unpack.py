@@ -11,9 +11,7 @@ import torch
 from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, extent
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
-
-_E2M1 = [sign * size for sign in (1.0, -1.0) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, from_mxfp4
 
 
 def unpack(
@@ -93,6 +91,9 @@ def dequantise(
         out.copy_(stored)
         return
     rows, columns = out.shape
+    if weights.storage == "mxfp4":
+        out.copy_(from_mxfp4(stored, scale, columns))
+        return
     if weights.storage == "fp8":
         # By bits, as float16 of a 256th, which holds it exactly; what e4m3 calls NaN reads as 480.
         bits = stored.view(torch.uint8).to(torch.int16)
@@ -101,10 +102,6 @@ def dequantise(
         shifts = torch.arange(0, 32, 4, device=stored.device, dtype=torch.int32)
         nibbles = (stored[:, :, None] >> shifts) & 15
         plain = nibbles.to(torch.int8).reshape(rows, -1)[:, :columns].float() - 8
-    elif weights.storage == "mxfp4":
-        codes = torch.stack((stored & 15, stored >> 4), 2).reshape(rows, -1)[:, :columns]
-        plain = torch.tensor(_E2M1, device=stored.device)[codes.long()]
-        scale = torch.exp2(scale.double() - 127).float()
     else:
         plain = stored.float()
     wide = scale.float() if scale.dim() == 2 else scale.float()[:, None]
