@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expertmoe import to_mxfp4
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ktbridge.experts.modules import experts_modules
@@ -37,6 +39,10 @@ VISION = {
 DENSE_FIRST = {**SIZES, "first_k_dense_replace": 1, "n_shared_experts": 2}
 SMALL = {**SIZES, "intermediate_size": 32, "shared_intermediate_size": 40}
 MIXED = {**SIZES, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
+MINIMAX_M3 = {
+    **SMALL, "swiglu_limit": 2.0, "dense_intermediate_size": 96, "rotary_dim": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
 SPARSE_ATTENTION = {**SIZES, **LATENT, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**SIZES, **LATENT},
@@ -46,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1, "moe_layer_end_index": 2,
     },
     "glm4_moe": DENSE_FIRST,
+    "gpt_oss": {**SIZES, "intermediate_size": 32, "swiglu_limit": 2.0},
     "minimax_m2": SIZES,
     "mixtral": SIZES,
     "olmoe": {**SIZES, "intermediate_size": 32},
@@ -82,6 +89,7 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "granitemoeshared": SMALL,
     "hunyuan_v1_moe": {**SIZES, "moe_topk": 2, "num_shared_expert": 1},
     "hy_v3": SIZES,
+    "hy_v4": {**SPARSE_ATTENTION, "swiglu_limit": 2.0},
     "jamba": {
         **SIZES, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2,
         "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 8, "use_mamba_kernels": False,
@@ -95,6 +103,12 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "mellum": SIZES,
     "mimo_v2_flash": SIZES,
     "minimax": SIZES,
+    "minimax_m3_vl": {
+        "text_config": MINIMAX_M3, "vision_config": {
+            **VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+    },
+    "minimax_m3_vl_text": MINIMAX_M3,
     "phimoe": {**SMALL, "router_jitter_noise": 100.0},
     "solar_open": SIZES,
 }  # fmt: skip
@@ -117,16 +131,45 @@ def reference(model_type: str, path: Path) -> Any:
     model = made(model_type, FAMILIES[model_type]).eval().to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".experts." in name:
+            if name.endswith("_bias"):  # of experts, which start at zero
+                parameter.normal_(std=0.2)
+            elif ".experts." in name:
                 parameter.mul_(4)  # experts that matter
             if name.endswith((".gate.weight", ".router.weight", ".gate.wg.weight")):
                 parameter.mul_(10)  # and choices that no rounding turns over
-    model.save_pretrained(path)
+    if model_type == "gpt_oss":
+        save_mxfp4(model, path)
+    else:
+        model.save_pretrained(path)
     if model_type == "kimi_k2":  # as it is published: DeepSeek-V3 under a name of its own
         file = path / "config.json"
         theirs = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_deepseek.X"}}
         file.write_text(json.dumps(json.loads(file.read_text()) | theirs))
     return model.float()
+
+
+def save_mxfp4(model: Any, path: Path) -> None:
+    """gpt-oss as it is published, in its index's names; ``model`` gets the values that this rounds to."""
+    made: dict[str, torch.Tensor] = {}
+    for name, module in experts_modules(model):
+        for part in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, part).data
+            packed, scales, values = to_mxfp4(weight.float().mT)
+            weight.copy_(values.mT)
+            made[f"{name}.{part}_blocks"] = packed.unflatten(-1, (-1, 16))
+            made[f"{name}.{part}_scales"] = scales
+    model.config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    }  # fmt: skip
+    model.config.save_pretrained(path)
+    del model.config.quantization_config
+    for key, value in model.state_dict().items():
+        if f"{key}_blocks" not in made:
+            made[key] = value.contiguous()
+    save_file(made, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def everything(model: Any, path: Path, **settings: Any) -> TrainConfig:
