@@ -138,7 +138,10 @@ def reference(model_type: str, path: Path) -> Any:
             if name.endswith((".gate.weight", ".router.weight", ".gate.wg.weight")):
                 parameter.mul_(10)  # and choices that no rounding turns over
     if model_type == "gpt_oss":
-        save_mxfp4(model, path)
+        model.config.quantization_config = MXFP4
+        model.config.save_pretrained(path)
+        del model.config.quantization_config
+        save_file(mxfp4_tensors(model), path / "model.safetensors", {"format": "pt"})
     else:
         model.save_pretrained(path)
     if model_type == "kimi_k2":  # as it is published: DeepSeek-V3 under a name of its own
@@ -148,8 +151,15 @@ def reference(model_type: str, path: Path) -> Any:
     return model.float()
 
 
-def save_mxfp4(model: Any, path: Path) -> None:
-    """gpt-oss as it is published, in its index's names; ``model`` gets the values that this rounds to."""
+MXFP4 = {
+    "quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+
+
+def mxfp4_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """gpt-oss's tensors as they are published; ``model`` gets the values that this rounds to."""
     made: dict[str, torch.Tensor] = {}
     for name, module in experts_modules(model):
         for part in ("gate_up_proj", "down_proj"):
@@ -158,18 +168,8 @@ def save_mxfp4(model: Any, path: Path) -> None:
             weight.copy_(values.mT)
             made[f"{name}.{part}_blocks"] = packed.unflatten(-1, (-1, 16))
             made[f"{name}.{part}_scales"] = scales
-    model.config.quantization_config = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
-        ],
-    }  # fmt: skip
-    model.config.save_pretrained(path)
-    del model.config.quantization_config
-    for key, value in model.state_dict().items():
-        if f"{key}_blocks" not in made:
-            made[key] = value.contiguous()
-    save_file(made, path / "model.safetensors", metadata={"format": "pt"})
+    rest = model.state_dict().items()
+    return made | {key: value for key, value in rest if f"{key}_blocks" not in made}
 
 
 def everything(model: Any, path: Path, **settings: Any) -> TrainConfig:
