@@ -21,6 +21,7 @@ from ktbridge.cli import main
 from ktbridge.experts.loading import load_for_kernels, load_mapped
 from ktbridge.serve.local.loading import load_engine
 from ktbridge.serve.local.plan import ServePlan
+from ktbridge.experts.tensors import to_torch
 from ktbridge.served_names import ServedArm
 from ktbridge.sft import load_raw_adapter
 from ktbridge.verify.reference_model import ReferenceModel
@@ -83,6 +84,14 @@ def test_what_engines_and_peft_read_says_the_same(trained: tuple[Path, Any]) -> 
     assert refused.exit_code == 1
     assert "KTB907" in refused.output
     assert "clamped SwiGLU" in refused.output
+    for source, to, output in (("raw", "gguf", "gguf"), ("gguf", "raw", "again")):
+        done = ktbridge("convert", path / source, "--to", to, "--output", path / output,
+                        "--base-model", path / "base")  # fmt: skip
+        assert done.exit_code == 0, done.output
+    first, again = (read_adapter(path / name) for name in ("raw", "again"))
+    for name in ("gate_lora_b", "up_lora_b", "down_lora_a"):
+        same = (to_torch(each.expert_tensor(1, name)) for each in (first, again))
+        assert torch.equal(*same)
 
 
 @quiet
