@@ -57,7 +57,9 @@ class Backward {
       Strips thin;
       if (sizes_.rank > 0) thin = thin_inner(expert, block, left, b);
 
-      if (unit.begin == 0) bias_products(expert, block);
+      if (unit.begin == 0)
+        bias_products(kernels_, experts_, routing_, expert, block, d_out_,
+                      d_weight_.data() + weight_gradients(sizes_, routing_.slots()) - routing_.slots());
       bf16* panel = workspace(kPanel, kStrips * stride);
       float* result = result_blocks(kMain, block.count * kStrips);
       bf16* h = workspace(kLocal, block.count * tile_elements(kPanelTiles));
@@ -166,7 +168,7 @@ class Backward {
     for (int source = unit * kTokensAtOnce * routing_.top_k; source < end; ++source) {
       const float* part = d_weight_.data() + routing_.slot_of[source];
       float total = 0.f;
-      const int parts = sizes_.inner_tiles + has_bias();
+      const int parts = sizes_.inner_tiles + !experts_.bias[kDown].empty();
       for (int tile = 0; tile < parts; ++tile)
         total += part[static_cast<std::ptrdiff_t>(tile) * routing_.slots()];
       d_weights[source] = total;
@@ -235,17 +237,6 @@ class Backward {
     float* part = result_blocks(kPart, left.count * right.count);
     multiply(kernels_, {{left, right, sizes_.rank_tiles}}, part);
     return part;
-  }
-
-  bool has_bias() const { return !experts_.bias[kDown].empty(); }
-
-  // <dy, down's bias>, a part of d w behind those of I.
-  void bias_products(int expert, TokenBlock block) {
-    if (!has_bias()) return;
-    float* parts = d_weight_.data() + static_cast<std::ptrdiff_t>(sizes_.inner_tiles) * routing_.slots();
-    for (int strip = block.begin; strip < block.begin + block.count; ++strip)
-      kernels_.row_products(strip_tokens(routing_, expert, strip, d_out_, sizes_.hidden),
-                            experts_.bias_at(kDown, expert, 0), parts + first_slot(routing_, expert, strip));
   }
 
   // One strip of tokens, one tile of I: everything that follows from dh~, whose LoRA's `part` is null where

@@ -151,6 +151,15 @@ inline Tokens strip_tokens(const Routing& routing, int expert, int strip, const 
           live_rows(routing, expert, strip), columns};
 }
 
+// parts[slot] = <dy, down's bias>, where there is one, for a block of an expert's tokens.
+inline void bias_products(const Kernels& kernels, const Experts& experts, const Routing& routing,
+                          int expert, TokenBlock block, const bf16* d_out, float* parts) {
+  const float* bias = experts.bias_at(kDown, expert, 0);
+  for (int j = block.begin; bias != nullptr && j < block.begin + block.count; ++j)
+    kernels.row_products(strip_tokens(routing, expert, j, d_out, experts.hidden), bias,
+                         parts + first_slot(routing, expert, j));
+}
+
 // One expert's factor out of a contiguous [E, rows, columns] tensor; no rows if there is no tensor.
 inline Matrix factor(const float* tensor, int expert, int rows, int columns) {
   if (tensor == nullptr) return {nullptr, 0, 0, columns, Storage::fp32};
