@@ -76,9 +76,9 @@ def bias_products(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) 
 
 
 @triton.jit
-def _within(gate, up, limit, offset, plain: tl.constexpr):  # type: ignore[no-untyped-def]
-    """gate and up within their limits, and up with its offset; a NaN stays one."""
-    if not plain:
+def _within(gate, up, limit, offset):  # type: ignore[no-untyped-def]
+    """gate and up within their limits (None: SiLU), and up with its offset; a NaN stays one."""
+    if limit is not None:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + offset
     return gate, up
@@ -86,15 +86,15 @@ def _within(gate, up, limit, offset, plain: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _activation(  # type: ignore[no-untyped-def]
-    gate_up, out, inner, out_step, limit, alpha, offset, plain: tl.constexpr, block: tl.constexpr
+    gate_up, out, inner, out_step, limit, alpha, offset, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     mask = at < inner
     gate = tl.load(gate_up + row * 2 * inner + at, mask=mask).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + at, mask=mask).to(tl.float32)
-    gate, up = _within(gate, up, limit, offset, plain)
-    value = gate * tl.sigmoid(gate if plain else alpha * gate) * up
+    gate, up = _within(gate, up, limit, offset)
+    value = gate * tl.sigmoid(gate if limit is None else alpha * gate) * up
     tl.store(out + row * out_step + at, value.to(tl.bfloat16), mask=mask)
 
 
@@ -103,19 +103,19 @@ def activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SI
     if len(gate_up):
         block = min(triton.next_power_of_2(inner), 2048)
         _activation[(len(gate_up), triton.cdiv(inner, block))](
-            gate_up, out, inner, inner + wide, *_numbers(gating), gating == SILU, block
+            gate_up, out, inner, inner + wide, *_numbers(gating), block
         )
     return out
 
 
-def _numbers(gating: Gating) -> tuple[float, float, float]:
-    return gating.limit, gating.alpha, gating.offset
+def _numbers(gating: Gating) -> tuple[float | None, float, float]:
+    return None if gating == SILU else gating.limit, gating.alpha, gating.offset
 
 
 @triton.jit
 def _activation_backward(  # type: ignore[no-untyped-def]
     gate_up, d_h, h, weights, out, d_weights, inner, h_step, out_step, limit, alpha, offset,
-    plain: tl.constexpr, block: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row)
@@ -129,12 +129,12 @@ def _activation_backward(  # type: ignore[no-untyped-def]
         kept = tl.load(h + row * h_step + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(kept * d)
         d = d * weight
-        g, u = _within(gate, up, limit, offset, plain)
-        steep = g if plain else alpha * g
+        g, u = _within(gate, up, limit, offset)
+        steep = g if limit is None else alpha * g
         sigmoid = tl.sigmoid(steep)
         d_gate = d * u * sigmoid * (1 + steep * (1 - sigmoid))
         d_up = d * g * sigmoid
-        if not plain:
+        if limit is not None:
             d_gate = tl.where(gate <= limit, d_gate, 0.0)
             d_up = tl.where(tl.abs(up) <= limit, d_up, 0.0)
         tl.store(out + row * out_step + at, d_gate.to(tl.bfloat16), mask=mask)
@@ -157,7 +157,7 @@ def activation_backward(
         block = min(triton.next_power_of_2(inner), 2048)
         _activation_backward[(len(gate_up),)](
             gate_up, d_h, h, weights, out, d_weights, inner, h.stride(0), 2 * inner + wide,
-            *_numbers(gating), gating == SILU, block,
+            *_numbers(gating), block,
         )  # fmt: skip
     return out, d_weights
 
