@@ -39,10 +39,6 @@ VISION = {
 DENSE_FIRST = {**SIZES, "first_k_dense_replace": 1, "n_shared_experts": 2}
 SMALL = {**SIZES, "intermediate_size": 32, "shared_intermediate_size": 40}
 MIXED = {**SIZES, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
-MINIMAX_M3 = {
-    **SMALL, "swiglu_limit": 2.0, "dense_intermediate_size": 96, "rotary_dim": 8,
-    "mlp_layer_types": ["dense", "sparse", "sparse"],
-}  # fmt: skip
 SPARSE_ATTENTION = {**SIZES, **LATENT, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**SIZES, **LATENT},
@@ -103,12 +99,6 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "mellum": SIZES,
     "mimo_v2_flash": SIZES,
     "minimax": SIZES,
-    "minimax_m3_vl": {
-        "text_config": MINIMAX_M3, "vision_config": {
-            **VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
-        },
-    },
-    "minimax_m3_vl_text": MINIMAX_M3,
     "phimoe": {**SMALL, "router_jitter_noise": 100.0},
     "solar_open": SIZES,
 }  # fmt: skip

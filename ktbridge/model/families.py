@@ -136,15 +136,6 @@ FAMILIES: tuple[Family, ...] = (
         names=_W,
         expert_size="intermediate_size",
     ),
-    _stored(
-        "MiniMax-M3",
-        "minimax_m3_vl",
-        "minimax_m3_vl_text",
-        prefix="language_model.model.",
-        block="block_sparse_moe",
-        names=_W,
-        expert_size="intermediate_size",
-    ),
     _stored("Hunyuan", "hunyuan_v1_moe", expert_size="intermediate_size"),
     _stored("Hunyuan 3", "hy_v3"),
     _stored("Hunyuan 4", "hy_v4"),
@@ -203,7 +194,10 @@ UNSERVED = {
     "gemma4_text": "its experts use GELU, and the kernels compute SiLU",
     "llama4": "the router scales what goes into an expert, not what comes out, and transformers doesn't "
     "dispatch such experts",
+    "minimax_m3_vl": "its dense MLPs and shared experts are fused in memory and apart in its checkpoint, so "
+    "LoRA on them has no place there",
     "nemotron_h": "its experts have no gate",
 }
 """Model types whose experts can't be computed here, each with the reason."""
 UNSERVED["llama4_text"] = UNSERVED["llama4"]
+UNSERVED["minimax_m3_vl_text"] = UNSERVED["minimax_m3_vl"]
