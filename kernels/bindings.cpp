@@ -4,8 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
+#include <optional>
 #include <tuple>
 
 #include "common/ceilings.h"
@@ -44,7 +46,8 @@ Dropout dropout_at(const DropoutAt& at) {
 
 Storage storage_named(const std::string& name) {
   const std::pair<const char*, Storage> all[] = {
-      {"bf16", Storage::bf16}, {"fp8", Storage::fp8}, {"int8", Storage::int8}, {"int4", Storage::int4}};
+      {"bf16", Storage::bf16}, {"fp8", Storage::fp8}, {"int8", Storage::int8}, {"int4", Storage::int4},
+      {"mxfp4", Storage::mxfp4}};
   for (const auto& [known, storage] : all)
     if (name == known) return storage;
   throw std::invalid_argument("there is no storage format '" + name + "'");
@@ -61,13 +64,26 @@ struct Weights {
   std::vector<Address> data, scale;  // of row 0; `scale` is empty for bf16
   std::ptrdiff_t stride = 0;         // bytes
   std::ptrdiff_t scale_stride = 0;   // scales
+  Address bias = 0;                  // [E, rows] float32, contiguous, which is copied; 0: none
 };
+
+using GatingAt = std::tuple<float, float, float>;  // limit, alpha, offset (isa/kernels.h)
+
+// [E][rows padded to whole tiles].
+std::vector<float> padded_biases(Address at, std::size_t count, int rows) {
+  std::vector<float> padded(count * tiles_of(rows) * kSteps);
+  for (std::size_t e = 0; e < count; ++e)
+    std::copy_n(reinterpret_cast<const float*>(at) + e * rows, rows,
+                padded.begin() + e * tiles_of(rows) * kSteps);
+  return padded;
+}
 
 // One layer's frozen experts and the machine that runs them.
 class Layer {
  public:
   Layer(int hidden, int intermediate, const std::string& storage, const std::array<Weights, 3>& weights,
-        bool scale_is_bf16, int row_group, int column_group, const std::string& isa, int threads)
+        bool scale_is_bf16, int row_group, int column_group, const std::optional<GatingAt>& gating,
+        const std::string& isa, int threads)
       : isa_(choose_isa(isa)), machine_{&kernels_for(isa_), &Pool::shared(choose_threads(threads))} {
     const std::size_t count = weights[kGate].data.size();
     if (hidden < 1 || intermediate < 1 || count == 0 || weights[kUp].data.size() != count ||
@@ -75,6 +91,9 @@ class Layer {
       throw std::invalid_argument("every expert needs a gate, an up and a down matrix of at least 1 x 1");
     experts_->hidden = hidden;
     experts_->intermediate = intermediate;
+    experts_->plain = !gating;
+    if (gating)
+      std::tie(experts_->gating.limit, experts_->gating.alpha, experts_->gating.offset) = *gating;
     Matrix matrix;
     matrix.storage = storage_named(storage);
     matrix.scale_is_bf16 = scale_is_bf16;
@@ -91,6 +110,7 @@ class Layer {
       matrix.columns = projection == kDown ? intermediate : hidden;
       matrix.stride = from.stride;
       matrix.scale_stride = from.scale_stride;
+      if (from.bias != 0) experts_->bias[projection] = padded_biases(from.bias, count, matrix.rows);
       for (std::size_t e = 0; e < count; ++e) {
         matrix.data = reinterpret_cast<const void*>(from.data[e]);
         matrix.scale = scaled ? reinterpret_cast<const void*>(from.scale[e]) : nullptr;
@@ -249,13 +269,14 @@ PYBIND11_MODULE(_kernels, m) {
       .def_property_readonly("bytes", &Job::bytes)
       .def("check", &Job::check);
   py::class_<Weights>(m, "Weights", "One projection of all experts.")
-      .def(py::init<std::vector<Address>, std::vector<Address>, std::ptrdiff_t, std::ptrdiff_t>(),
-           py::arg("data"), py::arg("scale"), py::arg("stride"), py::arg("scale_stride"));
+      .def(py::init<std::vector<Address>, std::vector<Address>, std::ptrdiff_t, std::ptrdiff_t, Address>(),
+           py::arg("data"), py::arg("scale"), py::arg("stride"), py::arg("scale_stride"),
+           py::arg("bias") = 0);
   py::class_<Layer>(m, "Layer")
       .def(py::init<int, int, const std::string&, const std::array<Weights, 3>&, bool, int, int,
-                    const std::string&, int>(),
+                    const std::optional<GatingAt>&, const std::string&, int>(),
            py::arg("hidden"), py::arg("intermediate"), py::arg("storage"), py::arg("weights"),
-           py::arg("scale_is_bf16"), py::arg("row_group"), py::arg("column_group"), py::arg("isa"),
+           py::arg("scale_is_bf16"), py::arg("row_group"), py::arg("column_group"), py::arg("gating"), py::arg("isa"),
            py::arg("threads"))
       .def("forward", &Layer::run_forward)
       .def("backward", &Layer::run_backward)

@@ -55,7 +55,12 @@ class Job:
 
 class Weights:
     def __init__(
-        self, data: Sequence[int], scale: Sequence[int], stride: int, scale_stride: int
+        self,
+        data: Sequence[int],
+        scale: Sequence[int],
+        stride: int,
+        scale_stride: int,
+        bias: int = 0,
     ) -> None: ...
 
 class Layer:
@@ -68,6 +73,7 @@ class Layer:
         scale_is_bf16: bool,
         row_group: int,
         column_group: int,
+        gating: tuple[float, float, float] | None,
         isa: str,
         threads: int,
     ) -> None: ...

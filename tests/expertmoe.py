@@ -1,15 +1,19 @@
 """Expert layers in every storage format, and the same layer written plainly in float32."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
 from ktbridge.experts.dropout import Mask, draw
-from ktbridge.experts.weights import PROJECTIONS
+from ktbridge.experts.weights import PROJECTIONS, Gating
 from ktbridge.sft import ExpertWeights, MoELoRAExperts
 
-FORMATS = ("bf16", "fp8", "int8", "int8-bf16", "int4-32", "int4-128")
+FORMATS = ("bf16", "fp8", "int8", "int8-bf16", "int4-32", "int4-128", "mxfp4")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+GPT_OSS = Gating(0.75, 1.702, 1.0)
+"""gpt-oss's gating, with a limit that test layers meet."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,28 @@ def group_scales(weight, row_group, column_group, largest):
     return full.amax((2, 4)).clamp_min(1e-6) / largest
 
 
+def to_mxfp4(weight):
+    """float32 [..., columns] -> bytes [..., columns/2], exponents [..., columns/32], rounded up; values."""
+    columns = weight.shape[-1]
+    groups = torch.nn.functional.pad(weight, (0, -columns % 32)).unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
+    exponent = (largest / E2M1[-1]).log2().ceil()
+    code = ((groups * 2**-exponent).abs()[..., None] - E2M1).abs().argmin(-1)
+    values = (E2M1[code] * groups.sign() * 2**exponent).flatten(-2)[..., :columns]
+    nibbles = (code + 8 * (groups < 0)).flatten(-2)
+    packed = (nibbles[..., ::2] + 16 * nibbles[..., 1::2]).to(torch.uint8)
+    packed = packed[..., : -(-columns // 2)].contiguous()
+    return packed, (exponent.squeeze(-1) + 127).to(torch.uint8), values
+
+
 def quantise(storage, weight):
     """float32 [E, out, in] -> the stored tensors of a format, and what they mean in float32."""
     _, rows, columns = weight.shape
     if storage == "bf16":
         return (weight.bfloat16(),), weight.bfloat16().float()
+    if storage == "mxfp4":
+        *stored, values = to_mxfp4(weight)
+        return tuple(stored), values
     kind, _, detail = storage.partition("-")
     row_group, column_group, largest = {
         "fp8": (128, 128, 448),
@@ -100,10 +121,23 @@ def make_weights(shape, storage="bf16", seed=0):
     return [stored for stored, _ in made], [plain for _, plain in made]
 
 
-def make_layer(shape, storage="bf16", rank=8, seed=0, alpha=16, **options):
-    """A layer whose LoRA is not zero, and its weights in float32."""
+def make_layer(
+    shape, storage="bf16", rank=8, seed=0, alpha=16, gating=None, taking_turns=False, **options
+):
+    """A layer whose LoRA is not zero, and its weights in float32; with a ``gating``, it has biases too.
+
+    ``taking_turns``: gate's and up's rows lie one after the other's.
+    """
     stored, plain = make_weights(shape, storage, seed)
+    if taking_turns:
+        fused = [torch.stack(parts, 2).flatten(1, 2) for parts in zip(*stored[:2], strict=True)]
+        stored[:2] = [[each[:, first::2] for each in fused] for first in range(2)]
     weights = [describe(storage, tensors) for tensors in stored]
+    if gating is not None:
+        random = torch.Generator().manual_seed(seed)
+        for index, each in enumerate(weights):
+            bias = torch.randn(each.count, each.rows, generator=random).bfloat16()
+            weights[index] = replace(each, bias=bias, gating=gating)
     layer = MoELoRAExperts.from_tensors(*weights, rank, alpha, **{"threads": 2, **options})
     return randomise(layer), plain
 
@@ -127,8 +161,12 @@ def make_inputs(shape, seed=1, experts_used=None):
     )
 
 
-def reference(weights, lora, scale, hidden, ids, routing, noise=lambda x: x, dropout=None):
+def reference(
+    weights, lora, scale, hidden, ids, routing, noise=lambda x: x, dropout=None, own=None
+):
     """The layer in float32. ``lora`` is by name; a projection that isn't there has none.
+
+    ``own`` are the layer's ``ExpertWeights``, for biases and gating.
 
     ``noise`` is applied to every intermediate result, to see what rounding it may do.
     """
@@ -136,6 +174,8 @@ def reference(weights, lora, scale, hidden, ids, routing, noise=lambda x: x, dro
 
     def project(x, index, expert, slots):
         y, name = x @ noise(weights[index][expert]).T, PROJECTIONS[index]
+        if own is not None and own[index].bias is not None:
+            y = y + own[index].bias[expert].float()
         if f"{name}_lora_a" in lora:
             a, b = lora[f"{name}_lora_a"][expert], lora[f"{name}_lora_b"][expert]
             if dropout is not None:
@@ -146,8 +186,15 @@ def reference(weights, lora, scale, hidden, ids, routing, noise=lambda x: x, dro
     for expert in range(len(weights[0])):
         token, choice = torch.where(ids == expert)
         x, slots = hidden[token], token * ids.shape[1] + choice
-        gate = torch.nn.functional.silu(project(x, 0, expert, slots))
-        inner = noise(gate * project(x, 1, expert, slots))
+        gate, up = (project(x, index, expert, slots) for index in range(2))
+        if own is None or own[0].bias is None:
+            inner = noise(torch.nn.functional.silu(gate) * up)
+        else:
+            # Which of the rounded values are beyond a limit decides where gradients stop.
+            gate, up = (x + (x.bfloat16().float() - x).detach() for x in (gate, up))
+            limit, offset = own[0].gating.limit, own[0].gating.offset
+            g, u = gate.clamp(max=limit), up.clamp(-limit, limit) + offset
+            inner = noise(g * torch.sigmoid(g * own[0].gating.alpha) * u)
         y = project(inner, 2, expert, slots)
         out = out.index_add(0, token, y * routing[token, choice, None])
     return out
@@ -171,7 +218,7 @@ def exact_outcome(layer, plain, inputs, d_out=None, noise=lambda x: x):
     state = torch.get_rng_state()
     dropout = draw(layer.lora_dropout) if lora else None
     torch.set_rng_state(state)
-    out = reference(plain, lora, scale, hidden, inputs[1], routing, noise, dropout)
+    out = reference(plain, lora, scale, hidden, inputs[1], routing, noise, dropout, layer.weights)
     if d_out is None:
         # Half of d_out points along the output: a d_weight is a dot product with it, and a single one that
         # nearly cancels would measure bfloat16's rounding, not the kernel.
@@ -207,6 +254,15 @@ def errors(layer, plain, inputs):
     return {name: error(found[name], exact[name]) for name in found}
 
 
+def beyond(far, tolerance, gating=GPT_OSS):
+    """The errors that are larger than ``tolerance``; gradients through a limit have a larger one.
+
+    A value that rounding moves over a limit has another gradient altogether.
+    """
+    passing = ("hidden", "gate", "up") if math.isfinite(gating.limit) else ()
+    return {n: e for n, e in far.items() if e > (0.1 if n.startswith(passing) else tolerance)}
+
+
 def same_bits(outcomes):
     """Whether outcomes are equal in every bit."""
     return all(
@@ -221,5 +277,6 @@ def stored_as(storage, name, stored, scale):
         return {name: stored, f"{name}_scale_inv": scale}
     if storage.startswith("int8"):
         return {name: stored, f"{name}_scale": scale.reshape(-1, 1)}
+    assert storage != "mxfp4"  # no family has it one by one
     shape = torch.tensor([stored.shape[0], stored.shape[1] * 8])
     return {f"{name}_packed": stored, f"{name}_scale": scale, f"{name}_shape": shape}

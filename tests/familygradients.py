@@ -63,9 +63,13 @@ def check_family(
             part: 2 * own[f"{part}_lora_b"] @ own[f"{part}_lora_a"]
             for part in ("gate", "up", "down")
         }
-        gate_up = torch.cat((delta["gate"], delta["up"]), 1)
+        gate_up, down = torch.cat((delta["gate"], delta["up"]), 1), delta["down"]
+        if not module.is_concatenated:
+            gate_up = torch.stack((delta["gate"], delta["up"]), 2).flatten(1, 2)
+        if module.is_transposed:
+            gate_up, down = gate_up.mT, down.mT
         weights[f"{name}.gate_up_proj"] = module.gate_up_proj.detach() + gate_up
-        weights[f"{name}.down_proj"] = module.down_proj.detach() + delta["down"]
+        weights[f"{name}.down_proj"] = module.down_proj.detach() + down
     assert len(leaves) == len(layers)
     known = read_shape(path)
     assert known.config.family is not None

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expertmoe import to_mxfp4
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ktbridge.experts.modules import experts_modules
@@ -52,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1, "moe_layer_end_index": 2,
     },
     "glm4_moe": DENSE_FIRST,
+    "gpt_oss": {**SIZES, "intermediate_size": 32, "swiglu_limit": 2.0},
     "minimax_m2": SIZES,
     "mixtral": SIZES,
     "olmoe": {**SIZES, "intermediate_size": 32},
@@ -88,6 +91,7 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "granitemoeshared": SMALL,
     "hunyuan_v1_moe": {**SIZES, "moe_topk": 2, "num_shared_expert": 1},
     "hy_v3": SIZES,
+    "hy_v4": {**SPARSE_ATTENTION, "swiglu_limit": 2.0},
     "jamba": {
         **SIZES, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2,
         "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 8, "use_mamba_kernels": False,
@@ -139,16 +143,45 @@ def reference(model_type: str, path: Path) -> Any:
     model = made(model_type, FAMILIES[model_type]).eval().to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".experts." in name:
+            if name.endswith("_bias"):  # of experts, which start at zero
+                parameter.normal_(std=0.2)
+            elif ".experts." in name:
                 parameter.mul_(4)  # experts that matter
             if name.endswith((".gate.weight", ".router.weight", ".gate.wg.weight")):
                 parameter.mul_(10)  # and choices that no rounding turns over
-    model.save_pretrained(path)
+    if model_type == "gpt_oss":
+        model.config.quantization_config = MXFP4
+        model.config.save_pretrained(path)
+        del model.config.quantization_config
+        save_file(mxfp4_tensors(model), path / "model.safetensors", {"format": "pt"})
+    else:
+        model.save_pretrained(path)
     if model_type == "kimi_k2":  # as it is published: DeepSeek-V3 under a name of its own
         file = path / "config.json"
         theirs = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_deepseek.X"}}
         file.write_text(json.dumps(json.loads(file.read_text()) | theirs))
     return model.float()
+
+
+MXFP4 = {
+    "quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+
+
+def mxfp4_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """gpt-oss's tensors as they are published; ``model`` gets the values that this rounds to."""
+    made: dict[str, torch.Tensor] = {}
+    for name, module in experts_modules(model):
+        for part in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, part).data
+            packed, scales, values = to_mxfp4(weight.float().mT)
+            weight.copy_(values.mT)
+            made[f"{name}.{part}_blocks"] = packed.unflatten(-1, (-1, 16))
+            made[f"{name}.{part}_scales"] = scales
+    rest = model.state_dict().items()
+    return made | {key: value for key, value in rest if f"{key}_blocks" not in made}
 
 
 def everything(model: Any, path: Path, **settings: Any) -> TrainConfig:

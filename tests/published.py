@@ -50,6 +50,25 @@ _INT4 = {
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
                "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
 }  # fmt: skip
+_GPT_OSS = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": True,
+    "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880,
+    "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ]},
+}  # fmt: skip
+_GPT_OSS_NAMES = (
+    *(f"mlp.experts.{name}_proj_{part}" for name in ("gate_up", "down")
+      for part in ("bias", "blocks", "scales")),
+    "mlp.router.bias", "mlp.router.weight", "self_attn.sinks", "self_attn.q_proj.bias",
+)  # fmt: skip
 
 
 class Published(NamedTuple):
@@ -219,6 +238,16 @@ MODELS = {
         ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight",
          "block_sparse_moe.router.layer.weight", "shared_mlp.input_linear.weight"), 32,
     ),
+    **{
+        f"gpt-oss-{size}": Published(
+            {
+                **_GPT_OSS, "num_hidden_layers": layers, "num_local_experts": experts,
+                "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+            },
+            _GPT_OSS_NAMES, billions, "mxfp4",
+        )
+        for size, layers, experts, billions in (("20b", 24, 32, 20.91), ("120b", 36, 128, 116.83))
+    },
 }  # fmt: skip
 """``layer_types`` of Granite is by the counts of its card; which layers they are is inferred."""
 
@@ -242,7 +271,7 @@ def cut(model: Published) -> dict[str, Any]:
     config = {
         key: value if value is None else CUT.get(key, value) for key, value in model.config.items()
     }
-    if config["model_type"] == "exaone_moe":
+    if config["model_type"] in ("exaone_moe", "gpt_oss"):
         config["layer_types"] = ["sliding_attention", "full_attention"]
     for key in ("intermediate_size", "moe_intermediate_size"):
         if key in config:

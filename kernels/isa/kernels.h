@@ -2,6 +2,8 @@
 // arithmetic on large data itself.
 #pragma once
 
+#include <limits>
+
 #include "common/cpu.h"
 #include "gemm/strip.h"
 #include "weights/matrix.h"
@@ -28,6 +30,14 @@ struct Seeds {
   std::uint16_t threshold;
 };
 
+// How h is made where it isn't silu(g) u: h = g' sigmoid(alpha g') (u' + offset), of g' = min(g, limit) and
+// u' = u within [-limit, limit]; no gradient passes a limit. gpt-oss has alpha 1.702 and offset 1.
+struct Gating {
+  float limit = std::numeric_limits<float>::infinity();
+  float alpha = 1.f, offset = 0.f;
+  const float *gate_bias = nullptr, *up_bias = nullptr;  // 32 of each, for what is at hand; or null
+};
+
 // One strip of tokens and one tile's worth (32) of the intermediate size, in backward.
 struct InnerTile {
   const float* result;    // 2 blocks of dh~ [16 tokens][16]
@@ -36,6 +46,7 @@ struct InnerTile {
   bf16 *d_gate, *d_up, *h;
   float* d_weight;                      // [16] out: <dh~, h> over these 32
   const std::uint32_t* kept = nullptr;  // [16] the bits of h that are written, all of it where null
+  const Gating* gating = nullptr;       // null: silu(g) u; g and u have their biases already
 };
 
 struct Kernels {
@@ -68,12 +79,17 @@ struct Kernels {
   void (*transpose_blocks)(const float* blocks, int m, int n, float* target);
 
   // g0 g1 u0 u1 of one token strip (blocks [16 of I][16 tokens]; `apart` floats from one to the next) ->
-  // h = silu(g) u as a right tile (or null), and g, u as left tiles (or null), 64-byte aligned.
-  void (*activate)(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* gate, bf16* up);
+  // h as a right tile (or null), and g, u as left tiles (or null), 64-byte aligned. `gating` null: h is
+  // silu(g) u, and there are no biases; else they are added to g and u first.
+  void (*activate)(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* gate, bf16* up,
+                   const Gating* gating);
   void (*inner_gradients)(const InnerTile& tile);
-  // Two blocks [16 of H][16 tokens], `apart` floats apart, times the tokens' weights, as rows [live][32].
-  void (*weigh_rows)(const float* blocks, std::ptrdiff_t apart, const float* weight, int live, bf16* target,
-                     std::ptrdiff_t stride);
+  // Two blocks [16 of H][16 tokens], `apart` floats apart, plus `bias` [32] (or null), times the tokens'
+  // weights, as rows [live][32].
+  void (*weigh_rows)(const float* blocks, std::ptrdiff_t apart, const float* bias, const float* weight,
+                     int live, bf16* target, std::ptrdiff_t stride);
+  // products[i] = <row i, vector>, whose padding to whole tiles is there.
+  void (*row_products)(const Tokens& tokens, const float* vector, float* products);
   // Two neighbouring blocks [16 tokens][16 of H] as rows [live][32].
   void (*round_rows)(const float* blocks, int live, bf16* target, std::ptrdiff_t stride);
   // target[columns] = the sum of `count` rows; reads up to whole tiles of each, writes `columns`.

@@ -8,6 +8,8 @@
 //   load store every + - * / fma sum             as their names say; fma(a, b, c) = a b + c
 //   load_first(p, count)                         the first `count` of 16, zeros behind; reads no further
 //   clamp(a, low, high)                          keeps a NaN
+//   keep_within(a, b, low, high)                 a where low <= b <= high, else 0
+//   pick(eight, a)                               eight[bits of a & 7]
 //   reciprocal                                   to a unit or two in the last place
 //   nearest, power_of_two                        whole numbers, as floats; 2^a for a in [-126, 127]
 //   low(p), high(p)                              first / second of each pair, as float32

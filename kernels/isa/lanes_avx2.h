@@ -59,6 +59,17 @@ inline Lanes clamp(Lanes b, float low, float high) {
     return _mm256_min_ps(_mm256_set1_ps(high), _mm256_max_ps(_mm256_set1_ps(low), b.v[i]));
   });
 }
+inline Lanes keep_within(Lanes a, Lanes b, float low, float high) {
+  return halves([&](int i) {
+    const __m256 above = _mm256_cmp_ps(b.v[i], _mm256_set1_ps(low), _CMP_GE_OQ);
+    const __m256 below = _mm256_cmp_ps(b.v[i], _mm256_set1_ps(high), _CMP_LE_OQ);
+    return _mm256_and_ps(a.v[i], _mm256_and_ps(above, below));
+  });
+}
+inline Lanes pick(const float (&eight)[8], Lanes a) {
+  const __m256 table = _mm256_loadu_ps(eight);
+  return halves([&](int i) { return _mm256_permutevar8x32_ps(table, _mm256_castps_si256(a.v[i])); });
+}
 inline Lanes nearest(Lanes a) {
   return halves(
       [&](int i) { return _mm256_round_ps(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); });

@@ -37,6 +37,15 @@ inline Lanes reciprocal(Lanes a) {
 inline Lanes clamp(Lanes b, float low, float high) {
   return {_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), b.v))};
 }
+inline Lanes keep_within(Lanes a, Lanes b, float low, float high) {
+  const __mmask16 above = _mm512_cmp_ps_mask(b.v, _mm512_set1_ps(low), _CMP_GE_OQ);
+  return {
+      _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(above, b.v, _mm512_set1_ps(high), _CMP_LE_OQ), a.v)};
+}
+inline Lanes pick(const float (&eight)[8], Lanes a) {
+  const __m512 table = _mm512_broadcast_f32x8(_mm256_loadu_ps(eight));  // the fourth bit changes nothing
+  return {_mm512_permutexvar_ps(_mm512_castps_si512(a.v), table)};
+}
 inline Lanes nearest(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT)}; }
 // 2^a for whole numbers in [-126, 127].
 inline Lanes power_of_two(Lanes a) {

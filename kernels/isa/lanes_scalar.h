@@ -53,6 +53,12 @@ inline Lanes fma(Lanes a, Lanes b, Lanes c) { return a * b + c; }
 inline Lanes clamp(Lanes b, float low, float high) {
   return each_lane([&](int i) { return b.v[i] < low ? low : b.v[i] > high ? high : b.v[i]; });
 }
+inline Lanes keep_within(Lanes a, Lanes b, float low, float high) {
+  return each_lane([&](int i) { return b.v[i] >= low && b.v[i] <= high ? a.v[i] : 0.f; });
+}
+inline Lanes pick(const float (&eight)[8], Lanes a) {
+  return each_lane([&](int i) { return eight[bits_of(a.v[i]) & 7]; });
+}
 inline Lanes nearest(Lanes a) {  // adding and taking away 1.5 * 2^23 leaves the whole part
   return each_lane([&](int i) { return (a.v[i] + 12582912.f) - 12582912.f; });
 }

@@ -1,7 +1,7 @@
 // Gradients of moe/layer.h's forward. With dy = d_out[token] (not yet weighted) and w the slot's weight:
 //
-//   dh~ = dy Wd + s (dy Bd) Ad             d w = <dh~, h>          dh = w dh~
-//   dg  = dh u silu'(g)                    du  = dh silu(g)
+//   dh~ = dy Wd + s (dy Bd) Ad             d w = <dh~, h> + <dy, down's bias>      dh = w dh~
+//   dg  = dh u silu'(g)                    du  = dh silu(g)      (for a Gating: moe/epilogues.h)
 //   dX  = dg Wg + s (dg Bg) Ag + du Wu + s (du Bu) Au,  summed over the token's slots
 //   dB  = d^T t                            dA  = (s d B)^T input,   t = s (input A^T)
 //
@@ -57,6 +57,9 @@ class Backward {
       Strips thin;
       if (sizes_.rank > 0) thin = thin_inner(expert, block, left, b);
 
+      if (unit.begin == 0)
+        bias_products(kernels_, experts_, routing_, expert, block, d_out_,
+                      d_weight_.data() + weight_gradients(sizes_, routing_.slots()) - routing_.slots());
       bf16* panel = workspace(kPanel, kStrips * stride);
       float* result = result_blocks(kMain, block.count * kStrips);
       bf16* h = workspace(kLocal, block.count * tile_elements(kPanelTiles));
@@ -165,7 +168,8 @@ class Backward {
     for (int source = unit * kTokensAtOnce * routing_.top_k; source < end; ++source) {
       const float* part = d_weight_.data() + routing_.slot_of[source];
       float total = 0.f;
-      for (int tile = 0; tile < sizes_.inner_tiles; ++tile)
+      const int parts = sizes_.inner_tiles + !experts_.bias[kDown].empty();
+      for (int tile = 0; tile < parts; ++tile)
         total += part[static_cast<std::ptrdiff_t>(tile) * routing_.slots()];
       d_weights[source] = total;
     }
@@ -251,7 +255,8 @@ class Backward {
     strip_weights(routing_, expert, strip, weight);
     kernels_.inner_gradients({result, inner_.gate.data() + at, inner_.up.data() + at, weight, d,
                               d + tile_elements(sizes_.inner_tiles), h, d_weight,
-                              part == nullptr ? nullptr : kept});
+                              part == nullptr ? nullptr : kept,
+                              experts_.plain ? nullptr : &experts_.gating});
     float* d_weights = d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing_.slots() +
                        first_slot(routing_, expert, strip);
     std::copy_n(d_weight, live_rows(routing_, expert, strip), d_weights);
@@ -367,7 +372,7 @@ class Backward {
   const std::ptrdiff_t d_stride_, dx_stride_;
   Buffer<bf16> d_;          // see d_strips
   Buffer<bf16> dx_;         // dX by slots
-  Buffer<float> d_weight_;  // partial d w: [tiles of I, slots]
+  Buffer<float> d_weight_;  // partial d w: [tiles of I, and down's bias; slots]
   Buffer<bf16> thin_;       // (s dg Bg)^T and (s du Bu)^T, as Saved::thin
 };
 

@@ -8,6 +8,8 @@
 namespace ktbridge {
 namespace {
 
+constexpr float kInfinity = __builtin_inff();
+
 inline void blocks_to_left(const float* blocks, int m, int n, float scale, const float* column_scale,
                            bf16* left, std::ptrdiff_t stride) {
   const auto row = [&](int i, int j, int r) {
@@ -51,18 +53,49 @@ inline void transpose_blocks(const float* blocks, int m, int n, float* target) {
                       target + (static_cast<std::ptrdiff_t>(j) * m + i) * kBlock);
 }
 
-inline void activate(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* gate, bf16* up) {
+// h and its derivatives by g and u of pre-activations g and u; `kPlain`: silu(g) u.
+template <bool kPlain>
+inline Lanes gated(Lanes g, Lanes u, const Gating& gating) {
+  if constexpr (kPlain) return g * sigmoid(g) * u;
+  const Lanes x = clamp(g, -kInfinity, gating.limit);
+  return x * sigmoid(x * every(gating.alpha)) * (clamp(u, -gating.limit, gating.limit) + every(gating.offset));
+}
+
+template <bool kPlain>
+inline void gate_gradients(Lanes g, Lanes u, const Gating& gating, Lanes& h, Lanes& by_g, Lanes& by_u) {
+  if constexpr (kPlain) {
+    const Lanes s = sigmoid(g);
+    by_u = g * s;
+    h = by_u * u;
+    by_g = u * fma(by_u, every(1.f) - s, s);
+    return;
+  }
+  const Lanes x = clamp(g, -kInfinity, gating.limit);
+  const Lanes y = clamp(u, -gating.limit, gating.limit) + every(gating.offset);
+  const Lanes s = sigmoid(x * every(gating.alpha)), glu = x * s;
+  h = glu * y;
+  by_g = keep_within(y * fma(glu * every(gating.alpha), every(1.f) - s, s), g, -kInfinity, gating.limit);
+  by_u = keep_within(glu, u, -gating.limit, gating.limit);
+}
+
+template <bool kPlain>
+inline void activate_by(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* gate, bf16* up,
+                        const Gating& gating) {
   Pairs g[16], u[16];
   for (int i = 0; i < 16; ++i) {
     const float* at = blocks + (i / 8) * apart + (i % 8) * 2 * kStrip;
-    g[i] = pairs(load(at), load(at + kStrip));
-    u[i] = pairs(load(at + 2 * apart), load(at + 2 * apart + kStrip));
+    const auto row = [&](int projection, int next, const float* bias) {
+      const Lanes sum = load(at + 2 * projection * apart + next * kStrip);
+      return kPlain || bias == nullptr ? sum : sum + every(bias[2 * i + next]);
+    };
+    g[i] = pairs(row(0, 0, gating.gate_bias), row(0, 1, gating.gate_bias));
+    u[i] = pairs(row(1, 0, gating.up_bias), row(1, 1, gating.up_bias));
   }
   if (h != nullptr)
     for (int i = 0; i < 16; ++i) {
       // From the rounded values, which are what backward will see.
-      const Lanes first = low(g[i]) * sigmoid(low(g[i])) * low(u[i]);
-      const Lanes second = high(g[i]) * sigmoid(high(g[i])) * high(u[i]);
+      const Lanes first = gated<kPlain>(low(g[i]), low(u[i]), gating);
+      const Lanes second = gated<kPlain>(high(g[i]), high(u[i]), gating);
       store(h + i * kSteps, pairs(first, second));
     }
   if (gate == nullptr) return;
@@ -74,10 +107,16 @@ inline void activate(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* g
   }
 }
 
-// h = silu(g) u;  dh = w dh~;  dg = dh u silu'(g), silu'(g) = s + g s (1 - s) with s = sigmoid(g);
-// du = dh silu(g);  d w = <dh~, h>.
-template <bool kAll>
-inline void inner_gradients_of(const InnerTile& tile) {
+inline void activate(const float* blocks, std::ptrdiff_t apart, bf16* h, bf16* gate, bf16* up,
+                     const Gating* gating) {
+  gating == nullptr ? activate_by<true>(blocks, apart, h, gate, up, {})
+                    : activate_by<false>(blocks, apart, h, gate, up, *gating);
+}
+
+// dh = w dh~;  d w = <dh~, h>;  dg and du from dh by the gating's derivatives: for h = silu(g) u,
+// dg = dh u silu'(g), silu'(g) = s + g s (1 - s) with s = sigmoid(g), and du = dh silu(g).
+template <bool kAll, bool kPlain>
+inline void inner_gradients_of(const InnerTile& tile, const Gating& gating) {
   for (int i = 0; i < kStrip; ++i) {
     Lanes g[2], u[2], h[2], dg[2], du[2];
     widen(load_pairs(tile.gate + i * kSteps), g[0], g[1]);
@@ -86,12 +125,12 @@ inline void inner_gradients_of(const InnerTile& tile) {
     Lanes product = every(0.f);
     for (int half = 0; half < 2; ++half) {
       const Lanes d = load(tile.result + half * kBlock + i * kStrip);
-      const Lanes s = sigmoid(g[half]), silu = g[half] * s;
-      h[half] = silu * u[half];
+      Lanes by_g, by_u;
+      gate_gradients<kPlain>(g[half], u[half], gating, h[half], by_g, by_u);
       product = fma(d, h[half], product);
       const Lanes weighted = d * weight;
-      du[half] = weighted * silu;
-      dg[half] = weighted * u[half] * fma(silu, every(1.f) - s, s);
+      du[half] = weighted * by_u;
+      dg[half] = weighted * by_g;
     }
     tile.d_weight[i] = sum(product);
     store(tile.d_gate + i * kSteps, sequence(dg[0], dg[1]));
@@ -101,19 +140,34 @@ inline void inner_gradients_of(const InnerTile& tile) {
   }
 }
 inline void inner_gradients(const InnerTile& tile) {
-  tile.kept == nullptr ? inner_gradients_of<true>(tile) : inner_gradients_of<false>(tile);
+  const auto all = [&]<bool kPlain>(const Gating& gating) {
+    tile.kept == nullptr ? inner_gradients_of<true, kPlain>(tile, gating)
+                         : inner_gradients_of<false, kPlain>(tile, gating);
+  };
+  tile.gating == nullptr ? all.operator()<true>({}) : all.operator()<false>(*tile.gating);
 }
 
-inline void weigh_rows(const float* blocks, std::ptrdiff_t apart, const float* weight, int live,
-                       bf16* target, std::ptrdiff_t stride) {
+template <bool kBias>
+inline void weigh_rows_with(const float* blocks, std::ptrdiff_t apart, const float* bias,
+                            const float* weight, int live, bf16* target, std::ptrdiff_t stride) {
   const Lanes weights = load(weight);
   Pairs rows[16];
   for (int i = 0; i < 16; ++i) {
     const float* at = blocks + (i / 8) * apart + (i % 8) * 2 * kStrip;
-    rows[i] = pairs(load(at) * weights, load(at + kStrip) * weights);
+    Lanes first = load(at), second = load(at + kStrip);
+    if constexpr (kBias) {
+      first = first + every(bias[2 * i]);
+      second = second + every(bias[2 * i + 1]);
+    }
+    rows[i] = pairs(first * weights, second * weights);
   }
   transpose(rows);
   for (int i = 0; i < live; ++i) store(target + i * stride, rows[i]);
+}
+inline void weigh_rows(const float* blocks, std::ptrdiff_t apart, const float* bias, const float* weight,
+                       int live, bf16* target, std::ptrdiff_t stride) {
+  bias == nullptr ? weigh_rows_with<false>(blocks, apart, bias, weight, live, target, stride)
+                  : weigh_rows_with<true>(blocks, apart, bias, weight, live, target, stride);
 }
 
 inline void round_rows(const float* blocks, int live, bf16* target, std::ptrdiff_t stride) {

@@ -85,7 +85,8 @@ class Forward {
               strip_weights(routing_, expert, block.begin + j, weights);
               const int slot = first_slot(routing_, expert, block.begin + j);
               for (int i = 0; i < strips; i += 2)
-                kernels_.weigh_rows(result + i * apart + j * kBlock, apart, weights,
+                kernels_.weigh_rows(result + i * apart + j * kBlock, apart,
+                                    experts_.bias_at(kDown, expert, row + i * kStrip), weights,
                                     live_rows(routing_, expert, block.begin + j),
                                     y_.data() + slot * y_stride_ + row + i * kStrip, y_stride_);
             }

@@ -42,6 +42,8 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
           multiply(kernels, {main, {b, t[projection], sizes.rank_tiles}}, half);
         }
       }
+      Gating room_for_gating;
+      const Gating* gating = experts.gating_at(expert, p * kSteps, room_for_gating);
       for (int j = 0; j < block.count; ++j) {
         const std::ptrdiff_t strip = routing.first_strip[expert] + block.begin + j;
         const std::ptrdiff_t kept = tile_elements(strip * sizes.inner_tiles + p);
@@ -50,7 +52,7 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
             result + j * kBlock, apart,
             target.h == nullptr ? nullptr : target.h + strip * target.h_stride + tile_elements(p),
             keep ? target.saved->gate.data() + kept : nullptr,
-            keep ? target.saved->up.data() + kept : nullptr);
+            keep ? target.saved->up.data() + kept : nullptr, gating);
       }
     }
   });

@@ -3,8 +3,9 @@
 // For a token with input x and routed experts e with weights w, out = sum_e w y_e(x) where
 //     g = x Wg^T + s (x Ag^T) Bg^T        u = x Wu^T + s (x Au^T) Bu^T
 //     h = silu(g) u                       y = h Wd^T + s (h Ad^T) Bd^T
-// with s = alpha / r (LoRA, arXiv:2106.09685; gated experts, arXiv:2002.05202). W are bf16, FP8, INT8 or
-// INT4 where they lie, A and B fp32 masters rounded to bf16 before use, sums are fp32. g, u, h and the
+// with s = alpha / r (LoRA, arXiv:2106.09685; gated experts, arXiv:2002.05202); some experts add biases to
+// g, u and y, and make h otherwise (isa/kernels.h, Gating). W are bf16, FP8, INT8, INT4 or MXFP4 where they
+// lie, A and B fp32 masters rounded to bf16 before use, sums are fp32. g, u, h and the
 // thin s (x A^T) are rounded to bf16, and backward uses the rounded values. With dropout each A sees x or h
 // without the elements that moe/dropout.h drops, and the caller's s is larger by 1 / (1 - p).
 #pragma once
@@ -26,8 +27,26 @@ namespace ktbridge {
 struct Experts {
   int hidden = 0, intermediate = 0;
   std::array<std::vector<Matrix>, kProjections> weight;
+  bool plain = true;  // h is silu(g) u; else by `gating`
+  Gating gating;
+  std::array<std::vector<float>, kProjections> bias;  // [E][rows, padded by 0 to whole tiles]; or none
   std::vector<int> node;  // the pool's node index whose threads should read an expert; -1: any
   int count() const { return static_cast<int>(weight[kGate].size()); }
+
+  // A projection's bias from `row` of an expert's; null where there is none.
+  const float* bias_at(Projection projection, int expert, int row) const {
+    const std::vector<float>& all = bias[projection];
+    const std::ptrdiff_t rows = tiles_of(projection == kDown ? hidden : intermediate) * kSteps;
+    return all.empty() ? nullptr : all.data() + expert * rows + row;
+  }
+  // How an expert's rows of I from `row` are activated: `room`, or null for silu(g) u without biases.
+  const Gating* gating_at(int expert, int row, Gating& room) const {
+    if (plain && bias[kGate].empty() && bias[kUp].empty()) return nullptr;
+    room = gating;
+    room.gate_bias = bias_at(kGate, expert, row);
+    room.up_bias = bias_at(kUp, expert, row);
+    return &room;
+  }
 };
 
 // LoRA or its gradients, contiguous over experts: a [E, r, in], b [E, out, r], float32. A projection

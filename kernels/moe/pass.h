@@ -56,9 +56,9 @@ inline std::ptrdiff_t thin_elements(const Sizes& sizes, std::ptrdiff_t doubles) 
 inline std::ptrdiff_t gradient_stride(const Sizes& sizes) {
   return tile_elements(2 * sizes.inner_tiles + 2 * sizes.rank_tiles);
 }
-// Partial gradients of the routing weights: [tiles of I, slots] float32.
+// Partial gradients of the routing weights: [tiles of I, and down's bias; slots] float32.
 inline std::ptrdiff_t weight_gradients(const Sizes& sizes, std::ptrdiff_t slots) {
-  return sizes.inner_tiles * slots;
+  return (sizes.inner_tiles + 1) * slots;
 }
 
 inline void multiply(const Kernels& kernels, std::initializer_list<Product> products, float* result) {
@@ -149,6 +149,15 @@ inline void strip_weights(const Routing& routing, int expert, int strip, float* 
 inline Tokens strip_tokens(const Routing& routing, int expert, int strip, const bf16* source, int columns) {
   return {source, columns, routing.token.data() + first_slot(routing, expert, strip),
           live_rows(routing, expert, strip), columns};
+}
+
+// parts[slot] = <dy, down's bias>, where there is one, for a block of an expert's tokens.
+inline void bias_products(const Kernels& kernels, const Experts& experts, const Routing& routing,
+                          int expert, TokenBlock block, const bf16* d_out, float* parts) {
+  const float* bias = experts.bias_at(kDown, expert, 0);
+  for (int j = block.begin; bias != nullptr && j < block.begin + block.count; ++j)
+    kernels.row_products(strip_tokens(routing, expert, j, d_out, experts.hidden), bias,
+                         parts + first_slot(routing, expert, j));
 }
 
 // One expert's factor out of a contiguous [E, rows, columns] tensor; no rows if there is no tensor.

@@ -2,6 +2,7 @@
 // float64.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <memory>
@@ -15,6 +16,7 @@ namespace ktbridge {
 struct Shape {
   int hidden = 72, inner = 41, experts = 4, rank = 0;
   Format format = {"bf16", Storage::bf16};
+  bool biased = false;  // with gpt-oss's gating, at limits that many values meet
 };
 
 // Which LoRA tensors there are, in the order of kLoraNames.
@@ -39,6 +41,16 @@ struct Model {
       };
       if (present[2 * p]) lora.a[p] = factor(columns(p));
       if (present[2 * p + 1]) lora.b[p] = factor(rows(p));
+    }
+    if (shape.biased) {
+      experts.plain = false;
+      experts.gating = {0.8f, 1.702f, 1.f};
+      for (int p = 0; p < kProjections; ++p) {
+        const int padded = tiles_of(rows(p)) * kSteps;
+        experts.bias[p].resize(static_cast<std::size_t>(shape.experts) * padded);
+        for (int e = 0; e < shape.experts; ++e)
+          for (int r = 0; r < rows(p); ++r) experts.bias[p][e * padded + r] = random.value();
+      }
     }
     lora.rank = shape.rank;
     lora.scale = 1.5f / (static_cast<float>(std::max(shape.rank, 1)) + 20);  // as heavy as the weights
@@ -207,6 +219,7 @@ inline Exact reference(const Model& model, const Batch& batch) {
         for (std::size_t k = 0; k < in.size(); ++k)
           out[n] += in[k] * to_float(model.weights[p][e].at(n, static_cast<int>(k)));
         for (int r = 0; r < rank; ++r) out[n] += t[r] * model.b_at(p, e, n, r);
+        if (const float* bias = model.experts.bias_at(static_cast<Projection>(p), e, n)) out[n] += *bias;
       }
       return out;
     };
@@ -234,19 +247,25 @@ inline Exact reference(const Model& model, const Batch& batch) {
 
     const Row x = row_of(batch.hidden), dy = row_of(batch.d_out);
     Row t[kProjections], h, dg, du;
+    const Gating& gating = model.experts.gating;
+    const double limit = gating.limit, alpha = gating.alpha, offset = gating.offset;
     Row g = project(kGate, x, t[kGate]), u = project(kUp, x, t[kUp]);
     for (std::size_t i = 0; i < g.size(); ++i) {
       g[i] = rounded(g[i]);
       u[i] = rounded(u[i]);
-      h.push_back(rounded(g[i] / (1 + std::exp(-g[i])) * u[i]));
+      const double x = std::min(g[i], limit), y = std::clamp(u[i], -limit, limit) + offset;
+      h.push_back(rounded(x / (1 + std::exp(-alpha * x)) * y));
     }
     const Row y = project(kDown, h, t[kDown]), dh = back(kDown, dy, h, t[kDown], w);
     for (std::size_t i = 0; i < g.size(); ++i) {
-      const double sigma = 1 / (1 + std::exp(-g[i]));
+      const double x = std::min(g[i], limit), y = std::clamp(u[i], -limit, limit) + offset;
+      const double sigma = 1 / (1 + std::exp(-alpha * x));
       result.d_weights[slot] += dh[i] * h[i];
-      dg.push_back(w * dh[i] * u[i] * (sigma + g[i] * sigma * (1 - sigma)));
-      du.push_back(w * dh[i] * g[i] * sigma);
+      dg.push_back(g[i] > limit ? 0 : w * dh[i] * y * (sigma + alpha * x * sigma * (1 - sigma)));
+      du.push_back(std::abs(u[i]) > limit ? 0 : w * dh[i] * x * sigma);
     }
+    if (const float* bias = model.experts.bias_at(kDown, e, 0))
+      for (int c = 0; c < model.shape.hidden; ++c) result.d_weights[slot] += dy[c] * bias[c];
     const Row by_gate = back(kGate, dg, x, t[kGate], 1), by_up = back(kUp, du, x, t[kUp], 1);
     for (int c = 0; c < model.shape.hidden; ++c) {
       result.out[token * model.shape.hidden + c] += w * y[c];

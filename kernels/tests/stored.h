@@ -28,6 +28,7 @@ const std::vector<Format> kFormats = {
     {"int4 in groups of 32, bf16 scales", Storage::int4, 0, 5, true},
     {"int4 in groups of 128", Storage::int4, 0, 7},
     {"int4 in groups of 128, bf16 scales", Storage::int4, 0, 7, true},
+    {"mxfp4", Storage::mxfp4, 0, 5},
 };
 
 // e4m3: sign, 4 bits of exponent with bias 7, 3 of mantissa; S.1111.111 is NaN (OCP 8-bit formats 1.0).
@@ -38,6 +39,14 @@ inline float e4m3(std::uint8_t code) {
   return code & 0x80 ? -magnitude : magnitude;
 }
 inline bool is_e4m3_nan(std::uint8_t code) { return (code & 0x7f) == 0x7f; }
+
+// e2m1: sign, 2 bits of exponent with bias 1, 1 of mantissa (OCP Microscaling Formats 1.0).
+inline float e2m1(int code) {
+  const int exponent = code >> 1 & 3, mantissa = code & 1;
+  const float magnitude = exponent == 0 ? 0.5f * static_cast<float>(mantissa)
+                                        : std::ldexp(static_cast<float>(2 + mantissa), exponent - 2);
+  return code & 8 ? -magnitude : magnitude;
+}
 
 // Its bytes and its scales both end where their pages end.
 class Stored {
@@ -64,10 +73,11 @@ class Stored {
          const std::vector<std::uint8_t>& bytes, int gap = 0, int scale_gap = 0)
       : groups_(((columns - 1) >> format.column_shift) + 1),
         scale_stride_(groups_ + scale_gap),
-        scales_(scales_of(random, ((rows - 1) >> format.row_shift) * scale_stride_ + groups_)),
+        scales_(scales_of(random, format, ((rows - 1) >> format.row_shift) * scale_stride_ + groups_)),
         data_(bytes),
         float_scales_(scales_),
-        bf16_scales_(rounded(scales_)) {
+        bf16_scales_(rounded(scales_)),
+        exponents_(exponents(scales_)) {
     matrix.data = data_.data();
     matrix.stride = stored_bytes(format.storage, columns) + gap;
     matrix.rows = rows;
@@ -78,6 +88,10 @@ class Stored {
     matrix.scale_is_bf16 = format.scale_is_bf16;
     matrix.scale_stride = scale_stride_;
     if (format.storage == Storage::bf16 || format.storage == Storage::fp32) return;
+    if (format.storage == Storage::mxfp4) {
+      matrix.scale = exponents_.data();
+      return;
+    }
     matrix.scale =
         format.scale_is_bf16 ? static_cast<const void*>(bf16_scales_.data()) : float_scales_.data();
   }
@@ -105,6 +119,8 @@ class Stored {
         return to_bf16(static_cast<float>(static_cast<std::int8_t>(p[column])) * scale);
       case Storage::int4:
         return to_bf16(static_cast<float>((p[column / 2] >> (column % 2 * 4) & 15) - 8) * scale);
+      case Storage::mxfp4:
+        return to_bf16(e2m1(p[column / 2] >> (column % 2 * 4) & 15) * scale);
     }
     return 0;
   }
@@ -113,7 +129,9 @@ class Stored {
 
  private:
   // Each its own, so that a neighbour's can't pass for it; bf16 values, so that both forms hold the same.
-  static std::vector<float> scales_of(Random& random, std::ptrdiff_t count) {
+  static std::vector<float> scales_of(Random& random, const Format& format, std::ptrdiff_t count) {
+    if (format.storage == Storage::mxfp4)
+      return random.many(count, [&] { return std::ldexp(1.f, random.between(-9, -4)); });
     return random.many(count, [&] { return to_float(to_bf16(0.01f + std::abs(random.value()) * 0.04f)); });
   }
   static std::vector<bf16> rounded(const std::vector<float>& values) {
@@ -122,11 +140,19 @@ class Stored {
     return result;
   }
 
+  // Biased by 127, as float32's own are.
+  static std::vector<std::uint8_t> exponents(const std::vector<float>& scales) {
+    std::vector<std::uint8_t> bytes;
+    for (float scale : scales) bytes.push_back(static_cast<std::uint8_t>(std::ilogb(scale) + 127));
+    return bytes;
+  }
+
   std::ptrdiff_t groups_, scale_stride_;
   std::vector<float> scales_;
   AtPageEnd<std::uint8_t> data_;
   AtPageEnd<float> float_scales_;
   AtPageEnd<bf16> bf16_scales_;
+  AtPageEnd<std::uint8_t> exponents_;
 };
 
 }  // namespace ktbridge

@@ -76,7 +76,8 @@ void to_rows(const Kernels& kernels) {
     const check::Case name(std::to_string(live) + " live rows");
     const std::ptrdiff_t apart = random.between(1, 3) * kBlock, stride = kSteps + random.below(3) * 16;
     const std::vector<float> blocks = random.values(apart + kBlock), weights = random.values(kStrip);
-    const AtPageEnd<float> input(blocks), weight(weights);
+    const std::vector<float> biases = random.values(kSteps);
+    const AtPageEnd<float> input(blocks), weight(weights), bias(biases);
     const std::vector<float> neighbours = random.values(2 * kBlock);
     const AtPageEnd<float> neighbour(neighbours);
     Output<bf16> weighed(live * stride), rounded(live * stride);
@@ -84,10 +85,12 @@ void to_rows(const Kernels& kernels) {
     for (int i = 0; i < live; ++i)
       for (int c = 0; c < kSteps; ++c) {
         want_weighed[i * stride + c] =
-            to_bf16(blocks[c / kStrip * apart + c % kStrip * kStrip + i] * weights[i]);
+            to_bf16((blocks[c / kStrip * apart + c % kStrip * kStrip + i] + (live % 2 ? biases[c] : 0)) *
+                    weights[i]);
         want_rounded[i * stride + c] = to_bf16(neighbours[c / kStrip * kBlock + i * kStrip + c % kStrip]);
       }
-    kernels.weigh_rows(input.data(), apart, weight.data(), live, weighed.data(), stride);
+    kernels.weigh_rows(input.data(), apart, live % 2 ? bias.data() : nullptr, weight.data(), live,
+                       weighed.data(), stride);
     kernels.round_rows(neighbour.data(), live, rounded.data(), stride);
     CHECK(first_difference(weighed.data(), want_weighed) == -1);
     CHECK(first_difference(rounded.data(), want_rounded) == -1);

@@ -83,6 +83,18 @@ void subsets_of_lora() {
   }
 }
 
+void biases_and_limits() {
+  Random random(9);
+  for (const auto& [hidden, inner] : {std::pair{72, 41}, {64, 96}, {33, 31}})
+    for (int rank : {0, 8}) {
+      const check::Case name(std::to_string(hidden) + " x " + std::to_string(inner));
+      const Format format = inner == 96 ? Format{"mxfp4", Storage::mxfp4, 0, 5} : Format{"bf16", Storage::bf16};
+      const Shape shape{hidden, inner, 3, rank, format, true};
+      check_layer(Model(random, shape), Batch(random, shape, 40, 2));
+      check_layer(Model(random, shape), Batch(random, shape, 3, 1));
+    }
+}
+
 void every_storage() {
   Random random(4);
   for (const Format& format : kFormats) {
@@ -199,6 +211,7 @@ int main() {
   all_ranks_and_routings();
   sizes_of_all_kinds();
   subsets_of_lora();
+  biases_and_limits();
   every_storage();
   few_tokens();
   fused_weights();

@@ -27,6 +27,20 @@ inline Lanes from_int8(const std::uint8_t* p) {
   return whole(shift_right<24>(shift_left<24>(from_bytes(p))));
 }
 
+// e8m0: 2^(byte - 127). Byte 0 is one of float32's subnormals; 255, its NaN, reads as infinity.
+inline float e8m0_scale(const Matrix& w, int row, int column) {
+  const std::ptrdiff_t at = (row >> w.row_shift) * w.scale_stride + (column >> w.column_shift);
+  const std::uint32_t exponent = static_cast<const std::uint8_t*>(w.scale)[at];
+  return __builtin_bit_cast(float, exponent == 0 ? 1u << 22 : exponent << 23);
+}
+
+// The low nibble of each lane: a sign and one of eight magnitudes. From a table, as 0.5 is subnormal in
+// e2m1, and float32's subnormals are slow.
+inline Lanes from_e2m1(Lanes nibbles) {
+  constexpr float kMagnitudes[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  return bits_or(pick(kMagnitudes, nibbles), shift_left<28>(bits_and(nibbles, 8)));
+}
+
 // Elements [column, column + 32) of a row; `column` is a multiple of 32 and all 32 are there.
 template <Storage kStorage>
 inline Pairs decode(const Matrix& w, int row, int column) {
@@ -49,6 +63,10 @@ inline Pairs decode(const Matrix& w, int row, int column) {
     const Lanes scale = every(scale_of(w, row, column)), bytes = from_bytes(p);
     const Lanes even = whole(bits_and(bytes, 15)), odd = whole(shift_right<4>(bytes));
     return pairs((even - every(8.f)) * scale, (odd - every(8.f)) * scale);
+  }
+  if constexpr (kStorage == Storage::mxfp4) {
+    const Lanes scale = every(e8m0_scale(w, row, column)), bytes = from_bytes(p);
+    return pairs(from_e2m1(bytes) * scale, from_e2m1(shift_right<4>(bytes)) * scale);
   }
 }
 

@@ -15,6 +15,8 @@ enum class Storage {
   int8,  // symmetric, scale per row
   int4,  // two in a byte, low nibble first, value + 8; scale per row and group of columns, as
          // compressed-tensors' pack-quantized (Kimi-K2) ships
+  mxfp4,  // two e2m1 in a byte, low nibble first; scale e8m0 per row and 32 columns, as gpt-oss ships
+          // (OCP Microscaling Formats 1.0)
 };
 
 // Row-major [rows, columns]. value = stored * scale[row >> row_shift][column >> column_shift].
@@ -25,7 +27,7 @@ struct Matrix {
   Storage storage = Storage::bf16;
   const void* scale = nullptr;
   std::ptrdiff_t scale_stride = 0;  // scales from row of scales to row of scales
-  bool scale_is_bf16 = false;       // else float32
+  bool scale_is_bf16 = false;       // else float32; e8m0 for mxfp4
   int row_shift = 0, column_shift = 0;
 };
 
@@ -37,6 +39,7 @@ constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns) {
     case Storage::fp32:
       return columns * 4;
     case Storage::int4:
+    case Storage::mxfp4:
       return (columns + 1) / 2;
     default:
       return columns;

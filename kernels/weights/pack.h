@@ -101,6 +101,8 @@ inline void with_storage(Storage storage, F f) {
       return f.template operator()<Storage::int8>();
     case Storage::int4:
       return f.template operator()<Storage::int4>();
+    case Storage::mxfp4:
+      return f.template operator()<Storage::mxfp4>();
   }
 }
 
@@ -124,6 +126,19 @@ inline Pairs row_part(const bf16* row, int column, int columns) {
   alignas(64) bf16 part[kSteps] = {};
   if (column < columns) __builtin_memcpy(part, row + column, (columns - column) * sizeof(bf16));
   return load_pairs(part);
+}
+
+inline void row_products(const Tokens& tokens, const float* vector, float* products) {
+  for (int i = 0; i < tokens.count; ++i) {
+    Lanes sums[2] = {every(0.f), every(0.f)};
+    for (int c = 0; c < tokens.columns; c += kSteps) {
+      Lanes first, second;
+      widen(row_part(tokens.row(i), c, tokens.columns), first, second);
+      sums[0] = fma(first, load(vector + c), sums[0]);
+      sums[1] = fma(second, load(vector + c + kStrip), sums[1]);
+    }
+    products[i] = sum(sums[0] + sums[1]);
+  }
 }
 
 inline void tokens_to_left(const Tokens& tokens, bf16* strip) {

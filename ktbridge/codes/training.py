@@ -122,8 +122,7 @@ EXPERTS = Subject("Routed experts and their LoRA", "experts", (
     Code("KTL002", "error", "a tensor of the adapter has another shape than its place in the model",
          _ITS_BASE),
     Code("KTL003", "error", "the kernels can't compute this model's experts, as they are or as they were"
-         " loaded", "Use a model whose experts are gated SiLU MLPs without biases (README.md, 'Not supported"
-         " yet')."),
+         " loaded", "Use a model of a family in docs/models.md."),
     Code("KTL004", "error", "PEFT has put LoRA of its own on the fused experts",
          "Call wrap_experts before get_peft_model, or name target_modules other than "
          '"all-linear", gate_proj, up_proj and down_proj.'),

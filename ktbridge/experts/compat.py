@@ -74,14 +74,15 @@ def class_chosen_by(auto: type, config: PreTrainedConfig) -> type[PreTrainedMode
     return chosen
 
 
-def has_own_gate(experts: nn.Module) -> bool:
-    """Whether a module of experts combines gate and up in a way of its own, rather than silu(gate) * up.
+def own_gate(experts: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How a module of experts combines gate and up [..., 2I] to h [..., I]; None: as act_fn(gate) * up.
 
-    transformers' decorator gives each class of experts its method for that. Without it, such experts would be
-    computed wrongly instead of refused.
+    transformers' decorator gives each class of experts its method for that. Without it, experts with a way of
+    their own would be computed wrongly instead of refused.
     """
     name: str = type(experts)._apply_gate.__name__  # type: ignore[attr-defined]
-    return name != "_default_apply_gate"
+    own: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate  # type: ignore[assignment]
+    return None if name == "_default_apply_gate" else own
 
 
 def is_adapted_by_transformers(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing, compat, crossing, queued
 from ktbridge.experts.dropout import Dropout
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
+from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
 
@@ -219,15 +219,18 @@ def kernels_of(weights: Sequence[ExpertWeights], isa: str, threads: int | None) 
     Raises ``UsageError`` where they can't start.
     """
     gate, _, down = weights
+    biases = [None if each.bias is None else each.bias.float().contiguous() for each in weights]
+    own = gate.gating
     try:
         return _kernels.Layer(
             down.rows,
             gate.rows,
             gate.storage,
-            [each.for_kernels() for each in weights],
+            [each.for_kernels(bias) for each, bias in zip(weights, biases, strict=True)],
             gate.scale_is_bf16,
             gate.row_group,
             gate.column_group,
+            None if own == SILU else (own.limit, own.alpha, own.offset),
             isa,
             threads or 0,
         )

@@ -20,18 +20,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.experts import compat
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts
 from ktbridge.experts.expert_call import LORA_NAMES
 from ktbridge.experts.experts_layer import ExpertsLayer
+from ktbridge.experts.gating import gated_experts, unserved_gating
 from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import (
     ExpertsModule,
     experts_modules,
     given_experts,
-    odd_traits,
-    own_experts,
     take_experts,
 )
 from ktbridge.experts.tensors import to_torch
@@ -89,7 +87,7 @@ def wrap_experts(
         kind = partial(MoELoRAExperts.from_tensors, isa=isa, accumulate_grad=accumulate_grad)
     lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_targets": lora_targets}
     make = partial(kind, **lora, lora_dropout=lora_dropout, threads=threads, activation=activation)
-    layers = [make(*(given_experts(module) or own_experts(module))) for _, module in found]
+    layers = [make(*gated_experts(module)) for _, module in found]
     # Nothing has been changed so far, and nothing fails from here on.
     if freeze_rest and not has_peft(base):
         base.requires_grad_(False)
@@ -236,16 +234,13 @@ def _unserved(name: str, module: ExpertsModule) -> Iterator[Problem]:
             "KTL004", name, "PEFT's own LoRA on the fused experts", "experts that PEFT left alone"
         )
         return
-    if traits := odd_traits(module):
-        expected = "gated, bias-free experts with [E, 2I, H] weights"
-        yield problem("KTL003", where, ", ".join(traits), expected)
+    if not module.has_gate:
+        yield problem("KTL003", where, "no gate", "gated experts")
         return
-    act = getattr(module, "act_fn", None)
-    activation: str = getattr(act, "__name__", type(act).__name__)  # a function, or a module
-    if "silu" not in activation.lower():
-        yield problem("KTL003", where, f"activation {activation}", "SiLU")
-    if compat.has_own_gate(module) or getattr(module, "has_post_expert_norm", False):
-        yield problem("KTL003", where, "a gating or norm of its own", "silu(gate) * up")
+    if found := unserved_gating(module):
+        yield problem("KTL003", where, found, "silu(gate) * up, or gpt-oss's kind of it")
+    if getattr(module, "has_post_expert_norm", False):
+        yield problem("KTL003", where, "a norm of its own behind each expert", "none")
     if given_experts(module) is not None:
         return
     weight = module.gate_up_proj

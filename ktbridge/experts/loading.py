@@ -199,7 +199,7 @@ def _unquantised(config: PreTrainedConfig, mapped: MappedExperts) -> dict[str, o
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     if method == "fp8":
         return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
-    packed = [name for name in mapped.checkpoint if name.endswith(".weight_packed")]
+    packed = [name for name in mapped.checkpoint if name.endswith((".weight_packed", "_blocks"))]
     if any(".experts." not in name for name in packed):
         raise CantMap(
             f"{mapped.path} has packed weights outside its routed experts",

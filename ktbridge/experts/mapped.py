@@ -3,9 +3,10 @@
 transformers loads everything else. The kernels read the experts' pages where the files have them, so a
 start costs what attention costs, and what is read stays in the page cache, which all processes share
 and the system may drop. bfloat16, block FP8 (``weight_scale_inv``), INT4 (``weight_packed`` of
-compressed-tensors, groups of 32 and more) and INT8 (``weight_scale``, one an output row) are read as
-shipped. Float32 and float16 experts can't be mapped, nor can a fused-transposed checkpoint
-(Qwen3-VL-MoE's published one), whose rows aren't contiguous.
+compressed-tensors, groups of 32 and more), INT8 (``weight_scale``, one an output row) and MXFP4
+(gpt-oss's ``_blocks`` and ``_scales``) are read as shipped. Float32 and float16 experts can't be mapped, nor
+can a fused-transposed checkpoint (Qwen3-VL-MoE's published one, gpt-oss in bfloat16), whose rows aren't
+contiguous.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.modules import Triple, experts_modules
+from ktbridge.experts.modules import (
+    Triple,
+    experts_modules,
+    halves,
+    split_experts,
+    with_biases,
+)
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.locate import ExpertHome, expert_home
@@ -31,6 +38,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "I8": torch.int8,
+    "U8": torch.uint8,
 }
 
 
@@ -79,6 +87,11 @@ class MappedExperts:
                 self.checkpoint.file(self.checkpoint.shard(name)).release(entry.start, entry.end)
 
     def _fused(self, home: ExpertHome) -> Triple:
+        bias = None
+        if f"{home.fused[0]}_bias" in self.checkpoint:
+            bias = self._tensor(f"{home.fused[0]}_bias"), self._tensor(f"{home.fused[1]}_bias")
+        if f"{home.fused[0]}_blocks" in self.checkpoint:
+            return with_biases(self._mxfp4(home), bias, home.interleaved)
         gate_up, down = (self._tensor(name) for name in home.fused)
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         if home.interleaved or gate_up.shape[1:] != (2 * inner, hidden):
@@ -87,11 +100,20 @@ class MappedExperts:
                 f"can't read in place (expected [E, {2 * inner}, {hidden}], gate rows first)",
                 "load the model with transformers, which turns it round in memory, and wrap it",
             )
-        return (
-            ExpertWeights.bf16(gate_up[:, :inner]),
-            ExpertWeights.bf16(gate_up[:, inner:]),
-            ExpertWeights.bf16(down),
+        return split_experts(gate_up, down, bias, home.interleaved)
+
+    def _mxfp4(self, home: ExpertHome) -> Triple:
+        """Blocks [E, 2I, H/32, 16] and [E, H, I/32, 16]: rows are output features, whatever BF16's are."""
+        (blocks, scales), down = (
+            [self._tensor(f"{name}_{part}") for part in ("blocks", "scales")] for name in home.fused
         )
+        gate, up = (
+            ExpertWeights.mxfp4(*parts)
+            for parts in zip(
+                halves(blocks, home.interleaved), halves(scales, home.interleaved), strict=True
+            )
+        )
+        return gate, up, ExpertWeights.mxfp4(*down)
 
     def _stack(self, home: ExpertHome, projection: str) -> ExpertWeights:
         stems = [home.stem(projection, expert) for expert in range(self.config.num_experts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -26,6 +27,8 @@ class ExpertsModule(nn.Module):
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter
+    down_proj_bias: nn.Parameter
     has_gate: bool
     has_bias: bool
     is_transposed: bool
@@ -63,10 +66,8 @@ def keep_on_cpu(module: ExpertsModule) -> None:
 
     A layout that the kernels don't serve is left alone, for ``wrap_experts`` to refuse by name.
     """
-    if odd_traits(module):
-        return
-    gate, up, down = (ExpertWeights.bf16(part.to(torch.bfloat16)) for part in own_experts(module))
-    take_experts(module, (gate, up, down))
+    if module.has_gate:
+        take_experts(module, own_experts(module))
 
 
 def take_experts(module: ExpertsModule, weights: Triple) -> None:
@@ -75,26 +76,55 @@ def take_experts(module: ExpertsModule, weights: Triple) -> None:
     From then on nothing that moves, converts, copies or saves the model does so to them.
     """
     loaded = dict(module.named_parameters(recurse=False))
-    for name in loaded.keys() & {"gate_up_proj", "down_proj"}:
-        delattr(module, name)
+    for part in ("gate_up_proj", "down_proj"):
+        for name in loaded.keys() & {part, f"{part}_bias"}:
+            delattr(module, name)
     give_experts(module, weights)
 
 
-def own_experts(module: ExpertsModule) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate, up [E, I, H] and down [E, H, I]: views of a module's loaded parameters, without gradients."""
-    gate, up = module.gate_up_proj.data.chunk(2, dim=1)
-    return gate, up, module.down_proj.data
+def own_experts(module: ExpertsModule) -> Triple:
+    """gate, up and down of a module's loaded parameters, in bfloat16: views, where they lie as kernels read.
+
+    Transposed ones are turned round, which copies.
+    """
+    bias = (module.gate_up_proj_bias.data, module.down_proj_bias.data) if module.has_bias else None
+    whole, down = (each.data.to(torch.bfloat16) for each in (module.gate_up_proj, module.down_proj))
+    if module.is_transposed:
+        whole, down = (each.transpose(1, 2).contiguous() for each in (whole, down))
+    return split_experts(whole, down, bias, not module.is_concatenated)
 
 
-def odd_traits(module: ExpertsModule) -> list[str]:
-    """What sets a module's layout apart from the gated, bias-free [E, 2I, H] that the kernels serve."""
-    traits = (
-        ("no gate", not module.has_gate),
-        ("biases", module.has_bias),
-        ("transposed weights", module.is_transposed),
-        ("interleaved gate and up", not module.is_concatenated),
-    )
-    return [trait for trait, present in traits if present]
+def split_experts(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    bias: tuple[torch.Tensor, torch.Tensor] | None,
+    interleaved: bool,
+) -> Triple:
+    """gate, up and down of fused bfloat16 experts [E, 2I, H] and [E, H, I]: views.
+
+    ``bias`` is [E, 2I] and [E, H]; ``interleaved``: gate and up rows take turns, and the bias's elements.
+    """
+    gate, up = (ExpertWeights.bf16(part) for part in halves(gate_up, interleaved))
+    return with_biases((gate, up, ExpertWeights.bf16(down)), bias, interleaved)
+
+
+def with_biases(
+    weights: Triple, bias: tuple[torch.Tensor, torch.Tensor] | None, interleaved: bool
+) -> Triple:
+    """``weights`` with the biases of gate and up together [E, 2I], and of down [E, H]."""
+    if bias is None:
+        return weights
+    gate, up, down = weights
+    of_gate, of_up = halves(bias[0], interleaved)
+    return replace(gate, bias=of_gate), replace(up, bias=of_up), replace(down, bias=bias[1])
+
+
+def halves(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate's and up's part of [E, 2I, ...]: views."""
+    if interleaved:
+        return gate_up[:, ::2], gate_up[:, 1::2]
+    gate, up = gate_up.chunk(2, dim=1)
+    return gate, up
 
 
 def vision_towers(model: nn.Module) -> Iterator[nn.Module]:

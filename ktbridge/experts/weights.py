@@ -7,6 +7,7 @@ strides. What the stored bits mean is written down in ``kernels/weights/matrix.h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,22 +28,50 @@ _WEIGHT_DTYPES = {
     "fp8": (torch.float8_e4m3fn, torch.uint8),
     "int8": (torch.int8,),
     "int4": (torch.int32,),
+    "mxfp4": (torch.uint8,),
 }
 _SCALE_DTYPES = {
     "fp8": (torch.float32,),
     "int8": (torch.float32, torch.bfloat16),
     "int4": (torch.bfloat16, torch.float32),
+    "mxfp4": (torch.uint8,),
 }
-_PACKED = 8  # int4 values in an int32
+_PACKED = {"int4": 8, "mxfp4": 2}  # values in an int32, in a byte
+_MXFP4_GROUP = 32
+_E2M1 = [sign * size for sign in (1.0, -1.0) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 _CONTIGUOUS = "Make the tensors alike with .contiguous() (which copies), or load them as stored."
+
+
+@dataclass(frozen=True)
+class Gating:
+    """How experts make h of gate's output g and up's u: ``g · σ(alpha · g) · (u + offset)``.
+
+    g is at most ``limit`` and u within ± ``limit``, and no gradient passes a limit that was met. As it is
+    made, that is SiLU: ``silu(g) · u``. gpt-oss has limit 7, alpha 1.702 and offset 1.
+    """
+
+    limit: float = math.inf
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """h of g and u [..., I]."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * (self.alpha * gate).sigmoid() * (up + self.offset)
+
+
+SILU = Gating()
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
     """One projection's weights over E experts: ``value = stored · scale``, W [out, in] each.
 
-    Made by ``bf16``, ``fp8``, ``int8`` and ``int4``, which raise ``UsageError`` naming everything that is
-    wrong. All tensors are on the CPU, with contiguous rows, and all experts share dtype, shape and
+    ``bias`` [E, out] float32 or bfloat16 is added to the projection's output, where there is one. ``gating``
+    counts as gate's: how its output and up's are combined.
+
+    Made by ``bf16``, ``fp8``, ``int8``, ``int4`` and ``mxfp4``, which raise ``UsageError`` naming everything
+    that is wrong. All tensors are on the CPU, with contiguous rows, and all experts share dtype, shape and
     strides; the kernels read them in place for as long as a layer uses them.
     """
 
@@ -51,6 +80,8 @@ class ExpertWeights:
     scale: Stack | None = None
     row_group: int = 1
     column_group: int = 32
+    bias: torch.Tensor | None = None
+    gating: Gating = SILU
 
     def __post_init__(self) -> None:
         # The kernels hold addresses, so what is behind them must not change hands: neither by an edit of
@@ -94,6 +125,20 @@ class ExpertWeights:
         """
         return _checked(cls("int4", packed, scale, 1, group_size))
 
+    @classmethod
+    def mxfp4(cls, blocks: Stack, scales: Stack) -> ExpertWeights:
+        """MXFP4 as gpt-oss ships it (OCP Microscaling Formats 1.0).
+
+        ``blocks`` [E, out, in/32, 16] (or [E, out, in/2]) uint8, two e2m1 values a byte, the low half first;
+        ``scales`` [E, out, in/32] uint8, an exponent biased by 127 (e8m0) for each 32 values.
+        ``blocks[:, ::2]`` of a fused tensor whose gate and up rows take turns is welcome.
+        """
+        if isinstance(blocks, torch.Tensor) and blocks.dim() > 3:
+            blocks = blocks.flatten(2)
+        elif not isinstance(blocks, torch.Tensor):
+            blocks = [each.flatten(1) for each in blocks]
+        return _checked(cls("mxfp4", blocks, scales))
+
     @property
     def count(self) -> int:
         """The number of experts E."""
@@ -126,7 +171,7 @@ class ExpertWeights:
 
     @property
     def _packed(self) -> int:
-        return _PACKED if self.storage == "int4" else 1
+        return _PACKED.get(self.storage, 1)
 
     def columns_fit(self, columns: int) -> bool:
         """Whether the stored width is that of ``columns`` input features."""
@@ -142,21 +187,30 @@ class ExpertWeights:
             return tuple(stack[expert] for expert in experts)
 
         scale = None if self.scale is None else some(self.scale)
-        return replace(self, weight=some(self.weight), scale=scale)
+        bias = None if self.bias is None else self.bias[list(experts)]
+        return replace(self, weight=some(self.weight), scale=scale, bias=bias)
 
-    def for_kernels(self) -> _kernels.Weights:
-        """Addresses and strides. The caller keeps this object alive while they are used."""
+    def for_kernels(self, bias: torch.Tensor | None = None) -> _kernels.Weights:
+        """Addresses and strides. The caller keeps this object alive while they are used.
+
+        ``bias`` is its bias as contiguous float32, which the kernels copy.
+        """
         weight = _matrix(self.weight)
         return _kernels.Weights(
             _addresses(self.weight),
             [] if self.scale is None else _addresses(self.scale),
             weight.stride(0) * weight.element_size(),
             0 if self.scale is None else _matrix(self.scale).stride(0),
+            0 if bias is None else bias.data_ptr(),
         )
 
     def problems(self) -> list[str]:
         """What keeps the kernels from reading these tensors; empty if nothing does."""
         found = list(_stack_problems("weight", self.weight, _WEIGHT_DTYPES[self.storage], (2,)))
+        if not found and self.bias is not None:
+            wanted = [self.count, self.rows]
+            if list(self.bias.shape) != wanted or not self.bias.is_floating_point():
+                found.append(f"bias is {_describe(self.bias)} (expected {wanted} floating point)")
         if self.storage == "bf16":
             return found
         dims = (1, 2) if self.storage == "int8" else (2,)
@@ -187,6 +241,14 @@ class ExpertWeights:
         return [(rows, count) for count in sorted(counts, reverse=True)]
 
 
+def from_mxfp4(packed: torch.Tensor, scales: torch.Tensor, columns: int) -> torch.Tensor:
+    """float32 [rows, columns] of ``mxfp4``'s bytes [rows, columns / 2] and scales [rows, columns / 32]."""
+    codes = torch.stack((packed & 15, packed >> 4), 2).flatten(1)[:, :columns]
+    plain = torch.tensor(_E2M1, device=packed.device)[codes.long()]
+    powers = torch.exp2(scales.double() - 127).float()
+    return plain.mul_(powers.repeat_interleave(_MXFP4_GROUP, 1)[:, :columns])
+
+
 def checked_layer(
     gate: ExpertWeights | Stack, up: ExpertWeights | Stack, down: ExpertWeights | Stack
 ) -> tuple[tuple[ExpertWeights, ExpertWeights, ExpertWeights], int, int]:
@@ -214,7 +276,8 @@ def _layer_problems(gate: ExpertWeights, up: ExpertWeights, down: ExpertWeights)
     shapes = [(w.count, *_matrix(w.weight).shape) for w in every]
     fit = gate.columns_fit(hidden) and up.columns_fit(hidden) and down.columns_fit(inner)
     if not fit or up.rows != inner or len({w.count for w in every}) > 1:
-        packed = "" if gate.storage != "int4" else ", the last dimension packed by 8"
+        by = _PACKED.get(gate.storage)
+        packed = f", the last dimension packed by {by}" if by else ""
         yield (
             f"gate {shapes[0]}, up {shapes[1]} and down {shapes[2]} don't fit: expected "
             f"[E, I, H], [E, I, H] and [E, H, I]{packed}"

@@ -138,6 +138,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _stored("Hunyuan", "hunyuan_v1_moe", expert_size="intermediate_size"),
     _stored("Hunyuan 3", "hy_v3"),
+    _stored("Hunyuan 4", "hy_v4"),
     _stored("dots1", "dots1"),
     _stored("EXAONE-MoE", "exaone_moe"),
     _stored(
@@ -186,16 +187,17 @@ def family_of(model_type: str) -> Family | None:
 
 UNSERVED = {
     "aria_text": "gate and up of its experts lie transposed",
-    "deepseek_v4": "its experts clamp gate and up, which the kernels don't",
+    "deepseek_v4": "its first layers choose experts by a table of tokens, and its checkpoint has them in FP4 "
+    "of a form that isn't read here",
     "ernie4_5_vl_moe": "a layer has two sets of experts, for text and for images",
     "gemma4": "its experts use GELU, and the kernels compute SiLU",
     "gemma4_text": "its experts use GELU, and the kernels compute SiLU",
-    "hy_v4": "its experts clamp gate and up, which the kernels don't",
     "llama4": "the router scales what goes into an expert, not what comes out, and transformers doesn't "
     "dispatch such experts",
-    "minimax_m3_vl": "its experts clamp gate and up, which the kernels don't",
-    "minimax_m3_vl_text": "its experts clamp gate and up, which the kernels don't",
+    "minimax_m3_vl": "its dense MLPs and shared experts are fused in memory and apart in its checkpoint, so "
+    "LoRA on them has no place there",
     "nemotron_h": "its experts have no gate",
 }
 """Model types whose experts can't be computed here, each with the reason."""
 UNSERVED["llama4_text"] = UNSERVED["llama4"]
+UNSERVED["minimax_m3_vl_text"] = UNSERVED["minimax_m3_vl"]

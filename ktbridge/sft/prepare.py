@@ -298,7 +298,7 @@ def _quantised(config: TrainConfig, base: Path, declared: Declared | None) -> Qu
     own = config.kt_config.kt_weight_path
     shape = read_shape(Path(own)) if own else read_shape(base, declared=declared)
     stored = shape.expert_storage
-    if stored in ("fp8", "int8", "int4"):
+    if stored in ("fp8", "int8", "int4", "mxfp4"):
         raise UsageError(
             f"kt_backend: kt-kernel takes bf16 experts, and those in {own or base} are {stored}.",
             "Make BF16 of them with scripts/dequantize_checkpoint.py, or leave kt_backend out.",

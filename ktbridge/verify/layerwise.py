@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import readable_load_errors, skeleton
-from ktbridge.experts.modules import LAYER, experts_modules, odd_traits
+from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.model import read_model_config
 from ktbridge.verify.weight_reader import ExpertReader, WeightReader
 
@@ -149,11 +149,11 @@ class LayerwiseModel:
         config = read_model_config(self.path)
         for name, module in experts_modules(self.skeleton):
             match = LAYER.search(name)
-            odd = odd_traits(module) or ([] if match else ["no decoder layer"])
-            if odd or match is None:
+            if match is None or not module.has_gate:
                 raise KtbridgeError(
-                    f"{name} of {self.path} has {odd[0]}, and references are not computed for that.",
-                    "verify a model whose experts are gated and have no biases",
+                    f"{name} of {self.path} has {'no gate' if match else 'no decoder layer'}, and "
+                    "references are not computed for that.",
+                    "verify a model whose experts are gated",
                 )
             layer = int(match.group(1))
             reader = ExpertReader(self.reader, config, layer)
@@ -172,18 +172,24 @@ class LayerwiseModel:
                     continue
                 rows, choice = torch.where(index == expert)
                 call = ExpertCall(layer, expert, "gate_up", hidden[rows], rows, len(hidden))
-                y = self._product(call.x, reader.gate_up(expert, torch.float32))
-                x = module._apply_gate(self.add_to_expert(call, y))
-                y = self._product(x, reader.down(expert, torch.float32))
+                bias = reader.biases(expert, torch.float32)
+                y = self._product(call.x, reader.gate_up(expert, torch.float32), bias[0])
+                y = self.add_to_expert(call, y)
+                if not module.is_concatenated:  # its own gating takes them so
+                    y = torch.stack(y.chunk(2, -1), -1).flatten(-2)
+                x = module._apply_gate(y)
+                y = self._product(x, reader.down(expert, torch.float32), bias[1])
                 y = self.add_to_expert(call._replace(part="down", x=x), y)
                 out.index_add_(0, rows, (y * weights[rows, choice, None]).to(out.dtype))
             return out
 
         return forward
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x W.T for a float32 W, rounded to ``dtype`` once: a bfloat16 product, fast on any CPU."""
-        return nn.functional.linear(x.float(), weight).to(self.dtype)
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x W.T + b for float32 W and b, rounded to ``dtype`` once: a bfloat16 product, fast on any CPU."""
+        return nn.functional.linear(x.float(), weight, bias).to(self.dtype)
 
     def _plan(self) -> None:
         """Locate every weight before anything runs, and register the hooks that load them."""

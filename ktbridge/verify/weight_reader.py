@@ -1,19 +1,22 @@
 """Read single weights of a checkpoint as torch tensors, on demand and by module name.
 
-Read are bfloat16, float16, float32 and block FP8 (``.weight`` F8_E4M3 with ``.weight_scale_inv``; value
-= stored · scale of its block, blocks as in config.json's ``weight_block_size``, else 128 x 128).
+Read are bfloat16, float16, float32, MXFP4 of fused experts (``_blocks`` with ``_scales``) and block FP8
+(``.weight`` F8_E4M3 with ``.weight_scale_inv``; value = stored · scale of its block, blocks as in
+config.json's ``weight_block_size``, else 128 x 128).
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.tensors import DTYPES
-from ktbridge.model import Entry, ModelConfig, open_checkpoint
+from ktbridge.experts.weights import from_mxfp4
+from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import expert_home, module_weights
 
@@ -30,7 +33,11 @@ class WeightReader:
         self.path = path
         self.checkpoint = open_checkpoint(path)
         self._touched: set[str] = set()
-        packed = sorted(name for name in self.checkpoint if name.endswith(PACKED))
+        packed = sorted(
+            name
+            for name in self.checkpoint
+            if name.endswith(PACKED) and not _mxfp4(self.checkpoint, name)
+        )
         if packed:
             raise self._unread(packed[0], "packed")
         settings = read_json_file(path / "config.json").get("quantization_config") or {}
@@ -66,7 +73,7 @@ class WeightReader:
             stride = entry.nbytes // shape[0]
             start, end = entry.start + rows.start * stride, entry.start + rows.stop * stride
             shape = shape[1:] if isinstance(part, int) else (rows.stop - rows.start, *shape[1:])
-        dtype = torch.float8_e4m3fn if entry.dtype == FP8 else DTYPES[entry.dtype]
+        dtype = {FP8: torch.float8_e4m3fn, "U8": torch.uint8, **DTYPES}[entry.dtype]
         with warnings.catch_warnings():
             # Read-only, and only read from.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -83,6 +90,13 @@ class WeightReader:
     def rows(self, name: str, part: slice | int, dtype: torch.dtype) -> torch.Tensor:
         """Rows of a tensor that isn't quantised, in ``dtype``."""
         return self.tensor(name, part).to(dtype)
+
+    def expert(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """One expert's matrix of fused experts, which may be MXFP4, as it lies, in ``dtype``."""
+        if f"{name}_blocks" not in self.checkpoint:
+            return self.rows(name, expert, dtype)
+        blocks, scales = (self.tensor(f"{name}_{part}", expert) for part in ("blocks", "scales"))
+        return from_mxfp4(blocks.flatten(1), scales, 32 * scales.shape[1]).to(dtype)
 
     def release(self) -> None:
         """Release the mapped pages that were read."""
@@ -101,7 +115,7 @@ class WeightReader:
         if entry.dtype == FP8:
             scaled = len(entry.shape) == 2 and f"{name}_scale_inv" in self.checkpoint
         else:
-            scaled = entry.dtype in DTYPES
+            scaled = entry.dtype in DTYPES or _mxfp4(self.checkpoint, name)
         if not scaled:
             raise self._unread(name, entry.dtype)
         return entry
@@ -115,27 +129,33 @@ class WeightReader:
         )
 
 
+def _mxfp4(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether ``name`` is the blocks or the scales of MXFP4 experts, with the other beside it."""
+    stem, _, part = name.rpartition("_")
+    other = {"blocks": "scales", "scales": "blocks"}.get(part)
+    return ".experts." in name and f"{stem}_{other}" in checkpoint
+
+
 class ExpertReader:
     """The routed experts of one layer, one at a time: gate_up [2I, H] (gate rows first), down [H, I]."""
 
     def __init__(self, reader: WeightReader, config: ModelConfig, layer: int) -> None:
         home = expert_home(reader.checkpoint, config, layer)
-        if home is None or home.interleaved:
-            what = "no experts" if home is None else "interleaved experts"
+        if home is None:
             raise KtbridgeError(
-                f"{reader.path} has {what} in layer {layer}.", "download the model again"
+                f"{reader.path} has no experts in layer {layer}.", "download the model again"
             )
         self.count = config.num_experts
         self._reader, self._home = reader, home
         self.inner, self.hidden = config.intermediate_size, config.hidden_size
-        self._turned = False
-        if not home.names:
+        self._turned = home.interleaved and f"{home.fused[0]}_blocks" not in reader.checkpoint
+        if not home.names and not home.interleaved:
             shape = reader.entry(reader.find(home.stem("gate", 0)) or "").shape
             self._turned = shape != (self.count, 2 * self.inner, self.hidden)
 
     def gate_up(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         if not self._home.names:
-            return self._fused("gate", expert, dtype)
+            return self._gate_first(self._fused("gate", expert, dtype))
         return torch.cat([self._single(name, expert, dtype) for name in ("gate", "up")])
 
     def down(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
@@ -144,8 +164,20 @@ class ExpertReader:
         return self._single("down", expert, dtype)
 
     def _fused(self, projection: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        weight = self._reader.rows(self._home.stem(projection, expert), expert, dtype)
+        weight = self._reader.expert(self._home.stem(projection, expert), expert, dtype)
         return weight.T if self._turned else weight
+
+    def biases(self, expert: int, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
+        """Biases of gate and up together [2I] (gate first) and of down [H], or None."""
+        if self._home.names or f"{self._home.fused[0]}_bias" not in self._reader.checkpoint:
+            return None, None
+        of_both, of_down = (
+            self._reader.rows(f"{name}_bias", expert, dtype) for name in self._home.fused
+        )
+        return [self._gate_first(of_both), of_down]
+
+    def _gate_first(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rows[::2], rows[1::2])) if self._home.interleaved else rows
 
     def _single(self, projection: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
         return self._reader.whole(f"{self._home.stem(projection, expert)}.weight", dtype)

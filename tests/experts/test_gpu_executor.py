@@ -6,7 +6,9 @@ import pytest
 import torch
 from expertmoe import (
     FORMATS,
+    GPT_OSS,
     Shape,
+    beyond,
     error,
     errors,
     exact_outcome,
@@ -51,6 +53,19 @@ def test_outputs_and_gradients_equal_float32_autograd(storage):
             far = {name: error(found[name], exact[name]) for name in exact}
             assert max(far.values()) <= TOLERANCE, (str(shape), groups, cold, far)
             assert (experts.ring.crossings > 0) == (not resident and len(cold) < shape.experts)
+
+
+@pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
+def test_biases_gating_and_rows_that_take_turns(storage):
+    for shape in SHAPES:
+        layer, plain = make_layer(shape, storage, gating=GPT_OSS, taking_turns=True)
+        inputs = make_inputs(shape)
+        exact, d_out = exact_outcome(layer, plain, inputs)
+        for groups, resident, cold in ((3, (), ()), (1, (0,), ()), (2, (), (0, shape.experts - 1))):
+            give([layer], groups=groups, resident=resident, cold=cold)
+            found = outcome(layer, inputs, d_out)
+            far = {name: error(found[name], exact[name]) for name in exact}
+            assert not beyond(far, TOLERANCE), (str(shape), groups, cold, far)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 8, 40])

@@ -131,10 +131,13 @@ def test_the_layers_options_are_passed_through():
 def test_models_the_kernels_dont_serve_are_refused_by_name():
     with pytest.raises(KtbridgeError, match="LlamaForCausalLM has no fused-experts module"):
         wrap_experts(made("llama", SIZES))
+    odd = made("gpt_oss", SIZES).bfloat16()
+    for experts in (module for name, module in odd.named_modules() if name.endswith(".experts")):
+        experts._apply_gate = lambda gate_up: gate_up[..., ::2].relu()
     with pytest.raises(ProblemsError) as caught:
-        wrap_experts(made("gpt_oss", SIZES))
+        wrap_experts(odd)
     assert codes(caught) == {"KTL003"}
-    assert "biases, transposed weights, interleaved gate and up" in caught.value.problems[0].found
+    assert "a gating of its own" in caught.value.problems[0].found
     for dtype in (torch.float32, torch.float16):
         with pytest.raises(ProblemsError) as caught:
             wrap_experts(tiny_model().to(dtype))

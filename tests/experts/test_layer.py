@@ -12,7 +12,9 @@ import pytest
 import torch
 from expertmoe import (
     FORMATS,
+    GPT_OSS,
     Shape,
+    beyond,
     error,
     errors,
     exact_outcome,
@@ -30,7 +32,7 @@ from hypothesis import strategies as st
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import MAX_EXPERT_RANK
-from ktbridge.experts.weights import PROJECTIONS
+from ktbridge.experts.weights import PROJECTIONS, Gating
 from ktbridge.sft import MoELoRAExperts
 
 ISAS = _kernels.isa_available()
@@ -64,6 +66,25 @@ def test_outputs_and_gradients_equal_float32_autograd(storage, rank, isa):
         assert len(list(layer.parameters())) == (6 if rank else 0)
         found = errors(layer, plain, make_inputs(shape))
         assert max(found.values()) <= TOLERANCE, (str(shape), found)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
+def test_biases_and_gpt_oss_gating_equal_float32_autograd(storage, isa):
+    for shape in SHAPES if storage == "bf16" else QUANTISED:
+        for gating in (GPT_OSS, Gating(1.5), Gating(alpha=1.702, offset=1.0)):
+            layer, plain = make_layer(shape, storage, 8, isa=isa, gating=gating)
+            found = errors(layer, plain, make_inputs(shape))
+            assert not beyond(found, TOLERANCE, gating), (str(shape), gating, found)
+
+
+def test_rows_of_gate_and_up_may_take_turns():
+    """As gpt-oss stores them: both are views of one tensor."""
+    layers = [make_layer(SMALL, "mxfp4", taking_turns=turns)[0] for turns in (False, True)]
+    gate, up, _ = layers[1].weights
+    assert gate.address + gate.weight.shape[2] == up.address
+    inputs = make_inputs(SMALL)
+    assert same_bits([outcome(layer, inputs, some_d_out(SMALL)) for layer in layers])
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from expertmoe import (
+    E2M1,
     FORMATS,
     Shape,
     describe,
@@ -18,6 +19,7 @@ from expertmoe import (
     pack_int4,
     randomise,
     same_bits,
+    to_mxfp4,
 )
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -38,6 +40,13 @@ def every_code(storage, rows, columns):
     if kind == "bf16":
         weight = normal(random, 1, rows, columns).bfloat16()
         return (weight,), weight.float()
+    if kind == "mxfp4":
+        packed = torch.randint(256, (1, rows, -(-columns // 2)), generator=random).to(torch.uint8)
+        exponents = torch.randint(118, 132, (1, rows, -(-columns // 32)), generator=random)
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :columns].long()
+        powers = torch.exp2(exponents.float() - 127).repeat_interleave(32, 2)[:, :, :columns]
+        values = E2M1[codes % 8] * torch.where(codes > 7, -1, 1) * powers
+        return (packed, exponents.to(torch.uint8)), values
     if kind == "fp8":
         codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
         stored = codes.repeat(count // len(codes) + 1)[:count].reshape(1, rows, columns)
@@ -61,6 +70,8 @@ def unit(storage, rows, columns, diagonal):
     if storage == "bf16":
         return ((diagonal * eye).bfloat16(),)
     kind, _, detail = storage.partition("-")
+    if kind == "mxfp4":
+        return to_mxfp4(diagonal * eye)[:2]
     if kind == "fp8":
         scale = torch.full((1, -(-rows // 128), -(-columns // 128)), diagonal)
         return eye.to(torch.float8_e4m3fn), scale

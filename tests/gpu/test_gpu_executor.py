@@ -8,7 +8,9 @@ import pytest
 import torch
 from expertmoe import (
     FORMATS,
+    GPT_OSS,
     Shape,
+    beyond,
     describe,
     error,
     exact_outcome,
@@ -28,6 +30,7 @@ from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.copying import Registered, Registration, Staged, register
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
 from ktbridge.experts.gpu.unpack import dequantise
+from ktbridge.experts.weights import Gating
 from ktbridge.sft import MoELoRAExperts
 
 TOLERANCE = 0.008  # as the CPU kernels'
@@ -115,6 +118,54 @@ def test_outputs_and_gradients_equal_float32_autograd(storage, copier, tmp_path)
             torch.cuda.synchronize()
             layer.move_lora(torch.device("cpu"))
             layer.gpu = None
+
+
+@pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
+def test_biases_gating_and_rows_that_take_turns(storage):
+    """gpt-oss's experts: streamed, resident, and split with the CPU."""
+    for shape in SHAPES:
+        layer, plain = make_layer(shape, storage, gating=GPT_OSS, taking_turns=True)
+        inputs = make_inputs(shape)
+        exact, d_out = exact_outcome(layer, plain, inputs)
+        copier = Staged(CUDA, 2)
+        for groups, resident, cold in ((3, (), ()), (1, (0,), ()), (2, (), (0, shape.experts - 1))):
+            give([layer], CUDA, groups=groups, resident=resident, copier=copier, cold=cold)
+            found = outcome(layer, there(inputs), d_out.to(CUDA))
+            far = {name: error(found[name].cpu(), exact[name]) for name in exact}
+            assert not beyond(far, TOLERANCE), (str(shape), groups, cold, far)
+            torch.cuda.synchronize()
+            layer.move_lora(torch.device("cpu"))
+            layer.gpu = None
+        copier.close()
+
+
+def test_the_kernels_of_biases_and_gatings_give_what_torch_gives(triton):
+    torch.manual_seed(0)
+    for width, rows, wide in ((64, 32, 16), (70, 48, 8), (33, 16, 0), (5000, 64, 8)):
+        gate_up, d_h = torch.randn(rows, 2 * width).bfloat16(), torch.randn(rows, width).bfloat16()
+        bias, owners = torch.randn(5, 2 * width).bfloat16(), torch.randint(5, (rows,))
+        found, expected = gate_up.to(CUDA), gate_up.clone()
+        triton.add_bias(found, bias.to(CUDA), owners.to(CUDA))
+        operations.add_bias(expected, bias, owners)
+        assert torch.equal(found.cpu(), expected)
+        products = triton.bias_products(*(each.to(CUDA) for each in (gate_up, bias, owners)))
+        expected = operations.bias_products(gate_up, bias, owners)
+        torch.testing.assert_close(products.cpu(), expected, rtol=1e-4, atol=1e-3)
+        for gating in (GPT_OSS, Gating(0.5), Gating(alpha=1.702, offset=1.0)):
+            found = triton.activation(gate_up.to(CUDA), width, wide, gating)[:, :width]
+            h = operations.activation(gate_up, width, wide, gating)
+            close(found, h[:, :width])
+            arguments = gate_up, d_h, h, torch.rand(rows)
+            d, d_weights = operations.activation_backward(*arguments, width, wide, gating)
+            found, found_weights = triton.activation_backward(
+                *(tensor.to(CUDA) for tensor in arguments), width, wide, gating
+            )
+            close(found[:, : 2 * width], d[:, : 2 * width])
+            torch.testing.assert_close(found_weights.cpu(), d_weights, rtol=1e-4, atol=1e-3)
+        broken = gate_up.clone()
+        broken[3, 1] = broken[4, width + 1] = torch.nan
+        found = triton.activation(broken.to(CUDA), width, wide, GPT_OSS).cpu()
+        assert found[[3, 4], [1, 1]].isnan().all()
 
 
 def test_layers_split_with_the_cpu_repeat_their_bits_and_equal_the_gpu_alone(tmp_path):

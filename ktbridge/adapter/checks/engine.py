@@ -103,7 +103,9 @@ def _weight_format(adapter: Adapter, contract: Contract) -> Iterator[Problem]:
 
 def _activation(base: ModelConfig, contract: Contract) -> Iterator[Problem]:
     activation = base.text.get("hidden_act", base.text.get("hidden_activation"))
-    interleaved = base.family is not None and base.family.storage == "fused-interleaved"
-    if interleaved or (isinstance(activation, str) and activation not in contract.activations):
-        found = "experts use " + ("a clamped SwiGLU" if interleaved else str(activation))
+    clamped = base.family is not None and (
+        base.family.storage == "fused-interleaved" or base.text.get("swiglu_limit") is not None
+    )
+    if clamped or (isinstance(activation, str) and activation not in contract.activations):
+        found = "experts use " + ("a clamped SwiGLU" if clamped else str(activation))
         yield problem("KTB907", str(base.path), found, " or ".join(contract.activations))

@@ -63,11 +63,13 @@ _ARCHITECTURES = {
     "kimi_k25": "deepseek2",
     "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
+    "gpt_oss": "gpt-oss",
 }
 _MODULES = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")),
     "self_attn.kv_a_proj_with_mqa",
     "mlp.gate",
+    "mlp.router",
     "mlp.shared_expert_gate",
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")),

@@ -218,6 +218,7 @@ class GpuExperts:
                 unpack(group, raw, layer.weights, kept)
             finally:
                 self.ring.give_back(layer.first + number, forward, turns)
+        kept = layer.with_biases(kept, number)
         if given is None:
             return kept
         kept.set_borders(given, layer.starts[number])

@@ -25,6 +25,7 @@ from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.operations import by_row, over_rows
 from ktbridge.experts.gpu.routing import Rows
 from ktbridge.experts.gpu.share import borders, padded
+from ktbridge.experts.weights import SILU, Gating
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Bordered:
     """Of the LoRA, 0 for none: R and Q are what it takes rounded up."""
     scale: float
     """α / r."""
+    gating: Gating = SILU
+    gate_up_bias: torch.Tensor | None = None
+    """[E, 2I]"""
+    down_bias: torch.Tensor | None = None
+    """[E, H]"""
 
     @staticmethod
     def empty(experts: int, hidden: int, inner: int, rank: int, device: torch.device) -> Bordered:
@@ -121,7 +127,10 @@ def forward(
     masks = _masks(w, rows, dropout)
     gate_up = _gate_up(w, hidden, rows, masks)[1]
     h, _ = _activated(w, gate_up, rows, masks)
-    return by_row(h, w.down[:, : w.hidden], rows.ends, rows.bounds)
+    y = by_row(h, w.down[:, : w.hidden], rows.ends, rows.bounds)
+    if w.down_bias is not None:
+        operations.add_bias(y, w.down_bias, rows.owners())
+    return y
 
 
 def backward(
@@ -151,10 +160,15 @@ def backward(
     d_h = _left(w.down[:, :, :inner], d, w.hidden, rows, masks[2:])
     lora = wanted and rank > 0
     found = _down_gradients(w, d, h, seen_h, weights, rows) if lora else {}
+    by_bias = None
+    if w.down_bias is not None:
+        by_bias = operations.bias_products(d, w.down_bias, rows.owners())
     del d, seen_h
     d_gate_up, d_weights = operations.activation_backward(
-        gate_up, d_h, h, weights, inner, borders(rank)[0]
+        gate_up, d_h, h, weights, inner, borders(rank)[0], w.gating
     )
+    if by_bias is not None:
+        d_weights += by_bias
     del d_h, h, gate_up
     if rank:
         right = w.gate_up[:, : 2 * inner, w.hidden :]
@@ -250,6 +264,8 @@ def _gate_up(
         below = w.gate_up[:, twice + first : twice + first + half, :size]
         x[:, size + first : size + first + half] = by_row(kept, below, rows.ends, rows.bounds)
     gate_up = by_row(x, w.gate_up[:, :twice], rows.ends, rows.bounds)
+    if w.gate_up_bias is not None:
+        operations.add_bias(gate_up, w.gate_up_bias, rows.owners())
     if masks:
         return x[:, size:].clone(), gate_up, seen  # and not x
     return x[:, size:], gate_up, (x[:, :size],)
@@ -258,9 +274,9 @@ def _gate_up(
 def _activated(
     w: Bordered, gate_up: torch.Tensor, rows: Rows, masks: tuple[Mask, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up, and its z behind it: [R, I + Q]; and what A had of it, [R, I]."""
+    """h, and its z behind it: [R, I + Q]; and what A had of it, [R, I]."""
     wide = borders(w.rank)[1]
-    h = operations.activation(gate_up, w.inner, wide)
+    h = operations.activation(gate_up, w.inner, wide, w.gating)
     seen = operations.keep(h[:, : w.inner], None, masks[2]) if masks else h[:, : w.inner]
     if wide:
         h[:, w.inner :] = by_row(seen, w.down[:, w.hidden :, : w.inner], rows.ends, rows.bounds)

@@ -9,7 +9,7 @@ which the CPU computes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -37,7 +37,13 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return extent(self.tensor)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from a matrix's, or vector's, first element to behind its last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def layer_groups(
     """
     wanted = range(weights[0].count) if experts is None else experts
     pieces = list(_pieces(weights, wanted))
-    if any(not piece.tensor.is_contiguous() for piece in pieces):
+    if any(not piece.tensor.is_contiguous() for piece in pieces) and not _take_turns(weights):
         raise UsageError(
             f"the experts of {where} have gaps between their rows: they can't be streamed."
         )
@@ -112,6 +118,24 @@ def _pieces(weights: Sequence[ExpertWeights], experts: Sequence[int]) -> Iterato
                 yield Piece(kind, expert, tensor.data_ptr(), tensor)
 
 
+def _take_turns(weights: Sequence[ExpertWeights]) -> bool:
+    """Whether gate's and up's rows lie one after the other's, so that both cross as one."""
+    gate, up, down = weights
+    pairs = [(gate.weight, up.weight)]
+    if gate.scale is not None and up.scale is not None:
+        pairs.append((gate.scale, up.scale))
+    rows_between = [
+        (b[0].data_ptr() - a[0].data_ptr(), a[0].shape[-1] * a[0].element_size()) for a, b in pairs
+    ]
+    twice = all(a[0].stride(0) == b[0].stride(0) == 2 * a[0].shape[-1] for a, b in pairs)
+    rest = (down.weight[0], *(() if down.scale is None else (down.scale[0],)))
+    return (
+        twice
+        and all(between == row for between, row in rows_between)
+        and all(each.is_contiguous() for each in rest)
+    )
+
+
 def _group(experts: Sequence[int], by_expert: dict[int, list[Piece]]) -> Group:
     pieces = sorted(
         (piece for expert in experts for piece in by_expert[expert]),
@@ -132,11 +156,14 @@ def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[int]]:
     for piece in pieces:
         last = spans[-1] if spans else None
         behind = piece.address - (last.address + last.bytes) if last else -1
-        # In one copy as far as the slot's views of it stay aligned to their elements.
+        # In one copy as far as the slot's views of it stay aligned to their elements. Up's rows may lie
+        # between gate's: then it begins before gate's end.
         aligned = (end + behind) % piece.tensor.element_size() == 0
-        if last and 0 <= behind <= _GAP and aligned:
+        if last and behind <= _GAP and aligned:
             offsets.append(end + behind)
-            spans[-1] = Span(last.address, last.offset, last.bytes + behind + piece.bytes)
+            spans[-1] = Span(
+                last.address, last.offset, max(last.bytes, last.bytes + behind + piece.bytes)
+            )
         else:
             begin = -(-end // ALIGNED) * ALIGNED
             offsets.append(begin)
@@ -164,6 +191,16 @@ class Layer:
     first: int = -1
     """Number of its first group in the ring; -1 where it is resident."""
     resident: tuple[Bordered, ...] = ()
+
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    """Of gate and up [hot, 2I], and of down [hot, H], on the device, in that order."""
+
+    def with_biases(self, w: Bordered, number: int) -> Bordered:
+        """``w``, the matrices of group ``number``, with its biases and the layer's gating."""
+        some = slice(*self.starts[number : number + 2])
+        gate_up, down = (None if each is None else each[some] for each in self.biases)
+        gating = self.weights[0].gating
+        return replace(w, gating=gating, gate_up_bias=gate_up, down_bias=down)
 
     @property
     def hot(self) -> int:
@@ -193,4 +230,21 @@ def lay_out(
         tuple(accumulate((len(group.experts) for group in groups), initial=0)),
         place.to(device),
         None if in_order else torch.tensor(experts[: len(hot)], dtype=torch.int64, device=device),
+        biases=_biases(weights, experts[: len(hot)], device),
     )
+
+
+def _biases(
+    weights: Triple, experts: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``Layer.biases`` of some experts."""
+
+    def of(*parts: ExpertWeights) -> torch.Tensor | None:
+        if all(part.bias is None for part in parts):
+            return None
+        zeros = torch.zeros(parts[0].count, parts[0].rows, dtype=torch.bfloat16)
+        rows = [zeros if part.bias is None else part.bias for part in parts]
+        return torch.cat(rows, 1)[list(experts)].to(device)
+
+    gate, up, down = weights
+    return of(gate, up), of(down)

@@ -3,7 +3,8 @@
 Products are torch's grouped GEMM where the device has it (sm80 and later, bfloat16, widths that are multiples
 of 8), else one product per expert. Gathering rows, the activation and summing a token's slots are one kernel
 each on a CUDA device with Triton (``triton_kernels``); here they are the same in torch, in float32 with
-results rounded once, and what the kernels are held against. Sums are over a token's slots in their order,
+results rounded once, and what the kernels are held against (columns that are left to fill are 0 here: torch's
+products on an AMX CPU let NaNs behind a row's end through). Sums are over a token's slots in their order,
 never by atomic adds: the same bits each time.
 """
 
@@ -19,6 +20,7 @@ import torch
 from torch.nn import functional
 
 from ktbridge.experts.dropout import Mask
+from ktbridge.experts.weights import SILU, Gating
 
 _BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
 _WIDTH = _BYTES // 2  # in elements
@@ -132,18 +134,33 @@ def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tenso
     """``source`` [T, H] by row: [R, H + wide], whose last ``wide`` columns are not filled."""
     if fused := kernels(source):
         return fused.gather(source, tokens, wide)
-    out = source.new_empty(len(tokens), source.shape[1] + wide)
+    out = source.new_zeros(len(tokens), source.shape[1] + wide)
     out[:, : source.shape[1]] = source[tokens]
     return out
 
 
-def activation(gate_up: torch.Tensor, inner: int, wide: int) -> torch.Tensor:
-    """silu(gate) * up of [R, 2I]: [R, I + wide], whose last ``wide`` columns are not filled."""
+def add_bias(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> None:
+    """Add to each row [R, n] the bias [E, n] of its expert, ``owners`` [R] int64, in place."""
+    if fused := kernels(rows):
+        fused.add_bias(rows, bias, owners)
+        return
+    rows.copy_(rows.float() + bias.float()[owners])
+
+
+def bias_products(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+    """[R] float32: each row [R, n or more] times the bias [E, n] of its expert."""
+    if fused := kernels(rows):
+        return fused.bias_products(rows, bias, owners)
+    return (rows[:, : bias.shape[1]].float() * bias.float()[owners]).sum(1)
+
+
+def activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SILU) -> torch.Tensor:
+    """h of gate and up [R, 2I]: [R, I + wide], whose last ``wide`` columns are not filled."""
     if fused := kernels(gate_up):
-        return fused.activation(gate_up, inner, wide)
-    out = gate_up.new_empty(len(gate_up), inner + wide)
+        return fused.activation(gate_up, inner, wide, gating)
+    out = gate_up.new_zeros(len(gate_up), inner + wide)
     gate, up = gate_up.float().split(inner, dim=1)
-    out[:, :inner] = functional.silu(gate) * up
+    out[:, :inner] = functional.silu(gate) * up if gating == SILU else gating(gate, up)
     return out
 
 
@@ -154,6 +171,7 @@ def activation_backward(
     weights: torch.Tensor,
     inner: int,
     wide: int,
+    gating: Gating = SILU,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up [R, 2I + wide], the last columns not filled, and of the weights [R] float32.
 
@@ -161,15 +179,17 @@ def activation_backward(
     is <h, d_h>.
     """
     if fused := kernels(gate_up):
-        return fused.activation_backward(gate_up, d_h, h, weights, inner, wide)
+        return fused.activation_backward(gate_up, d_h, h, weights, inner, wide, gating)
     gate, up = gate_up.float().split(inner, dim=1)
     d = d_h.float()
     d_weights = (h[:, :inner].float() * d).sum(1)
     d = d * weights[:, None]
-    sigmoid = gate.sigmoid()
-    out = gate_up.new_empty(len(gate_up), 2 * inner + wide)
-    out[:, :inner] = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    out[:, inner : 2 * inner] = d * gate * sigmoid
+    free, free_up = gate <= gating.limit, up.abs() <= gating.limit
+    gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit) + gating.offset
+    sigmoid = (gating.alpha * gate).sigmoid()
+    out = gate_up.new_zeros(len(gate_up), 2 * inner + wide)
+    out[:, :inner] = d * up * sigmoid * (1 + gating.alpha * gate * (1 - sigmoid)) * free
+    out[:, inner : 2 * inner] = d * gate * sigmoid * free_up
     return out, d_weights
 
 

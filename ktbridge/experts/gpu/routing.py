@@ -28,6 +28,11 @@ class Rows:
     bounds: tuple[int, ...]
     """The same on the host, after a 0."""
 
+    def owners(self) -> torch.Tensor:
+        """[R] int64: each row's expert, counted from the group's first."""
+        rows = torch.arange(len(self.tokens), dtype=torch.int32, device=self.ends.device)
+        return torch.searchsorted(self.ends, rows, right=True)
+
 
 @dataclass(frozen=True)
 class Routing:

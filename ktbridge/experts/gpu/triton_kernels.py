@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ktbridge.experts.dropout import Mask
-from ktbridge.experts.weights import ExpertWeights
+from ktbridge.experts.weights import SILU, ExpertWeights, Gating
 
 
 @triton.jit
@@ -33,30 +33,90 @@ def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tenso
 
 
 @triton.jit
-def _activation(gate_up, out, inner, out_step, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_bias(rows, bias, owners, columns, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    mask = at < columns
+    place = rows + row * columns + at
+    value = tl.load(place, mask=mask).to(tl.float32)
+    value += tl.load(bias + tl.load(owners + row) * columns + at, mask=mask).to(tl.float32)
+    tl.store(place, value.to(tl.bfloat16), mask=mask)
+
+
+def add_bias(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> None:
+    """``rows`` and ``bias`` are contiguous."""
+    columns = rows.shape[1]
+    if len(rows):
+        block = min(triton.next_power_of_2(columns), 2048)
+        _add_bias[(len(rows), triton.cdiv(columns, block))](rows, bias, owners, columns, block)
+
+
+@triton.jit
+def _bias_products(  # type: ignore[no-untyped-def]
+    rows, bias, owners, out, columns, row_step, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    own = bias + tl.load(owners + row) * columns
+    total = 0.0
+    for start in range(0, columns, block):
+        at = start + tl.arange(0, block)
+        mask = at < columns
+        value = tl.load(rows + row * row_step + at, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(value * tl.load(own + at, mask=mask, other=0.0).to(tl.float32))
+    tl.store(out + row, total)
+
+
+def bias_products(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+    columns = bias.shape[1]
+    out = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+    if len(rows):
+        block = min(triton.next_power_of_2(columns), 2048)
+        _bias_products[(len(rows),)](rows, bias, owners, out, columns, rows.stride(0), block)
+    return out
+
+
+@triton.jit
+def _within(gate, up, limit, offset):  # type: ignore[no-untyped-def]
+    """gate and up within their limits (None: SiLU), and up with its offset; a NaN stays one."""
+    if limit is not None:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + offset
+    return gate, up
+
+
+@triton.jit
+def _activation(  # type: ignore[no-untyped-def]
+    gate_up, out, inner, out_step, limit, alpha, offset, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     mask = at < inner
     gate = tl.load(gate_up + row * 2 * inner + at, mask=mask).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + at, mask=mask).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
+    gate, up = _within(gate, up, limit, offset)
+    value = gate * tl.sigmoid(gate if limit is None else alpha * gate) * up
     tl.store(out + row * out_step + at, value.to(tl.bfloat16), mask=mask)
 
 
-def activation(gate_up: torch.Tensor, inner: int, wide: int) -> torch.Tensor:
+def activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SILU) -> torch.Tensor:
     out = gate_up.new_empty(len(gate_up), inner + wide)
     if len(gate_up):
         block = min(triton.next_power_of_2(inner), 2048)
         _activation[(len(gate_up), triton.cdiv(inner, block))](
-            gate_up, out, inner, inner + wide, block
+            gate_up, out, inner, inner + wide, *_numbers(gating), block
         )
     return out
 
 
+def _numbers(gating: Gating) -> tuple[float | None, float, float]:
+    return None if gating == SILU else gating.limit, gating.alpha, gating.offset
+
+
 @triton.jit
 def _activation_backward(  # type: ignore[no-untyped-def]
-    gate_up, d_h, h, weights, out, d_weights, inner, h_step, out_step, block: tl.constexpr
-):
+    gate_up, d_h, h, weights, out, d_weights, inner, h_step, out_step, limit, alpha, offset,
+    block: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row)
     total = 0.0
@@ -69,10 +129,15 @@ def _activation_backward(  # type: ignore[no-untyped-def]
         kept = tl.load(h + row * h_step + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(kept * d)
         d = d * weight
-        sigmoid = tl.sigmoid(gate)
-        d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+        g, u = _within(gate, up, limit, offset)
+        steep = g if limit is None else alpha * g
+        sigmoid = tl.sigmoid(steep)
+        d_gate = d * u * sigmoid * (1 + steep * (1 - sigmoid))
+        d_up = d * g * sigmoid
+        if limit is not None:
+            d_gate = tl.where(gate <= limit, d_gate, 0.0)
+            d_up = tl.where(tl.abs(up) <= limit, d_up, 0.0)
         tl.store(out + row * out_step + at, d_gate.to(tl.bfloat16), mask=mask)
-        d_up = d * gate * sigmoid
         tl.store(out + row * out_step + inner + at, d_up.to(tl.bfloat16), mask=mask)
     tl.store(d_weights + row, total)
 
@@ -84,14 +149,16 @@ def activation_backward(
     weights: torch.Tensor,
     inner: int,
     wide: int,
+    gating: Gating = SILU,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = gate_up.new_empty(len(gate_up), 2 * inner + wide)
     d_weights = torch.empty(len(gate_up), dtype=torch.float32, device=gate_up.device)
     if len(gate_up):
         block = min(triton.next_power_of_2(inner), 2048)
         _activation_backward[(len(gate_up),)](
-            gate_up, d_h, h, weights, out, d_weights, inner, h.stride(0), 2 * inner + wide, block
-        )
+            gate_up, d_h, h, weights, out, d_weights, inner, h.stride(0), 2 * inner + wide,
+            *_numbers(gating), block,
+        )  # fmt: skip
     return out, d_weights
 
 
@@ -224,7 +291,7 @@ def from_host(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     return out
 
 
-_KINDS = {"bf16": 0, "fp8": 1, "int8": 2, "int4": 3}
+_KINDS = {"bf16": 0, "fp8": 1, "int8": 2, "int4": 3, "mxfp4": 4}
 
 
 @triton.jit
@@ -251,11 +318,23 @@ def _fill(  # type: ignore[no-untyped-def]
             plain = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         elif kind == 2:
             plain = tl.load(from_row + column, mask=mask, other=0).to(tl.float32)
-        else:
+        elif kind == 3:
             word = tl.load(from_row + column // 8, mask=mask, other=0)
             plain = ((word >> (column % 8 * 4)) & 15).to(tl.float32) - 8.0
+        else:
+            byte = tl.load(from_row + column // 2, mask=mask, other=0).to(tl.int32)
+            code = (byte >> (column % 2 * 4)) & 15
+            size = code & 7  # e2m1's exponent and mantissa, put in the place of float32's
+            normal = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+            plain = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
+            plain = tl.where(code > 7, -plain, plain)
         at = tl.load(scale_places + expert) + row // row_group * scale_row + column // column_group
-        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+        if kind == 4:
+            exponent = tl.load(scales + at, mask=mask, other=0).to(tl.int32)
+            bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
+            scale = bits.to(tl.float32, bitcast=True)
+        else:
+            scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
         value = (plain * scale).to(tl.bfloat16)
     tl.store(out + expert * out_step + row * out_row + column, value, mask=mask)
 

@@ -10,8 +10,8 @@ import torch
 
 from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.layer_math import Bordered
-from ktbridge.experts.gpu.layout import Group
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
+from ktbridge.experts.gpu.layout import Group, extent
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, from_mxfp4
 
 
 def unpack(
@@ -54,7 +54,7 @@ def _unpack_at_once(
     of_scales = name if scale is value else f"{name}.scale"
     places = _places(group, name, value.element_size(), out.device)
     scale_places = _places(group, of_scales, scale.element_size(), out.device)
-    steps = value.shape[1], 1 if scale.dim() == 1 else scale.shape[1]
+    steps = value.stride(0), scale.stride(0)
     kernels.fill_at(
         stored, raw.view(value.dtype), raw.view(scale.dtype), places, scale_places, steps, out
     )
@@ -73,8 +73,9 @@ def _places(group: Group, kind: str, size: int, device: torch.device) -> torch.T
 
 
 def _view(raw: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
-    """One expert's tensor from byte ``place`` of ``raw``, in the dtype and shape of ``like``."""
-    return raw[place : place + like.nbytes].view(like.dtype).view(like.shape)
+    """One expert's tensor from byte ``place`` of ``raw``, in the dtype, shape and strides of ``like``."""
+    own = raw[place : place + extent(like)].view(like.dtype)
+    return own.as_strided(like.shape, like.stride())
 
 
 def dequantise(
@@ -82,14 +83,17 @@ def dequantise(
 ) -> None:
     """One expert's matrix ``out`` [rows, columns] bfloat16 from what is ``stored`` of it.
 
-    ``stored`` [rows, columns], or [rows, words] for int4; ``scale`` [row groups, column groups] or [rows],
-    None for bfloat16. Values are multiplied by their scales in float32 and rounded to bfloat16 once, as in
-    the CPU kernels. ``weights`` has the storage format.
+    ``stored`` [rows, columns], [rows, words] for int4 or [rows, bytes] for mxfp4; ``scale`` [row groups,
+    column groups] or [rows], None for bfloat16. Values are multiplied by their scales in float32 and rounded
+    to bfloat16 once, as in the CPU kernels. ``weights`` has the storage format.
     """
     if scale is None:
         out.copy_(stored)
         return
     rows, columns = out.shape
+    if weights.storage == "mxfp4":
+        out.copy_(from_mxfp4(stored, scale, columns))
+        return
     if weights.storage == "fp8":
         # By bits, as float16 of a 256th, which holds it exactly; what e4m3 calls NaN reads as 480.
         bits = stored.view(torch.uint8).to(torch.int16)

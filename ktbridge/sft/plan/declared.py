@@ -117,7 +117,10 @@ def stored_tensors(model_type: str, shapes: Mapping[str, Shape]) -> Iterator[tup
 
 @dataclass(frozen=True)
 class _Storage:
-    """How a checkpoint stores the linear weights of its layers. ``kind``: "plain", "fp8", "int8", "int4"."""
+    """How a checkpoint stores the linear weights of its layers, or its fused experts alone ("mxfp4").
+
+    ``kind``: "plain", "fp8", "int8", "int4", "mxfp4".
+    """
 
     kind: str = "plain"
     block: tuple[int, int] = (128, 128)
@@ -128,6 +131,9 @@ class _Storage:
     def parts(self, name: str, shape: Shape, dtype: str) -> Iterator[tuple[str, str, Shape]]:
         """The tensors that one weight is stored as: (name, dtype, shape)."""
         stem = name.removesuffix(".weight")
+        if self.kind == "mxfp4":
+            yield from _mxfp4_parts(name, shape, dtype)
+            return
         if self.kind == "plain" or not self._takes(stem, name, shape):
             yield name, dtype, shape
             return
@@ -149,6 +155,16 @@ class _Storage:
         if not linear or ROUTER.search(stem) or any(_names(p, stem) for p in self.left_out):
             return False
         return not self.targets or any(_names(p, stem) for p in self.targets)
+
+
+def _mxfp4_parts(name: str, shape: Shape, dtype: str) -> Iterator[tuple[str, str, Shape]]:
+    """gpt-oss's fused experts [E, in, out], by output features in blocks of 32; anything else as it is."""
+    if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        yield name, dtype, shape
+        return
+    experts, inputs, out = shape
+    yield f"{name}_blocks", "U8", (experts, out, -(-inputs // 32), 16)
+    yield f"{name}_scales", "U8", (experts, out, -(-inputs // 32))
 
 
 def _names(pattern: str, module: str) -> bool:
@@ -180,8 +196,10 @@ def _storage(path: Path, settings: object) -> _Storage:
 
 
 def _known(settings: dict[str, Any]) -> _Storage | None:
-    """Block FP8, and INT8 and INT4 of compressed-tensors; None for anything else."""
+    """Block FP8, gpt-oss's MXFP4, and INT8 and INT4 of compressed-tensors; None for anything else."""
     method = str(settings.get("quant_method", "")).lower()
+    if method == "mxfp4":
+        return _Storage("mxfp4")
     if method == "fp8":
         high, wide = map(int, settings["weight_block_size"])
         left_out = tuple(map(str, settings.get("modules_to_not_convert") or ()))

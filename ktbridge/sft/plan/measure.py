@@ -5,6 +5,7 @@ The only part of a plan that needs torch.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import time
@@ -23,7 +24,7 @@ _ROOM = 3_000_000_000
 _CACHES = 4  # how many times the last-level cache the layers take together
 _CACHE = 32 << 20  # if the system doesn't report it
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+_BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4}
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,11 @@ def _random(storage: str, experts: int, out: int, inputs: int, mapped: bool) -> 
     if storage == "int8":
         weight = stacked(torch.randint(-127, 128, (out, inputs), dtype=torch.int8))
         return ExpertWeights.int8(weight, torch.full((experts, out), 0.01 * inputs**-0.5))
+    if storage == "mxfp4":
+        blocks = torch.randint(0, 256, (out, -(-inputs // 2)), dtype=torch.uint8)
+        exponent = 125 - round(math.log2(inputs) / 2)  # values of about inputs**-0.5
+        scales = torch.full((experts, out, -(-inputs // 32)), exponent, dtype=torch.uint8)
+        return ExpertWeights.mxfp4(stacked(blocks), scales)
     words = torch.randint(-(2**31), 2**31 - 1, (out, -(-inputs // 8))).to(torch.int32)
     scale = torch.full((experts, out, -(-inputs // 32)), 0.2 * inputs**-0.5, dtype=torch.bfloat16)
     return ExpertWeights.int4(stacked(words), scale, 32)

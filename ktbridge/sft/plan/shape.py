@@ -23,14 +23,15 @@ from ktbridge.sft.plan.declared import Declared
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
 # What stands beside a quantised weight and is gone once that is dequantised.
-_SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale", ".weight_shape")
+_SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale", ".weight_shape", "_scales")
+_BIAS = "_bias"  # of fused experts, which isn't read where it lies but loaded, as all that isn't an expert
 # Draft layers, which training doesn't load, and vision towers, which it loads for rows with images.
 _DRAFT = ("mtp.", "model.mtp.")
 _VISION = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
 # Their text model can't be loaded alone: the wrapper is, with its vision tower.
 _WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "ernie4_5_vl_moe")
 _PLAIN = ("bf16", "F16", "F32")  # what is quantised
-_STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4"}
+_STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4", "U8": "mxfp4"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ def read_shape(
     homes = _expert_homes(path, checkpoint, config)
     prefixes = tuple(prefix for home in homes.values() for prefix in home.prefixes)
     experts_own = [
-        (name, checkpoint.entry(name)) for name in checkpoint if name.startswith(prefixes)
+        (name, checkpoint.entry(name))
+        for name in checkpoint
+        if name.startswith(prefixes) and not name.endswith(_BIAS)
     ]
     storages = {
         _STORAGE.get(entry.dtype, entry.dtype)
@@ -197,7 +200,8 @@ def _outside_experts(
     layers = [LayerShape(index, False, {}, {}, {}) for index in range(config.num_layers)]
     elements = vocabulary = 0
     for name in checkpoint:
-        if name.startswith((*prefixes, *_DRAFT, *_VISION)) or name.endswith(_SCALES):
+        expert = name.startswith(prefixes) and not name.endswith(_BIAS)
+        if expert or name.startswith((*_DRAFT, *_VISION)) or name.endswith(_SCALES):
             continue
         match = _LAYER.search(name)
         if match and int(match[1]) >= config.num_layers:
@@ -223,7 +227,7 @@ def _outside_experts(
 def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, ExpertHome]) -> bool:
     """Whether fused experts lie transposed or interleaved, so that no row is contiguous."""
     home = next(iter(homes.values()))
-    if home.names:
+    if home.names or f"{home.fused[0]}_blocks" in checkpoint:
         return False
     if isinstance(checkpoint, Declared):  # only the family's row defines its file layout
         return config.family is None or config.family.storage != "fused"

@@ -1,0 +1,152 @@
+"""gpt-oss from its published MXFP4 names: trained, converted, merged, proved and served."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from click.testing import CliRunner
+from moefamilies import reference
+from safetensors.torch import save_file
+from tinymoe import tiny_tokenizer
+from trainrun import ROWS, conversation, losses, quiet, train, write_run
+from transformers import AutoModelForCausalLM
+
+from ktbridge.adapter import read_adapter
+from ktbridge.cli import main
+from ktbridge.experts.loading import load_for_kernels, load_mapped
+from ktbridge.experts.tensors import to_torch
+from ktbridge.serve.local.loading import load_engine
+from ktbridge.serve.local.plan import ServePlan
+from ktbridge.served_names import ServedArm
+from ktbridge.sft import load_raw_adapter
+from ktbridge.verify.reference_model import ReferenceModel
+from ktbridge.verify.verdict import Variant
+
+IDS = torch.arange(3, 23)[None]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run's directory with its base in MXFP4 and its raw adapter; and the base in float32."""
+    path = tmp_path_factory.mktemp("gpt_oss")
+    exact = reference("gpt_oss", path / "base")
+    tiny_tokenizer().save_pretrained(path / "base")
+    rows = [conversation(*row) for row in ROWS]
+    settings = {"num_train_epochs": 30, "learning_rate": 0.02, "lora_target": "all"}
+    run = write_run(path, path / "base", rows, **settings)
+    with pytest.warns():
+        train(run)
+    return path, exact
+
+
+def ktbridge(*arguments: object) -> Any:
+    return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected).norm() / expected.norm()).item()
+
+
+@quiet
+def test_training_learns_and_gate_and_up_stay_apart(trained: tuple[Path, Any]) -> None:
+    path, _ = trained
+    steps = [loss for _, loss in losses(path / "raw")]
+    assert steps[-1] < 0.9 * steps[0]
+    adapter = read_adapter(path / "raw")
+    assert adapter.expert_layers() == (0, 1, 2)
+    for name, shape in (("gate_lora_b", (4, 32, 4)), ("up_lora_b", (4, 32, 4))):
+        assert tuple(adapter.expert_tensor(1, name).shape) == shape
+
+
+@quiet
+def test_what_engines_and_peft_read_says_the_same(trained: tuple[Path, Any]) -> None:
+    path, exact = trained
+    ours = load_raw_adapter(load_for_kernels(path / "base"), path / "raw")
+    with torch.no_grad():
+        found, plain = ours(IDS).logits.float(), exact(IDS).logits
+    done = ktbridge("convert", path / "raw", "--to", "peft-fused", "--output",
+                    path / "fused", "--base-model", path / "base")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    exact.save_pretrained(path / "float32")
+    model = AutoModelForCausalLM.from_pretrained(path / "float32")
+    loaded = peft.PeftModel.from_pretrained(model, path / "fused").eval()
+    with torch.no_grad():
+        expected = loaded(IDS).logits
+    assert far(plain, expected) > 0.2  # the adapter does something
+    assert far(found, expected) < 0.03
+    refused = ktbridge("validate", path / "raw", "--base-model", path / "base", "--engine",
+                       "sglang-kt==0.7.2")  # fmt: skip
+    assert refused.exit_code == 1
+    assert "KTB907" in refused.output
+    assert "clamped SwiGLU" in refused.output
+    for source, to, output in (("raw", "gguf", "gguf"), ("gguf", "raw", "again")):
+        done = ktbridge("convert", path / source, "--to", to, "--output", path / output,
+                        "--base-model", path / "base")  # fmt: skip
+        assert done.exit_code == 0, done.output
+    first, again = (read_adapter(path / name) for name in ("raw", "again"))
+    for name in ("gate_lora_b", "up_lora_b", "down_lora_a"):
+        same = (to_torch(each.expert_tensor(1, name)) for each in (first, again))
+        assert torch.equal(*same)
+
+
+@quiet
+def test_merged_into_bf16_and_refused_into_mxfp4(trained: tuple[Path, Any]) -> None:
+    path, exact = trained
+    refused = ktbridge("merge", path / "raw", "--base-model", path / "base", "--output",
+                       path / "none")  # fmt: skip
+    assert refused.exit_code == 1
+    assert "gate_up_proj" in refused.output
+    assert not (path / "none").exists()
+    bf16 = path / "bf16"
+    shutil.copytree(path / "base", bf16, ignore=shutil.ignore_patterns("*.safetensors"))
+    exact.config.save_pretrained(bf16)
+    tensors = {name: value.bfloat16().contiguous() for name, value in exact.state_dict().items()}
+    save_file(tensors, bf16 / "model.safetensors", {"format": "pt"})
+    done = ktbridge(
+        "merge",
+        path / "raw",
+        "--base-model",
+        bf16,
+        "--output",
+        path / "merged",
+        "--allow-other-base",
+    )
+    assert done.exit_code == 0, done.output
+    ours = load_raw_adapter(load_mapped_or_not(path / "base"), path / "raw")
+    merged = AutoModelForCausalLM.from_pretrained(path / "merged").float()
+    with torch.no_grad():
+        assert far(ours(IDS).logits, merged(IDS).logits) < 0.03
+
+
+def load_mapped_or_not(base: Path) -> Any:
+    """MXFP4 is mapped, and stays it."""
+    model = load_mapped(base, torch.bfloat16)
+    assert {part.storage for part in model.model.layers[0].mlp.experts.mapped_experts} == {"mxfp4"}
+    return model
+
+
+@quiet
+def test_verifys_references_and_the_embedded_engine_agree(trained: tuple[Path, Any]) -> None:
+    path, _ = trained
+    prompt = IDS[0].tolist()
+    reference = ReferenceModel(path / "base", read_adapter(path / "raw"), [prompt])
+    variants = [Variant(), Variant(expert=1.0, nonexpert=1.0)]
+    plain, both = (torch.tensor(each) for each in reference.logprobs(variants))
+    for name, half in (("expert", "--expert-output-dir"), ("rest", "--nonexpert-output-dir")):
+        done = ktbridge("convert", path / "raw", half, path / name, "--base-model", path / "base")
+        assert done.exit_code == 0, done.output
+    arms = (ServedArm("full", True, "both"), ServedArm("base", False, None))
+    plan = ServePlan(path / "base", "m", "127.0.0.1", 0, 2, path / "expert",
+                     (("both", path / "rest"),), arms)  # fmt: skip
+    engine = load_engine(plan)
+    for arm, expected in zip(arms, (both, plain), strict=True):
+        with torch.inference_mode():
+            logits, _ = engine.prefill(arm, prompt, True)
+        scores = logits.float().log_softmax(-1)[:-1]
+        own = scores.gather(1, IDS[0, 1:, None])[:, 0]
+        assert (plain - both).abs().mean() > 10 * (own - expected).abs().mean()
