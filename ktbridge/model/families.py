@@ -18,7 +18,8 @@ class Family:
     """One MoE family.
 
     ``model_types`` are config.json's ``model_type`` values, text-only and wrapper alike.
-    ``prefix`` precedes ``layers.N`` in checkpoint keys; ``block`` is the MoE module of a layer.
+    ``prefix`` precedes ``layers.N`` in checkpoint keys; ``block`` is the MoE module of a layer, which
+    transformers calls ``mlp`` in memory where its experts are ``w1``, ``w3`` and ``w2`` (``in_memory``).
     ``storage``: "per-expert" = ``experts.E.{names}.weight`` 2-D; "fused" = ``experts.gate_up_proj``
     [E,2I,H] (gate rows first) and ``experts.down_proj`` [E,H,I]; "fused-transposed" = the same
     with the last two axes swapped; "fused-interleaved" = transposed, gate and up columns
@@ -39,7 +40,15 @@ class Family:
     nonexpert_targets: tuple[str, ...] = ()
     modules_checked: bool = True
 
+    @property
+    def in_memory(self) -> str:
+        """The MoE module's name in transformers' models, and so in PEFT's keys."""
+        return "mlp" if self.block == "block_sparse_moe" and self.names == _W else self.block
 
+
+_W = ("w1", "w3", "w2")
+BLOCKS = ("mlp", "block_sparse_moe", "feed_forward")
+"""What the MoE module of a layer may be called."""
 ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.(?:wg|gate|layer))?$")
 """What chooses among experts, by the end of its path in a checkpoint or in memory."""
 UNREACHED = re.compile(r"\.indexer\.|\.mamba\.dt_proj$")
@@ -55,7 +64,6 @@ _MLA = (
     "self_attn.kv_b_proj",
     "self_attn.o_proj",
 )
-_W = ("w1", "w3", "w2")
 
 
 def _gated(name: str) -> tuple[str, ...]:
