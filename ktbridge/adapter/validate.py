@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def validate_adapter(
     report = ValidationReport(structure_only=structure_only, engine=engine)
     base_name = os.fspath(base_model) if base_model is not None else ""
     modules = _read_base(base_name, report) if base_model is not None else None
-    base = modules.config if modules is not None else None
+    base = None if modules is None else modules.config
     adapters: list[Adapter] = []
     with Hashes() as hashes:
         if not structure_only:
@@ -104,10 +105,9 @@ def validate_adapter(
                 adapters.append(adapter)
             report.adapters.append(_summary(path, adapter))
         report.problems += _structures(adapters, modules, engine)
-        if base is not None:
-            known = Base(base.path, base_name)
-            for adapter in adapters:
-                report.problems += check_identity(adapter, known, allowed=allow_other_base)
+        known = [] if base is None else [Base(base.path, base_name)]
+        for adapter, model in product(adapters, known):
+            report.problems += check_identity(adapter, model, allowed=allow_other_base)
         if engine is not None:
             report.problems += check_engine(adapters, engine, base, base_name)
         if structure_only:
@@ -116,10 +116,8 @@ def validate_adapter(
             report.problems += check_set(adapters, compare_data=False)
         else:
             report.problems += _values(adapters, hashes, on_progress)
-    report.problems = list(
-        dict.fromkeys(report.problems)
-    )  # a base that can't be read is told twice
-    report.problems.sort(key=lambda finding: _ORDER[finding.severity])
+    found = dict.fromkeys(report.problems)  # a base that can't be read may be told twice
+    report.problems = sorted(found, key=lambda finding: _ORDER[finding.severity])
     return report
 
 
