@@ -75,6 +75,26 @@ _MISSED: dict[str, tuple[str, ...]] = {
 SERVER_HOLES = "CVE-2026-3059, CVE-2026-3060 and CVE-2026-7301"
 REPLAY_HOLE = "CVE-2026-3989"
 
+# What every version's registry of models has of those that are trained here; of any other architecture the
+# engine runs transformers' own modules, which its expert LoRA never reaches.
+ARCHITECTURES = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        "Afmoe", "BailingMoeV2_5", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Ernie4_5_Moe",
+        "ExaoneMoE", "Glm4Moe", "Glm4MoeLite", "GlmMoeDsa", "GptOss", "GraniteMoe", "GraniteMoeHybrid",
+        "HunYuanMoEV1", "KimiLinear", "Lfm2Moe", "MiMoV2Flash", "MiniMaxM2", "Mixtral", "Olmoe",
+        "PhiMoE", "Qwen2Moe", "Qwen3Moe", "Qwen3Next",
+    )
+) | frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in ("Glm4vMoe", "KimiK25", "Qwen3VLMoe", "Qwen3_5Moe")
+)  # fmt: skip
+# Where kt-kernel (0.7.2) looks for a layer's experts: block, and names of gate, up and down of an expert.
+EXPERTS_READ = (
+    ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    ("block_sparse_moe", ("w1", "w3", "w2")),
+)
+
 _METHODS = ("AMXBF16", "BF16", "AMXINT8", "AMXINT4")
 
 CONTRACTS: tuple[Contract, ...] = (

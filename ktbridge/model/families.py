@@ -181,6 +181,8 @@ FAMILIES: tuple[Family, ...] = (
     _stored("Mellum", "mellum"),
     _stored("MiMo-V2-Flash", "mimo_v2_flash"),
     _stored("Solar Open", "solar_open"),
+    _stored("dots3-note", "dots3_note_text", storage="fused"),
+    _stored("Unlimited-OCR", "unlimited_ocr", storage="fused"),
 )
 
 
@@ -195,15 +197,21 @@ def family_of(model_type: str) -> Family | None:
 UNSERVED = {
     "aria_text": "gate and up of its experts lie transposed",
     "deepseek_v4": "its experts clamp gate and up, which the kernels don't",
+    "diffusion_gemma": "its experts use GELU, and the kernels compute SiLU",
     "ernie4_5_vl_moe": "a layer has two sets of experts, for text and for images",
     "gemma4": "its experts use GELU, and the kernels compute SiLU",
     "gemma4_text": "its experts use GELU, and the kernels compute SiLU",
+    "glm5_next": "its experts clamp gate and up, which the kernels don't",
     "hy_v4": "its experts clamp gate and up, which the kernels don't",
+    "inkling2": "its experts cap gate and up softly, which the kernels don't",
     "llama4": "the router scales what goes into an expert, not what comes out, and transformers doesn't "
     "dispatch such experts",
     "minimax_m3_vl": "its experts clamp gate and up, which the kernels don't",
     "minimax_m3_vl_text": "its experts clamp gate and up, which the kernels don't",
+    "muse_spark": "its experts have a norm of their own",
     "nemotron_h": "its experts have no gate",
+    "openai_privacy_filter": "it classifies tokens, and its experts have biases",
+    "qwen3_omni_moe": "its language model lies within thinker_config, which isn't read",
 }
 """Model types whose experts can't be computed here, each with the reason."""
 UNSERVED["llama4_text"] = UNSERVED["llama4"]
