@@ -64,8 +64,11 @@ _QWEN35_MISSED = (
     "mlp.shared_expert_gate",
     *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
 )
+# No version has room for q_proj's LoRA where a gate comes with q: it ends at start-up.
+_UNSIZED: dict[str, tuple[str, ...]] = {"Qwen3-Next": ("self_attn.q_proj",)}
 # Up to 0.7.0.post3 the engine can't size LoRA on the last two families' modules and ends at start-up.
 _MISSED: dict[str, tuple[str, ...]] = {
+    **_UNSIZED,
     "Qwen3.5-MoE": _QWEN35_MISSED,
     "Qwen3-MoE": ("mlp.gate",),
     "DeepSeek": ("mlp.gate", "self_attn.q_a_proj", "self_attn.q_b_proj"),
@@ -125,6 +128,7 @@ CONTRACTS: tuple[Contract, ...] = (
         expert_formats=("bf16", "int8", "fp8", "rawint4"),
         base_requests=False,
         only_rank={"rawint4": 8},
+        unapplied=_UNSIZED,
     ),
     Contract(
         first="0.7.2",
@@ -136,6 +140,7 @@ CONTRACTS: tuple[Contract, ...] = (
         expert_formats=("bf16", "int8", "fp8", "rawint4", "mxfp4"),
         base_requests=False,
         only_rank={"rawint4": 8},
+        unapplied=_UNSIZED,
     ),
 )
 

@@ -14,11 +14,12 @@ from adapterfaults import add, copies, each, edit, rename
 from familygradients import Choices
 from findings import codes
 from moefamilies import FAMILIES, IDS, everything, randomise, reference
+from peft import PeftModel
 from rawadapter import FILES
 from tinymoe import tiny_tokenizer
 
 from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, read_adapter, validate_adapter
-from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.loading import load_mapped, load_model
 from ktbridge.model import read_model_config
 from ktbridge.serve.local.loading import load_engine
 from ktbridge.serve.local.plan import plan_local
@@ -62,6 +63,9 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
+)
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_adapter(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = Choices(monkeypatch)
@@ -69,6 +73,9 @@ def test_adapter(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert off(tuned.plain, tuned.exact) > 0.1
     converted(tuned)
     faults(tuned)
+    choices.again()
+    peft = PeftModel.from_pretrained(load_model(tuned.base, torch.float32), tmp_path / "peft-fused")
+    assert off(logits(peft.eval()), tuned.exact) < ROUNDED / 2
     merged = tmp_path / "merged"
     merge_adapter(tuned.raw, base_model=tuned.base, output=merged)
     model = load_mapped(merged, torch.float32).eval()

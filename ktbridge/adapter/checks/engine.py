@@ -93,7 +93,9 @@ def _unapplied(adapter: Adapter, contract: Contract, family: str) -> Iterator[Pr
         if part.key.suffix in contract.unapplied.get(family, ())
     ]
     found = f"is never applied by {ENGINE} {contract.name} in {family}"
-    yield from many("KTB903", dropped, found)
+    newest = CONTRACTS[-1].unapplied.get(family, ())
+    step = "serve with the embedded engine, or merge" if newest else None
+    yield from many("KTB903", dropped, found, next_step=step)
 
 
 def _weight_format(adapter: Adapter, contract: Contract) -> Iterator[Problem]:
