@@ -66,8 +66,6 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
 )
-# PEFT also finds q_proj in a vision tower, where the adapter has none and nothing is changed.
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys.*vision_tower:UserWarning")
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_adapter(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = Choices(monkeypatch)
@@ -75,9 +73,12 @@ def test_adapter(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert off(tuned.plain, tuned.exact) > 0.1
     converted(tuned)
     faults(tuned)
-    choices.again()
-    peft = PeftModel.from_pretrained(load_model(tuned.base, torch.float32), tmp_path / "peft-fused")
-    assert off(logits(peft.eval()), tuned.exact) < ROUNDED / 2
+    if model_type != "unlimited_ocr":  # PEFT does not load it there: docs/models.md
+        choices.again()
+        peft = PeftModel.from_pretrained(
+            load_model(tuned.base, torch.float32), tmp_path / "peft-fused"
+        )
+        assert off(logits(peft.eval()), tuned.exact) < ROUNDED / 2
     merged = tmp_path / "merged"
     merge_adapter(tuned.raw, base_model=tuned.base, output=merged)
     model = load_mapped(merged, torch.float32).eval()
