@@ -6,7 +6,7 @@
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
-# make check   lint, formatting, types
+# make check   lint, formatting, types, and families that are new in transformers
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
 # Each target sets up what it needs in .venv and reuses it. PYTHON=python3.12 picks an interpreter.
@@ -89,6 +89,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy
+	$(BIN)/python scripts/check_families.py
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 define run_kernel_tests

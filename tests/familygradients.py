@@ -84,12 +84,7 @@ def check_family(
     trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
     assert len(trained) == sum(map(len, leaves.values()))
 
-    choices = Choices()
-    monkeypatch.setattr(torch, "topk", choices)
-    monkeypatch.setattr(torch.Tensor, "topk", lambda self, *args, **kw: choices(self, *args, **kw))
-    monkeypatch.setattr(
-        torch.Tensor, "max", lambda self, *args, **kw: choices.max(self, *args, **kw)
-    )
+    choices = Choices(monkeypatch)
     slope = torch.randn((2, 20, 64), generator=random)
     expected = outcome(functional_call(exact, weights, (), batch).logits, slope, leaves)
     for _, module in experts_modules(exact):
@@ -128,14 +123,25 @@ def given(model: Any, device: torch.device, resident: bool) -> Placed:
 class Choices:
     """``torch.topk`` that chooses as it did at first: routers' ties are for no rounding to decide."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.topk, self.made, self.replay = torch.topk, [], None
         self.largest = torch.Tensor.max
         self.all = self.others = 0
+        monkeypatch.setattr(torch, "topk", self)
+        monkeypatch.setattr(
+            torch.Tensor, "topk", lambda scores, *args, **kw: self(scores, *args, **kw)
+        )
+        monkeypatch.setattr(
+            torch.Tensor, "max", lambda scores, *args, **kw: self.max(scores, *args, **kw)
+        )
 
     def again(self) -> None:
         assert self.replay is None or next(self.replay, None) is None
         self.replay = iter(self.made)
+
+    def anew(self) -> None:
+        """Choose as ``torch.topk`` does, and remember that instead."""
+        self.replay, self.made = None, []
 
     def __call__(self, scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
         own = self.topk(scores, k, dim=dim, **options)

@@ -73,6 +73,7 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "cohere2_moe": SIZES,
     "deepseek_v32": SPARSE_ATTENTION,
     "dots1": {**SIZES, **LATENT},
+    "dots3_note_text": {**SIZES, **LATENT},
     "exaone_moe": SIZES,
     "flex_olmo": SIZES,
     "flint": SIZES,
@@ -107,6 +108,7 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "minimax": SIZES,
     "phimoe": {**SMALL, "router_jitter_noise": 100.0},
     "solar_open": SIZES,
+    "unlimited_ocr": {"text_config": {**SIZES, **LATENT}},
 }  # fmt: skip
 """Families whose experts differ from others' in nothing but name and place: the kernels alone are held."""
 FAMILIES |= EXECUTED_ALIKE

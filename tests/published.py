@@ -147,6 +147,28 @@ MODELS = {
         (*(f"mlp.{name}" for name in _GATED), "mlp.gate.weight", "mlp.gate.e_score_correction_bias",
          "mlp.shared_experts.gate_proj.weight"), 353,
     ),
+    "GLM-4.7-Flash": Published(
+        {
+            **_V3, "model_type": "glm4_moe_lite", "first_k_dense_replace": 1, "hidden_size": 2048,
+            "intermediate_size": 10240, "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1,
+            "n_routed_experts": 64, "num_attention_heads": 20, "num_key_value_heads": 20,
+            "num_experts_per_tok": 4, "num_hidden_layers": 47, "q_lora_rank": 768,
+            "qk_nope_head_dim": 192, "v_head_dim": 256, "vocab_size": 154880, "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0, "num_nextn_predict_layers": 1, "routed_scaling_factor": 1.8,
+        }, _DEEPSEEK, 30,
+    ),
+    "Qwen1.5-MoE-A2.7B": Published(
+        {
+            "model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
+            "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+            "num_hidden_layers": 24, "num_key_value_heads": 16, "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+        (*(f"mlp.{name}" for name in _GATED), "mlp.gate.weight", "mlp.shared_expert_gate.weight",
+         "mlp.shared_expert.gate_proj.weight", "self_attn.q_proj.bias"), 14.3,
+    ),
     "DeepSeek-V3": Published(
         {"model_type": "deepseek_v3", **_DEEPSEEK_V3, "quantization_config": _FP8}, _DEEPSEEK, 671, "fp8"
     ),

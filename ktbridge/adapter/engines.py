@@ -64,8 +64,11 @@ _QWEN35_MISSED = (
     "mlp.shared_expert_gate",
     *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
 )
+# No version has room for q_proj's LoRA where a gate comes with q: it ends at start-up.
+_UNSIZED: dict[str, tuple[str, ...]] = {"Qwen3-Next": ("self_attn.q_proj",)}
 # Up to 0.7.0.post3 the engine can't size LoRA on the last two families' modules and ends at start-up.
 _MISSED: dict[str, tuple[str, ...]] = {
+    **_UNSIZED,
     "Qwen3.5-MoE": _QWEN35_MISSED,
     "Qwen3-MoE": ("mlp.gate",),
     "DeepSeek": ("mlp.gate", "self_attn.q_a_proj", "self_attn.q_b_proj"),
@@ -74,6 +77,26 @@ _MISSED: dict[str, tuple[str, ...]] = {
 # Unfixed in every version: unpickling of socket input in servers; the replay script.
 SERVER_HOLES = "CVE-2026-3059, CVE-2026-3060 and CVE-2026-7301"
 REPLAY_HOLE = "CVE-2026-3989"
+
+# What every version's registry of models has of those that are trained here; of any other architecture the
+# engine runs transformers' own modules, which its expert LoRA never reaches.
+ARCHITECTURES = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        "Afmoe", "BailingMoeV2_5", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Ernie4_5_Moe",
+        "ExaoneMoE", "Glm4Moe", "Glm4MoeLite", "GlmMoeDsa", "GptOss", "GraniteMoe", "GraniteMoeHybrid",
+        "HunYuanMoEV1", "KimiLinear", "Lfm2Moe", "MiMoV2Flash", "MiniMaxM2", "Mixtral", "Olmoe",
+        "PhiMoE", "Qwen2Moe", "Qwen3Moe", "Qwen3Next",
+    )
+) | frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in ("Glm4vMoe", "KimiK25", "Qwen3VLMoe", "Qwen3_5Moe")
+)  # fmt: skip
+# Where kt-kernel (0.7.2) looks for a layer's experts: block, and names of gate, up and down of an expert.
+EXPERTS_READ = (
+    ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    ("block_sparse_moe", ("w1", "w3", "w2")),
+)
 
 _METHODS = ("AMXBF16", "BF16", "AMXINT8", "AMXINT4")
 
@@ -105,6 +128,7 @@ CONTRACTS: tuple[Contract, ...] = (
         expert_formats=("bf16", "int8", "fp8", "rawint4"),
         base_requests=False,
         only_rank={"rawint4": 8},
+        unapplied=_UNSIZED,
     ),
     Contract(
         first="0.7.2",
@@ -116,6 +140,7 @@ CONTRACTS: tuple[Contract, ...] = (
         expert_formats=("bf16", "int8", "fp8", "rawint4", "mxfp4"),
         base_requests=False,
         only_rank={"rawint4": 8},
+        unapplied=_UNSIZED,
     ),
 )
 

@@ -27,6 +27,8 @@ import re
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from ktbridge.model.families import BLOCKS
+
 Kind = Literal[
     "fused", "expert", "lora", "peft-fused", "sglang-3d", "lora-experts", "dora", "lora-bias",
     "embedding", "other",
@@ -37,16 +39,17 @@ PROJECTIONS = ("gate", "up", "down")
 HALVES = ("A", "B")
 FUSED_NAMES = tuple(f"{projection}_lora_{half}" for projection in PROJECTIONS for half in "ab")
 
+_BLOCK = f"(?:{'|'.join(BLOCKS)})"
 # No leading zeros: "layers.01" and "layers.1" must not be two names of one layer.
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _FUSED = re.compile(rf"layers\.{_NUMBER}\.experts\.(gate|up|down)_lora_([ab])")
 _LORA = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
 _EXPERT_MODULE = re.compile(
-    rf"(?:[^\n]*\.)?layers\.{_NUMBER}\.(?:mlp|block_sparse_moe)\.experts\.{_NUMBER}"
+    rf"(?:[^\n]*\.)?layers\.{_NUMBER}\.{_BLOCK}\.experts\.{_NUMBER}"
     r"\.(gate_proj|up_proj|down_proj|w1|w3|w2)"
 )
 _EXPERTS = re.compile(
-    rf"(?:base_model\.model\.)?((?:[^\n]*\.)?layers\.{_NUMBER}\.(?:mlp|block_sparse_moe)\.experts)"
+    rf"(?:base_model\.model\.)?((?:[^\n]*\.)?layers\.{_NUMBER}\.{_BLOCK}\.experts)"
 )
 _LAYER = re.compile(rf"(?:^|\.)layers\.{_NUMBER}\.")
 _LE = re.compile(r"\.lora_experts\.[0-9]+\.le_(?:gate|up|down)\.")

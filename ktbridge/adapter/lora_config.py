@@ -26,7 +26,7 @@ _KEPT = ("task_type", "lora_dropout", *_PLACES)
 # As target_modules, PEFT takes these for routed experts of transformers 5 (its table is
 # _MOE_TARGET_MODULE_MAPPING), and the router is no Linear there; as target_parameters, shared experts
 # and routers are found under their own names.
-AS_PARAMETERS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+AS_PARAMETERS = frozenset({"gate", "router", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 # Formats whose non-expert LoRA PEFT would be given by target_modules.
 _BY_MODULES = {"nonexpert", "merged", "vllm"}
 

@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeGuard
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice, is_number
 from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.checks import Use
+from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
@@ -95,7 +96,7 @@ def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -
     patterned = bool(adapter.config.get("rank_pattern"))
     result.problems += [
         item
-        for item in check_structure(adapter, Use.INPUT, config)
+        for item in check_structure(adapter, Use.INPUT, Modules(config))
         if item.code not in _NO_MATTER and not (item.code == "KTB301" and patterned)
     ]
     if has_errors(result.problems):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from ktbridge.adapter.checks.engine import check_engine
 from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
+from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.checks.set import check_set, source_of
 from ktbridge.adapter.engines import contract_for
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
-from ktbridge.model import ModelConfig, find_model, hub, read_model_config
+from ktbridge.model import Checkpoint, find_model, hub, open_checkpoint, read_model_config
+from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
 from ktbridge.publish import OnProgress
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
@@ -88,7 +91,8 @@ def validate_adapter(
         contract_for(engine)
     report = ValidationReport(structure_only=structure_only, engine=engine)
     base_name = os.fspath(base_model) if base_model is not None else ""
-    base = _read_base(base_name, report) if base_model is not None else None
+    modules = _read_base(base_name, report) if base_model is not None else None
+    base = None if modules is None else modules.config
     adapters: list[Adapter] = []
     with Hashes() as hashes:
         if not structure_only:
@@ -100,11 +104,10 @@ def validate_adapter(
             if adapter is not None:
                 adapters.append(adapter)
             report.adapters.append(_summary(path, adapter))
-        report.problems += _structures(adapters, base, engine)
-        if base is not None:
-            known = Base(base.path, base_name)
-            for adapter in adapters:
-                report.problems += check_identity(adapter, known, allowed=allow_other_base)
+        report.problems += _structures(adapters, modules, engine)
+        known = [] if base is None else [Base(base.path, base_name)]
+        for adapter, model in product(adapters, known):
+            report.problems += check_identity(adapter, model, allowed=allow_other_base)
         if engine is not None:
             report.problems += check_engine(adapters, engine, base, base_name)
         if structure_only:
@@ -113,22 +116,39 @@ def validate_adapter(
             report.problems += check_set(adapters, compare_data=False)
         else:
             report.problems += _values(adapters, hashes, on_progress)
-    report.problems.sort(key=lambda finding: _ORDER[finding.severity])
+    found = dict.fromkeys(report.problems)  # a base that can't be read may be told twice
+    report.problems = sorted(found, key=lambda finding: _ORDER[finding.severity])
     return report
 
 
-def _read_base(name: str, report: ValidationReport) -> ModelConfig | None:
-    """The base model's architecture; None, and a problem, if it can't be read."""
+def _read_base(name: str, report: ValidationReport) -> Modules | None:
+    """The base model's architecture and modules; None, and a problem, if it can't be read."""
     try:
-        return read_model_config(find_model(name) if hub.repository(name) else name)
+        config = read_model_config(find_model(name) if hub.repository(name) else name)
     except KtbridgeError as error:
         found, step = error.sentence.removeprefix(f"{name} "), error.next_step or None
         report.problems.append(problem("KTB611", name or "--base-model", found, next_step=step))
         return None
+    try:
+        return Modules(config, _open_weights(config.path))
+    except KtbridgeError as error:
+        report.problems.append(problem("KTB614", name, error.sentence))
+        return Modules(config)
+
+
+def _open_weights(path: Path) -> Checkpoint | None:
+    """The checkpoint in ``path``, of which shards may be lacking; those that are there have whole headers."""
+    if not any((path / file).is_file() for file in (INDEX_FILE, SINGLE_FILE)):
+        return None
+    checkpoint = open_checkpoint(path)
+    for shard in checkpoint.shards:
+        if (path / shard).exists():
+            checkpoint.file(shard)
+    return checkpoint
 
 
 def _structures(
-    adapters: Sequence[Adapter], base: ModelConfig | None, engine: str | None
+    adapters: Sequence[Adapter], modules: Modules | None, engine: str | None
 ) -> Iterator[Problem]:
     """What names, shapes and configurations show, of each directory and of all together."""
     source = source_of(adapters)
@@ -141,8 +161,8 @@ def _structures(
             use = Use.INPUT
             checked, _, findings = folded(adapter)
             yield from findings
-        yield from check_structure(checked, use, base)
-    if base is None or base.checked_family is None:
+        yield from check_structure(checked, use, modules)
+    if modules is None or not modules.known:
         yield from check_gaps(adapters)
 
 
@@ -175,7 +195,7 @@ def _values(
         on_progress(total, total)
 
 
-def check_structure(adapter: Adapter, use: Use, base: ModelConfig | None = None) -> list[Problem]:
+def check_structure(adapter: Adapter, use: Use, base: Modules | None = None) -> list[Problem]:
     """Every finding from one directory's headers and configuration."""
     findings = [*check_config(adapter, use), *check_inventory(adapter, use, base)]
     if base is not None:

@@ -167,6 +167,8 @@ BASE_MODEL = Subject("Against the base model", "adapter", (
          "use the config.json of training, or check that the difference is meant"),
     Code("KTB614", "warning", "the base model can't be read in all it has: it is not compared with the"
          " one that the adapter was trained on", "download or copy the base model again"),
+    Code("KTB618", "error", "the engine doesn't serve the base model's family", "serve with the embedded"
+         " engine, or merge and serve the result where the family is served"),
 ))  # fmt: skip
 
 CONVERSION = Subject("Conversion and merging", "adapter", (

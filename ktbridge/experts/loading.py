@@ -278,7 +278,8 @@ def _move(model: PreTrainedModel, place: Place) -> None:
 def _places(model: PreTrainedModel, place: Place) -> dict[str, torch.device]:
     """The device of each part that is placed whole, by its name."""
     found = {name.rstrip("."): place(name) for name in _units(model)}
-    if model.config.get_text_config().tie_word_embeddings:  # one tensor, so one place
+    config = model.config.get_text_config()
+    if getattr(config, "tie_word_embeddings", False):  # one tensor, so one place
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         names = [name for name in found if model.get_submodule(name) in ends]
         found |= dict.fromkeys(names, found[names[-1]])

@@ -32,7 +32,7 @@ class ModelConfig:
     ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry per
     layer ("full_attention", "linear_attention", ...) if the config or the family defines them.
     ``text`` is the text model's unmodified part of config.json; ``auto_map``: loading would run remote
-    code; ``tied``: input and output embeddings share one weight.
+    code; ``tied``: input and output embeddings share one weight; ``architectures``: names of model classes.
     """
 
     path: Path
@@ -48,6 +48,7 @@ class ModelConfig:
     layer_types: tuple[str, ...] | None
     auto_map: bool
     tied: bool
+    architectures: tuple[str, ...]
     text: dict[str, Any] = field(repr=False)
 
     @property
@@ -98,6 +99,9 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
         layer_types=_layer_types(text, num_layers),
         auto_map=bool(config.get("auto_map")),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
+        architectures=tuple(
+            name for name in _list(config.get("architectures")) if isinstance(name, str)
+        ),
         text=text,
     )
 
@@ -215,7 +219,11 @@ def _layer_types(text: dict[str, object], num_layers: int) -> tuple[str, ...] | 
 
 
 def _integers(value: object) -> list[int]:
-    return [item for item in value if type(item) is int] if isinstance(value, list) else []
+    return [item for item in _list(value) if type(item) is int]
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _positive(value: object, default: int) -> int:

@@ -18,7 +18,8 @@ class Family:
     """One MoE family.
 
     ``model_types`` are config.json's ``model_type`` values, text-only and wrapper alike.
-    ``prefix`` precedes ``layers.N`` in checkpoint keys; ``block`` is the MoE module of a layer.
+    ``prefix`` precedes ``layers.N`` in checkpoint keys; ``block`` is the MoE module of a layer, which
+    transformers calls ``mlp`` in memory where its experts are ``w1``, ``w3`` and ``w2`` (``in_memory``).
     ``storage``: "per-expert" = ``experts.E.{names}.weight`` 2-D; "fused" = ``experts.gate_up_proj``
     [E,2I,H] (gate rows first) and ``experts.down_proj`` [E,H,I]; "fused-transposed" = the same
     with the last two axes swapped; "fused-interleaved" = transposed, gate and up columns
@@ -39,7 +40,15 @@ class Family:
     nonexpert_targets: tuple[str, ...] = ()
     modules_checked: bool = True
 
+    @property
+    def in_memory(self) -> str:
+        """The MoE module's name in transformers' models, and so in PEFT's keys."""
+        return "mlp" if self.block == "block_sparse_moe" and self.names == _W else self.block
 
+
+_W = ("w1", "w3", "w2")
+BLOCKS = ("mlp", "block_sparse_moe", "feed_forward")
+"""What the MoE module of a layer may be called."""
 ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.(?:wg|gate|layer))?$")
 """What chooses among experts, by the end of its path in a checkpoint or in memory."""
 UNREACHED = re.compile(r"\.indexer\.|\.mamba\.dt_proj$")
@@ -55,7 +64,6 @@ _MLA = (
     "self_attn.kv_b_proj",
     "self_attn.o_proj",
 )
-_W = ("w1", "w3", "w2")
 
 
 def _gated(name: str) -> tuple[str, ...]:
@@ -174,6 +182,8 @@ FAMILIES: tuple[Family, ...] = (
     _stored("Mellum", "mellum"),
     _stored("MiMo-V2-Flash", "mimo_v2_flash"),
     _stored("Solar Open", "solar_open"),
+    _stored("dots3-note", "dots3_note_text", storage="fused"),
+    _stored("Unlimited-OCR", "unlimited_ocr", storage="fused"),
 )
 
 
@@ -189,14 +199,20 @@ UNSERVED = {
     "aria_text": "gate and up of its experts lie transposed",
     "deepseek_v4": "its first layers choose experts by a table of tokens, and its checkpoint has them in FP4 "
     "of a form that isn't read here",
+    "diffusion_gemma": "its experts use GELU, and the kernels compute SiLU",
     "ernie4_5_vl_moe": "a layer has two sets of experts, for text and for images",
     "gemma4": "its experts use GELU, and the kernels compute SiLU",
     "gemma4_text": "its experts use GELU, and the kernels compute SiLU",
+    "glm5_next": "its experts clamp gate and up, as gpt-oss's kin do; it hasn't been held yet",
+    "inkling2": "its experts cap gate and up softly, which the kernels don't",
     "llama4": "the router scales what goes into an expert, not what comes out, and transformers doesn't "
     "dispatch such experts",
     "minimax_m3_vl": "its dense MLPs and shared experts are fused in memory and apart in its checkpoint, so "
     "LoRA on them has no place there",
+    "muse_spark": "its experts have a norm of their own",
     "nemotron_h": "its experts have no gate",
+    "openai_privacy_filter": "it classifies tokens, and its experts have biases",
+    "qwen3_omni_moe": "its language model lies within thinker_config, which isn't read",
 }
 """Model types whose experts can't be computed here, each with the reason."""
 UNSERVED["llama4_text"] = UNSERVED["llama4"]

@@ -8,17 +8,49 @@ except whether fused gate and up are interleaved, which names don't show.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from ktbridge.model.checkpoint import Checkpoint
 from ktbridge.model.config import ModelConfig
-from ktbridge.model.families import FAMILIES
+from ktbridge.model.families import BLOCKS, FAMILIES
 
 # What may precede "layers.N" of the text model; not vision towers and draft layers.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
-_BLOCKS = tuple(dict.fromkeys(family.block for family in FAMILIES))
 _EXPERT_NAMES = tuple(dict.fromkeys(family.names for family in FAMILIES))
 _FUSED = tuple(dict.fromkeys(family.fused for family in FAMILIES))
+# What transformers calls a part of a path in memory, and what the checkpoint may call it.
+_RENAMED = tuple(
+    (re.compile(inside), outside)
+    for inside, outside in (
+        (r"\.self_attn\.forget_gate\.", ".self_attn."),  # Kimi-Linear, Ling
+        (r"\.self_attn\.q_gate_proj(?=\.|$)", ".self_attn.q_b_proj"),  # A.X-K2
+        (r"\.mlp\.fc1(?=\.|$)", ".W_down"),
+        (r"\.mlp\.fc2(?=\.|$)", ".W_up"),
+        (r"\.mlp\.post_mlp_layernorm\.", ".post_mlp_layernorm."),  # A.X-K1
+        (r"\.self_attn\.o_proj(?=\.|$)", ".self_attn.dense"),  # Ling
+        (r"\.self_attn\.", ".attention."),
+        (r"\bembed_tokens\b", "word_embeddings"),
+        (r"\.router(?=\.weight$|$)", ".router.layer"),  # Granite
+        (r"\.router(?=\.weight$|$)", ".gate"),  # Phi-MoE
+        (r"\.mlp\.gate(?=\.weight$|$)", ".mlp.router.gate"),  # Hunyuan 3
+        (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
+        (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),  # Laguna
+        (r"\.mlp\.e_score_correction_bias$", ".mlp.expert_bias"),  # Hunyuan 3
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),  # EXAONE-MoE
+        (
+            r"\.mlp\.gate\.e_score_correction_bias$",
+            ".mlp.experts.e_score_correction_bias",
+        ),  # Laguna
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.gate.expert_bias"),  # Ling
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".moe.router.expert_bias"),  # Kolibri
+        (r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),  # ERNIE 4.5
+        (r"\.post_self_attn_layernorm\.", ".post_attn_norm."),  # Kolibri
+        (r"\.post_mlp_layernorm\.", ".post_ffn_norm."),
+        (r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),  # MiMo
+        (r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),  # Flint
+    )
+)
 # Tensors that quantisers store instead of a weight: compressed-tensors, GPTQ and AWQ, MXFP4.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".blocks", ".weight_blocks")
 
@@ -52,7 +84,7 @@ def expert_home(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> Expe
     """Location of a layer's routed experts in the checkpoint; None if it has none."""
     interleaved = config.family is not None and config.family.storage == "fused-interleaved"
     for prefix in dict.fromkeys((config.prefix, *_PREFIXES)):
-        for block in _BLOCKS:
+        for block in BLOCKS:
             base = f"{prefix}layers.{layer}.{block}.experts"
             for parts in _FUSED:
                 stems = tuple(f"{base.removesuffix('experts')}{part}" for part in parts)
@@ -76,8 +108,8 @@ def stored_as(checkpoint: Checkpoint, stem: str) -> str | None:
 def module_weights(checkpoint: Checkpoint, module: str) -> tuple[str, ...]:
     """The tensors that may be the weight of a module with this path in memory.
 
-    Only the exact name if present; else the same module under the other names of its text model and
-    its MoE block: one name, unless the checkpoint is ambiguous.
+    Only the exact name if present; else the same module under the other names of its text model, its
+    MoE block and its own parts: one name, unless the checkpoint is ambiguous.
     """
     exact = stored_as(checkpoint, module)
     if exact:
@@ -103,8 +135,13 @@ def _split_prefix(module: str) -> tuple[str, str]:
 
 
 def _spellings(path: str) -> list[str]:
-    """``N.mlp.gate`` under every family's name of the MoE block."""
-    parts = path.split(".")
-    if len(parts) < 2 or parts[1] not in _BLOCKS:
-        return [path]
-    return [".".join((parts[0], block, *parts[2:])) for block in _BLOCKS]
+    """``N.mlp.gate`` under every family's name of the MoE block, and renamed as checkpoints do."""
+    paths = [path]
+    for inside, outside in _RENAMED:
+        paths += [inside.sub(outside, each) for each in paths if inside.search(each)]
+    found = dict.fromkeys(paths)
+    for each in paths:
+        parts = each.split(".")
+        if len(parts) > 1 and parts[1] in BLOCKS:
+            found.update(dict.fromkeys(".".join((parts[0], block, *parts[2:])) for block in BLOCKS))
+    return list(found)

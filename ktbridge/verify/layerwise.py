@@ -45,11 +45,11 @@ class ExpertCall(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Where a tensor of the checkpoint belongs: ``owner``'s ``attribute``, in ``dtype``."""
+    """Where tensors of the checkpoint belong: ``owner``'s ``attribute``, in ``dtype``."""
 
     owner: nn.Module
     attribute: str
-    stored: str
+    stored: tuple[str, ...]
     dtype: torch.dtype
 
 
@@ -232,23 +232,23 @@ class LayerwiseModel:
         return found
 
     def _weight(self, owner: nn.Module, attribute: str, name: str, missing: list[str]) -> Weight:
-        found = self.reader.find(name)
+        found = self.reader.find_parts(name)
         shape = tuple(getattr(owner, attribute).shape)
-        if found is None:
+        if not found:
             missing.append(name)
-        elif self.reader.entry(found).shape != shape:
+        elif self.reader.joined_shape(found) != shape:
             raise KtbridgeError(
-                f"{found} of {self.path} is {list(self.reader.entry(found).shape)}, not "
+                f"{found[0]} of {self.path} is {list(self.reader.joined_shape(found))}, not "
                 f"{list(shape)} as config.json has it.",
                 "download the model again",
             )
         exact = any(part in name for part in self._strict)
-        return Weight(owner, attribute, found or "", torch.float32 if exact else self.dtype)
+        return Weight(owner, attribute, found, torch.float32 if exact else self.dtype)
 
     def _filler(self, weights: Sequence[Weight]) -> Callable[..., None]:
         def fill(*_: object) -> None:
             for owner, attribute, stored, dtype in weights:
-                tensor = self.reader.whole(stored, dtype)
+                tensor = self.reader.joined(stored, dtype)
                 if attribute in owner._parameters:
                     tensor = nn.Parameter(tensor, requires_grad=False)
                 setattr(owner, attribute, tensor)

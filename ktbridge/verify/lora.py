@@ -176,7 +176,7 @@ class AdapterLora:
             self._head = pair
             return
         self._hooked.add(path)
-        if isinstance(module, nn.Linear):
+        if type(module).forward is nn.Linear.forward:
             module.register_forward_hook(self._after_linear(path, pair))
         else:  # a router derives more from its product, by variant
             module.forward = self._variant_by_variant(module, module.forward, path, pair)

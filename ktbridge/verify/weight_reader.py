@@ -21,8 +21,8 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import expert_home, module_weights
 
 FP8 = "F8_E4M3"
-_MOVED = {".gate.moe_statics.": ".moe_statics."}
-"""Weights that transformers keeps in another module than the checkpoint (ERNIE 4.5)."""
+JOINED = "conv1d"
+"""Stored for q, k and v each, and one module in memory (Kimi-Linear, Ling)."""
 PACKED = (".weight_packed", ".qweight", "_blocks", ".weight.absmax")
 
 
@@ -44,11 +44,17 @@ class WeightReader:
         block = settings.get("weight_block_size") if isinstance(settings, dict) else None
         self._block: tuple[int, int] = tuple(block) if block else (128, 128)
 
+    def find_parts(self, name: str) -> tuple[str, ...]:
+        """``find``, or the tensors that transformers joins along the first axis to make ``name``."""
+        if found := self.find(name):
+            return (found,)
+        head, joined, tail = name.rpartition(JOINED)
+        parts = [self.find(f"{head}{part}_{JOINED}{tail}") for part in "qkv" if joined]
+        return tuple(filter(None, parts)) if all(parts) else ()
+
     def find(self, name: str) -> str | None:
         """The checkpoint's name of the weight ``name`` in memory; None if it has none."""
         found = module_weights(self.checkpoint, name)
-        for inside, outside in _MOVED.items():
-            found = found or module_weights(self.checkpoint, name.replace(inside, outside))
         if len(found) > 1:
             raise KtbridgeError(
                 f"{name} may be any of {', '.join(found)} in {self.path}.",
@@ -79,6 +85,16 @@ class WeightReader:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             view = self.checkpoint.file(shard).view(start, end)
             return torch.frombuffer(view, dtype=dtype).reshape(shape)
+
+    def joined_shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """The shape of what ``find_parts`` found."""
+        shapes = [self.entry(name).shape for name in names]
+        return shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
+
+    def joined(self, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A copy of what ``find_parts`` found, in ``dtype``, dequantised."""
+        parts = [self.whole(name, dtype) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a tensor in ``dtype``, dequantised."""

@@ -287,6 +287,11 @@ ROWS = [
              kwargs=KT064),
     Row("rank of RAWINT4", "raw m", manifest("raw", expert_weight_format="rawint4"), "KTB905",
         "rank 4 upon rawint4", "rank 8", "train with that rank", kwargs=KT072),
+    Row("no model of the engine's", "m", nothing, "KTB618", "isn't in the engine's registry", "0.7.2 serves",
+        "embedded engine", base={"architectures": ["Qwen3MoeForSomethingElse"]}, kwargs=KT072),
+    Row("experts that the engine doesn't read", "m", nothing, "KTB618", "as feed_forward.experts.E.w1",
+        "0.7.2 serves", "embedded engine", kwargs=KT072,
+        base={"model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"]}),
     Row("another activation", "m", nothing, "KTB907", "experts use gelu", "silu",
         "embedded engine", base={"hidden_act": "gelu"}, kwargs=KT072),
 ]  # fmt: skip

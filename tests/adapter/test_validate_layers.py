@@ -151,11 +151,11 @@ def test_a_source_tells_of_the_layers_that_its_output_may_lack(tmp_path: Path) -
 
 
 UNKNOWN: list[dict[str, Any]] = [
-    {"model_type": "kimi_linear", "num_key_value_heads": 8, "head_dim": 7},
+    {"model_type": "kimi_linear", "num_key_value_heads": 8, "head_dim": 7, "first_k_dense_replace": 4},
     {"model_type": "gemma4_text", "head_dim": 99, "layer_types": ["linear_attention"] * 8},
     {"model_type": "ernie4_5_moe", "moe_layer_start_index": 4, "moe_num_experts": 1,
      "num_experts": None, "num_local_experts": None, "n_routed_experts": None},
-    {"model_type": "afmoe", "num_dense_layers": 2, "moe_intermediate_size": 99},
+    {"model_type": "afmoe", "num_dense_layers": 4},
     {"model_type": "llama4_text", "interleave_moe_layer_step": 2, "num_experts": None},
     {"model_type": "longcat_flash", "num_hidden_layers": None, "num_layers": 8},
     {"model_type": "nemotron_h", "num_hidden_layers": None, "hybrid_override_pattern": "ME*ME*ME"},

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ktbridge.adapter.adapter import Adapter, Part, last_part
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.inventory import by_shape
 from ktbridge.adapter.checks.layers import numbers, other_layer, targeted
+from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.manifest import trained_on
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity
@@ -27,12 +27,6 @@ from ktbridge.model import Checkpoint, Fingerprint, ModelConfig, fingerprint
 from ktbridge.model.identity import Weights, config_differences
 
 _NAMED = 6  # keys of config.json that a problem lists
-_SPARSE_ONLY = {"mlp.gate", "mlp.shared_expert_gate"}
-_DENSE_ONLY = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
-Size = int | None
-# A module's (columns, rows): input and output size.
-Linear = tuple[Size, Size]
-_GATED = ("Qwen3.5-MoE", "Qwen3-Next")  # q_proj also writes the gate of the output
 
 
 class Base:
@@ -87,111 +81,25 @@ def check_identity(
         yield problem("KTB601", where, f"names the base model {named!r}", base.name)
 
 
-def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
-    """(in, out) of each module, by its path within a layer ("self_attn.q_proj").
-
-    With H hidden, I intermediate, h heads of d: q is [H, h·d], twice as wide where a gate comes
-    with it (Qwen3.5), k and v are [H, h_kv·d]. Latent attention (DeepSeek, Kimi) goes through
-    q_lora_rank and kv_lora_rank. Gated DeltaNet has h_k·d_k twice and h_v·d_v in in_proj_qkv.
-    For a family not in the table only H is compared: its other names may have other meanings.
-    """
-    if base.checked_family is None:
-        base = replace(base, text={}, num_experts=0)
-    attention = _latent(base) if _get(base, "kv_lora_rank") else _plain(base)
-    return {**attention, **_linear_attention(base), **_mlps(base)}
-
-
-def _plain(base: ModelConfig) -> dict[str, Linear]:
-    hidden, heads = base.hidden_size, _get(base, "num_attention_heads")
-    family = base.checked_family.name if base.checked_family is not None else ""
-    head = _get(base, "head_dim")
-    if head is None and family in ("Qwen2-MoE", "Mixtral") and heads:
-        head = hidden // heads
-    wide, narrow = _times(heads, head), _times(_get(base, "num_key_value_heads"), head)
-    gated = family in _GATED and base.text.get("attn_output_gate", True)
-    return {
-        "self_attn.q_proj": (hidden, _times(wide, 2) if gated else wide),
-        "self_attn.k_proj": (hidden, narrow),
-        "self_attn.v_proj": (hidden, narrow),
-        "self_attn.o_proj": (wide, hidden),
-    }
-
-
-def _latent(base: ModelConfig) -> dict[str, Linear]:
-    hidden, heads = base.hidden_size, _get(base, "num_attention_heads")
-    query, key = _get(base, "q_lora_rank"), _get(base, "kv_lora_rank")
-    rotary, plain = _get(base, "qk_rope_head_dim"), _get(base, "qk_nope_head_dim")
-    value = _get(base, "v_head_dim")
-    return {
-        "self_attn.q_proj": (hidden, _times(heads, _plus(plain, rotary))),
-        "self_attn.q_a_proj": (hidden, query),
-        "self_attn.q_b_proj": (query, _times(heads, _plus(plain, rotary))),
-        "self_attn.kv_a_proj_with_mqa": (hidden, _plus(key, rotary)),
-        "self_attn.kv_b_proj": (key, _times(heads, _plus(plain, value))),
-        "self_attn.o_proj": (_times(heads, value), hidden),
-    }
-
-
-def _linear_attention(base: ModelConfig) -> dict[str, Linear]:
-    hidden, heads = base.hidden_size, _get(base, "linear_num_value_heads")
-    keys = _times(_get(base, "linear_num_key_heads"), _get(base, "linear_key_head_dim"))
-    values = _times(heads, _get(base, "linear_value_head_dim"))
-    return {
-        "linear_attn.in_proj_qkv": (hidden, _plus(_times(keys, 2), values)),
-        "linear_attn.in_proj_qkvz": (hidden, _plus(_times(keys, 2), _times(values, 2))),
-        "linear_attn.in_proj_ba": (hidden, _times(heads, 2)),
-        "linear_attn.in_proj_z": (hidden, values),
-        "linear_attn.in_proj_b": (hidden, heads),
-        "linear_attn.in_proj_a": (hidden, heads),
-        "linear_attn.out_proj": (values, hidden),
-    }
-
-
-def _mlps(base: ModelConfig) -> dict[str, Linear]:
-    hidden = base.hidden_size
-    sizes: dict[str, Linear] = {
-        "mlp.gate": (hidden, base.num_experts or None),
-        "mlp.shared_expert_gate": (hidden, 1),
-    }
-    shared = _times(_get(base, "n_shared_experts"), base.intermediate_size)
-    for block, inner in (
-        ("mlp", _get(base, "intermediate_size")),
-        ("mlp.shared_expert", _get(base, "shared_expert_intermediate_size")),
-        ("mlp.shared_experts", shared),
-    ):
-        sizes[f"{block}.gate_proj"] = sizes[f"{block}.up_proj"] = (hidden, inner)
-        sizes[f"{block}.down_proj"] = (inner, hidden)
-    return sizes
-
-
-def _get(base: ModelConfig, name: str) -> Size:
-    value = base.text.get(name)
-    return value if type(value) is int and value > 0 else None
-
-
-def _times(one: Size, other: Size) -> Size:
-    return None if one is None or other is None else one * other
-
-
-def _plus(one: Size, other: Size) -> Size:
-    return None if one is None or other is None else one + other
-
-
-def check_base(adapter: Adapter, base: ModelConfig, use: Use) -> Iterator[Problem]:
+def check_base(adapter: Adapter, modules: Modules, use: Use) -> Iterator[Problem]:
     """Every mismatch between the adapter and the base model's architecture.
 
     A module that SGLang-KT can't apply is an error if SGLang-KT will serve it, otherwise a warning,
     because other engines apply it.
     """
-    if base.checked_family is None:
-        yield problem(
-            "KTB602", str(base.path), f"model type {base.model_type!r} is not in our table"
-        )
+    base = modules.config
+    if base.family is None:
+        found = f"model type {base.model_type!r} is not in our table"
+        yield problem("KTB602", str(base.path), found)
+    elif not modules.known:
+        found = f"of {base.model_type!r}, config.json alone doesn't say which modules it has"
+        step = "name a directory with the model's weights, or their index, as --base-model"
+        yield problem("KTB602", str(base.path), found, next_step=step)
     if adapter.experts:
-        if base.checked_family is not None:
+        if base.family is not None:
             yield from _expert_layers(adapter, base)
         yield from _expert_sizes(adapter, base)
-    yield from _nonexperts(adapter, base, "error" if use is Use.SERVED_BY_KT else "warning")
+    yield from _nonexperts(adapter, modules, "error" if use is Use.SERVED_BY_KT else "warning")
 
 
 def _expert_layers(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
@@ -220,11 +128,11 @@ def _expert_layers(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
 
 def _expert_sizes(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
     """H and I; for families not in the table only H, whose config.json key is always the same."""
-    if not base.is_moe and base.checked_family is not None:
+    if not base.is_moe and base.family is not None:
         return
     wrong: list[Part] = []
     hidden = base.hidden_size
-    inner = base.intermediate_size if base.checked_family is not None else None
+    inner = base.intermediate_size if base.family is not None else None
     for (_, projection, half), stack in adapter.experts.items():
         size = hidden if (projection == "down") == (half == "B") else inner
         for shape, parts in by_shape(stack).items():
@@ -241,9 +149,10 @@ def _draft_layers(base: ModelConfig) -> range:
     return range(base.num_layers, base.num_layers + (count if type(count) is int else 0))
 
 
-def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Iterator[Problem]:
-    sizes, drafting = linear_sizes(base), _draft_layers(base)
-    known = base.checked_family.nonexpert_targets if base.checked_family else ()
+def _nonexperts(adapter: Adapter, modules: Modules, unapplied: Severity) -> Iterator[Problem]:
+    base = modules.config
+    drafting = _draft_layers(base)
+    known = base.family.nonexpert_targets if base.family else ()
     beyond: list[Part] = []
     draft: list[Part] = []
     unserved: list[Part] = []
@@ -257,7 +166,7 @@ def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Ite
             (draft if key.layer in drafting else beyond).append(part)
             continue
         layers[key.suffix][key.layer] = part
-        reads, writes = sizes.get(key.suffix, (None, None))
+        reads, writes = modules.size(key.suffix, key.layer)
         shape = part.entry.shape
         side, size = (1, reads) if key.half == "A" else (0, writes)
         if size is not None and len(shape) == 2 and shape[side] != size:
@@ -272,10 +181,8 @@ def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Ite
         yield from many("KTB605", parts, f"has shape {list(parts[0].entry.shape)}", expected)
     found = "is not applied by SGLang-KT for this family"
     yield from many("KTB608", unserved, found, severity=unapplied)
-    if base.checked_family is None:
-        return
     for suffix, present in sorted(layers.items()):
-        expected_layers = _expected_layers(suffix, base)
+        expected_layers = modules.layers(suffix)
         where = f"{adapter.path}: {suffix}"
         if expected_layers is None:
             continue
@@ -290,16 +197,3 @@ def _nonexperts(adapter: Adapter, base: ModelConfig, unapplied: Severity) -> Ite
         }
         if missing:
             yield problem("KTB607", where, f"has no LoRA in layers {numbers(missing)}")
-
-
-def _expected_layers(suffix: str, base: ModelConfig) -> set[int] | None:
-    """The layers that have a module according to the architecture; None if unknown."""
-    moe, every = set(base.moe_layers), set(range(base.num_layers))
-    if suffix in _SPARSE_ONLY or suffix.startswith("mlp.shared_expert"):
-        return moe
-    if suffix in _DENSE_ONLY:
-        return every - moe
-    linear = {i for i, kind in enumerate(base.layer_types or ()) if "linear" in kind}
-    if suffix.startswith("linear_attn."):
-        return linear
-    return every - linear if suffix.startswith("self_attn.") else None

@@ -11,7 +11,14 @@ from shlex import quote
 
 from ktbridge.adapter.adapter import Adapter, Part, last_part
 from ktbridge.adapter.checks import many
-from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
+from ktbridge.adapter.engines import (
+    ARCHITECTURES,
+    CONTRACTS,
+    ENGINE,
+    EXPERTS_READ,
+    Contract,
+    contract_for,
+)
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
@@ -36,6 +43,8 @@ def check_engine(
         if adapter.layout != "raw" or len(adapters) == 1:
             yield from _unapplied(adapter, contract, _family(adapter, base, base_name))
         yield from _weight_format(adapter, contract)
+    if base is not None:
+        yield from _model(base, contract)
     if base is not None and any(adapter.experts for adapter in adapters):
         yield from _activation(base, contract)
     for name in dict.fromkeys([base_name, *(adapter.base_model or "" for adapter in adapters)]):
@@ -84,7 +93,9 @@ def _unapplied(adapter: Adapter, contract: Contract, family: str) -> Iterator[Pr
         if part.key.suffix in contract.unapplied.get(family, ())
     ]
     found = f"is never applied by {ENGINE} {contract.name} in {family}"
-    yield from many("KTB903", dropped, found)
+    newest = CONTRACTS[-1].unapplied.get(family, ())
+    step = "serve with the embedded engine, or merge" if newest else None
+    yield from many("KTB903", dropped, found, next_step=step)
 
 
 def _weight_format(adapter: Adapter, contract: Contract) -> Iterator[Problem]:
@@ -99,6 +110,23 @@ def _weight_format(adapter: Adapter, contract: Contract) -> Iterator[Problem]:
     if rank is not None and adapter.config.get("r") != rank:
         found = f"rank {adapter.config.get('r')} upon {stored} weights"
         yield problem("KTB905", where, found, f"rank {rank}")
+
+
+def _model(base: ModelConfig, contract: Contract) -> Iterator[Problem]:
+    """Whether the engine has the base's architecture, and its kernels read its experts."""
+    family = base.family
+    if family is None:
+        return
+    where, expected = str(base.path), f"what {ENGINE} {contract.name} serves"
+    if base.architectures and ARCHITECTURES.isdisjoint(base.architectures):
+        found = f"is a {' or '.join(base.architectures)}, which isn't in the engine's registry of models"
+        yield problem("KTB618", where, found, expected)
+    elif (family.block, family.names) not in EXPERTS_READ or family.fused[0] == "input_linear":
+        stored = (
+            family.fused[0] if family.storage != "per-expert" else f"experts.E.{family.names[0]}"
+        )
+        found = f"has its experts as {family.block}.{stored}, which kt-kernel doesn't read"
+        yield problem("KTB618", where, found, expected)
 
 
 def _activation(base: ModelConfig, contract: Contract) -> Iterator[Problem]:

@@ -17,10 +17,10 @@ from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import FOREIGN, check_foreign
 from ktbridge.adapter.checks.files import check_files
 from ktbridge.adapter.checks.layers import check_uneven
+from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import FUSED_NAMES
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.model import ModelConfig
 
 _ENGINE_KEY = re.compile(
     r"(?:base_model\.(?:model\.(?:model\.)?)?)?model\.layers\.\d+\.mlp\.experts\.\d+"
@@ -42,7 +42,7 @@ _TEXT_MODEL = re.compile(
 )
 
 
-def check_inventory(adapter: Adapter, use: Use, base: ModelConfig | None) -> Iterator[Problem]:
+def check_inventory(adapter: Adapter, use: Use, base: Modules | None) -> Iterator[Problem]:
     """Every finding about one directory's files, keys, pairs, shapes and dtypes."""
     yield from check_files(adapter, use)
     yield from _leftovers(adapter)
@@ -52,11 +52,12 @@ def check_inventory(adapter: Adapter, use: Use, base: ModelConfig | None) -> Ite
         yield from _expert_keys(adapter)
     yield from _nonexpert_pairs(adapter)
     yield from _misplaced(adapter, use)
-    if base is None or "kv_lora_rank" not in base.text:  # latent attention has no v_proj
+    if base is None or "kv_lora_rank" not in base.config.text:  # latent attention has no v_proj
         yield from _attention_partners(adapter)
     yield from check_uneven(adapter)
     yield from _shapes(adapter)
-    yield from _odd_sizes(adapter)
+    if base is None or not base.known:  # else each is compared with the base's own
+        yield from _odd_sizes(adapter)
 
 
 _AS_PEFT_SAVES = "is expert LoRA as PEFT saves it of a wrapped model, which leaves out its alpha"

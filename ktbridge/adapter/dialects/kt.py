@@ -36,11 +36,13 @@ from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
+from ktbridge.model.families import BLOCKS
 
 # layer, expert, projection, half -> the key of one expert's matrix
 ExpertKey = Callable[[int, int, str, str], str]
 _3D = re.compile(
-    r"(?:base_model\.model\.)?(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,6})\.(?:mlp|block_sparse_moe)"
+    r"(?:base_model\.model\.)?(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,6})"
+    rf"\.(?:{'|'.join(BLOCKS)})"
     r"\.experts\.(?P<name>gate|up|down)_proj\.lora_(?P<half>[AB])(?:\.default)?\.weight"
 )
 

@@ -175,7 +175,7 @@ def write_peft(source: Source) -> tuple[list[Output], list[Problem]]:
     pieces: list[Piece] = []
     parameters: list[str] = []
     for layer in source.layers:
-        module = f"layers.{layer}.mlp.experts"
+        module = f"layers.{layer}.{source.block()}.experts"
         stem = f"{PEFT_PREFIX}{prefix}{module}"
         both = bool(how) and "down" in source.projections
         if how:

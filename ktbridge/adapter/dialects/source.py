@@ -26,6 +26,7 @@ from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import Fingerprint, ModelConfig, TensorFile, hub, read_model_config
+from ktbridge.model.families import BLOCKS
 from ktbridge.model.stamps import Stamps
 
 Slot = tuple[int, str, str]  # layer, "gate" | "up" | "down", "A" | "B"
@@ -159,6 +160,15 @@ class Source:
         if self.base is not None:
             return self.base.prefix
         return "model." if self.prefix is None else self.prefix
+
+    def block(self) -> str:
+        """What the MoE module is called in memory: by the base's family, else by the non-expert keys."""
+        if self.base is not None and self.base.family is not None:
+            return self.base.family.in_memory
+        found = (
+            f".{name}." for name in BLOCKS if any(f".{name}." in key for key in self.nonexpert)
+        )
+        return next(found, "mlp").strip(".")
 
     def one_scale(self, same_rank: bool = True) -> tuple[int, float, float, list[Problem]]:
         """Rank and alpha of one configuration for both halves, and the factor for non-expert B."""

@@ -114,6 +114,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     shapes = {"model.embed_tokens.weight": (8, HIDDEN)}
     for layer in range(LAYERS):
+        for name, rows in (("q_proj", 24), ("v_proj", 12)):
+            shapes[f"model.layers.{layer}.self_attn.{name}.weight"] = (rows, HIDDEN)
         for expert in range(EXPERTS):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"
             shapes |= {f"{prefix}.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}

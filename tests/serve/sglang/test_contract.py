@@ -14,7 +14,7 @@ import pytest
 from launchfacts import facts_for
 from realengine import wheel_path
 
-from ktbridge.adapter.engines import CONTRACTS, contract_for, version_order
+from ktbridge.adapter.engines import ARCHITECTURES, CONTRACTS, contract_for, version_order
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Source
 from ktbridge.serve.sglang.facts import ENGINE_CACHE, parser_flags
@@ -53,6 +53,9 @@ class Wheel:
             return self._archive.read(name).decode()
         except KeyError:
             return ""
+
+    def files(self, folder: str) -> list[str]:
+        return [name for name in self._archive.namelist() if name.startswith(folder)]
 
     def close(self) -> None:
         self._archive.close()
@@ -138,6 +141,17 @@ def test_the_modules_of_qwen35_that_are_missed(wheel: Wheel) -> None:
     missed = {name for name, path in served.items() if not pattern.match(f"model.layers.0.{path}")}
     unapplied = wheel.contract.unapplied.get("Qwen3.5-MoE", ())
     assert missed == {name for name in served if name in unapplied}
+
+
+def test_the_models_that_the_registry_has(wheel: Wheel) -> None:
+    """Those of ours, in every version; a published name that the engine has and we don't is for a person."""
+    found = {
+        name
+        for file in wheel.files("sglang/srt/models/")
+        for entries in re.findall(r"^EntryClass = (\[[^\]]*\]|\w+)", wheel.text(file), re.MULTILINE)
+        for name in re.findall(r"\w+", entries)
+    }
+    assert found >= ARCHITECTURES
 
 
 @pytest.mark.parametrize("family", UNSIZED)

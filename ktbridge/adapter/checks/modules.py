@@ -1,0 +1,170 @@
+"""The modules that a base model's decoder layers have, and their sizes: what an adapter's are compared with.
+
+The checkpoint's names and shapes say it of any family. Where only config.json is there, formulas do, for
+the families of which they are known (``Family.modules_checked``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ktbridge.model import Checkpoint, Entry, ModelConfig
+from ktbridge.model.locate import module_weights
+
+_SPARSE_ONLY = {"mlp.gate", "mlp.shared_expert_gate"}
+_DENSE_ONLY = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+_UNPACKED = (
+    "BF16",
+    "F16",
+    "F32",
+    "F8_E4M3",
+    "I8",
+)  # dtypes whose tensor has the weight's own shape
+Size = int | None
+# A module's (columns, rows): input and output size.
+Linear = tuple[Size, Size]
+_GATED = ("Qwen3.5-MoE", "Qwen3-Next")  # q_proj also writes the gate of the output
+
+
+class Modules:
+    """The modules of ``config``'s decoder layers, by path within a layer ("self_attn.q_proj").
+
+    ``checkpoint`` may lack any of the shards that its index names: then names are known, and not shapes.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint | None = None) -> None:
+        self.known = checkpoint is not None or config.checked_family is not None
+        self.config, self._checkpoint = config, checkpoint
+        self._sizes = linear_sizes(config)
+
+    def size(self, suffix: str, layer: int) -> Linear:
+        """(in, out) of a module, None for what isn't known. KtbridgeError for a shard that can't be read."""
+        entry = self._entry(suffix, layer)
+        if entry is None:
+            return self._sizes.get(suffix, (None, None))
+        return entry.shape[1], entry.shape[0]
+
+    def layers(self, suffix: str) -> set[int] | None:
+        """The layers that have a module; None if unknown."""
+        if self._checkpoint is not None:
+            every = range(self.config.num_layers)
+            return {layer for layer in every if self._weights(suffix, layer)}
+        return _expected_layers(suffix, self.config) if self.known else None
+
+    def _entry(self, suffix: str, layer: int) -> Entry | None:
+        """The weight of a module, if its shard is there and its shape is the module's own."""
+        names = self._weights(suffix, layer)
+        if self._checkpoint is None or len(names) != 1 or not names[0].endswith(".weight"):
+            return None
+        if not (self._checkpoint.path / self._checkpoint.shard(names[0])).exists():
+            return None
+        entry = self._checkpoint.entry(names[0])
+        return entry if len(entry.shape) == 2 and entry.dtype in _UNPACKED else None
+
+    def _weights(self, suffix: str, layer: int) -> tuple[str, ...]:
+        if self._checkpoint is None:
+            return ()
+        return module_weights(self._checkpoint, f"{self.config.prefix}layers.{layer}.{suffix}")
+
+
+def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
+    """(in, out) of each module, by its path within a layer ("self_attn.q_proj").
+
+    With H hidden, I intermediate, h heads of d: q is [H, h·d], twice as wide where a gate comes
+    with it (Qwen3.5), k and v are [H, h_kv·d]. Latent attention (DeepSeek, Kimi) goes through
+    q_lora_rank and kv_lora_rank. Gated DeltaNet has h_k·d_k twice and h_v·d_v in in_proj_qkv.
+    For a family not in the table only H is compared: its other names may have other meanings.
+    """
+    if base.checked_family is None:
+        base = replace(base, text={}, num_experts=0)
+    attention = _latent(base) if _get(base, "kv_lora_rank") else _plain(base)
+    return {**attention, **_linear_attention(base), **_mlps(base)}
+
+
+def _plain(base: ModelConfig) -> dict[str, Linear]:
+    hidden, heads = base.hidden_size, _get(base, "num_attention_heads")
+    family = base.checked_family.name if base.checked_family is not None else ""
+    head = _get(base, "head_dim")
+    if head is None and family in ("Qwen2-MoE", "Mixtral") and heads:
+        head = hidden // heads
+    wide, narrow = _times(heads, head), _times(_get(base, "num_key_value_heads"), head)
+    gated = family in _GATED and base.text.get("attn_output_gate", True)
+    return {
+        "self_attn.q_proj": (hidden, _times(wide, 2) if gated else wide),
+        "self_attn.k_proj": (hidden, narrow),
+        "self_attn.v_proj": (hidden, narrow),
+        "self_attn.o_proj": (wide, hidden),
+    }
+
+
+def _latent(base: ModelConfig) -> dict[str, Linear]:
+    hidden, heads = base.hidden_size, _get(base, "num_attention_heads")
+    query, key = _get(base, "q_lora_rank"), _get(base, "kv_lora_rank")
+    rotary, plain = _get(base, "qk_rope_head_dim"), _get(base, "qk_nope_head_dim")
+    value = _get(base, "v_head_dim")
+    return {
+        "self_attn.q_proj": (hidden, _times(heads, _plus(plain, rotary))),
+        "self_attn.q_a_proj": (hidden, query),
+        "self_attn.q_b_proj": (query, _times(heads, _plus(plain, rotary))),
+        "self_attn.kv_a_proj_with_mqa": (hidden, _plus(key, rotary)),
+        "self_attn.kv_b_proj": (key, _times(heads, _plus(plain, value))),
+        "self_attn.o_proj": (_times(heads, value), hidden),
+    }
+
+
+def _linear_attention(base: ModelConfig) -> dict[str, Linear]:
+    hidden, heads = base.hidden_size, _get(base, "linear_num_value_heads")
+    keys = _times(_get(base, "linear_num_key_heads"), _get(base, "linear_key_head_dim"))
+    values = _times(heads, _get(base, "linear_value_head_dim"))
+    return {
+        "linear_attn.in_proj_qkv": (hidden, _plus(_times(keys, 2), values)),
+        "linear_attn.in_proj_qkvz": (hidden, _plus(_times(keys, 2), _times(values, 2))),
+        "linear_attn.in_proj_ba": (hidden, _times(heads, 2)),
+        "linear_attn.in_proj_z": (hidden, values),
+        "linear_attn.in_proj_b": (hidden, heads),
+        "linear_attn.in_proj_a": (hidden, heads),
+        "linear_attn.out_proj": (values, hidden),
+    }
+
+
+def _mlps(base: ModelConfig) -> dict[str, Linear]:
+    hidden = base.hidden_size
+    sizes: dict[str, Linear] = {
+        "mlp.gate": (hidden, base.num_experts or None),
+        "mlp.shared_expert_gate": (hidden, 1),
+    }
+    shared = _times(_get(base, "n_shared_experts"), base.intermediate_size)
+    for block, inner in (
+        ("mlp", _get(base, "intermediate_size")),
+        ("mlp.shared_expert", _get(base, "shared_expert_intermediate_size")),
+        ("mlp.shared_experts", shared),
+    ):
+        sizes[f"{block}.gate_proj"] = sizes[f"{block}.up_proj"] = (hidden, inner)
+        sizes[f"{block}.down_proj"] = (inner, hidden)
+    return sizes
+
+
+def _get(base: ModelConfig, name: str) -> Size:
+    value = base.text.get(name)
+    return value if type(value) is int and value > 0 else None
+
+
+def _times(one: Size, other: Size) -> Size:
+    return None if one is None or other is None else one * other
+
+
+def _plus(one: Size, other: Size) -> Size:
+    return None if one is None or other is None else one + other
+
+
+def _expected_layers(suffix: str, base: ModelConfig) -> set[int] | None:
+    """The layers that have a module according to the architecture; None if unknown."""
+    moe, every = set(base.moe_layers), set(range(base.num_layers))
+    if suffix in _SPARSE_ONLY or suffix.startswith("mlp.shared_expert"):
+        return moe
+    if suffix in _DENSE_ONLY:
+        return every - moe
+    linear = {i for i, kind in enumerate(base.layer_types or ()) if "linear" in kind}
+    if suffix.startswith("linear_attn."):
+        return linear
+    return every - linear if suffix.startswith("self_attn.") else None
