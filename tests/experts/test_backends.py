@@ -111,12 +111,14 @@ def test_all_that_it_can_not_do_is_said_at_once():
             },
             storage="fp8",
             dropout=0.1,
+            plain=False,
             targets=("gate", "down"),
             numa_nodes=2,
         ).arguments()
     for words in (
         "experts are fp8",
         "lora_dropout is 0.1",
+        "biases or a gating of their own",
         "not on all of gate, up and down",
         "lora_alpha is 0",
         "hidden size 48",

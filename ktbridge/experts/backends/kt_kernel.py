@@ -27,7 +27,7 @@ from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing
 from ktbridge.experts.backends.kt_call import KtCall, KtFunction, KtLayer
 from ktbridge.experts.experts_layer import ExpertsLayer, check_inputs, lora_shapes
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
+from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights, Stack, checked_layer
 
 VERSION = "0.7.2"
 """The version whose contract was read."""
@@ -90,6 +90,8 @@ class KtRequest:
     targets: Collection[str] = PROJECTIONS
     numa_nodes: int = 1
     dropout: float = 0.0
+    plain: bool = True
+    """Whether experts are silu(gate) * up without biases."""
 
     def arguments(self) -> dict[str, object]:
         """The keyword arguments of ``KTMoEWrapper`` for the layer, but for its number and method.
@@ -122,6 +124,8 @@ class KtRequest:
         pools = self.threadpool_count
         if self.storage != "bf16":
             yield f"the experts are {self.storage} (it takes bf16 tensors)"
+        if not self.plain:
+            yield "the experts have biases or a gating of their own (it computes silu(gate) * up)"
         if set(self.targets) != set(PROJECTIONS) or self.rank < 1:
             yield "the expert LoRA is not on all of gate, up and down (it knows no other)"
         if not self.alpha > 0:
@@ -198,6 +202,7 @@ class KtKernelExperts(ExpertsLayer):
             targets=lora_targets,
             numa_nodes=_numa_nodes(),
             dropout=lora_dropout,
+            plain=weights[0].gating == SILU and all(each.bias is None for each in weights),
         )
         arguments = request.arguments()
         kt_kernel = load_kt_kernel(f"{self.METHOD['method']}_MOE")
