@@ -109,7 +109,7 @@ class LayerwiseModel:
         """The model with its decoder's output replaced: final hidden states [N, H] to logits [N, V]."""
         lm_head = self.skeleton.get_output_embeddings()
         name = self._head_name
-        rows = self.reader.entry(name).shape[0]
+        rows = self.reader.shape(name)[0]
         given = copy.copy(output)
 
         def project(x: torch.Tensor) -> torch.Tensor:
@@ -230,9 +230,9 @@ class LayerwiseModel:
         shape = tuple(getattr(owner, attribute).shape)
         if found is None:
             missing.append(name)
-        elif self.reader.entry(found).shape != shape:
+        elif self.reader.shape(found) != shape:
             raise KtbridgeError(
-                f"{found} of {self.path} is {list(self.reader.entry(found).shape)}, not "
+                f"{found} of {self.path} is {list(self.reader.shape(found))}, not "
                 f"{list(shape)} as config.json has it.",
                 "download the model again",
             )
