@@ -124,29 +124,28 @@ class Merger:
         for first in range(0, delta.rows, step):
             rows = min(step, delta.rows - first)
             buffers = self._buffers(rows * delta.columns, stored)
-            old, wide, spare, new = (buffer.reshape(rows, delta.columns) for buffer in buffers)
+            old, wide, spare, new, flags = (b.reshape(rows, delta.columns) for b in buffers)
             place = matrix.start + first * delta.columns * stored.itemsize
             file.read_into(place, old.data.cast("B"))
             _widen(old, wide)
             add_pairs(wide, spare, matrix.pairs, factors, first, delta.transposed)
-            # A sum is infinite or NaN if any value is (or nearly so), and costs less than checking each.
-            if not np.isfinite(wide.sum(dtype=np.float32)) and not np.isfinite(wide).all():
+            if not np.isfinite(wide, out=flags).all():
                 raise not_finite(delta)
             _narrow(wide, spare, new)
             if delta.entry.dtype == "F16" and not np.isfinite(new).all():
                 raise not_finite(delta)
-            changed += int(np.count_nonzero(new != old))
+            changed += int(np.count_nonzero(np.not_equal(new, old, out=flags)))
             yield place, new.data.cast("B")
         self._counts.append((delta.rows * delta.columns, changed))
 
     def _buffers(self, count: int, stored: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
-        """This worker's buffers for a block: input, two in float32, and output.
+        """This worker's buffers for a block: input, two in float32, output, and flags.
 
         Reused across blocks: fresh memory of this size costs a page fault every 4 KB.
         """
         held = getattr(self._local, "buffers", None)
         if held is None or held[1].size < count or held[0].dtype != stored:
-            kinds = (stored, np.float32, np.float32, stored)
+            kinds = (stored, np.float32, np.float32, stored, np.bool_)
             held = tuple(np.empty(count, kind) for kind in kinds)
             self._local.buffers = held
         return tuple(buffer[:count] for buffer in held)
