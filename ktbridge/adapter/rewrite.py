@@ -127,11 +127,11 @@ class Rewrite:
                     data = (self.checkpoint.path / name).read_bytes()
                     staging.write_bytes(name, data)
                     on_bytes(len(data))
-                with ExitStack() as files, ThreadPoolExecutor(1) as flusher:
+                with ExitStack() as outputs, ThreadPoolExecutor(1) as flusher:
                     # The disk works on one shard while the next is computed.
                     flushed: deque[Future[None]] = deque()
                     for shard in shards:
-                        file = files.enter_context(
+                        file = outputs.enter_context(
                             OutputFile(staging.path / shard.name, shard.header)
                         )
                         write_steps(shard.steps, [file], on_bytes)
