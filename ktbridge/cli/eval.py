@@ -195,7 +195,7 @@ def command(
     if unjudged is not None:
         raise unjudged
     fail_on_gates(inputs.gates, results)
-    fail_on_errors(results)
+    fail_on_errors(results, [arm.name for arm in inputs.arms])
     if failed or has_errors(judged):  # listed in the report, which is complete without them
         sys.exit(1)
 
