@@ -1,4 +1,4 @@
-"""A script built as the public NekoBench's is, in words of our own: its prompts, and how it asks its judge."""
+"""A script built as the public NekoBench's is, in words of our own: its prompts, and what it asks with."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_the_judge_is_asked_word_for_word_what_the_public_script_asks(tmp_path, 
     again = parse_bench({key: bench.files[key] for key in FILES})
     assert again.items == bench.items
     for other in (write_script(tmp_path / name, limit=99), path):
-        with pytest.raises(UsageError, match="not the public script|can't be read"):
+        with pytest.raises(UsageError, match=r"not the public script|can't be read"):
             load_compat("nekobench", path, other)
 
 
