@@ -73,6 +73,11 @@ CONFIGURATION = Subject("Configuration", "adapter", (
          "check which of the two the adapter was trained upon"),
     Code("KTB120", "warning", "the manifest's expert_weight_format is none that is known",
          "check it against the KTransformers version that trained the adapter"),
+    Code("KTB121", "warning", "tensors belong to a module that target_modules doesn't list: PEFT and vLLM"
+         " would leave them out", "add it to target_modules in adapter_config.json, or train again"),
+    Code("KTB122", "warning", "the last layers have no expert LoRA and other LoRA goes on: the experts there"
+         " stay at the base",
+         "check that training and conversion saved every layer; --base-model tells for certain"),
 ))  # fmt: skip
 
 KEYS = Subject("Keys and inventory", "adapter", (
