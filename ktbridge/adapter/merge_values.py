@@ -26,7 +26,7 @@ from ktbridge.model import Checkpoint, Entry, TensorFile
 if TYPE_CHECKING:
     from ktbridge.adapter.merge_quantised import Change
 
-BLOCK = 1 << 17  # values of one block: 512 KB in float32
+BLOCK = 1 << 16  # values of one block: 256 KB in float32; all of a worker's buffers fit its L2
 # OpenBLAS computes a product of up to 2**18 multiplications in the calling thread; its own threads
 # would compete with ours, and busy-wait on a loaded machine.
 _PRODUCT = 1 << 18
@@ -120,22 +120,24 @@ class Merger:
         factors = [factors_of(pair, delta) for pair in matrix.pairs]
         stored = np.dtype(_STORED[delta.entry.dtype])
         step = max(1, min(delta.rows, BLOCK // max(1, delta.columns)))
+        buffers = self._buffers(step * delta.columns, stored)
+        shaped = [buffer.reshape(step, delta.columns) for buffer in buffers]
         changed = 0
-        for first in range(0, delta.rows, step):
-            rows = min(step, delta.rows - first)
-            buffers = self._buffers(rows * delta.columns, stored)
-            old, wide, spare, new, flags = (b.reshape(rows, delta.columns) for b in buffers)
-            place = matrix.start + first * delta.columns * stored.itemsize
-            file.read_into(place, old.data.cast("B"))
-            _widen(old, wide)
-            add_pairs(wide, spare, matrix.pairs, factors, first, delta.transposed)
-            if not np.isfinite(wide, out=flags).all():
-                raise not_finite(delta)
-            _narrow(wide, spare, new)
-            if delta.entry.dtype == "F16" and not np.isfinite(new).all():
-                raise not_finite(delta)
-            changed += int(np.count_nonzero(np.not_equal(new, old, out=flags)))
-            yield place, new.data.cast("B")
+        with file.opened() as descriptor:
+            for first in range(0, delta.rows, step):
+                rows = min(step, delta.rows - first)
+                old, wide, spare, new, flags = (one[:rows] for one in shaped)
+                place = matrix.start + first * delta.columns * stored.itemsize
+                file.read_into(place, old.data.cast("B"), descriptor)
+                _widen(old, wide)
+                add_pairs(wide, spare, matrix.pairs, factors, first, delta.transposed)
+                if not np.isfinite(wide, out=flags).all():
+                    raise not_finite(delta)
+                _narrow(wide, spare, new)
+                if delta.entry.dtype == "F16" and not np.isfinite(new).all():
+                    raise not_finite(delta)
+                changed += int(np.count_nonzero(np.not_equal(new, old, out=flags)))
+                yield place, new.data.cast("B")
         self._counts.append((delta.rows * delta.columns, changed))
 
     def _buffers(self, count: int, stored: np.dtype[Any]) -> tuple[NDArray[Any], ...]:

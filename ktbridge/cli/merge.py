@@ -157,7 +157,7 @@ def _print_losses(losses: tuple[Loss, ...]) -> None:
             loss.storage,
             f"{loss.weights:,}",
             f"{loss.relative_error:.2%}",
-            f"{loss.kept:.0%}",
+            f"{loss.kept:.1%}",
             f"{loss.cosine:.3f}",
         )
     console.print(table)
