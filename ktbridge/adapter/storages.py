@@ -95,7 +95,8 @@ class Stored:
 
     def decode(self, codes: NDArray[Any], scales: Floats, zeros: Floats | None = None) -> Floats:
         """Rows of codes [n, ...] as float32 [n, in]; ``scales`` and ``zeros`` [n, groups] are each row's."""
-        return self._numbers(self._unpack(codes), zeros) * self._spread(scales)
+        middle = None if zeros is None else self._spread(zeros)
+        return self._numbers(self._unpack(codes), middle) * self._spread(scales)
 
     def requantise(
         self, values: Floats, codes: NDArray[Any], scales: Floats, zeros: Floats | None
@@ -107,27 +108,30 @@ class Stored:
         taken with which the squared error is smaller, the present one if they are equal: a group that did
         not change keeps its bits.
         """
-        old = self._unpack(codes)
-        now, fitting = self.by_row(scales, len(values)), self._fitting(values, zeros, scales)
-        kept = self._encode(values, now, zeros)
-        anew = self._encode(values, self.by_row(fitting, len(values)), zeros)
-        errors = []
-        for tried, by in ((kept, scales), (anew, fitting)):
-            meant = self._numbers(tried, zeros) * self._spread(self.by_row(by, len(values)))
-            errors.append(self._grouped(np.square(meant - values)).sum((1, 3)))
-        better = errors[1] < errors[0]
+        rows = len(values)
+        fitting = self._fitting(values, zeros, scales)
+        middle = None if zeros is None else self._spread(zeros)
+        tried = []
+        for by in (scales, fitting):
+            wide = self._spread(self.by_row(by, rows))
+            made = self._encode(values, wide, middle)
+            meant = self._numbers(made, middle) * wide
+            error = self._grouped(np.square(meant - values)).sum((1, 3))
+            tried.append((made, meant, error))
+        (kept, meant, error), (anew, meant_anew, error_anew) = tried
+        if self.storage == "fp8":  # it has two zeros: a code that means the same stays
+            kept = np.where(E4M3[kept] == E4M3[codes], codes, kept)
+        better = error_anew < error
+        mask = self._spread(self.by_row(better, rows))
+        made = np.where(mask, anew, kept)
         chosen = np.where(better, fitting, scales)
-        mask = self._spread(self.by_row(better, len(values)))
-        # A code that means the same stays: float8 has two zeros.
-        same = self._numbers(kept, zeros) == self._numbers(old, zeros)
-        made = np.where(mask, anew, np.where(same, old, kept))
-        meant = self._numbers(made, zeros) * self._spread(self.by_row(chosen, len(values)))
-        return self._pack(made, codes), chosen, meant
+        return self._pack(made, codes), chosen, np.where(mask, meant_anew, meant)
 
     def _fitting(self, values: Floats, zeros: Floats | None, scales: Floats) -> Floats:
         """The smallest scale of each group that clips nothing, of the present one's sign and dtype."""
-        grouped = self._grouped(values * self._spread(np.sign(self.by_row(scales, len(values)))))
+        grouped = self._grouped(values)
         top, bottom = np.maximum(grouped.max((1, 3)), 0), np.maximum(-grouped.min((1, 3)), 0)
+        top, bottom = np.where(scales < 0, (bottom, top), (top, bottom))
         if self.storage == "fp8":
             scale = np.maximum(top, bottom) / np.float32(_LARGEST)
         else:
@@ -145,14 +149,15 @@ class Stored:
         made *= np.where(scales < 0, np.float32(-1), np.float32(1))
         return np.where(np.isfinite(made) & (np.abs(made) >= _TINY), made, scales)
 
-    def _encode(self, values: Floats, scales: Floats, zeros: Floats | None) -> NDArray[Any]:
-        by = self._spread(np.where(scales == 0, np.float32(1), scales))
+    def _encode(self, values: Floats, wide: Floats, zeros: Floats | None) -> NDArray[Any]:
+        """``values`` as codes; scales and zero points are each column's, or each row's."""
+        by: Floats = np.where(wide == 0, np.float32(1), wide)
         if self.storage == "fp8":
             return to_e4m3(values / by)
         half = 1 << (self.bits - 1)
         numbers = np.rint(values / by)
         if zeros is not None:
-            numbers += self._spread(zeros)
+            numbers += zeros
         return np.clip(numbers, -half, half - 1, out=numbers).astype(np.int8)
 
     def _numbers(self, codes: NDArray[Any], zeros: Floats | None) -> Floats:
@@ -160,7 +165,7 @@ class Stored:
             found: Floats = E4M3[codes]
             return found
         numbers = codes.astype(np.float32)
-        return numbers if zeros is None else numbers - self._spread(zeros)
+        return numbers if zeros is None else numbers - zeros
 
     @property
     def _groups(self) -> int:
