@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 @click.option("--structure-only", is_flag=True, help="Check names and shapes, don't read values.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
 @click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "github"]),
-    default="text",
-    show_default=True,
-    help="github: the findings as annotations of a workflow's run as well.",
+    "--github", is_flag=True, help="Print the findings as annotations of a workflow's run, too."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
@@ -40,7 +35,7 @@ def command(
     engine: str | None,
     structure_only: bool,
     strict: bool,
-    form: str,
+    github: bool,
     as_json: bool,
 ) -> None:
     """Check adapter directories (raw, expert, non-expert, merged), singly or as one set.
@@ -78,7 +73,7 @@ def command(
     else:
         _print_summary(report)
         print_problems(report.problems)
-        if form == "github":
+        if github:
             for finding in report.problems:
                 click.echo(_annotation(finding))
         _print_verdict(report)

@@ -51,7 +51,7 @@ def test_annotations_of_a_workflow_are_a_line_each_and_escaped(tmp_path: Path) -
     directory = tmp_path / "100%"
     convert_adapter(write_raw(tmp_path / "raw"), nonexpert_output_dir=directory)
     edit(directory, add(HOSTILE))
-    out = validate(tmp_path, directory.name, "--format", "github")
+    out = validate(tmp_path, directory.name, "--github")
     assert out.returncode == 1
     lines = [line for line in out.stdout.splitlines() if line.startswith("::")]
     document = json.loads(validate(tmp_path, directory.name, "--json").stdout)
