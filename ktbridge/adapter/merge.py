@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.checks.base import Base, check_identity
@@ -26,6 +27,9 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import open_checkpoint, read_model_config
 from ktbridge.model.stamps import Stamps, take_stamps
 from ktbridge.publish import OnProgress
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.merge_quantised import Loss
 
 
 @dataclass
@@ -54,7 +58,7 @@ class MergePlan:
         groups: Counter[tuple[str, int, float, str]] = Counter()
         matrices: Counter[tuple[str, int, float, str]] = Counter()
         for delta in self.deltas:
-            key = (delta.label, delta.rank, delta.scale, delta.entry.dtype)
+            key = (delta.label, delta.rank, delta.scale, delta.dtype)
             groups[key] += 1
             matrices[key] += len(delta.matrices)
         return [
@@ -86,7 +90,8 @@ class MergePlan:
 class MergeReport:
     """What a merge did. ``values`` are in the adapted weights; ``changed`` of them moved.
 
-    The rest of the delta is below the resolution of the checkpoint's dtype.
+    The rest of the delta is below the resolution of the checkpoint's dtype. ``losses``: what requantising
+    did, layer by layer.
     """
 
     adapter: str
@@ -98,6 +103,7 @@ class MergeReport:
     modules: tuple[dict[str, object], ...]
     values: int
     changed: int
+    losses: tuple[Loss, ...]
     left_out: tuple[str, ...]
     findings: tuple[Problem, ...]
     seconds: float
@@ -108,6 +114,7 @@ class MergeReport:
         return {
             **table,
             "modules": list(self.modules),
+            "losses": [loss.as_dict() for loss in self.losses],
             "left_out": list(self.left_out),
             "findings": [item.as_dict() for item in self.findings],
         }
@@ -187,14 +194,16 @@ def plan_merge(
 def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> MergeReport:
     """Execute the plan of ``plan_merge``."""
     started = time.perf_counter()
-    from ktbridge.adapter.merge_values import Merger  # needs numpy; planning doesn't
+    # These need numpy; planning doesn't.
+    from ktbridge.adapter.merge_quantised import losses, swallowed
+    from ktbridge.adapter.merge_values import Merger
 
-    merger, rewrite, checkpoint = Merger(), plan.rewrite, plan.rewrite.checkpoint
+    rewrite, checkpoint = plan.rewrite, plan.rewrite.checkpoint
+    merger = Merger(checkpoint, plan.deltas)
 
     def shards() -> Iterator[Shard]:
         for name in checkpoint.shards:
-            deltas = plan.deltas.by_shard.get(name, [])
-            yield Shard(name, b"", merger.steps(checkpoint.file(name), deltas))
+            yield Shard(name, b"", merger.steps(name))
 
     def check() -> None:
         if not merger.changed:
@@ -209,6 +218,7 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
         shards(), _provenance(plan), need=plan.bytes, stamps=plan.stamps, doing="merge",
         on_progress=on_progress, check=check,
     )  # fmt: skip
+    lost = losses(merger.changes)
     return MergeReport(
         adapter=str(plan.adapter.path),
         base_model=str(checkpoint.path),
@@ -219,8 +229,9 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
         modules=tuple(plan.modules()),
         values=merger.values,
         changed=merger.changed,
+        losses=lost,
         left_out=tuple(rewrite.left_out),
-        findings=tuple(plan.findings),
+        findings=(*plan.findings, *swallowed(lost)),
         seconds=time.perf_counter() - started,
     )
 
@@ -246,7 +257,7 @@ def _describe(shard: str, delta: Delta) -> dict[str, object]:
     return {
         "weight": delta.entry.name,
         "shard": shard,
-        "dtype": delta.entry.dtype,
+        "dtype": delta.dtype,
         "shape": list(delta.entry.shape),
         "module": delta.label,
         "layer": delta.layer,

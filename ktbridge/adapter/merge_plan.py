@@ -14,7 +14,10 @@ fused, transposed     [E,H,2I]     columns 0..I / I..2I              all columns
 fused, interleaved    [E,H,2I]     columns 0,2,4… / 1,3,5…           all columns of [E,I,H]
 ====================  ===========  ================================  =============================
 
-Findings of the adapter and of the pair are those of validation; a merge's own are KTB731 to KTB738.
+A quantised weight is found by the name of its codes (``ktbridge.adapter.storages``).
+
+Findings of the adapter and of the pair are those of validation; a merge's own are KTB731 to KTB738,
+KTB910 and KTB911.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice, is_number
 from ktbridge.adapter.blocks import BITS
@@ -32,9 +35,12 @@ from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, has_errors
+from ktbridge.errors import KtbridgeError, Problem, has_errors
 from ktbridge.model import Checkpoint, Entry, ModelConfig
 from ktbridge.model.locate import ExpertHome, expert_home, module_weights
+
+if TYPE_CHECKING:
+    from ktbridge.adapter.storages import Stored
 
 _SHOWN = 20  # maximum of problems of one kind listed by key
 # Errors for serving but not for a merge: different ranks and scales are merged as they are, towers
@@ -64,7 +70,8 @@ class Delta:
     """Everything that is added to one tensor of the checkpoint.
 
     ``rows`` and ``columns`` are those of one stored matrix; ``transposed`` means stored [in, out].
-    ``label`` is the module's display name ("experts.gate_proj", "self_attn.q_proj").
+    ``label`` is the module's display name ("experts.gate_proj", "self_attn.q_proj"). ``stored``: the
+    weight is quantised, ``entry`` are its codes, and a matrix is one of its.
     """
 
     entry: Entry
@@ -76,6 +83,12 @@ class Delta:
     columns: int
     transposed: bool
     matrices: tuple[Matrix, ...]
+    stored: Stored | None = None
+
+    @property
+    def dtype(self) -> str:
+        """What the values are stored in: a dtype, or a quantised storage ("FP8", "INT4")."""
+        return self.stored.storage.upper() if self.stored else self.entry.dtype
 
 
 @dataclass
@@ -145,18 +158,20 @@ def _experts(
                 for expert, a in stacks[projection, "A"].items():
                     pair = Pair(a, stacks[projection, "B"][expert], scale)
                     label = f"experts.{projection}_proj"
-                    yield _plain(checkpoint, home.stem(projection, expert), label, layer, pair)
+                    stem = home.stem(projection, expert)
+                    yield _plain(checkpoint, config.quantization, stem, label, layer, pair)
             continue
         for names in (("gate", "up"), ("down",)):
             pairs = [
                 [Pair(stacks[name, "A"][e], stacks[name, "B"][e], scale) for name in names]
                 for e in stacks[names[0], "A"]
             ]
-            yield _fused(checkpoint, home, names, layer, pairs)
+            yield _fused(checkpoint, config.quantization, home, names, layer, pairs)
 
 
 def _fused(
     checkpoint: Checkpoint,
+    settings: dict[str, Any],
     home: ExpertHome,
     names: tuple[str, ...],
     layer: int,
@@ -164,19 +179,19 @@ def _fused(
 ) -> Problem | tuple[str, Delta]:
     """The delta of a tensor [E, ...] that holds all experts of a layer."""
     stem = home.stem(names[0], 0)
-    name, obstacle = _usable(checkpoint, stem)
-    if obstacle is not None:
-        return obstacle
-    entry = checkpoint.entry(name)
+    weight = _usable(checkpoint, settings, stem)
+    if isinstance(weight, Problem):
+        return weight
+    entry, shape, name = weight.entry, weight.shape, weight.entry.name
     out, inputs = experts[0][0].b.shape[0], experts[0][0].a.shape[1]
     straight = (len(experts), len(names) * out, inputs)
     turned = (len(experts), inputs, len(names) * out)
     fitting = [turned] if home.interleaved else [straight, turned]
-    if entry.shape not in fitting:
-        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(fitting))
-        return problem("KTB734", name, f"is {list(entry.shape)} in the base model", expected)
+    if shape not in fitting:
+        expected = " or ".join(str(list(wanted)) for wanted in dict.fromkeys(fitting))
+        return problem("KTB734", name, f"is {list(shape)} in the base model", expected)
     # A square matrix is interpreted as in transformers: untransposed, except in gpt-oss.
-    transposed = home.interleaved or entry.shape != straight
+    transposed = home.interleaved or shape != straight
     stride = entry.nbytes // len(experts)
     interleaved = home.interleaved and len(names) > 1
     matrices = []
@@ -195,10 +210,11 @@ def _fused(
         layer=layer,
         rank=first.a.shape[0],
         scale=first.scale,
-        rows=entry.shape[1],
-        columns=entry.shape[2],
+        rows=shape[1],
+        columns=shape[2],
         transposed=transposed,
         matrices=tuple(matrices),
+        stored=weight.stored,
     )
 
 
@@ -237,38 +253,57 @@ def _rest(
         scale = alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank)
         stem = names[0].removesuffix(".weight")
         label = module.rpartition(f"layers.{halves['A'].key.layer}.")[2]
-        yield _plain(checkpoint, stem, label, halves["A"].key.layer, Pair(a, b, scale))
+        pair, layer = Pair(a, b, scale), halves["A"].key.layer
+        yield _plain(checkpoint, config.quantization, stem, label, layer, pair)
 
 
 def _plain(
-    checkpoint: Checkpoint, stem: str, label: str, layer: int, pair: Pair
+    checkpoint: Checkpoint, settings: dict[str, Any], stem: str, label: str, layer: int, pair: Pair
 ) -> Problem | tuple[str, Delta]:
     """The delta of one weight [out, in]."""
-    name, obstacle = _usable(checkpoint, stem)
-    if obstacle is not None:
-        return obstacle
-    entry = checkpoint.entry(name)
+    weight = _usable(checkpoint, settings, stem)
+    if isinstance(weight, Problem):
+        return weight
+    entry, name = weight.entry, weight.entry.name
     rows, columns = pair.b.shape[0], pair.a.shape[1]
-    if entry.shape != (rows, columns):
-        found = f"is {list(entry.shape)} in the base model"
+    if weight.shape != (rows, columns):
+        found = f"is {list(weight.shape)} in the base model"
         return problem("KTB734", name, found, f"[{rows}, {columns}] as {label} of the adapter")
     matrix = Matrix(entry.start, (pair,))
     rank = pair.a.shape[0]
-    delta = Delta(entry, label, layer, rank, pair.scale, rows, columns, False, (matrix,))
+    delta = Delta(
+        entry, label, layer, rank, pair.scale, rows, columns, False, (matrix,), weight.stored
+    )
     return checkpoint.shard(name), delta
 
 
-def _usable(checkpoint: Checkpoint, stem: str) -> tuple[str, Problem | None]:
-    """The tensor of ``stem``, or why no delta can be added to it."""
+class _Weight(NamedTuple):
+    """A weight that a delta can be added to. ``entry``: the weight's, or its codes."""
+
+    entry: Entry
+    shape: tuple[int, ...]
+    stored: Stored | None
+
+
+def _usable(checkpoint: Checkpoint, settings: dict[str, Any], stem: str) -> _Weight | Problem:
+    """The weight of ``stem``, or why no delta can be added to it; ``settings``: of quantisation."""
     names = module_weights(checkpoint, stem)
     if not names:
-        return stem, problem("KTB731", stem, f"is not in {checkpoint.path}")
+        return problem("KTB731", stem, f"is not in {checkpoint.path}")
     name = names[0]
-    dtype = checkpoint.entry(name).dtype
-    if name not in (stem, f"{stem}.weight") or dtype not in BITS:
-        found = f"is quantised ({dtype}): a merged weight would have to be quantised again"
-        return name, problem("KTB732", name, found, "BF16, F16 or F32")
-    return name, None
+    entry = checkpoint.entry(name)
+    if name in (stem, f"{stem}.weight") and entry.dtype in BITS:
+        return _Weight(entry, entry.shape, None)
+    from ktbridge.adapter.storages import KNOWN, find_stored  # needs numpy; plain weights don't
+
+    try:
+        stored = find_stored(checkpoint, name, settings)
+    except KtbridgeError as error:
+        return problem("KTB911", name, error.sentence, next_step=error.next_step or None)
+    if stored is None:
+        found = f"is quantised ({entry.dtype}) in a way that can't be written here"
+        return problem("KTB732", name, found, f"BF16, F16, F32, {KNOWN}")
+    return _Weight(entry, stored.shape, stored)
 
 
 def _are_plain(patterns: object) -> TypeGuard[dict[str, float]]:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -124,10 +127,19 @@ class Rewrite:
                     data = (self.checkpoint.path / name).read_bytes()
                     staging.write_bytes(name, data)
                     on_bytes(len(data))
-                for shard in shards:
-                    with OutputFile(staging.path / shard.name, shard.header) as file:
+                with ExitStack() as outputs, ThreadPoolExecutor(1) as flusher:
+                    # The disk works on one shard while the next is computed.
+                    flushed: deque[Future[None]] = deque()
+                    for shard in shards:
+                        file = outputs.enter_context(
+                            OutputFile(staging.path / shard.name, shard.header)
+                        )
                         write_steps(shard.steps, [file], on_bytes)
-                        file.flush()
+                        while flushed:
+                            flushed.popleft().result()
+                        flushed.append(flusher.submit(file.flush))
+                    while flushed:
+                        flushed.popleft().result()
                 check_stamps()
             check()
             for name, data in self.anew.items():

@@ -128,7 +128,7 @@ class OutputFile:
 
     def flush(self) -> None:
         """Flush what was written to disk."""
-        os.fsync(self._file)
+        os.fdatasync(self._file)
 
     def record(self) -> dict[str, int | str]:
         """A manifest's entry, once everything is hashed."""

@@ -62,7 +62,6 @@ def _plan(
     repeat: int,
     judge_pairs: bool,
 ) -> BenchPlan:
-    from ktbridge.eval.compat import is_compat
     from ktbridge.eval.plan import plan_run
 
     bench = inputs.benches[index]
@@ -82,9 +81,7 @@ def _plan(
             "model": inputs.judge.model,
             "url": inputs.judge.url,
             "pairs": judge_pairs,
-            "answers": sum(bool(item.judge) or is_compat(bench) for item in items)
-            * len(inputs.arms)
-            * repeat,
+            "answers": sum(bool(item.judge) for item in items) * len(inputs.arms) * repeat,
         }
     return {
         "bench": bench.name,

@@ -98,11 +98,19 @@ def read_inputs(given: Given) -> Inputs:
 
 
 def _judge(given: Given, text: str, benches: Sequence[Bench]) -> Judge:
+    from ktbridge.errors import UsageError
     from ktbridge.eval.bench import parse_extra_body
     from ktbridge.eval.judging import check_judge, parse_judge
 
     extra = given.judge_extra_body
     judge = parse_judge(text, parse_extra_body(extra, "--judge-extra-body") if extra else {})
+    if given.compat and not any(item.judge for bench in benches for item in bench.items):
+        raise UsageError(
+            f"--compat {given.compat} has no prompts for a judge without the public script.",
+            "give your copy of it with another --items, or --no-judge",
+        )
+    if given.compat and given.judge_pairs:
+        raise UsageError("--judge-pairs: the public script has no pairs.", "leave it out")
     for bench in benches:
         check_judge(bench, judge, given.judge_may_be_remote)
     return judge
@@ -119,11 +127,14 @@ def _benches(names: Sequence[str], compat: str | None, items: Sequence[str]) -> 
             "--bench nekobench is ours",
         )
     if compat:
-        if len(items) != 1:
+        scripts = [path for path in map(Path, items) if path.suffix in (".ipynb", ".py")]
+        questions = [path for path in map(Path, items) if path not in scripts]
+        if len(questions) != 1 or len(scripts) > 1:
             raise UsageError(
-                f"--compat {compat} reads one file.", "give your copy of its questions with --items"
+                f"--compat {compat} reads one file of questions, and for a judge its script (.ipynb).",
+                "give your copies with --items, once each",
             )
-        return [load_compat(compat, Path(items[0]))]
+        return [load_compat(compat, questions[0], scripts[0] if scripts else None)]
     if len(names) == 1:
         if len(items) > 1:
             raise UsageError("one bench reads one --items file.", "give one")

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="nekobench or another of ours, generic for a file of yours, or a folder; repeat it for several.",
 )
-@click.option("--compat", metavar="NAME", help="A public set as it is: nekobench, with --items.")
+@click.option(
+    "--compat",
+    metavar="NAME",
+    help="A public set as it is: nekobench, with --items (questions, and the judge's script).",
+)
 @click.option(
     "--items",
     multiple=True,
@@ -195,7 +199,7 @@ def command(
     if unjudged is not None:
         raise unjudged
     fail_on_gates(inputs.gates, results)
-    fail_on_errors(results)
+    fail_on_errors(results, [arm.name for arm in inputs.arms])
     if failed or has_errors(judged):  # listed in the report, which is complete without them
         sys.exit(1)
 
@@ -285,12 +289,11 @@ def _judge_all(
     caller raises after writing the report without judgements."""
     from ktbridge.cli._ui import stderr
     from ktbridge.errors import KtbridgeError
-    from ktbridge.eval.compat import is_compat
 
     problems: list[Problem] = []
     for bench, folder in zip(inputs.benches, inputs.folders, strict=True):
         items = bench.select(inputs.slices[bench.name], limit)
-        questions = sum(bool(item.judge) or is_compat(bench) for item in items)
+        questions = sum(bool(item.judge) for item in items)
         if not questions and inputs.judge:
             stderr.print(f"{bench.name}: nothing of it is for a judge", markup=False)
         elif questions and inputs.judge:

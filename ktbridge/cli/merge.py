@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ktbridge.cli._app import Command
+
+if TYPE_CHECKING:
+    from ktbridge.adapter import Adapter
+    from ktbridge.adapter.merge import MergeReport
+    from ktbridge.adapter.merge_quantised import Loss
+
+_LATER = (
+    "repeat the command with --measure only where ktbridge[train] and memory for a layer are there"
+)
 
 
 @click.command(cls=Command)
@@ -30,6 +41,13 @@ from ktbridge.cli._app import Command
 @click.option(
     "--allow-other-base", is_flag=True, help="Merge into a model other than the one trained on."
 )
+@click.option(
+    "--measure",
+    type=click.Choice(["yes", "no", "only"]),
+    default="yes",
+    show_default=True,
+    help="Compute what requantising weights cost in logprobs; only: of an earlier merge in --output.",
+)
 @click.option("--dry-run", is_flag=True, help="Print which weights would change; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -38,6 +56,7 @@ def command(
     output: str,
     overwrite: bool,
     allow_other_base: bool,
+    measure: str,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -46,15 +65,22 @@ def command(
     Routed experts and everything else alike, in float32, rounded once. The base model is a
     directory or org/name on the Hub; where the adapter's manifest has a fingerprint of
     the one trained on, it must be that. The output is complete or as it was before, whatever happens.
+
+    Weights in block FP8, or in INT8 and INT4 as compressed-tensors stores them, are requantised in the
+    same scheme; what that cost is printed layer by layer, and in logprobs of fixed tokens.
     """
+    from ktbridge.adapter import read_adapter
     from ktbridge.adapter.merge import execute_merge, plan_merge
     from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
     from ktbridge.model import resolve_model
-    from ktbridge.units import size_text
 
     ensure_model(base_model, weights=not dry_run)
     base = resolve_model(base_model)
+    if measure == "only":
+        found = _measure(base, resolve_model(output), read_adapter(raw_dir))
+        emit_json(found) if as_json else _print_distance(found)
+        return
     plan = plan_merge(
         raw_dir,
         base_model=base,
@@ -72,11 +98,23 @@ def command(
         return
     with progress_bar("merging", "bytes") as on_progress:
         report = execute_merge(plan, on_progress)
+    distance = None
+    if report.losses and measure == "yes":
+        distance = _measure(base, Path(report.output), plan.adapter)
     if as_json:
-        emit_json(report.as_dict())
-        return
+        emit_json({**report.as_dict(), "distance": distance})
+    else:
+        _print_report(report, distance)
+
+
+def _print_report(report: MergeReport, distance: dict[str, Any] | None) -> None:
+    from ktbridge.cli._ui import print_problems, stderr
+    from ktbridge.units import size_text
+
     print_problems(report.findings)
     _print_summary(report.modules)
+    _print_losses(report.losses)
+    _print_distance(distance)
     if report.left_out:
         stderr.print(f"left out: {' '.join(report.left_out)}", soft_wrap=True, markup=False)
     share = report.changed / report.values
@@ -86,6 +124,59 @@ def command(
         soft_wrap=True,
         markup=False,
     )
+
+
+def _measure(base: Path, merged: Path, adapter: Adapter) -> dict[str, Any]:
+    """The logprob distances of ``ktbridge.verify.merged``, or why there are none."""
+    from ktbridge.cli._ui import progress_bar
+    from ktbridge.errors import KtbridgeError
+
+    try:
+        from ktbridge.verify.merged import merge_distance
+
+        with progress_bar("measuring logprobs", "layers") as on_progress:
+            return asdict(merge_distance(base, merged, adapter, on_progress))
+    except (ImportError, KtbridgeError) as error:
+        reason = getattr(error, "sentence", str(error))
+        return {"not_measured": reason, "next_step": _LATER}
+
+
+def _print_losses(losses: tuple[Loss, ...]) -> None:
+    from rich.table import Table
+
+    from ktbridge.cli._ui import console
+
+    if not losses:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("layer", "stored as", "weights", "relative error", "delta kept", "cosine"):
+        table.add_column(title, justify="left" if title == "stored as" else "right")
+    for loss in losses:
+        table.add_row(
+            str(loss.layer) if loss.layer >= 0 else "-",
+            loss.storage,
+            f"{loss.weights:,}",
+            f"{loss.relative_error:.2%}",
+            f"{loss.kept:.1%}",
+            f"{loss.cosine:.3f}",
+        )
+    console.print(table)
+
+
+def _print_distance(found: dict[str, Any] | None) -> None:
+    from ktbridge.cli._ui import stderr
+
+    if found is None:
+        return
+    if "not_measured" in found:
+        text = f"logprobs not measured: {found['not_measured']}\n  next  {found['next_step']}"
+    else:
+        text = (
+            f"logprobs of {found['tokens']} tokens, mean |difference| in nats: the adapter moves the base by "
+            f"{found['effect']:.4f}; the merged model is {found['lost']:.4f} from base + adapter and "
+            f"{found['moved']:.4f} from the base"
+        )
+    stderr.print(text, soft_wrap=True, markup=False)
 
 
 def _print_summary(modules: list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:

@@ -10,6 +10,7 @@ from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
     from ktbridge.adapter import ValidationReport
+    from ktbridge.errors import Problem
 
 
 @click.command(cls=Command)
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 @click.option("--engine", metavar="ENGINE", help="Apply this version's contract: sglang-kt==0.7.2.")
 @click.option("--structure-only", is_flag=True, help="Check names and shapes, don't read values.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
+@click.option(
+    "--github", is_flag=True, help="Print the findings as annotations of a workflow's run, too."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def command(
@@ -31,6 +35,7 @@ def command(
     engine: str | None,
     structure_only: bool,
     strict: bool,
+    github: bool,
     as_json: bool,
 ) -> None:
     """Check adapter directories (raw, expert, non-expert, merged), singly or as one set.
@@ -39,7 +44,7 @@ def command(
     covers all others: put the input of a conversion before its outputs.
 
     Whatever would make an engine serve something other than what was trained, or nothing at all,
-    is an error, and the exit code is 1.
+    is an error, and the exit code is 1. docs/ci.md has a job that blocks a deploy by it.
     """
     import gc
 
@@ -68,10 +73,28 @@ def command(
     else:
         _print_summary(report)
         print_problems(report.problems)
+        if github:
+            for finding in report.problems:
+                click.echo(_annotation(finding))
         _print_verdict(report)
     warned = any(finding.severity == "warning" for finding in report.problems)
     if not report.ok or (strict and warned):
         ctx.exit(1)
+
+
+def _annotation(finding: Problem) -> str:
+    """A workflow command of GitHub Actions, which ends at its line's end and escapes what would end it.
+
+    https://docs.github.com/actions/reference/workflow-commands-for-github-actions
+    """
+    from ktbridge.cli._ui import printable
+
+    level = {"error": "error", "warning": "warning", "info": "notice"}[finding.severity]
+    lines = [f"{finding.where}: {finding.found}"]
+    lines += [f"expected: {finding.expected}"] if finding.expected else []
+    lines += [f"next: {finding.next_step}"] if finding.next_step else []
+    text = "%0A".join(printable(line).replace("%", "%25") for line in lines)
+    return f"::{level} title=ktbridge {finding.code}::{text}"
 
 
 def _print_summary(report: ValidationReport) -> None:

@@ -73,6 +73,11 @@ CONFIGURATION = Subject("Configuration", "adapter", (
          "check which of the two the adapter was trained upon"),
     Code("KTB120", "warning", "the manifest's expert_weight_format is none that is known",
          "check it against the KTransformers version that trained the adapter"),
+    Code("KTB121", "warning", "tensors belong to a module that target_modules doesn't list: PEFT and vLLM"
+         " would leave them out", "add it to target_modules in adapter_config.json, or train again"),
+    Code("KTB122", "warning", "the last layers have no expert LoRA and other LoRA goes on: the experts there"
+         " stay at the base",
+         "check that training and conversion saved every layer; --base-model tells for certain"),
 ))  # fmt: skip
 
 KEYS = Subject("Keys and inventory", "adapter", (
@@ -191,7 +196,7 @@ CONVERSION = Subject("Conversion and merging", "adapter", (
     Code("KTB721", "info", "a conversion did more than move bytes", "nothing to do if that is meant"),
     Code("KTB731", "error", "an adapter tensor has no weight in the base model to be merged into",
          "merge into the model that the adapter was trained on"),
-    Code("KTB732", "error", "a weight to be merged into is quantised",
+    Code("KTB732", "error", "a weight to be merged into is quantised in a way that can't be written here",
          "dequantise the checkpoint to bfloat16 first, or serve the adapter beside it"),
     Code("KTB733", "error", "a weight to be merged into is tied to another",
          "train without it: merged, it would change the tied weight's other use as well"),
@@ -205,6 +210,11 @@ CONVERSION = Subject("Conversion and merging", "adapter", (
          "free space, or choose an output directory on another disk"),
     Code("KTB738", "error", "a rank_pattern or alpha_pattern is more than module names",
          "merge it with PEFT, which has the model in memory"),
+    Code("KTB910", "warning", "requantising lost more of the adapter's delta than it kept",
+         "serve the adapter beside the quantised base, or merge into the unquantised checkpoint and "
+         "quantise that"),
+    Code("KTB911", "error", "a quantised weight to be merged into and its scales don't fit each other",
+         "download the checkpoint again"),
 ))  # fmt: skip
 
 ENGINE = Subject("Against an engine version", "adapter", (

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
-from ktbridge.eval.arms import Arm, arm_card
+from ktbridge.eval.arms import Arm, arm_card, arm_rank
 from ktbridge.eval.asking import build_request as build_request
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Answer, Client, ModelEntry, remedies, remedy
@@ -221,6 +221,10 @@ def _blank_arms(answers: Mapping[str, Mapping[str, Answer]]) -> dict[str, Proble
 def _compare_arms(
     arms: Sequence[Arm], answers: Mapping[str, Mapping[str, Answer]], result: Preflight
 ) -> None:
+    """Each arm with each other. Identical probes stop the run where one is the last arm, which the
+    verdict is about; else the arms are asked all the same, and their answers tell (KTB822).
+    """
+    last = sorted(arms, key=lambda arm: arm_rank(arm.name))[-1].name
     for one, other in itertools.combinations(arms, 2):
         pairs = [
             (mine, theirs)
@@ -242,6 +246,7 @@ def _compare_arms(
                     where,
                     f"adapter not applied: all {same} probe answers are byte-identical",
                     "answers that differ",
+                    severity="error" if last in (one.name, other.name) else "warning",
                 )
             )
         drift = [

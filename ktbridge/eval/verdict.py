@@ -373,8 +373,16 @@ def _others(results: Measured, shown: Sequence[Contrast]) -> list[str]:
 
 
 def _judged(results: Measured) -> list[str]:
-    """The judge's pair verdicts, last arm against first and full against expert."""
-    return [
+    """The judge's means on the public scale, and its pair verdicts, last arm against first and full
+    against expert."""
+    judge = results["judge"]
+    digits = judge.get("digits", {}) if judge is not None else {}
+    means = ", ".join(
+        f"{arm} {one['mean']:.2f} ({one['answers']} answers, {one['unread']} without a digit)"
+        for arm in (card["name"] for card in results["arms"])
+        if (one := digits.get(arm)) and one["mean"] is not None
+    )
+    return [f"On the public scale from 0 to 5: {means}."] * bool(means) + [
         f"Judged side by side, {one['of']} against {one['minus']}: {one['win']} won, {one['tie']} "
         f"tied, {one['loss']} lost."
         for one in results["pairs"]

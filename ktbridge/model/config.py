@@ -7,6 +7,7 @@ Nothing here needs weights, so an adapter can be checked against a base model of
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ class ModelConfig:
     is one routed expert's I, ``num_experts`` is E.
     ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry per
     layer ("full_attention", "linear_attention", ...) if the config or the family defines them.
-    ``text`` is the text model's unmodified part of config.json; ``auto_map``: loading would run remote
-    code; ``tied``: input and output embeddings share one weight; ``architectures``: names of model classes.
+    ``text`` is the text model's unmodified part of config.json, ``quantization`` what it says of quantised
+    weights; ``auto_map``: loading would run remote code; ``tied``: input and output embeddings share one
+    weight; ``architectures``: names of model classes.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class ModelConfig:
     tied: bool
     architectures: tuple[str, ...]
     text: dict[str, Any] = field(repr=False)
+    quantization: dict[str, Any] = field(repr=False)
 
     @property
     def checked_family(self) -> Family | None:
@@ -103,7 +106,17 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
             name for name in _list(config.get("architectures")) if isinstance(name, str)
         ),
         text=text,
+        quantization=quantization_of(config),
     )
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json's content says of quantised weights; multimodal models may nest it."""
+    for table in (config, config.get("text_config")):
+        found = table.get("quantization_config") if isinstance(table, Mapping) else None
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def check_served(config: ModelConfig) -> None:

@@ -114,19 +114,22 @@ class TensorFile:
         self.read_into(start, data)
         return data
 
-    def read_into(self, start: int, buffer: memoryview) -> None:
+    def read_into(self, start: int, buffer: memoryview, descriptor: int | None = None) -> None:
         """Fill ``buffer`` (of bytes) with those of the file from ``start`` on.
 
-        Raises TensorFileError if the file was written to or replaced since its header was read, and
-        OSError if it can't be read.
+        ``descriptor`` is one of ``opened``, for many reads. Raises TensorFileError if the file was written
+        to or replaced since its header was read, and OSError if it can't be read.
         """
-        with self.opened() as descriptor:
-            filled = 0
-            while filled < len(buffer):
-                count = os.preadv(descriptor, [buffer[filled:]], start + filled)
-                if count == 0:
-                    raise self.changed()
-                filled += count
+        if descriptor is None:
+            with self.opened() as descriptor:
+                self.read_into(start, buffer, descriptor)
+            return
+        filled = 0
+        while filled < len(buffer):
+            count = os.preadv(descriptor, [buffer[filled:]], start + filled)
+            if count == 0:
+                raise self.changed()
+            filled += count
 
     @contextmanager
     def opened(self) -> Iterator[int]:

@@ -109,7 +109,7 @@ class LayerwiseModel:
         """The model with its decoder's output replaced: final hidden states [N, H] to logits [N, V]."""
         lm_head = self.skeleton.get_output_embeddings()
         name = self._head_name
-        rows = self.reader.entry(name).shape[0]
+        rows = self.reader.shape(name)[0]
         given = copy.copy(output)
 
         def project(x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Read single weights of a checkpoint as torch tensors, on demand and by module name.
 
-Read are bfloat16, float16, float32, MXFP4 of fused experts (``_blocks`` with ``_scales``) and block FP8
-(``.weight`` F8_E4M3 with ``.weight_scale_inv``; value = stored · scale of its block, blocks as in
-config.json's ``weight_block_size``, else 128 x 128).
+Read are bfloat16, float16, float32, MXFP4 of fused experts (``_blocks`` with ``_scales``), and what
+``ktbridge.adapter.storages`` reads: block FP8, INT8, INT4.
 """
 
 from __future__ import annotations
@@ -10,20 +9,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ktbridge.adapter.storages import KNOWN, Stored, find_stored
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.tensors import DTYPES
 from ktbridge.experts.weights import from_mxfp4
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint
+from ktbridge.model.config import quantization_of
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import expert_home, module_weights
 
-FP8 = "F8_E4M3"
 JOINED = "conv1d"
 """Stored for q, k and v each, and one module in memory (Kimi-Linear, Ling)."""
-PACKED = (".weight_packed", ".qweight", "_blocks", ".weight.absmax")
 
 
 class WeightReader:
@@ -33,16 +35,7 @@ class WeightReader:
         self.path = path
         self.checkpoint = open_checkpoint(path)
         self._touched: set[str] = set()
-        packed = sorted(
-            name
-            for name in self.checkpoint
-            if name.endswith(PACKED) and not _mxfp4(self.checkpoint, name)
-        )
-        if packed:
-            raise self._unread(packed[0], "packed")
-        settings = read_json_file(path / "config.json").get("quantization_config") or {}
-        block = settings.get("weight_block_size") if isinstance(settings, dict) else None
-        self._block: tuple[int, int] = tuple(block) if block else (128, 128)
+        self._quantization = quantization_of(read_json_file(path / "config.json"))
 
     def find_parts(self, name: str) -> tuple[str, ...]:
         """``find``, or the tensors that transformers joins along the first axis to make ``name``."""
@@ -55,6 +48,7 @@ class WeightReader:
     def find(self, name: str) -> str | None:
         """The checkpoint's name of the weight ``name`` in memory; None if it has none."""
         found = module_weights(self.checkpoint, name)
+        found = found or module_weights(self.checkpoint, name.removesuffix(".weight"))  # packed
         if len(found) > 1:
             raise KtbridgeError(
                 f"{name} may be any of {', '.join(found)} in {self.path}.",
@@ -64,13 +58,17 @@ class WeightReader:
             self._check(found[0])
         return found[0] if found else None
 
-    def entry(self, name: str) -> Entry:
-        """Dtype and shape of a tensor."""
-        return self.checkpoint.entry(name)
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, by the name that ``find`` gave."""
+        stored = self._stored(name)
+        return stored.shape if stored else self.checkpoint.entry(name).shape
 
     def tensor(self, name: str, part: slice | int | None = None) -> torch.Tensor:
-        """A read-only view of a tensor, or of some of its rows, in its stored dtype."""
-        entry = self._check(name)
+        """A read-only view of a tensor that isn't quantised, or of some of its rows; of MXFP4 the bytes."""
+        entry = self.checkpoint.entry(name)
+        coded = entry.dtype == "U8" and _mxfp4(self.checkpoint, name)
+        if entry.dtype not in DTYPES and not coded:
+            raise self._unread(name, entry.dtype)
         shard = self.checkpoint.shard(name)
         self._touched.add(shard)
         start, end, shape = entry.start, entry.end, entry.shape
@@ -79,7 +77,7 @@ class WeightReader:
             stride = entry.nbytes // shape[0]
             start, end = entry.start + rows.start * stride, entry.start + rows.stop * stride
             shape = shape[1:] if isinstance(part, int) else (rows.stop - rows.start, *shape[1:])
-        dtype = {FP8: torch.float8_e4m3fn, "U8": torch.uint8, **DTYPES}[entry.dtype]
+        dtype = torch.uint8 if coded else DTYPES[entry.dtype]
         with warnings.catch_warnings():
             # Read-only, and only read from.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -88,7 +86,7 @@ class WeightReader:
 
     def joined_shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The shape of what ``find_parts`` found."""
-        shapes = [self.entry(name).shape for name in names]
+        shapes = [self.shape(name) for name in names]
         return shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
 
     def joined(self, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -97,14 +95,15 @@ class WeightReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of a tensor in ``dtype``, dequantised."""
-        stored = self.tensor(name)
-        if stored.dtype == torch.float8_e4m3fn:
-            return self._dequantised(name, stored).to(dtype)
-        return stored.to(dtype, copy=True)
+        """A copy of a weight in ``dtype``, dequantised in float32."""
+        if stored := self._stored(name):
+            return torch.from_numpy(self._dequantised(stored)).to(dtype)
+        return self.tensor(name).to(dtype, copy=True)
 
     def rows(self, name: str, part: slice | int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of a tensor that isn't quantised, in ``dtype``."""
+        """Rows of a weight in ``dtype``; a quantised one is dequantised whole."""
+        if self._stored(name):
+            return self.whole(name, dtype)[part]
         return self.tensor(name, part).to(dtype)
 
     def expert(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
@@ -120,26 +119,31 @@ class WeightReader:
             self.checkpoint.file(shard).release()
         self._touched.clear()
 
-    def _dequantised(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        scale = self.whole(f"{name}_scale_inv", torch.float32)
-        high, wide = self._block
-        spread = scale.repeat_interleave(high, 0)[: stored.shape[0]]
-        return stored.float() * spread.repeat_interleave(wide, 1)[:, : stored.shape[1]]
+    def _dequantised(self, stored: Stored) -> NDArray[np.float32]:
+        def read(entry: Entry) -> NDArray[Any]:
+            shard = self.checkpoint.shard(entry.name)
+            self._touched.add(shard)
+            return stored.array(entry, self.checkpoint.file(shard).view(entry.start, entry.end))
 
-    def _check(self, name: str) -> Entry:
-        entry = self.entry(name)
-        if entry.dtype == FP8:
-            scaled = len(entry.shape) == 2 and f"{name}_scale_inv" in self.checkpoint
-        else:
-            scaled = entry.dtype in DTYPES or _mxfp4(self.checkpoint, name)
-        if not scaled:
+        rows = stored.shape[0]
+        zeros = stored.zeros(read(stored.zero)) if stored.zero is not None else None
+        return stored.decode(read(stored.codes), stored.by_row(read(stored.scale), rows), zeros)
+
+    def _stored(self, name: str) -> Stored | None:
+        if self.checkpoint.entry(name).dtype in DTYPES or _mxfp4(self.checkpoint, name):
+            return None
+        found = find_stored(self.checkpoint, name, self._quantization)
+        return found if found is not None and len(found.shape) == 2 else None
+
+    def _check(self, name: str) -> None:
+        entry = self.checkpoint.entry(name)
+        read = entry.dtype in DTYPES or _mxfp4(self.checkpoint, name)
+        if not read and self._stored(name) is None:
             raise self._unread(name, entry.dtype)
-        return entry
 
     def _unread(self, name: str, how: str) -> KtbridgeError:
         return KtbridgeError(
-            f"{name} of {self.path} is {how}, and references are computed from BF16, F16, F32 and "
-            "block FP8.",
+            f"{name} of {self.path} is {how}, and references are computed from BF16, F16, F32, {KNOWN}.",
             f"make BF16 of it: scripts/dequantize_checkpoint.py {self.path} OUTPUT_DIR, and give "
             "that as --base-model",
         )
@@ -166,7 +170,7 @@ class ExpertReader:
         self.inner, self.hidden = config.intermediate_size, config.hidden_size
         self._turned = home.interleaved and f"{home.fused[0]}_blocks" not in reader.checkpoint
         if not home.names and not home.interleaved:
-            shape = reader.entry(reader.find(home.stem("gate", 0)) or "").shape
+            shape = reader.shape(reader.find(home.stem("gate", 0)) or "")
             self._turned = shape != (self.count, 2 * self.inner, self.hidden)
 
     def gate_up(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
@@ -196,4 +200,6 @@ class ExpertReader:
         return torch.cat((rows[::2], rows[1::2])) if self._home.interleaved else rows
 
     def _single(self, projection: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._reader.whole(f"{self._home.stem(projection, expert)}.weight", dtype)
+        name = f"{self._home.stem(projection, expert)}.weight"
+        packed = f"{name}_packed"
+        return self._reader.whole(packed if packed in self._reader.checkpoint else name, dtype)

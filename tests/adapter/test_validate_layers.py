@@ -190,3 +190,45 @@ def test_a_base_model_in_the_hubs_cache_is_known_by_its_name(
                         num_key_value_heads=1)  # fmt: skip
     path = adapter(tmp_path / "n", dict.fromkeys(QV, EIGHT), base_model_name_or_path=name)
     assert found(path, base_model=base) == ({"KTB601 warning"} if told else set())
+
+
+@pytest.mark.parametrize("last", [1, 3, 5])
+@pytest.mark.parametrize("split", [False, True])
+def test_expert_lora_that_ends_before_other_lora(tmp_path: Path, last: int, split: bool) -> None:
+    """Too many layers for a gap; of the merged directory as of the pair."""
+    experts, modules = range(last + 1), dict.fromkeys(QV, EIGHT)
+    if split:
+        dirs = [adapter(tmp_path / "e", {}, experts), adapter(tmp_path / "n", modules)]
+    else:
+        dirs = [adapter(tmp_path / "m", modules, experts)]
+    (problem,) = validate_adapter(dirs).problems
+    assert (problem.code, problem.severity) == ("KTB122", "warning")
+    assert f"layer {last + 1}" in problem.where
+    assert f"ends at layer {last}" in problem.found
+    base = write_config(tmp_path / "base", num_hidden_layers=8)
+    codes = found(*dirs, base_model=base)
+    assert "KTB603 error" in codes
+    assert "KTB122 warning" not in codes
+
+
+def test_experts_where_dense_layers_come_first_or_every_second_end_nowhere(tmp_path: Path) -> None:
+    modules = dict.fromkeys(QV, EIGHT)
+    assert found(adapter(tmp_path / "first", modules, range(3, 8))) == set()
+    assert found(adapter(tmp_path / "second", modules, range(0, 8, 2))) == set()
+    assert found(adapter(tmp_path / "attention", modules)) == set()
+    assert found(adapter(tmp_path / "experts", {}, range(4))) == set()
+    chosen = {"layers_to_transform": list(EIGHT)}
+    assert "KTB122 warning" not in found(adapter(tmp_path / "chosen", modules, range(4), **chosen))
+
+
+def test_target_modules_that_miss_what_tensors_are_there_for(tmp_path: Path) -> None:
+    """Where the engine doesn't read the list, or a conversion comes first, it is a warning."""
+    names = {"target_modules": ["gate_proj", "up_proj"]}
+    (problem,) = validate_adapter([adapter(tmp_path / "e", {}, EIGHT, **names)]).problems
+    assert (problem.code, problem.severity) == ("KTB121", "warning")
+    assert "mlp.experts.0.down_proj" in problem.found
+    assert found(adapter(tmp_path / "n", dict.fromkeys(QV, EIGHT), target_modules=["q_proj"])) == {
+        "KTB118 error"
+    }
+    other = {"target_modules": ["w1", "w2", "w3"]}
+    assert "KTB121 warning" not in found(adapter(tmp_path / "w", {}, EIGHT, **other))

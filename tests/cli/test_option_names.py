@@ -36,12 +36,13 @@ NAMES = {
     "one answer": "--system --temperature --max-tokens --seed --extra-body --judge-extra-body",
     "time and number of requests": "--timeout --concurrency --repeat",
     "formats of adapters": "--to --from --lora-alpha --dtype",
-    "how much is checked or measured": "--structure-only --strict --strict-data --no-measure --quick",
+    "how much is checked or measured": "--structure-only --strict --strict-data --measure --no-measure "
+                                       "--quick",
     "an evaluation": "--bench --compat --items --train-data --arm --slices --limit --partner --judge "
                      "--no-judge --judge-pairs --judge-may-be-remote --fail-on --resume --lf --lm-eval",
     "a repository on the Hub": "--private --revision --eval",
     "several runs": "--sweep",
-    "what is printed": "--dry-run --json --markdown --debug --help",
+    "what is printed": "--dry-run --json --markdown --github --debug --help",
 }  # fmt: skip
 
 # Names of earlier versions, and the one that the thing has now.

@@ -45,3 +45,22 @@ def test_a_base_model_that_cannot_be_read_is_in_the_document(tmp_path: Path) -> 
     document = json.loads(out.stdout)
     assert [problem["code"] for problem in document["problems"]] == ["KTB611"]
     assert document["adapters"][0]["layout"] == "raw"
+
+
+def test_annotations_of_a_workflow_are_a_line_each_and_escaped(tmp_path: Path) -> None:
+    directory = tmp_path / "100%"
+    convert_adapter(write_raw(tmp_path / "raw"), nonexpert_output_dir=directory)
+    edit(directory, add(HOSTILE))
+    out = validate(tmp_path, directory.name, "--github")
+    assert out.returncode == 1
+    lines = [line for line in out.stdout.splitlines() if line.startswith("::")]
+    document = json.loads(validate(tmp_path, directory.name, "--json").stdout)
+    levels = {"error": "error", "warning": "warning", "info": "notice"}
+    assert [line.split("::")[1] for line in lines] == [
+        f"{levels[problem['severity']]} title=ktbridge {problem['code']}"
+        for problem in document["problems"]
+    ]
+    assert "100%25" in lines[0]
+    assert "%0Anext: " in lines[0]
+    assert out.stdout.splitlines()[-1].startswith("not ok")
+    assert all(line.isprintable() for line in lines)

@@ -184,3 +184,33 @@ def test_failures_are_a_sentence_and_an_exit_code(server, tmp_path):
         assert text in done.stderr
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
+
+
+def test_an_arm_that_changes_nothing_fails_its_own_command_and_no_later_one(server, tmp_path):
+    """A sweep asks one adapter after the other of one evaluation."""
+    from evalruns import invoke, prompt_of
+
+    from ktbridge.cli.eval import command as evaluate
+
+    server.behave = lambda request, nth: (
+        (200, {}, server.completion(server.plain("tiny:base", prompt_of(request))))
+        if request["model"] == "tiny"
+        else None
+    )
+
+    def ask(name, model):
+        words = ("--bench", SMALL, "--out", tmp_path, "--arm", f"{name}={model}@{server.url}")
+        return invoke(evaluate, *words, "--limit", 16, "--no-judge")
+
+    assert ask("base", "tiny:base").exit_code == 0
+    same = ask("r8", "tiny")
+    assert same.exit_code == 1
+    assert "KTB822" in same.stdout + same.stderr
+    other = ask("r16", "tiny:neko")
+    assert other.exit_code == 0, other.output
+    assert (
+        "not of this command's arms, and no reason for its exit code: arms base and r8"
+        in other.stderr
+    )
+    assert ask("r8", "tiny").exit_code == 1
+    assert invoke(report, tmp_path).exit_code == 1

@@ -8,13 +8,15 @@ import re
 
 import numpy as np
 import pytest
+from evalruns import validate
 from findings import codes
-from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, parts_of, read
+from publicscript import write_script
+from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, read
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import collect, load_bench, parse_arms, score_run
 from ktbridge.eval.bench import read_snapshot
-from ktbridge.eval.compat import load_compat, rubric
+from ktbridge.eval.compat import load_compat
 from ktbridge.eval.judging import (
     check_judge,
     judge_preflight,
@@ -173,18 +175,22 @@ def test_digits_of_the_public_bench(world, tmp_path):
         for n in range(4)
     ]
     path.write_text(json.dumps(rows), "utf-8")
-    bench = load_compat("nekobench", path)
+    bench = load_compat("nekobench", path, write_script(tmp_path / "script.py"))
     known = {one.answer: one.kind for one in read_anchors(bench)}
     arms = parse_arms([f"{name}=tiny:{name}@{world.url}" for name in ("base", "full")])
     collect(bench, arms, tmp_path / "run", backoff=0.001, concurrency=8)
 
     def behave(request, nth):
-        parts = parts_of(request)
-        if parts["answer"] in known:
-            return "5" if known[parts["answer"]] == "good" else "1"
-        if parts["question"].startswith("第2个"):
-            return "4/5"
-        return "4" if "thank" in parts["answer"].lower() else " 2\n"
+        (asked,) = request["messages"]
+        assert (request["temperature"], request["max_tokens"]) == (0.5, 2048)
+        question, answer = re.search(
+            r"\[Q\]: (.*?)\n\[A\]: (.*)\nOne digit.", asked["content"], re.DOTALL
+        ).groups()
+        if answer in known:
+            return "5" if known[answer] == "good" else "1"
+        if question.startswith("第2个"):
+            return "no mark"
+        return "4/5" if "thank" in answer.lower() else " 2\n"
 
     world.behave = behave
     done = judge_it(world, tmp_path / "run")
@@ -192,13 +198,26 @@ def test_digits_of_the_public_bench(world, tmp_path):
     assert "KTB879" in codes(done.problems, "warning")
     found = read(tmp_path / "run")
     assert {one.outcome for one in found.scores["pes-003"].values()} == {"parse-fail"}
-    for row in score_run(tmp_path / "run")["items"]:
+    results, digits = score_run(tmp_path / "run"), {"base": [], "full": []}
+    for row in results["items"]:
         item, by_arm = row["id"], row["answers"]
         for arm, answer in by_arm.items():
             score = found.scores[item][arm]
             if score.outcome == "ok":
-                assert score.share == (0.8 if "thank" in answer["text"].lower() else 0.4)
-                assert score.checks[0]["question"] == rubric(item[:3].upper())
+                digits[arm].append(4 if "thank" in answer["text"].lower() else 2)
+                assert score.share == digits[arm][-1] / 5
+                assert score.checks[0]["question"].startswith(f"# Mark {item[:3].upper()}")
+    for arm, read_digits in digits.items():
+        means = results["judge"]["digits"][arm]
+        assert means["answers"] == 8
+        assert means["unread"] == 2
+        assert means["mean"] == pytest.approx(sum(read_digits) / 6)
+        assert means["mean_with_unread"] == pytest.approx((sum(read_digits) - 2) / 8)
+        assert set(means["modules"]) == {"PES", "KRI"}
+    validate(results)
+    shown = json.dumps(results["verdict"], ensure_ascii=False)
+    mean = results["judge"]["digits"]["base"]["mean"]
+    assert f"0 to 5: base {mean:.2f} (8 answers, 2 without a digit)" in shown
     # Anchors of the two modules asked, and of no other.
     assert found.card["anchors"]["asked"] == found.card["anchors"]["right"] == 8
     assert not any("response_format" in one for one in world.asked)

@@ -367,3 +367,16 @@ def test_run_card_and_snapshot_are_whole(server, tmp_path):
     assert len({arm["fingerprint"] for arm in card["arms"].values()}) == 3
     for name in FILES:
         assert (tmp_path / "bench" / name).read_bytes() == BENCH.files[name]
+
+
+def test_an_arm_like_the_base_in_its_probes_is_asked_where_the_last_one_differs(server, tmp_path):
+    def behave(request, nth):
+        if request["model"] != "tiny" or "no-such" in request["model"]:
+            return None
+        return (200, {}, server.completion(server.plain("tiny:base", prompt_of(request))))
+
+    server.behave = behave
+    done = run(server, tmp_path)
+    assert done.asked == 3 * 16
+    found = [(one.code, one.where, one.severity) for one in done.problems]
+    assert ("KTB806", "arms base and expert", "warning") in found

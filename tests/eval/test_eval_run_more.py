@@ -271,6 +271,8 @@ def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
     small = ["--bench", SMALL]
     out = ["--out", tmp_path / "out"]
     judge = ["--judge", f"judge@{server.url}"]
+    public = tmp_path / "neko.json"
+    public.write_text('[{"module": "SAF", "question": "a"}]')
     cases = [
         ([*out, *arms], "give --bench NAME"),
         ([*small, *out], "give arms with --arm"),
@@ -286,6 +288,10 @@ def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
         ([*small, *out, *arms, "--resume"], "there is no run in"),
         ([*small, *out, *arms, "--extra-body", "x"], "not JSON"),
         (["--compat", "nekobench", *out, *arms], "reads one file"),
+        (
+            ["--compat", "nekobench", "--items", public, *out, *arms, *judge],
+            "no prompts for a judge",
+        ),
         ([*small, *out, "--arm", "base"], "NAME=MODEL@URL"),
         ([*small, *out, *arms, "--slices", "NOPE"], "no slice 'NOPE'"),
         ([*small, *out, *arms, "--fail-on", "KIR<0"], "no slice 'KIR'"),

@@ -9,11 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from publicscript import MODULES, write_script
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench
 from ktbridge.eval.bench import FILES, benches_root, parse_bench
-from ktbridge.eval.compat import judge_messages, load_compat, parse_digit, public_questions
+from ktbridge.eval.compat import first_digit, judge_messages, load_compat, public_questions
 from ktbridge.eval.contamination import find_contamination, overlap_problems
 from ktbridge.eval.scorers import score_task
 
@@ -224,7 +225,6 @@ def test_the_600_public_questions():
     assert len(bench.items) == 600
     assert {item.id for item in bench.items} >= {"pes-001", "kri-100", "erm-100"}
     assert public_questions()["note"] in bench.notes
-    assert "not comparable" in public_questions()["note"]
     assert bench.persona.name == "neko"
     assert bench.data["sha256"].startswith("18e939926d39")
     again = parse_bench({key: bench.files[key] for key in FILES})
@@ -252,17 +252,40 @@ def test_a_copy_that_was_changed_is_refused(tmp_path):
         load_compat("nekobench", tmp_path / "nosuch")
     path.write_text(json.dumps([good]), "utf-8")
     (item,) = load_compat("nekobench", path).items
-    asked = judge_messages(item, "很好喵")
-    assert [one["role"] for one in asked] == ["system", "user"]
-    assert "很好喵" in asked[1]["content"]
+    assert item.judge == ()
+
+
+@pytest.mark.parametrize("name", ["script.ipynb", "script.py"])
+def test_the_judge_is_asked_word_for_word_what_the_public_script_asks(tmp_path, name):
+    path, script = tmp_path / "N.json", write_script(tmp_path / name)
+    path.write_text(json.dumps([{"module": m, "question": f"{m}？"} for m in MODULES]), "utf-8")
+    bench = load_compat("nekobench", path, script)
+    for module, item in zip(MODULES, bench.items, strict=True):
+        (asked,) = judge_messages(item, "很好 {{asked of PES}}")
+        assert asked == {
+            "role": "user",
+            "content": f"# Mark {module}\n[Q]: {module}？\n[A]: 很好 {{{{asked of PES}}}}\nOne digit.",
+        }
+    assert hashlib.sha256(script.read_bytes()).hexdigest() in bench.notes[-1]
+    again = parse_bench({key: bench.files[key] for key in FILES})
+    assert again.items == bench.items
+    for other in (write_script(tmp_path / name, limit=99), path):
+        with pytest.raises(UsageError, match=r"not the public script|can't be read"):
+            load_compat("nekobench", path, other)
 
 
 @pytest.mark.parametrize(
     ("reply", "digit"),
     [
-        *[("4", 4), (" 0\n", 0), ("5", 5), ("6", None), ("-1", None), ("4/5", None), ("４", None)],
-        *[(text, None) for text in ("Score: 4", "4.5", "", "45", "四")],
+        ("4", 4),
+        (" 0\n", 0),
+        ("6", None),
+        ("4/5", 4),
+        ("Score: 3", 3),
+        ("", None),
+        ("四", None),
+        ("9 of 5", 5),
     ],
 )
-def test_a_grade_is_a_digit_or_nothing(reply, digit):
-    assert parse_digit(reply) == digit
+def test_a_grade_is_the_first_digit_in_the_reply(reply, digit):
+    assert first_digit(reply) == digit

@@ -323,7 +323,7 @@ def test_what_cant_be_dequantised_is_refused_in_a_sentence(tmp_path: Path) -> No
     stored = torch.zeros(64, 64, dtype=torch.uint8)
     scale = torch.ones(1, 1)
     cases = {
-        # one scale for the whole tensor; AWQ's; an asymmetric INT4; blocks of another size; a NaN
+        # one scale for the whole tensor; AWQ's; an INT4 with reordered groups; blocks of another size; a NaN
         "is the first of 2 tensors of a storage that isn't read here": {
             "weight": stored.view(torch.float8_e4m3fn),
             "weight_scale": scale,
@@ -331,11 +331,11 @@ def test_what_cant_be_dequantised_is_refused_in_a_sentence(tmp_path: Path) -> No
         "q_proj.qweight (I32) is the first of 1": {
             "qweight": torch.zeros(64, 8, dtype=torch.int32)
         },
-        "q_proj.weight_zero_point (I32) is the first of 1": {
+        "q_proj.weight_g_idx: the columns that share a scale are reordered": {
             "weight_packed": pack_int4(torch.zeros(64, 64)),
             "weight_scale": torch.ones(64, 2),
             "weight_shape": torch.tensor([64, 64]),
-            "weight_zero_point": torch.zeros(8, 2, dtype=torch.int32),
+            "weight_g_idx": torch.zeros(64, dtype=torch.int32),
         },
         "in FP8 with blocks of 128 x 128": {
             "weight": stored.view(torch.float8_e4m3fn),

@@ -35,7 +35,8 @@ _WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 # Initialisations that subtract their initial delta from the base weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Names under which training may target routed experts: their LoRA is in the expert half.
-_EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "experts"}
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT_TARGETS = {*_PROJECTIONS, "gate_up_proj", "w1", "w2", "w3", "experts"}
 
 MAX_ALPHA = 1e6  # nobody trains with more, and float32 and bfloat16 overflow far above
 
@@ -246,6 +247,25 @@ def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
             found = f"does not target {stray[0]}" + _and_more(stray, "modules")
             expected, step = "every adapted module in target_modules", convert_step(adapter)
             yield problem("KTB118", where, found, expected, next_step=step)
+    elif not is_foreign(adapter):
+        yield from _untargeted(adapter, where, targets)
+
+
+def _untargeted(adapter: Adapter, where: str, targets: list[str]) -> Iterator[Problem]:
+    """Where SGLang-KT doesn't read target_modules, or a conversion comes first, and PEFT and vLLM would."""
+    if adapter.layout == "expert":
+        named = {*_PROJECTIONS} & {target.rpartition(".")[2] for target in targets}
+        modules = {f"mlp.experts.0.{name}" for name in adapter.expert_modules()} if named else set()
+    else:  # the experts' LoRA is no matter of PEFT's
+        modules = {part.key.module for part in adapter.nonexpert.values()}
+    parameters = adapter.config.get("target_parameters")
+    if isinstance(parameters, list):
+        targets = targets + [str(name).removesuffix(".weight") for name in parameters]
+    stray = sorted(m for m in modules if not any(_names(target, m) for target in targets))
+    if stray:
+        found = f"does not target {stray[0]}, which tensors are there for"
+        expected = "every adapted module in target_modules"
+        yield problem("KTB121", where, found + _and_more(stray, "modules"), expected)
 
 
 def _names(target: str, module: str) -> bool:

@@ -121,7 +121,19 @@ def check_gaps(adapters: Sequence[Adapter]) -> Iterator[Problem]:
             wanted = set(range(min(own), max(own))).union(*modules.values())
             # Dense layers come first.
             missing["mlp.experts"] = {layer for layer in wanted - own if layer > min(own)}
+            yield from _ends_early(str(adapter.path), own, missing["mlp.experts"])
         yield from _told(str(adapter.path), have, missing)
+
+
+def _ends_early(where: str, own: set[int], missing: set[int]) -> Iterator[Problem]:
+    """Expert LoRA that stops while other LoRA goes on: a cut file, or a run that was merged half.
+
+    Few layers are ``_told`` as a gap. In models with experts in every second layer the last may be dense.
+    """
+    last = {layer for layer in missing if layer > max(own)}
+    if last and not _regular(own) and len(own) <= 4 * len(missing):
+        found = f"expert LoRA ends at layer {max(own)}; layers {numbers(last)} have other LoRA only"
+        yield problem("KTB122", f"{where}: layer {min(last)}", found, "experts there as well")
 
 
 def _told(where: str, have: dict[str, set[int]], missing: dict[str, set[int]]) -> Iterator[Problem]:

@@ -57,12 +57,17 @@ def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
     lists = head.get("checklists") or {}
     anchors: list[Anchor] = []
     problems: list[Problem] = []
+    asked = {
+        item.slice: item.judge for item in bench.items
+    }  # a digit is asked for alike everywhere
     for name, row in slice_table(head).items():
         rows = row.get("anchors", [])
         where = f"bench.yaml: slices.{name}.anchors"
         for number, one in enumerate(rows if isinstance(rows, list) else [rows], 1):
             faults, questions = _check(one, str(name), lists, compat.is_compat(bench))
             problems += [problem("KTB874", f"{where}[{number}]", *fault) for fault in faults]
+            if compat.is_compat(bench):
+                questions = asked.get(str(name), ())
             if not faults:
                 anchors += _make(one, f"{name}#{number}", str(name), questions)
     if problems:

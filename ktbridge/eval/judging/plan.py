@@ -98,6 +98,11 @@ class Ask:
         return prompts.checklist_schema(len(self.item.judge)) if self.form == "checks" else None
 
     @property
+    def request(self) -> Json:
+        """Fields of the request that the bench asks for."""
+        return dict(compat.REQUEST) if self.form == "digit" else {}
+
+    @property
     def compared(self) -> Compared:
         """What the record of a pair says of it; {} for one answer."""
         return {"minus": self.minus, "swapped": self.swapped} if self.form == "pair" else {}
@@ -108,10 +113,10 @@ class Ask:
             return JudgeReply("ok", winner=prompts.parse_pair(reply))
         if self.form == "checks":
             return JudgeReply("ok", checks=prompts.parse_checks(reply, len(self.item.judge)))
-        digit = compat.parse_digit(reply)
+        digit = compat.first_digit(reply)
         if digit is None:
             start = " ".join(reply[:40].split())
-            raise prompts.ReplyError(f"not one digit from 0 to {compat.HIGHEST}: {start!r}")
+            raise prompts.ReplyError(f"no digit from 0 to {compat.HIGHEST}: {start!r}")
         return JudgeReply("ok", digit=digit)
 
 
@@ -153,6 +158,7 @@ def make_plan(bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: boo
     """
     items = {item.id: item for item in bench.items}
     digits = compat.is_compat(bench)
+    pairs = pairs and not digits  # the public script has none
     scores: list[Ask] = []
     compared: list[Ask] = []
     same = []
@@ -166,7 +172,7 @@ def make_plan(bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: boo
     }
     for row in rows:
         item = items.get(row["id"])
-        if item is None or not (digits or item.judge):
+        if item is None or not item.judge:
             continue
         ok = {name: one for name, one in row["answers"].items() if one["outcome"] == "ok"}
         for name, answer in ok.items():
@@ -182,13 +188,13 @@ def make_plan(bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: boo
             if shown[0] == shown[1]:
                 same.append((item, of, minus))
             else:
-                compared += _both_orders(judge, item, (of, minus), shown, None, digits)
+                compared += _both_orders(judge, item, (of, minus), shown, None)
     anchors = [one for one in read_anchors(bench) if one.item.slice in slices]
     return Plan(
         tuple(scores),
         tuple(compared),
         tuple(_score(judge, one.item, one.kind, one.answer, (), one, digits) for one in anchors),
-        tuple(_anchor_pairs(judge, anchors, digits)) if compared else (),
+        tuple(_anchor_pairs(judge, anchors)) if compared else (),
         tuple(same),
     )
 
@@ -217,7 +223,8 @@ def _score(
         if digits
         else prompts.checklist_messages(item, text, turns)
     )
-    return Ask(_key(judge, messages), form, item, tuple(messages), name, anchor=anchor)
+    key = _key(judge, messages, compat.REQUEST if digits else {})
+    return Ask(key, form, item, tuple(messages), name, anchor=anchor)
 
 
 def _both_orders(
@@ -226,20 +233,18 @@ def _both_orders(
     names: tuple[str, str],
     shown: Sequence[tuple[str, Sequence[Message]]],
     anchor: Anchor | None,
-    digits: bool,
 ) -> list[Ask]:
-    criteria = [compat.rubric(item.slice)] if digits else item.judge
     asks = []
     for swapped in (False, True):
         one, other = (shown[1], shown[0]) if swapped else (shown[0], shown[1])
         turns = (one[1], other[1])
-        messages = prompts.pair_messages(item, criteria, one[0], other[0], turns)
+        messages = prompts.pair_messages(item, item.judge, one[0], other[0], turns)
         key = _key(judge, messages)
         asks.append(Ask(key, "pair", item, tuple(messages), *names, swapped, anchor))
     return asks
 
 
-def _anchor_pairs(judge: Judge, anchors: Sequence[Anchor], digits: bool) -> list[Ask]:
+def _anchor_pairs(judge: Judge, anchors: Sequence[Anchor]) -> list[Ask]:
     """The good answer of each anchor beside its bad one, in both orders."""
     by_name: dict[str, dict[str, Anchor]] = {}
     for one in anchors:
@@ -249,12 +254,14 @@ def _anchor_pairs(judge: Judge, anchors: Sequence[Anchor], digits: bool) -> list
         if len(kinds) == 2:
             good, bad = kinds["good"], kinds["bad"]
             shown: list[tuple[str, tuple[()]]] = [(good.answer, ()), (bad.answer, ())]
-            asks += _both_orders(judge, good.item, ("good", "bad"), shown, good, digits)
+            asks += _both_orders(judge, good.item, ("good", "bad"), shown, good)
     return asks
 
 
-def _key(judge: Judge, messages: Sequence[Message]) -> str:
+def _key(judge: Judge, messages: Sequence[Message], request: Json | None = None) -> str:
     asked: dict[str, object] = {"judge": judge.model, "url": judge.url, "version": prompts.VERSION}
+    if request:
+        asked["request"] = dict(request)
     if judge.extra_body:
         asked["extra_body"] = dict(judge.extra_body)
     return sha256({**asked, "messages": list(messages)})

@@ -17,7 +17,7 @@ from ktbridge.eval.judging.bias import Comparison
 from ktbridge.eval.judging.plan import Ask, Judge, JudgeReply, Plan, make_plan, ok_repeats
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import same_family, tally_anchors, tally_pairs, trust
-from ktbridge.eval.results.cards import Json, JudgeCard, JudgeFacts, JudgeState
+from ktbridge.eval.results.cards import DigitMeans, Json, JudgeCard, JudgeFacts, JudgeState
 from ktbridge.eval.results.schema import fits
 from ktbridge.eval.results.types import ArmAnswer, ItemRow, JudgeCheck, JudgedPair
 from ktbridge.eval.rundir import read_run
@@ -133,6 +133,8 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
         "pairs_unread": unread,
         "same_family": bool(family),
     }
+    if means := _public_means(plan, replies):
+        facts["digits"] = means
     if named["version"] != VERSION:
         facts["outdated"] = f"its prompts are version {named['version']}, ours are {VERSION}"
     verdict = trust(facts, plan, kept, family, _digits(plan, replies))
@@ -171,7 +173,7 @@ def _score(ask: Ask, reply: JudgeReply) -> JudgeScore:
     if reply.digit is not None:
         digit: JudgeCheck = {
             "id": "digit",
-            "question": compat.rubric(ask.item.slice),
+            "question": ask.item.judge[0],
             "yes": None,
             "evidence": str(reply.digit),
         }
@@ -239,6 +241,16 @@ def _digits(plan: Plan, replies: Mapping[str, JudgeReply]) -> list[bool]:
     """For a bench with digits: whether each digit rates its answer as good."""
     asks = [ask for ask in (*plan.scores, *plan.anchors) if ask.form == "digit"]
     return [verdict for ask in asks for verdict in replies[ask.key].verdicts]
+
+
+def _public_means(plan: Plan, replies: Mapping[str, JudgeReply]) -> dict[str, DigitMeans]:
+    """On the public scale, over every reply that there is; {} for a bench without digits."""
+    found: dict[str, dict[str, list[int | None]]] = {}
+    for ask in plan.scores:
+        reply = replies[ask.key]
+        if ask.form == "digit" and reply.state in ("ok", "parse-fail"):
+            found.setdefault(ask.of, {}).setdefault(ask.item.slice, []).append(reply.digit)
+    return compat.public_means(found)
 
 
 def _compare(

@@ -227,9 +227,10 @@ class Asker:
         """One judgement: the judge's last reply, unchanged. After an invalid one it is asked once more;
         then: parse failure."""
         messages = list(ask.messages)
-        answers = [await self._chat(messages, ask.schema)]
+        answers = [await self._chat(messages, ask.schema, ask.request)]
         fault = self._fault(ask, answers[0])
-        if fault and answers[0].outcome != "http-error":
+        # Digits are asked for as the public script does: once.
+        if fault and answers[0].outcome != "http-error" and ask.form != "digit":
             # The same prompt at temperature 0 would give the same reply. Without the schema, because
             # a grammar that prevents thinking is one cause of empty replies.
             first_reply = answers[0].text or "(nothing)"
@@ -238,7 +239,7 @@ class Asker:
                 f"That cannot be read: {fault}. Reply in the form that was asked for, only that."
             )
             messages.append({"role": "user", "content": again})
-            answers.append(await self._chat(messages, None))
+            answers.append(await self._chat(messages, None, ask.request))
             fault = self._fault(ask, answers[1])
         last = answers[-1]
         outcome: JudgeOutcome = "ok"
@@ -260,12 +261,15 @@ class Asker:
         gone = outcome == JUDGE_FAILED and last.status == 0
         return Asked(record, self._judge.url, fault if gone else "")
 
-    async def _chat(self, messages: Sequence[Message], schema: JsonSchema | None) -> Answer:
+    async def _chat(
+        self, messages: Sequence[Message], schema: JsonSchema | None, more: Json
+    ) -> Answer:
         request: dict[str, object] = {
             "model": self._judge.model,
             "messages": [dict(one) for one in messages],
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
+            **more,
             **self._judge.extra_body,
         }
         request = {key: value for key, value in request.items() if value is not None}
@@ -290,7 +294,7 @@ class Asker:
         """Why ``answer`` is not a valid judgement; "" if it is."""
         if answer.outcome == "http-error":
             return answer.detail or "no reply"
-        if answer.outcome == "truncated":
+        if answer.outcome == "truncated" and ask.form != "digit":
             return f"a reply cut off after {self._limit} tokens"
         if answer.outcome in _SAID_NOTHING:
             return _SAID_NOTHING[answer.outcome]

@@ -111,8 +111,19 @@ class LengthBias(_BiasSource):
     correlation: float | None
 
 
+class DigitMeans(TypedDict):
+    """An arm on the scale of the public NekoBench, 0 to 5, over all its ok answers."""
+
+    mean: Annotated[float | None, "Over the answers that got a digit."]
+    mean_with_unread: Annotated[float | None, "Over all, -1 for those without."]
+    modules: dict[str, float | None]
+    answers: Count
+    unread: Count
+
+
 class _OptionalJudgeFacts(TypedDict, total=False):
     outdated: Annotated[str, "Its judgements were asked for with prompts of another version."]
+    digits: Annotated[dict[str, DigitMeans], "By arm; only of the public NekoBench."]
 
 
 class JudgeFacts(_OptionalJudgeFacts):

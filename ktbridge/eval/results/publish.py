@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -46,19 +47,33 @@ def runs_in(results: Results | Index) -> list[Results]:
     return [one["results"] for one in results["benches"] if one["results"] is not None]
 
 
-def failures(results: Results | Index) -> list[str]:
+def failures(results: Results | Index, asked: Collection[str] | None = None) -> list[str]:
     """Reasons, one sentence each, why the command that made the results has failed regardless of the
-    numbers: benches that could not be reported, and problems of severity "error"."""
+    numbers: benches that could not be reported, and problems of severity "error".
+
+    ``asked``: the arms that the command asked. An adapter that changes nothing, or an arm that is left
+    out, is then a reason only if it is one of them: it says nothing of the others.
+    """
     if results["schema"] == INDEX_SCHEMA:
         every: list[str] = []
         for one in results["benches"]:
-            inner = [one["error"]] if one["results"] is None else failures(one["results"])
+            inner = [one["error"]] if one["results"] is None else failures(one["results"], asked)
             every += [f"{one['name']}: {text}" for text in inner]
         return every
+    about = {f"arm {name}": {name} for name in results["left_out"]}
+    names = [card["name"] for card in results["arms"]]
+    for pair in results["identical"]:
+        # Against the first arm, the doubt is about the other.
+        about["arms " + " and ".join(pair["arms"])] = {*pair["arms"]} - {*names[:1]}
     return [
         f"{one['where']}: {one['found']}"
         for one in results["warnings"]
         if one["severity"] == "error"
+        and (
+            asked is None
+            or one["code"] not in ("KTB822", "KTB823")
+            or not about[one["where"]].isdisjoint(asked)
+        )
     ]
 
 

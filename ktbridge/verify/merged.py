@@ -1,0 +1,59 @@
+"""How far a merged checkpoint is from its base with the adapter beside it, in logprobs of fixed tokens.
+
+Three references of ``ktbridge.verify.layerwise``, which never holds a model whole: base, base + adapter,
+merged, all in float32. What lies between the last two is what rounding or requantising cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktbridge.adapter import Adapter
+from ktbridge.experts.loading import load_tokenizer
+from ktbridge.model import read_model_config
+from ktbridge.verify.reference_model import ReferenceModel
+from ktbridge.verify.run import fixed_prompts
+from ktbridge.verify.verdict import Variant, mean_distance
+
+
+@dataclass(frozen=True)
+class MergeDistance:
+    """Mean |difference of natural logprobs| over ``tokens`` tokens.
+
+    ``effect``: base to base + adapter; ``lost``: merged to base + adapter; ``moved``: merged to base.
+    """
+
+    tokens: int
+    effect: float
+    lost: float
+    moved: float
+
+
+def merge_distance(
+    base: Path,
+    merged: Path,
+    adapter: Adapter,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> MergeDistance:
+    """Compute it for the prompts that ``verify`` uses.
+
+    Raises KtbridgeError for a model that can't be run layer by layer, or has no tokenizer.
+    """
+    vocabulary = read_model_config(base).text["vocab_size"]
+    prompts = fixed_prompts(load_tokenizer(base), vocabulary)
+    full = Variant(float(bool(adapter.experts)), float(bool(adapter.nonexpert)))
+
+    def half(before: int) -> Callable[[int, int], None]:
+        return lambda done, total: on_progress(before * total + done, 2 * total)
+
+    reference = ReferenceModel(base, adapter, prompts)
+    plain, tuned = reference.logprobs([Variant(), full], on_progress=half(0))
+    (made,) = ReferenceModel(merged, adapter, prompts).logprobs([Variant()], on_progress=half(1))
+    return MergeDistance(
+        len(plain),
+        mean_distance(tuned, plain),
+        mean_distance(made, tuned),
+        mean_distance(made, plain),
+    )
