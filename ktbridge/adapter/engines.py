@@ -169,3 +169,8 @@ def contract_for(engine: str) -> tuple[Contract, bool]:
         if version <= version_order(contract.last):
             return contract, version >= version_order(contract.first)
     return CONTRACTS[-1], False
+
+VLLM_FUSED = ("Qwen3.5-MoE", "Qwen3-VL-MoE", "gpt-oss")
+"""Families whose experts vLLM wraps as PEFT's fused ones (``is_3d_moe_weight`` of its model classes)."""
+MIXED_FLAG = "--enable-mixed-moe-lora-format"
+"""With it vLLM wraps every family's experts one by one, and a request says of its adapter which it is."""
