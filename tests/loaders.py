@@ -138,8 +138,8 @@ def make_raw(directory: Path, model_type: str, model: Path, **kind: Any) -> Path
     """A raw adapter of all experts and of all that the family has besides."""
     _, _, prefix, modules = FAMILIES[model_type]
     return write_raw(
-        directory, layers=tuple(range(LAYERS)), experts=EXPERTS, rank=RANK, hidden=HIDDEN, inter=INNER,
-        **{"prefix": prefix, "modules": modules, "block": "", "base_model": str(model), "seed": 3, **kind},
+        directory, layers=tuple(range(LAYERS)), experts=EXPERTS, hidden=HIDDEN, inter=INNER,
+        prefix=prefix, modules=modules, block="", base_model=str(model), seed=3, **{"rank": RANK, **kind},
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ that a worker calls them. What a machine without a GPU needs:
   kernel is run;
 - the model has no weights; of its modules only the experts are prepared for their kernel, since the LoRA
   wrapper asks them for it;
-- torchvision, which image processors import and a text request never reaches, is an empty module; so model classes are looked at in this process, not in another.
+- torchvision, which image processors import and a text request never reaches, is an empty module; so model
+  classes are looked at in this process, not in another.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager  # noqa: E402
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
-from vllm.model_executor.models import registry  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
 
 registry._run_in_subprocess = lambda function: function()  # where torchvision would be missed
 PACKED = {
@@ -151,7 +152,7 @@ def experts(module: Any, interleaved: bool, slot: int) -> dict[str, torch.Tensor
 
 
 def loaded(worker: Any, lora_id: int) -> dict[str, torch.Tensor]:
-    """The delta of every module, by its path from ``layers.`` on, in the parts and by the names of the checkpoint."""
+    """The delta of every module, by its path from ``layers.`` on in the checkpoint's parts and names."""
     manager = worker._adapter_manager
     slot = manager.lora_index_to_id.index(lora_id)
     interleaved = "GptOss" in manager.model.config.architectures[0]
@@ -168,7 +169,9 @@ def loaded(worker: Any, lora_id: int) -> dict[str, torch.Tensor]:
         stem, _, leaf = path.rpartition(".")
         halves = list(zip(module.lora_a_stacked, module.lora_b_stacked, strict=True))
         parts = [b[slot, 0].double() @ a[slot, 0].double() for a, b in halves]
-        if leaf == "in_proj_qkvz":  # of q, k, v and z, the first three are one module in the checkpoint
+        if (
+            leaf == "in_proj_qkvz"
+        ):  # of q, k, v and z, the first three are one module in the checkpoint
             parts = [torch.cat(parts[:3]), parts[3]]
         names = PACKED[leaf] if len(halves) > 1 else (leaf,)
         deltas |= {f"{stem}.{name}": part for name, part in zip(names, parts, strict=True)}

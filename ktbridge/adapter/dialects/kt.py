@@ -26,8 +26,8 @@ from ktbridge.adapter.dialects.source import (
     expert_alpha,
     fail_if,
     file_nonexpert,
-    open_foreign,
     note,
+    open_foreign,
     refusal,
 )
 from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED
@@ -189,10 +189,10 @@ def write_merged(source: Source) -> tuple[list[Output], list[Problem]]:
 def write_vllm(source: Source) -> tuple[list[Output], list[Problem]]:
     """One directory with the checkpoint's own module names for every expert."""
     family = source.base.family if source.base else None
-    leaves = family.names if family else ()
+    own = family.names if family else ()
     if family is not None and family.storage == "fused-interleaved":
-        leaves = _W  # vLLM's own, as the checkpoint names no expert
-    names = dict(zip(("gate", "up", "down"), leaves, strict=False))
+        own = _W  # vLLM's, as the checkpoint names no expert
+    names = dict(zip(("gate", "up", "down"), own, strict=False))
     block = family.block if family else "mlp"
     prefix = source.module_prefix()
 
