@@ -95,18 +95,14 @@ def validate_adapter(
             for path in dirs:
                 hashes.start(Path(path).expanduser())
         for path in dirs:
-            adapter, findings = scan_adapter(path)
-            report.problems += findings
-            if adapter is not None:
-                adapters.append(adapter)
-            report.adapters.append(_summary(path, adapter))
+            adapters += _scan(path, report)
         report.problems += _structures(adapters, base, name)
         if base is not None:
             known = Base(base.path, base_name)
             for adapter in adapters:
                 report.problems += check_identity(adapter, known, allowed=allow_other_base)
-        if engine is not None and name == ENGINE:
-            report.problems += check_engine(adapters, engine, base, base_name)
+        if name == ENGINE:
+            report.problems += check_engine(adapters, f"{name}=={version}", base, base_name)
         elif name == VLLM:
             report.problems = [p for p in report.problems if p.code not in VLLM_HONOURS]
             report.problems += check_vllm(adapters, version, base)
@@ -128,6 +124,14 @@ def _read_base(name: str, report: ValidationReport) -> ModelConfig | None:
         found, step = error.sentence.removeprefix(f"{name} "), error.next_step or None
         report.problems.append(problem("KTB611", name or "--base-model", found, next_step=step))
         return None
+
+
+def _scan(path: str | os.PathLike[str], report: ValidationReport) -> list[Adapter]:
+    """The directory's adapter, or none; its findings and summary go into the report."""
+    adapter, findings = scan_adapter(path)
+    report.problems += findings
+    report.adapters.append(_summary(path, adapter))
+    return [] if adapter is None else [adapter]
 
 
 def _structures(
