@@ -28,8 +28,11 @@ def test_every_tensor_arrives(loaders, models, tmp_path, model_type, kind) -> No
     same(found, deltas_of(raw))
 
 
-@pytest.mark.parametrize("model_type", FUSED)
-@pytest.mark.parametrize("flag", [False, True])
+# The flag makes vLLM take every family's experts one by one, and split fused adapters into them.
+@pytest.mark.parametrize(
+    ("model_type", "flag"),
+    [*((name, flag) for name in FUSED for flag in (False, True)), ("qwen3_moe", True)],
+)
 def test_every_fused_tensor_arrives(loaders, models, tmp_path, model_type, flag) -> None:
     model = models(model_type)
     raw = make_raw(tmp_path / "raw", model_type, model, other_alpha=16.0)
@@ -37,3 +40,13 @@ def test_every_fused_tensor_arrives(loaders, models, tmp_path, model_type, flag)
     loader = loaders("vllm", VERSION)
     found = loader.load(model, tmp_path / "peft", fused=flag, enable_mixed_moe_lora_format=flag)
     same(found, deltas_of(raw))
+
+
+def test_fused_experts_of_another_family_are_refused_without_the_flag(
+    loaders, models, tmp_path
+) -> None:
+    model = models("qwen3_moe")
+    raw = make_raw(tmp_path / "raw", "qwen3_moe", model)
+    convert_adapter(raw, to="peft-fused", output_dir=tmp_path / "peft")
+    found = loaders("vllm", VERSION).load(model, tmp_path / "peft")
+    assert "enable_mixed_moe_lora_format" in str(found)
