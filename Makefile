@@ -3,6 +3,8 @@
 # make test-gpu   the tests that need a CUDA GPU
 # make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
+# make test-loaders   our directories through vLLM's own LoRA loader and packing, no GPU
+#                    (1.5 GB in .venv-loaders and 0.4 GB of wheels, once; skips what can't be fetched)
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
@@ -25,7 +27,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-oldest test-peft test-gpu test-engine test-clients check format clean help test-kernels sanitize
+.PHONY: demo test test-oldest test-peft test-gpu test-engine test-loaders test-clients check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -49,8 +51,10 @@ test-oldest:
 test-peft: $(VENV)/.dev
 	@for release in 0.18.1 0.19.1 0.20.0; do \
 	  test -d build/peft/$$release || $(PIP_INSTALL) --no-deps --target build/peft/$$release peft==$$release; done
+	@test -d build/peft/0.17.1 || $(PIP_INSTALL) --target build/peft/0.17.1 --no-deps peft==0.17.1 \
+	  transformers==4.57.6 'tokenizers==0.22.*' 'huggingface-hub<1'
 	@test -d build/peft/unsloth_zoo || $(PIP_INSTALL) --no-deps --target build/peft/unsloth_zoo unsloth_zoo==2026.3.1
-	@$(BIN)/python -m pytest tests/adapter/dialects/test_peft_versions.py
+	@$(BIN)/python -m pytest -v tests/adapter/dialects/test_peft_versions.py tests/adapter/dialects/test_real_peft.py
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/gpu tests/engine
@@ -80,6 +84,26 @@ $(ENGINE_VENV)/.ready:
 	@TMPDIR=$(CURDIR)/$(ENGINE_VENV)/tmp $(ENGINE_PIP) '$(ENGINE)'
 	@$(ENGINE_PIP) --no-deps compressed-tensors sglang-router
 	@rm -rf $(ENGINE_VENV)/tmp
+	@touch $@
+
+## What vLLM's own LoRA code imports, and vLLM's Python files from its wheel; no GPU and no CUDA packages.
+## KTBRIDGE_LOADERS_PYTHON names an interpreter that has them already.
+LOADERS_VENV := .venv-loaders
+
+test-loaders: $(VENV)/.dev
+	@test -n "$$KTBRIDGE_LOADERS_PYTHON" || $(MAKE) -s --no-print-directory $(LOADERS_VENV)/.ready \
+	  || echo "pip can't install what the loaders import (its words are above): they are skipped."
+	@export KTBRIDGE_ENGINE_WHEELS=1; \
+	if [ -z "$$KTBRIDGE_LOADERS_PYTHON" ] && [ -e $(LOADERS_VENV)/.ready ]; then \
+	  export KTBRIDGE_LOADERS_PYTHON=$(CURDIR)/$(LOADERS_VENV)/bin/python; \
+	fi; \
+	$(BIN)/python -m pytest tests/loaders_cpu
+
+$(LOADERS_VENV)/.ready: tests/loaders_cpu/requirements.txt
+	@echo "Installing what vLLM's LoRA code imports into $(LOADERS_VENV) (1.5 GB, some 5 minutes, once) ..."
+	@$(PYTHON) -m venv $(LOADERS_VENV)
+	@$(LOADERS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
+	  -r tests/loaders_cpu/requirements.txt
 	@touch $@
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.installed
@@ -112,7 +136,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENV) $(CLIENTS) build dist $(DEMO_DIR)
+	rm -rf $(VENV) $(ENGINE_VENV) $(LOADERS_VENV) $(CLIENTS) build dist $(DEMO_DIR)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import subprocess
-import sys
 import tempfile
-import threading
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+from askedprocess import Asked, fetched_wheel, unpacked
 
 from ktbridge.adapter import Adapter, Tensor
 from ktbridge.model import open_tensor_file
@@ -37,27 +32,8 @@ Pairs = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def wheel_path(version: str) -> Path:
-    """The wheel of one version; skips the test, with the reason, where it can't be had.
-
-    They are large (6 to 100 MB), so they are only fetched where KTBRIDGE_ENGINE_WHEELS is 1 (`make
-    test-engine`); once there, they are always found.
-    """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    directory = home / "ktbridge" / "wheels"
-    name = f"sglang_kt-{version}-*.whl"
-    if not list(directory.glob(name)):
-        if os.environ.get("KTBRIDGE_ENGINE_WHEELS", "") in ("", "0"):
-            pytest.skip("the engine's wheel isn't here; `make test-engine` fetches it")
-        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-        done = subprocess.run(
-            [*fetch, "--dest", str(directory), f"sglang-kt=={version}"],
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        if done.returncode:
-            pytest.skip(f"pip can't fetch it: {done.stderr.strip().splitlines()[-1]}")
-    return next(directory.glob(name))
+    """The wheel of one version of SGLang-KT, see ``fetched_wheel``."""
+    return fetched_wheel("sglang-kt", version)
 
 
 class Loaded:
@@ -145,7 +121,7 @@ def _any_values(tensor: Tensor) -> np.ndarray:
     return shown.reshape(tensor.shape).astype(np.float64)
 
 
-class Engine:
+class Engine(Asked):
     """One version of the engine in a process of its own."""
 
     def __init__(self, python: str, version: str, root: Path) -> None:
@@ -154,42 +130,15 @@ class Engine:
         no_driver = root / "libcuda.so.1"
         build = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull, "-o"]
         subprocess.run([*build, str(no_driver)], check=True)
-        environment = {**os.environ, "TMPDIR": str(root), "KTBRIDGE_NO_CUDA": str(no_driver)}
+        environment = {"TMPDIR": str(root), "KTBRIDGE_NO_CUDA": str(no_driver)}
         if read_installed(python).engine != version:
-            site = root / "site"
-            with zipfile.ZipFile(wheel_path(version)) as wheel:
-                own = [name for name in wheel.namelist() if name.startswith("sglang/")]
-                wheel.extractall(site, own)
-            environment["PYTHONPATH"] = str(site)
-        self._log = root / "log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [python, str(Path(__file__).parent / "engine_cpu" / "driver.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
-        self._answers: queue.Queue[str] = queue.Queue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-        assert json.loads(self._next(580))["ready"]
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
-
-    def _next(self, seconds: float) -> str:
-        line = self._answers.get(timeout=seconds)
-        assert line, f"the engine's process ended:\n{self._log.read_text()[-3000:]}"
-        return line
+            own = unpacked(wheel_path(version), root / "site", lambda n: n.startswith("sglang/"))
+            environment["PYTHONPATH"] = str(own)
+        driver = Path(__file__).parent / "engine_cpu" / "driver.py"
+        super().__init__([python, str(driver)], environment, root)
 
     def run(self, plan: Plan, load: bool = True) -> Loaded:
         """Parse and validate the flags of ``plan``; with ``load``, load the adapters they name."""
-        assert self._process.stdin is not None
         out = Path(tempfile.mkdtemp(dir=self._root)) / "loaded.safetensors" if load else None
         flags = plan.argv[3:]  # behind "python -m sglang.launch_server"
         asked = {
@@ -197,13 +146,4 @@ class Engine:
             "environment": dict(plan.environment),
             "out": str(out) if out else None,
         }
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        return Loaded(json.loads(self._next(120)), out)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._listener.join()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        return Loaded(self.ask(asked), out)

@@ -21,6 +21,18 @@ from dataclasses import dataclass, field
 from ktbridge.errors import UsageError
 
 ENGINE = "sglang-kt"
+VLLM = "vllm"
+VLLM_SEEN = "0.33.0"
+"""The version whose own code `make test-loaders` runs."""
+VLLM_FUSED = ("Qwen3.5-MoE", "Qwen3-VL-MoE", "gpt-oss")
+"""Families whose experts vLLM wraps as PEFT's fused ones (``is_3d_moe_weight`` of its model classes)."""
+MIXED_FLAG = "--enable-mixed-moe-lora-format"
+"""With it vLLM wraps every family's experts one by one, and a request says of its adapter which it is."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's --max-lora-rank; 16 unless given."""
+VLLM_HONOURS = ("KTB107", "KTB109", "KTB117", "KTB118", "KTB209", "KTB212", "KTB214", "KTB608")
+"""Findings that hold for SGLang-KT and not for vLLM: rsLoRA, alpha_pattern, target_modules that say less than
+the tensors, k without q and v, projections and modules of one layer only, w1/w3/w2, other modules."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +190,23 @@ def version_order(text: str) -> tuple[tuple[int, ...], int]:
     match = _VERSION.fullmatch(text.strip())
     post = _POST.search(match["suffix"]) if match is not None else None
     return release, int(post[1] or 0) if post else 0
+
+
+def split_engine(engine: str) -> tuple[str, str]:
+    """Name and version of ``sglang-kt==X``, ``vllm==X`` or ``vllm`` (the version looked at).
+
+    Raises UsageError when ``engine`` is malformed or names another engine.
+    """
+    name, separator, text = engine.partition("==")
+    name = re.sub(r"[-_.]+", "-", name.strip()).lower()
+    if name == VLLM and not separator:
+        text = VLLM_SEEN
+    elif name not in (ENGINE, VLLM) or not separator:
+        raise UsageError(
+            f"the engine {engine!r} is not known", f"write it like {ENGINE}==0.7.2, or {VLLM}"
+        )
+    version_order(text)
+    return name, text
 
 
 def contract_for(engine: str) -> tuple[Contract, bool]:

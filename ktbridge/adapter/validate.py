@@ -23,7 +23,8 @@ from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.checks.set import check_set, source_of
-from ktbridge.adapter.engines import contract_for
+from ktbridge.adapter.checks.vllm import check_vllm
+from ktbridge.adapter.engines import ENGINE, VLLM, VLLM_HONOURS, split_engine
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
@@ -76,7 +77,7 @@ def validate_adapter(
     ``base_model``: a directory with config.json or a model in the Hub cache (weights are not needed), the
     reference for shapes and inventories. If it has weights and the manifest a fingerprint of the model
     trained on, those are compared too, and another model is an error unless ``allow_other_base``. ``engine``:
-    "sglang-kt==0.7.2", to apply that version's contract. ``structure_only`` skips the adapter's
+    "sglang-kt==0.7.2", to apply that version's contract, or "vllm". ``structure_only`` skips the adapter's
     values. ``on_progress(done, total)`` counts bytes. Invalid content, the base model's
     included, is reported, never raised. Raises UsageError without directories or for an unknown engine.
 
@@ -87,8 +88,7 @@ def validate_adapter(
     """
     if not dirs:
         raise UsageError("there is no directory to validate", "name at least one")
-    if engine is not None:
-        contract_for(engine)
+    name, version = split_engine(engine) if engine is not None else ("", "")
     report = ValidationReport(structure_only=structure_only, engine=engine)
     base_name = os.fspath(base_model) if base_model is not None else ""
     modules = _read_base(base_name, report) if base_model is not None else None
@@ -99,17 +99,16 @@ def validate_adapter(
             for path in dirs:
                 hashes.start(Path(path).expanduser())
         for path in dirs:
-            adapter, findings = scan_adapter(path)
-            report.problems += findings
-            if adapter is not None:
-                adapters.append(adapter)
-            report.adapters.append(_summary(path, adapter))
-        report.problems += _structures(adapters, modules, engine)
+            adapters += _scan(path, report)
+        report.problems += _structures(adapters, modules, name)
         known = [] if base is None else [Base(base.path, base_name)]
         for adapter, model in product(adapters, known):
             report.problems += check_identity(adapter, model, allowed=allow_other_base)
-        if engine is not None:
-            report.problems += check_engine(adapters, engine, base, base_name)
+        if name == ENGINE:
+            report.problems += check_engine(adapters, f"{name}=={version}", base, base_name)
+        elif name == VLLM:
+            report.problems = [p for p in report.problems if p.code not in VLLM_HONOURS]
+            report.problems += check_vllm(adapters, version, base)
         if structure_only:
             for adapter in adapters:
                 report.problems += _rounded_dtypes(adapter)
@@ -147,15 +146,23 @@ def _open_weights(path: Path) -> Checkpoint | None:
     return checkpoint
 
 
+def _scan(path: str | os.PathLike[str], report: ValidationReport) -> list[Adapter]:
+    """The directory's adapter, or none; its findings and summary go into the report."""
+    adapter, findings = scan_adapter(path)
+    report.problems += findings
+    report.adapters.append(_summary(path, adapter))
+    return [] if adapter is None else [adapter]
+
+
 def _structures(
-    adapters: Sequence[Adapter], modules: Modules | None, engine: str | None
+    adapters: Sequence[Adapter], modules: Modules | None, engine: str
 ) -> Iterator[Problem]:
     """What names, shapes and configurations show, of each directory and of all together."""
     source = source_of(adapters)
     for adapter in adapters:
         if source is not None:  # conversion keeps module names, not the selected layers
             adapter.trained_as = source.config
-        use = Use.SERVED if engine is None else Use.SERVED_BY_KT
+        use = Use.SERVED_BY_KT if engine == ENGINE else Use.SERVED
         checked = adapter
         if adapter.layout == "raw" or (adapter is source and _trained(adapter)):
             use = Use.INPUT

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="Check against this model (a directory, or org/name on the Hub); config.json is enough.",
 )
-@click.option("--engine", metavar="ENGINE", help="Apply this version's contract: sglang-kt==0.7.2.")
+@click.option(
+    "--engine", metavar="ENGINE", help="Apply this engine's contract: sglang-kt==0.7.2, or vllm."
+)
 @click.option("--structure-only", is_flag=True, help="Check names and shapes, don't read values.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
 @click.option(

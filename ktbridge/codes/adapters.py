@@ -233,4 +233,15 @@ ENGINE = Subject("Against an engine version", "adapter", (
          "serve with the embedded engine"),
 ))  # fmt: skip
 
-SUBJECTS = (FILES, CONFIGURATION, KEYS, SHAPES, VALUES, SETS, BASE_MODEL, CONVERSION, ENGINE)
+VLLM = Subject("Against vLLM", "adapter", (
+    Code("KTB640", "warning", "vLLM refuses LoRA on each expert of this family, unless started with a flag",
+         "start vLLM with --enable-mixed-moe-lora-format, or write --to peft-fused"),
+    Code("KTB641", "error", "vLLM reads a tensor and never applies it, as its model has no such module",
+         "ktbridge convert ADAPTER --to vllm --output D"),
+    Code("KTB642", "warning", "vLLM's default --max-lora-rank is too low for the adapter",
+         "start vLLM with a higher --max-lora-rank"),
+    Code("KTB643", "error", "vLLM's MLA attention generates tokens without the LoRA of kv_b_proj",
+         "merge the adapter, or train without kv_b_proj"),
+))  # fmt: skip
+
+SUBJECTS = (FILES, CONFIGURATION, KEYS, SHAPES, VALUES, SETS, BASE_MODEL, CONVERSION, ENGINE, VLLM)

@@ -118,7 +118,7 @@ def test_exit_codes(make_raw: Make, ktbridge: Callable[..., Any]) -> None:
     convert_adapter(raw, merged_output_dir=raw.parent / "m")
     assert ktbridge("m", "--engine", "sglang-kt==0.7.2", "--strict").returncode == 0
     assert ktbridge("m", "--engine", "sglang-kt==0.6.2").returncode == 1
-    bad = ktbridge("m", "--engine", "vllm==1")
+    bad = ktbridge("m", "--engine", "tgi==1")
     assert (bad.returncode, bad.stdout) == (2, "")
     assert "sglang-kt==0.7.2" in bad.stderr
     # An info never fails, a warning does with --strict only, an error always.

@@ -3,7 +3,7 @@
 raw        fused_expert_lora.safetensors [E,…] + adapter_model.safetensors; two scales.
 kt-split   an expert and a non-expert directory, each with its own scale.
 kt-merged  ``base_model.model.model.layers.L.mlp.experts.e.gate_proj.lora_A.weight``; one scale.
-vllm       the same with the checkpoint's own prefix and names; one scale.
+vllm       the same with the checkpoint's own prefix and names, w1/w3/w2 in gpt-oss; one scale.
 sglang-3d  ``…mlp.experts.gate_proj.lora_A.weight`` [E,r,in], [E,out,r]; one scale.
 
 All are exact: every tensor is a slice of, or is, one of the stacked ones. If one configuration
@@ -26,9 +26,11 @@ from ktbridge.adapter.dialects.source import (
     expert_alpha,
     fail_if,
     file_nonexpert,
+    note,
     open_foreign,
     refusal,
 )
+from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED
 from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
 from ktbridge.adapter.lora_config import apply_alpha, build_config, fold_patterns
 from ktbridge.adapter.outputs import Output, Piece, piece
@@ -38,6 +40,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.model.families import BLOCKS
 
+_W = ("w1", "w3", "w2")
 # layer, expert, projection, half -> the key of one expert's matrix
 ExpertKey = Callable[[int, int, str, str], str]
 _3D = re.compile(
@@ -188,7 +191,10 @@ def write_merged(source: Source) -> tuple[list[Output], list[Problem]]:
 def write_vllm(source: Source) -> tuple[list[Output], list[Problem]]:
     """One directory with the checkpoint's own module names for every expert."""
     family = source.base.family if source.base else None
-    names = dict(zip(("gate", "up", "down"), family.names if family else (), strict=False))
+    own = family.names if family else ()
+    if family is not None and family.storage == "fused-interleaved":
+        own = _W  # vLLM's, as the checkpoint names no expert
+    names = dict(zip(("gate", "up", "down"), own, strict=False))
     block = family.block if family else "mlp"
     prefix = source.module_prefix()
 
@@ -200,6 +206,9 @@ def write_vllm(source: Source) -> tuple[list[Output], list[Problem]]:
     leaves = [names.get(name, f"{name}_proj") for name in source.projections]
     for output in outputs:
         output.config["target_modules"] = sorted({*leaves, *source.nonexpert_modules()})
+    if source.experts and family is not None and family.name in VLLM_FUSED:
+        found = f"vLLM takes LoRA on each expert of {family.name} only with {MIXED_FLAG}"
+        problems = [*problems, note(str(source.path), f"{found}; --to peft-fused needs no flag")]
     return outputs, problems
 
 

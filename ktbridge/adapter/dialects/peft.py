@@ -196,7 +196,7 @@ def _orientation(
     if dialect == "peft" and (adapter.manifest or {}).get("layout") == "peft-fused":
         dialect = "peft-fused"  # our own directory
     if dialect == "peft":
-        dialect = _writer(adapter, verdict)
+        dialect = _writer(adapter, verdict, base)
     if dialect == "peft-fused" and verdict is True:
         raise UsageError(
             f"{adapter.path} has in and out exchanged, as PEFT 0.17 and 0.18 wrote them",
@@ -210,7 +210,7 @@ def _orientation(
     return dialect, dialect == "peft-0.18" or (dialect == "unsloth-legacy" and bool(verdict))
 
 
-def _writer(adapter: Adapter, exchanged: bool | None) -> str:
+def _writer(adapter: Adapter, exchanged: bool | None, base: ModelConfig | None) -> str:
     """The dialect, by marks in adapter_config.json and by shapes; UsageError if it is ambiguous."""
     mapping = adapter.config.get("auto_mapping")
     own = mapping if isinstance(mapping, dict) else {}
@@ -234,7 +234,8 @@ def _writer(adapter: Adapter, exchanged: bool | None) -> str:
                 "0.19 wrote its expert LoRA",
                 "pass --from peft-fused or --from peft-0.18",
             )
-        exchanged = int(release[1]) < 19
+        # gpt-oss keeps its experts as [E, in, out], which PEFT before 0.19 took every parameter for.
+        exchanged = int(release[1]) < 19 and not is_interleaved(base, adapter.base_model)
     return "peft-0.18" if exchanged else "peft-fused"
 
 

@@ -1,0 +1,93 @@
+"""Checks for vLLM: what its LoRA loader refuses, and what it leaves out without a word.
+
+vLLM looks a key's last name up among the names it knows, and then asks for each module's LoRA by the module's
+full path: a tensor under any other path is read and never asked for. `make test-loaders` compares these
+checks with vLLM's own code, but for KTB643, which is read from its attention layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from shlex import quote
+
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part
+from ktbridge.adapter.checks import many
+from ktbridge.adapter.engines import (
+    MIXED_FLAG,
+    VLLM,
+    VLLM_FUSED,
+    VLLM_RANKS,
+    VLLM_SEEN,
+    version_order,
+)
+from ktbridge.codes import problem
+from ktbridge.errors import Problem
+from ktbridge.model import Family, ModelConfig
+
+_DEFAULT_RANK = 16
+
+
+def check_vllm(
+    adapters: Sequence[Adapter], version: str, base: ModelConfig | None = None
+) -> Iterator[Problem]:
+    """Everything in the directories that vLLM rejects or drops, each directory as one adapter."""
+    if version_order(version) != version_order(VLLM_SEEN):
+        found = f"is not the version looked at: what {VLLM} {VLLM_SEEN} does is applied"
+        yield problem("KTB902", f"{VLLM}=={version}", found, VLLM_SEEN)
+    for adapter in adapters:
+        if adapter.layout == "raw" and len(adapters) > 1:
+            continue  # the reference of the others
+        step = f"ktbridge convert {quote(str(adapter.path))} --to vllm --output D"
+        if adapter.layout == "raw":
+            found = "is a raw training directory"
+            yield problem("KTB901", str(adapter.path), found, "a serving directory", next_step=step)
+            continue
+        yield from _rank(adapter)
+        if base is not None and base.family is not None:
+            yield from _paths(adapter, base.family, step)
+    halves = [adapter for adapter in adapters if adapter.layout in ("expert", "nonexpert")]
+    if len(halves) > 1:
+        found = f"is one half of a split pair with {halves[1].path}: a request has one adapter"
+        yield problem("KTB901", str(halves[0].path), found, "one directory with both")
+
+
+def _rank(adapter: Adapter) -> Iterator[Problem]:
+    rank = adapter.config.get("r")
+    if type(rank) is not int or rank <= _DEFAULT_RANK:
+        return
+    where = str(adapter.path / CONFIG_FILE)
+    enough = next((value for value in VLLM_RANKS if value >= rank), None)
+    if enough is None:
+        found = f"r is {rank}, and vLLM takes no rank above {VLLM_RANKS[-1]}"
+        yield problem("KTB642", where, found, severity="error", next_step="merge the adapter")
+    else:
+        found = f"r is {rank}, and vLLM takes {_DEFAULT_RANK} unless told otherwise"
+        yield problem("KTB642", where, found, next_step=f"start vLLM with --max-lora-rank {enough}")
+
+
+def _paths(adapter: Adapter, family: Family, step: str) -> Iterator[Problem]:
+    fused = family.name in VLLM_FUSED
+    if fused and adapter.experts:
+        found = f"has LoRA on each expert, and vLLM takes {family.name}'s experts as fused"
+        yield problem("KTB640", str(adapter.path), found, next_step=f"start vLLM with {MIXED_FLAG}"
+                      f", or: {step.replace('--to vllm', '--to peft-fused')}")  # fmt: skip
+    # A wrapper around a text model takes the text model's own names as well.
+    prefixes = {family.prefix, "model."} | ({"language_model.model."} if fused else set())
+    lost = [
+        part
+        for part in adapter.tensors()
+        if re.split(r"layers\.[0-9]+\.", part.key.module, maxsplit=1)[0] not in prefixes
+        or not _has_block(part, family)
+    ]
+    expected = f"{family.prefix}layers.N.{family.block}.experts"
+    yield from many(
+        "KTB641", lost, "is under a path that vLLM's model doesn't have", expected, next_step=step
+    )
+    absorbed = [part for part in adapter.nonexpert.values() if part.key.leaf == "kv_b_proj"]
+    yield from many("KTB643", absorbed, "is not applied when tokens are generated")
+
+
+def _has_block(part: Part, family: Family) -> bool:
+    """Whether an expert's module is called as in the family's checkpoints."""
+    return part.key.kind != "expert" or f".{family.block}.experts." in f".{part.key.module}"

@@ -1,0 +1,55 @@
+"""Engines' own loaders, started once, and base models of which only config.json is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from loaders import EXPERTS, FAMILIES, HIDDEN, INNER, LAYERS, PYTHON, Loader
+from rawadapter import write_config
+
+
+@pytest.fixture(scope="session")
+def loaders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Loader]]:
+    """loaders(package, version): started once, as importing an engine takes half a minute."""
+    started: dict[tuple[str, str], Loader] = {}
+
+    def start(package: str, version: str) -> Loader:
+        if not os.environ.get(PYTHON):
+            pytest.skip(f"no loaders: `make test-loaders` makes them, or name a Python as {PYTHON}")
+        if (package, version) not in started:
+            root = tmp_path_factory.mktemp(f"{package}-{version}")
+            started[package, version] = Loader(package, version, root)
+        return started[package, version]
+
+    yield start
+    for loader in started.values():
+        loader.end()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """models(model_type): a base model of which only config.json is there."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(model_type: str) -> Path:
+        architecture, changes, _, _ = FAMILIES[model_type]
+        sizes = {
+            "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "moe_intermediate_size": INNER,
+            "intermediate_size": 56, "num_experts": EXPERTS, "num_local_experts": EXPERTS,
+            "n_routed_experts": EXPERTS, "head_dim": 16, "vocab_size": 128,
+            "max_position_embeddings": 256, "dtype": "bfloat16", "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "norm_topk_prob": True, "eos_token_id": 1, "pad_token_id": 0,
+        }  # fmt: skip
+        sizes |= changes
+        if "vision_config" in sizes:  # a wrapper around the text model
+            vision = sizes.pop("vision_config")
+            sizes = {
+                "text_config": {**sizes, "model_type": f"{model_type}_text"},
+                "vision_config": vision,
+            }
+        return write_config(root / model_type, model_type, architectures=[architecture], **sizes)
+
+    return make
