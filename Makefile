@@ -3,6 +3,8 @@
 # make test-gpu   the tests that need a CUDA GPU
 # make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
+# make test-llama   our GGUF adapters and `verify` against llama.cpp, built from llama-cpp-python's source
+#                   (.venv-llama, some minutes, once); KTBRIDGE_LLAMA_SERVER=PATH tries a llama-server too
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
@@ -15,6 +17,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+LLAMA := .venv-llama
 DEMO_DIR ?= ktbridge-demo
 CMAKE ?= cmake
 CTEST ?= ctest
@@ -25,7 +28,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-oldest test-peft test-gpu test-engine test-clients check format clean help test-kernels sanitize
+.PHONY: demo test test-oldest test-peft test-gpu test-engine test-llama test-clients check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -82,6 +85,17 @@ $(ENGINE_VENV)/.ready:
 	@rm -rf $(ENGINE_VENV)/tmp
 	@touch $@
 
+test-llama: $(VENV)/.dev $(LLAMA)/.installed
+	@KTBRIDGE_LLAMA_PYTHON=$(CURDIR)/$(LLAMA)/bin/python $(BIN)/python -m pytest tests/engine_llama
+
+## From source: there are no wheels, and the instructions of this CPU are wanted.
+$(LLAMA)/.installed:
+	@echo "Building llama-cpp-python into $(LLAMA) (some minutes, once) ..."
+	@$(PYTHON) -m venv $(LLAMA)
+	@CMAKE_ARGS="-DGGML_NATIVE=ON -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF" $(LLAMA)/bin/python -m pip install \
+	  --disable-pip-version-check --quiet 'llama-cpp-python[server]>=0.3.36'
+	@touch $@
+
 test-clients: $(VENV)/.dev $(CLIENTS)/.installed
 	@KTBRIDGE_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest tests/clients
 
@@ -111,7 +125,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENV) $(CLIENTS) build dist $(DEMO_DIR)
+	rm -rf $(VENV) $(ENGINE_VENV) $(CLIENTS) $(LLAMA) build dist $(DEMO_DIR)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

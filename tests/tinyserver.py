@@ -35,11 +35,10 @@ TEMPLATE = (
 )
 
 
-def save_model(directory: Path, seed: int) -> Path:
-    import torch
-    from tinymoe import tiny_config
+def save_tokenizer(directory: Path):
+    """A byte-level tokenizer of TEXTS, with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,6 +57,16 @@ def save_model(directory: Path, seed: int) -> Path:
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
     )
+    fast.save_pretrained(directory)
+    return fast
+
+
+def save_model(directory: Path, seed: int) -> Path:
+    import torch
+    from tinymoe import tiny_config
+    from transformers import Qwen3MoeForCausalLM
+
+    fast = save_tokenizer(directory)
     torch.manual_seed(seed)
     config = tiny_config(
         vocab_size=len(fast),
@@ -69,7 +78,6 @@ def save_model(directory: Path, seed: int) -> Path:
         pad_token_id=fast.pad_token_id,
     )
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    fast.save_pretrained(directory)
     return directory
 
 

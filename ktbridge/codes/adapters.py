@@ -167,6 +167,9 @@ BASE_MODEL = Subject("Against the base model", "adapter", (
          "use the config.json of training, or check that the difference is meant"),
     Code("KTB614", "warning", "the base model can't be read in all it has: it is not compared with the"
          " one that the adapter was trained on", "download or copy the base model again"),
+    Code("KTB630", "error", "the adapter has LoRA that llama.cpp loads and never applies in this"
+         " architecture (a warning where such a file is read)",
+         "merge the adapter into the base model and convert that, or train without these modules"),
 ))  # fmt: skip
 
 CONVERSION = Subject("Conversion and merging", "adapter", (
