@@ -12,7 +12,8 @@ from realllama import PROMPTS
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.errors import ProblemsError
-from ktbridge.verify.verdict import Variant, mean_distance
+from ktbridge.verify.references import mean_distance
+from ktbridge.verify.verdict import Variant
 
 EXACT = 5e-5  # nats, the largest difference: float32 products in another order
 ROUNDED = (
