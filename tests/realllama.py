@@ -17,7 +17,7 @@ from ktbridge.verify.verdict import Variant
 
 DRIVER = Path(__file__).parent / "engine_llama" / "driver.py"
 DRAW = random.Random(1)
-PROMPTS = [[DRAW.randrange(3, 300) for _ in range(32)] for _ in range(4)]
+PROMPTS = [[DRAW.randrange(3, 170) for _ in range(32)] for _ in range(4)]
 
 
 @dataclass

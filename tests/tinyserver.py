@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,8 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(directory: Path):
-    """A byte-level tokenizer of TEXTS, with a chat template."""
+def save_tokenizer(directory: Path, alphabet: Sequence[str] | None = None):
+    """A byte-level tokenizer of TEXTS, with a chat template; ``alphabet``: the letters that it has."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -47,7 +47,8 @@ def save_tokenizer(directory: Path):
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=alphabet or pre_tokenizers.ByteLevel.alphabet(),
+        limit_alphabet=len(alphabet) if alphabet else None,
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)

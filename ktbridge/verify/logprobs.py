@@ -97,7 +97,7 @@ class LogprobClient(OpenAIClient):
             except Refused as refused:
                 if refused.status in _KEY:
                     raise
-                said.append(f"{name}: {refused.status}, {refused.reason}")
+                said.append(f"{name}: {short(refused)}")
             except Unusable as unusable:
                 said.append(f"{name}: {unusable.what}")
             else:
@@ -199,6 +199,12 @@ class Unusable(KtbridgeError):
     def __init__(self, what: str) -> None:
         super().__init__(f"the server answered with {what}, so nothing can be verified.")
         self.what = what
+
+
+def short(refused: Refused) -> str:
+    """A refusal in a few words: some servers answer with a page."""
+    words = " ".join(refused.reason.split())
+    return f"{refused.status}, {words[:120]}{'…' if len(words) > 120 else ''}"
 
 
 def dig(value: Any, *path: str | int) -> Any:

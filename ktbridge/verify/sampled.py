@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.openai_client import Refused
-from ktbridge.verify.logprobs import Asked, LogprobClient, Span, Unusable, dig, numbers
+from ktbridge.verify.logprobs import Asked, LogprobClient, Span, Unusable, dig, numbers, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class Sampler:
             except Refused as refused:
                 if refused.status not in _REFUSED:
                     raise
-                said.append(f"{form}: {refused.status}, {refused.reason}")
+                said.append(f"{form}: {short(refused)}")
             except Unusable as unusable:
                 said.append(f"{form}: {unusable.what}")
         raise Unusable(f"no {ENOUGH} sampled tokens ({'; '.join(said)})")
@@ -79,7 +79,8 @@ class Sampler:
             ids = ids if bos is None else [bos, *ids]
         if counted != len(ids):
             return None
-        tokens, logprobs = self._generated(dig(answer, "choices", 0, "logprobs"))
+        generated = dig(answer, "usage", "completion_tokens")
+        tokens, logprobs = self._generated(dig(answer, "choices", 0, "logprobs"), generated)
         return Span((*ids, *tokens), len(ids)), logprobs
 
     def _given(self, prompt: Sequence[int]) -> tuple[list[int], dict[str, object]]:
@@ -98,11 +99,12 @@ class Sampler:
         )
         return list(found), {"messages": messages, "logprobs": True, "top_logprobs": 1}
 
-    def _generated(self, logprobs: Any) -> tuple[list[int], list[float]]:
-        """Ids and logprobs of the generated tokens, up to the first whose id isn't known.
+    def _generated(self, logprobs: Any, count: Any) -> tuple[list[int], list[float]]:
+        """Ids and logprobs of the generated tokens, up to the first that isn't known for sure.
 
-        OpenAI's completions have parallel lists, its chat a list of objects; llama.cpp adds ids to these,
-        and vLLM can be told to write ids as text (``--return-tokens-as-token-ids``).
+        OpenAI's completions have parallel lists, its chat a list of objects; llama-server adds ids to these,
+        and vLLM can be told to write ids as text (``--return-tokens-as-token-ids``). llama-server leaves out
+        tokens that end inside a character and gives the next one's id with the text of them all.
         """
         if isinstance(content := dig(logprobs, "content"), list):
             rows = [(dig(row, "id"), dig(row, "token"), dig(row, "logprob")) for row in content]
@@ -111,10 +113,13 @@ class Sampler:
             rows = [(None, t, v) for t, v in zip(texts, values, strict=False)]
         else:
             raise Unusable("no logprobs of generated tokens")
+        # A last token that only ends the text may be counted and not listed.
+        if isinstance(count, int) and rows and rows[0][0] is None and count - len(rows) not in (0, 1):
+            return [], []
         tokens: list[int] = []
         for given, text, _ in rows:
-            token = given if isinstance(given, int) else self._id_of(str(text))
-            if token is None:
+            token = self._id_of(str(text)) if given is None else given
+            if token is None or (given is not None and self._texts.get(given) != text):
                 break
             tokens.append(token)
         return tokens, numbers([value for _, _, value in rows[: len(tokens)]])
@@ -125,14 +130,22 @@ class Sampler:
         return self._ids.get(text)
 
     @cached_property
-    def _ids(self) -> dict[str, int | None]:
-        """Token text -> id; None for texts that several tokens have, such as a part of a character."""
-        found: dict[str, int | None] = {}
+    def _texts(self) -> dict[int, str]:
+        """Id -> text of all tokens but those that are a part of a character."""
         names = self._tokenizer.convert_ids_to_tokens(list(range(len(self._tokenizer))))
         texts = self._tokenizer.batch_decode([[n] for n in range(len(names))])
+        found = {}
         for number, (name, text) in enumerate(zip(names, texts, strict=True)):
             # SentencePiece's decoders drop the space that a first word begins with; servers don't.
-            if str(name).startswith("▁") and not text.startswith(" "):
-                text = f" {text}"
-            found[text] = None if text in found or "\N{REPLACEMENT CHARACTER}" in text else number
+            spaced = str(name).startswith("▁") and not text.startswith(" ")
+            if "\N{REPLACEMENT CHARACTER}" not in text:
+                found[number] = f" {text}" if spaced else text
+        return found
+
+    @cached_property
+    def _ids(self) -> dict[str, int | None]:
+        """Text -> id; None for texts that several tokens have."""
+        found: dict[str, int | None] = {}
+        for number, text in self._texts.items():
+            found[text] = None if text in found else number
         return found
