@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tinyserver import save_tokenizer
+from tinyserver import ASCII, save_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ktbridge.adapter import Tensor, write_raw_adapter
@@ -42,9 +42,8 @@ def save_base(model_type: str, directory: Path, seed: int = 0) -> Path:
     """A checkpoint in bfloat16 with a tokenizer of its own."""
     from transformers import AutoConfig
 
-    # ASCII alone: no token is a part of a character, so that servers' texts tell which one it is.
-    letters = [chr(number) for number in range(33, 127)]
-    tokenizer = save_tokenizer(directory, [*letters, "Ġ", "Ċ"])
+    # So that servers' texts of tokens tell which ones they are.
+    tokenizer = save_tokenizer(directory, ASCII)
     config = AutoConfig.for_model(
         model_type, **SIZES | FAMILIES[model_type][1], vocab_size=len(tokenizer),
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,

@@ -25,6 +25,11 @@ TEXTS = [
     "今天天气很好，我们去公园散步吧。你喜欢吃苹果吗？我很喜欢。",
     "user system assistant answer question yes no maybe",
 ]
+ASCII = [
+    *map(chr, range(33, 127)),
+    "Ġ",
+    "Ċ",
+]  # tokenizers of these alone have no parts of characters
 TEMPLATE = (
     "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}"

@@ -153,10 +153,10 @@ def _with_source(result: Verification, way: str, sampler: Sampler, accepted: boo
     if way != SAMPLED:
         return replace(result, logprobs_from=way, asked=WAYS[way])
     found = f"logprobs of {result.positions} tokens of its own choosing, and of no fixed ones"
-    problems = [
-        problem("KTV010", result.model, found, severity="warning" if accepted else "error"),
-        *result.problems,
-    ]
+    told = problem("KTV010", result.model, found)
+    if accepted:
+        told = replace(told, severity="warning", next_step="nothing: it was asked for")
+    problems = [told, *result.problems]
     if sampler.unlike:
         left_out = f"{sampler.unlike} prompts of {len(sampler.prompts)} have another number of tokens there"
         problems.append(problem("KTV011", result.model, left_out))

@@ -114,7 +114,12 @@ class Sampler:
         else:
             raise Unusable("no logprobs of generated tokens")
         # A last token that only ends the text may be counted and not listed.
-        if isinstance(count, int) and rows and rows[0][0] is None and count - len(rows) not in (0, 1):
+        if (
+            isinstance(count, int)
+            and rows
+            and rows[0][0] is None
+            and count - len(rows) not in (0, 1)
+        ):
             return [], []
         tokens: list[int] = []
         for given, text, _ in rows:
