@@ -16,15 +16,20 @@ from ktbridge.verify.references import mean_distance
 from ktbridge.verify.verdict import Variant
 
 EXACT = 5e-5  # nats, the largest difference: float32 products in another order
-ROUNDED = (
-    0.02  # nats, the mean: llama.cpp rounds activations to bfloat16 where LoRA is stored in it
-)
+# nats, the median: llama.cpp rounds activations to bfloat16 where LoRA is stored in it, and now and then
+# that sends a token to another expert
+ROUNDED = 0.01
+SEEN = 0.2  # nats, the mean: what a part that is there or isn't makes at least
 BASE, WHOLE, HALF = Variant(), Variant(1, 1), Variant(0.5, 0.5)
 EXPERTS, OTHERS = Variant(1, 0), Variant(0, 1)
 
 
 def largest(left: list[float], right: list[float]) -> float:
     return float(np.abs(np.subtract(left, right)).max())
+
+
+def typical(left: list[float], right: list[float]) -> float:
+    return float(np.median(np.abs(np.subtract(left, right))))
 
 
 def rewritten(file: Path, out: Path, change: Any = None, **fields: Any) -> Path:
@@ -69,19 +74,15 @@ def test_logprobs_are_the_references(case, run_llama, tmp_path: Path, family: st
     for scale, right in ((1.0, whole), (0.5, half)):
         assert largest(run_llama(of.model, exact, scale).logprobs, right) < EXACT
         served = run_llama(of.model, written, scale).logprobs
-        assert mean_distance(served, right) < ROUNDED
+        assert typical(served, right) < ROUNDED
     for name, right, rest in (("expert", experts, "nonexpert"), ("nonexpert", others, "expert")):
         alone = of.converted(name, **{rest: False})
         served = run_llama(of.model, alone).logprobs
-        assert mean_distance(served, right) < ROUNDED
-        assert mean_distance(served, base) > 10 * ROUNDED  # each half is seen
-        assert mean_distance(served, whole) > 10 * ROUNDED
-        assert (
-            largest(
-                run_llama(of.model, rewritten(alone, tmp_path / f"{name}.gguf")).logprobs, right
-            )
-            < EXACT
-        )
+        assert typical(served, right) < ROUNDED
+        assert mean_distance(served, base) > SEEN  # each half is seen
+        assert mean_distance(served, whole) > SEEN
+        exact_half = rewritten(alone, tmp_path / f"{name}.gguf")
+        assert largest(run_llama(of.model, exact_half).logprobs, right) < EXACT
     assert len(base) == sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
