@@ -53,8 +53,8 @@ def save_tokenizer(directory: Path, alphabet: Sequence[str] | None = None):
         vocab_size=400,
         special_tokens=specials,
         initial_alphabet=alphabet or pre_tokenizers.ByteLevel.alphabet(),
-        limit_alphabet=len(alphabet) if alphabet else None,
         show_progress=False,
+        **({"limit_alphabet": len(alphabet)} if alphabet else {}),
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     fast = PreTrainedTokenizerFast(

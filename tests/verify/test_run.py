@@ -199,6 +199,21 @@ def test_unavailable_is_never_a_pass(ktbridge, server, servers, base, adapter):
         assert done.stdout == ""
 
 
+def test_sampled_tokens_say_less(ktbridge, server, base, adapter):
+    """Each arm on tokens of its own, here through the chat template; ok only because they were asked for."""
+    args = ("--model", "tiny:neko", "--adapter", str(adapter), "--base-model", str(base))
+    done = ktbridge(
+        "verify", "--server", server.root, *args, "--repeat", "2", "--logprobs-from", "sampled"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny:neko: applied, as far as sampled tokens tell - ")
+    assert "asked: logprobs of the tokens that the server generates itself" in done.stdout
+    assert "warning KTV010  tiny:neko\n" in done.stderr
+    nearest = {"tiny:base": "base", "tiny": "expert", "tiny:neko": "full"}
+    assert all(f"  {arm}  " in done.stdout for arm in nearest)
+    assert "it is not" not in done.stdout
+
+
 def test_which_arms_are_asked():
     listed = ["S", "S:a", "S:base"]
     assert arms_to_ask("S:a", listed) == {"S:base": "base", "S": "expert", "S:a": "full"}
