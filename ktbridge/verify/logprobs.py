@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ktbridge.verify.sampled import Sampler
 
 SAMPLED = "sampled"
+ENOUGH = 32  # sampled tokens, below which nothing is claimed
 FIXED = {
     "sglang": "/generate with logprob_start_len (SGLang)",
     "prompt_logprobs": "/v1/completions with prompt_logprobs (vLLM)",
@@ -126,7 +127,14 @@ class LogprobClient(OpenAIClient):
                     if model in needed or refused.status not in _NOT_SERVED:
                         raise
                     del rounds[model]
-        return {model: _answer(asked) for model, asked in rounds.items()}
+        answers = {model: _answer(asked) for model, asked in rounds.items()}
+        for model, answer in answers.items():
+            if self.way == SAMPLED and len(answer.logprobs) < ENOUGH:
+                raise KtbridgeError(
+                    f"{len(answer.logprobs)} tokens that {model} sampled are known, of {ENOUGH} at least.",
+                    "verify it without --repeat, or on an engine that gives prompt logprobs",
+                )
+        return answers
 
     def _fixed(self, way: str) -> Ask:
         one = {

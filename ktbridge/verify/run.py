@@ -85,20 +85,14 @@ def verify(
     ``model`` is the served name to judge, ``expert_model`` one that should have the expert LoRA alone;
     ``adapter_dir`` is what training wrote, ``base_model`` a checkpoint's directory. ``repeat`` asks the
     server several times; differences between identical requests count as noise. ``logprobs_from``: one of
-    ``logprobs.WAYS``, or "auto" for the first that the server has. Sampled tokens are never ``ok`` by
-    themselves: only where they were asked for.
+    ``logprobs.WAYS``, or "auto" for the first that the server has. Sampled tokens are only ``ok`` if asked for.
     ``on_progress(done, total)`` counts decoder layers of a stage that ``on_stage`` names.
 
     Raises KtbridgeError when the server cannot be measured or the references not be computed;
     a Verification is only ever made of numbers from both.
     """
     base = Path(resolve_model(base_model))
-    adapter = read_adapter(adapter_dir)
-    halves = (bool(adapter.expert_layers()), bool(adapter.nonexpert_keys()))
-    if not any(halves):
-        raise KtbridgeError(
-            f"the adapter in {adapter_dir} has no LoRA tensor.", "check it with `ktbridge validate`"
-        )
+    adapter, halves = _read(adapter_dir)
     server = LogprobClient(base_url, api_key)
     arms = arms_to_ask(model, server.models(), expert_model)
 
@@ -118,12 +112,7 @@ def verify(
     on_stage("computing references")
     computed = compute_references(reference_model, halves, on_progress)
     references = {name: computed.at(of) for name, of in places.items()}
-    # An adapter with one half has fewer arms than the names suggest.
-    means = {
-        "base": "base",
-        "expert": "expert" if halves[0] else "base",
-        "full": "full" if all(halves) else "expert" if halves[0] else "nonexpert",
-    }
+    means = _meanings(*halves)
     served = {name: (means[arms[name]], answer.logprobs) for name, answer in asked.items()}
     spread = {name: a.spread for name, a in asked.items() if a.spread is not None}
     result = judge(model, served, references[model], spread, references)
@@ -137,6 +126,26 @@ def verify(
         facts = facts_of(adapter)
         result = explain(result, asked[model].logprobs, references[model], facts, compute)
     return _with_source(result, server.way, sampler, accepted=logprobs_from == SAMPLED)
+
+
+def _read(adapter_dir: str) -> tuple[Adapter, tuple[bool, bool]]:
+    """The adapter, and whether it has an expert and a non-expert half."""
+    adapter = read_adapter(adapter_dir)
+    halves = (bool(adapter.expert_layers()), bool(adapter.nonexpert_keys()))
+    if not any(halves):
+        raise KtbridgeError(
+            f"the adapter in {adapter_dir} has no LoRA tensor.", "check it with `ktbridge validate`"
+        )
+    return adapter, halves
+
+
+def _meanings(expert: bool, nonexpert: bool) -> dict[str, str]:
+    """Arm -> reference: an adapter with one half has fewer than the names suggest."""
+    return {
+        "base": "base",
+        "expert": "expert" if expert else "base",
+        "full": "full" if expert and nonexpert else "expert" if expert else "nonexpert",
+    }
 
 
 def _places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:

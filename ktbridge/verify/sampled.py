@@ -16,13 +16,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.openai_client import Refused
-from ktbridge.verify.logprobs import Asked, LogprobClient, Span, Unusable, dig, numbers, short
+from ktbridge.verify.logprobs import (
+    ENOUGH,
+    Asked,
+    LogprobClient,
+    Span,
+    Unusable,
+    dig,
+    numbers,
+    short,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LENGTH = 16  # tokens generated for each prompt
-ENOUGH = 32  # sampled tokens, below which nothing is claimed
 FORMS = {
     "ids": "/v1/completions, prompts as ids",
     "text": "/v1/completions, prompts as text",

@@ -328,3 +328,17 @@ def test_rounds_that_part_count_up_to_where_they_do(start) -> None:
     client, _ = start(Wavering)
     answer = client.ask_all(["tiny"], repeat=4)["tiny"]
     assert {span.size for span in answer.spans} == {12}
+
+
+def test_an_arm_with_too_few_tokens_is_not_judged(start) -> None:
+    class Terse(LlamaServer):
+        def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
+            return super().rows(prompt, made, ids=ids)[: 3 if self.terse else None]
+
+        def respond(self, request: dict[str, Any]) -> Any:
+            self.terse = request["model"] != "tiny"
+            return super().respond(request)
+
+    client, _ = start(Terse)
+    with pytest.raises(KtbridgeError, match="12 tokens that tiny:base sampled are known, of 32"):
+        client.ask_all(["tiny", "tiny:base"])
