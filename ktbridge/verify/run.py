@@ -85,7 +85,7 @@ def verify(
     ``model`` is the served name to judge, ``expert_model`` one that should have the expert LoRA alone;
     ``adapter_dir`` is what training wrote, ``base_model`` a checkpoint's directory. ``repeat`` asks the
     server several times; differences between identical requests count as noise. ``logprobs_from``: one of
-    ``logprobs.WAYS``, or "auto" for the first that the server has. Sampled tokens are only ``ok`` if asked for.
+    ``logprobs.WAYS``, or "auto" for the first that the server has; sampled tokens are only ``ok`` by name.
     ``on_progress(done, total)`` counts decoder layers of a stage that ``on_stage`` names.
 
     Raises KtbridgeError when the server cannot be measured or the references not be computed;

@@ -330,6 +330,20 @@ def test_rounds_that_part_count_up_to_where_they_do(start) -> None:
     assert {span.size for span in answer.spans} == {12}
 
 
+def test_a_token_that_begins_texts_is_counted_in(start, tokenizer, monkeypatch) -> None:
+    """llama.cpp puts BOS before a text, where the GGUF says so, and not before ids."""
+    monkeypatch.setattr(tokenizer, "bos_token", "<|endoftext|>")
+
+    class Begins(LlamaCppPython):
+        def ids(self, request: dict[str, Any]) -> list[int]:
+            return [tokenizer.bos_token_id, *super().ids(request)]
+
+    client, sampler = start(Begins)
+    assert (sampler.form, sampler.unlike) == ("text", 0)
+    for span in client.ask_all(["tiny"])["tiny"].spans:
+        assert span.tokens[0] == tokenizer.bos_token_id
+
+
 def test_an_arm_with_too_few_tokens_is_not_judged(start) -> None:
     class Terse(LlamaServer):
         def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
