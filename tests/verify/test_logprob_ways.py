@@ -165,10 +165,10 @@ def start(tokenizer):
     """start(engine, way): a client that has chosen how to ask it, and the sampler."""
     servers = []
 
-    def run(engine: Any, way: str = "auto") -> tuple[LogprobClient, Sampler]:
-        servers.append(engine(tokenizer) if isinstance(engine, type) else engine)
+    def run(engine: Any, way: str = "auto", using: Any = None) -> tuple[LogprobClient, Sampler]:
+        servers.append(engine(using or tokenizer))
         client = LogprobClient(servers[-1].url, timeout=10)
-        sampler = Sampler(tokenizer, PROMPTS)
+        sampler = Sampler(using or tokenizer, PROMPTS)
         client.choose("tiny", PROMPTS, sampler, way)
         return client, sampler
 
@@ -330,15 +330,16 @@ def test_rounds_that_part_count_up_to_where_they_do(start) -> None:
     assert {span.size for span in answer.spans} == {12}
 
 
-def test_a_token_that_begins_texts_is_counted_in(start, tokenizer, monkeypatch) -> None:
+def test_a_token_that_begins_texts_is_counted_in(start, tmp_path) -> None:
     """llama.cpp puts BOS before a text, where the GGUF says so, and not before ids."""
-    monkeypatch.setattr(tokenizer, "bos_token", "<|endoftext|>")
+    tokenizer = save_tokenizer(tmp_path, ASCII)
+    tokenizer.bos_token = "<|endoftext|>"
 
     class Begins(LlamaCppPython):
         def ids(self, request: dict[str, Any]) -> list[int]:
             return [tokenizer.bos_token_id, *super().ids(request)]
 
-    client, sampler = start(Begins)
+    client, sampler = start(Begins, using=tokenizer)
     assert (sampler.form, sampler.unlike) == ("text", 0)
     for span in client.ask_all(["tiny"])["tiny"].spans:
         assert span.tokens[0] == tokenizer.bos_token_id
