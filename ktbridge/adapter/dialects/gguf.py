@@ -159,7 +159,8 @@ def _unapplied(source: Source, architecture: str) -> Iterator[Problem]:
     if found:
         names = ", ".join(sorted({leaf for leaf, _ in found}))
         layers = len({layer for _, layer in found})
-        what = f"LoRA of {names} in {layers} layer{'s' * (layers > 1)}: {architecture} ignores it"
+        where = f"{layers} layer{'s' * (layers > 1)}"
+        what = f"LoRA of {names} in {where}, which llama.cpp's {architecture} never applies"
         yield problem("KTB630", str(source.path), what)
 
 
