@@ -94,7 +94,7 @@ def verify(
     base = Path(resolve_model(base_model))
     adapter, halves = _read(adapter_dir)
     server = LogprobClient(base_url, api_key)
-    arms = arms_to_ask(model, server.models(), expert_model)
+    arms = _arms(server, model, expert_model)
 
     from ktbridge.experts.loading import load_tokenizer
     from ktbridge.verify.reference_model import ReferenceModel, compute_references
@@ -126,6 +126,14 @@ def verify(
         facts = facts_of(adapter)
         result = explain(result, asked[model].logprobs, references[model], facts, compute)
     return _with_source(result, server.way, sampler, accepted=logprobs_from == SAMPLED)
+
+
+def _arms(server: LogprobClient, model: str, expert_model: str | None) -> dict[str, str]:
+    owners = server.owners()
+    arms = arms_to_ask(model, list(owners), expert_model)
+    owner, parent = owners.get(model, ("", None))
+    # vLLM's base has no LoRA; the one that SGLang-KT lists an adapter under has the experts'.
+    return {parent: "base", **arms} if owner == "vllm" and parent in owners else arms
 
 
 def _read(adapter_dir: str) -> tuple[Adapter, tuple[bool, bool]]:

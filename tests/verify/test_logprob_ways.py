@@ -7,15 +7,20 @@ Logprobs and next tokens are functions of all tokens before, so that one of anot
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mockserver import JsonServer
 from tinyserver import ASCII, save_tokenizer
 
+from ktbridge.adapter import read_adapter
 from ktbridge.errors import KtbridgeError
 from ktbridge.verify.logprobs import LogprobClient, Span
+from ktbridge.verify.reference_model import ReferenceModel
+from ktbridge.verify.run import verify
 from ktbridge.verify.sampled import LENGTH, Sampler
+from ktbridge.verify.verdict import Variant
 
 PROMPTS = [[5, 40, 7], [90, 33, 12, 60], [17, 18, 19], [51, 52]]
 REFUSED = {"error": {"message": "no such field"}}
@@ -206,6 +211,46 @@ def test_each_engine_is_asked_in_the_way_that_it_has(start, engine, way: str, fo
                    for s in answer.spans)  # fmt: skip
     else:
         assert answer.spans == tuple(Span(tuple(prompt), 1) for prompt in PROMPTS)
+
+
+class Computed(Vllm):
+    """vLLM's answers with an adapter's real logprobs. ``neko`` of ``org/base``, as vLLM lists adapters."""
+
+    def __init__(self, base: Path, served_base: Path, adapter: Path) -> None:
+        from ktbridge.experts.loading import load_tokenizer
+
+        super().__init__(load_tokenizer(base))
+        self.listed = [
+            {"id": "org/base", "owned_by": "vllm", "parent": None, "root": str(base)},
+            {"id": "neko", "owned_by": "vllm", "parent": "org/base", "root": str(adapter)},
+        ]
+        self.base, self.adapter = served_base, read_adapter(adapter)
+
+    def respond(self, request: dict[str, Any]) -> Any:
+        prompt = request["prompt"]
+        variant = Variant(1, 1) if request["model"] == "neko" else Variant()
+        with self.lock:
+            (found,) = ReferenceModel(self.base, self.adapter, [prompt]).logprobs([variant])
+        rows = [{str(t): {"logprob": x, "rank": 9}} for t, x in zip(prompt[1:], found, strict=True)]
+        return self.answer(prompt, [1], prompt_logprobs=[None, *rows])
+
+
+def test_vllms_adapter_is_told_from_its_base(base, other_base, adapter) -> None:
+    """The listing says which base an adapter is of, so that another base is noticed too."""
+    for served_base, verdict, told_by in (
+        (base, "applied", "references"),
+        (other_base, "can't tell", "base"),
+    ):
+        server = Computed(base, served_base, adapter)
+        result = verify(server.url, "neko", str(adapter), str(base))
+        server.close()
+        assert (result.verdict, result.told_by) == (verdict, told_by)
+        assert result.logprobs_from == "prompt_logprobs"
+        assert [(arm.model, arm.expected) for arm in result.arms] == [
+            ("org/base", "base"),
+            ("neko", "full"),
+        ]
+        assert result.ok == (verdict == "applied")
 
 
 def test_a_way_can_be_insisted_on(start) -> None:
